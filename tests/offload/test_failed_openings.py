@@ -14,6 +14,7 @@ from offloaded_models import budget_for, stack
 import moe_runtime
 from moe_runtime.errors import CapacityError
 from moe_runtime.training.offload import offloading
+from moe_runtime.training.offload.execution import activation_swap
 from moe_runtime.training.offload.states import disk, record_file, states
 
 
@@ -43,6 +44,7 @@ STEPS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "the link": (offloading, "open_link", lambda _: fail),
     "first weights": (states.ExpertStates, "write_state", second_time),
     "their versions": (states.ExpertStates, "commit", lambda _: fail),
+    "the threads of the swap": (activation_swap, "ReadQueue", lambda _: fail),
     "the swap": (offloading, "ActivationSwap", lambda _: fail),
     "the policy of activations": (offloading, "ActivationPolicy", lambda _: fail),
     "saves that refuse": (offloading, "require_whole_saves", lambda _: fail),

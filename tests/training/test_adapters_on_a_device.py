@@ -122,6 +122,21 @@ def test_same_bits_as_on_the_cpu(tmp_path: Path, kind: str, precision: str) -> N
     assert found["large"][2].traffic.read_bytes < found["small"][2].traffic.read_bytes
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss-mxfp4", "planes"])
+def test_a_gpu_trains_what_the_cpu_does(tmp_path: Path, kind: str) -> None:
+    """Sums have another order there, and losses are of about 6; nothing is left locked or open."""
+    folder, found = folder_of(kind, tmp_path), []
+    for device in ("cpu", "cuda"):
+        (tmp_path / device).mkdir()
+        config = config_of(folder, tmp_path / device, lora={"rank": 2})
+        losses, trainer, preparation = run(with_run(config, device=device))
+        finish(preparation, trainer, export=True)
+        trainer.close()
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], abs=1e-3)
+
+
 def a_run(tmp_path: Path, place: torch.device) -> tuple[Trainer, FinetuneConfig]:
     folder = folder_of("mixtral", tmp_path)
     config = config_of(folder, tmp_path, lora={"rank": 2})
@@ -202,8 +217,9 @@ def test_the_budget_of_the_device_holds(
     folder = folder_of(kind, tmp_path)
     precision = "bfloat16" if kind == "planes" else "float32"
     config = with_run(config_of(folder, tmp_path, lora={"rank": 2}), precision=precision)
-    with computing_on(NAME) as place:
-        config = with_run(config, device=str(place), checkpoint_every=1)
+    device = ForeignDevice()
+    with computing_on(NAME, device) as place:
+        config = with_run(smallest(config), device=str(place), checkpoint_every=1)
         with pytest.raises(CapacityError, match="a device_memory of 1 KiB") as refusal:
             prepare(with_run(config, device_memory="1KiB"))
         smallest_bytes = refusal.value.smallest_bytes
@@ -211,9 +227,13 @@ def test_the_budget_of_the_device_holds(
         memory = DeviceMemory()
         CROSSINGS.on_memory = memory.made
         _, trainer, preparation = run(with_run(config, device_memory=str(smallest_bytes)))
+        assert trainer.optimizer.stats().budget_bytes == int(config.run.host_memory or 0)  # type: ignore[union-attr]
         finish(preparation, trainer, export=True)
         trainer.close()
         assert 0.5 * smallest_bytes < memory.peak_bytes <= smallest_bytes
+        host = preparation.memory.host  # type: ignore[union-attr]
+        locked = sum(map(len, device.pinned))
+        assert locked == host.num_slots * host.slot_bytes <= host.budget_bytes
 
 
 def test_the_command_says_both_budgets_and_computes_there(

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_WRITTEN_ON_DEVICE = 16
+"""Bytes of a value on its way from codes to fp32 by operations of torch, at most."""
+
+
 def divide_budget(
     config: FinetuneConfig,
     checkpoint: Checkpoint,
@@ -71,7 +75,8 @@ def divide_budget(
     trained = _adapter_bytes(config, model, sites)
     # the expert in use: its weights in fp32 and in another type, and their gradients; and a
     # quantised matrix of it on the way to fp32
-    in_use = largest + 4 * experts.largest_quantised
+    on_the_way = 4 if place.type == "cpu" else _WRITTEN_ON_DEVICE
+    in_use = largest + on_the_way * experts.largest_quantised
     dense = experts.dense_bytes(checkpoint.dtype)
     computes = activations + trained + in_use
     if place.type == "cpu":

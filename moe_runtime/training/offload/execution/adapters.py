@@ -46,7 +46,6 @@ class AdapterTraining:
 
     Attributes:
         model, memory: as given.
-        store: what experts are computed from.
         dense: of the trained parameters.
 
     Raises:
@@ -65,7 +64,7 @@ class AdapterTraining:
     ) -> None:
         return_freed_blocks()
         self.model = model
-        self.store, *_ = self._stores = [*stores]
+        self._stores = [*stores]
         self.memory = memory
         self._steps = self._skipped = 0
         self._num_experts = sum(site.num_experts for site in sites)
@@ -187,7 +186,7 @@ class AdapterTraining:
 
     def close(self) -> None:
         """Ends the reads; the model is of no use then."""
-        self.store.close()
+        self._stores[0].close()
 
     def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
         for module in self._modules:
