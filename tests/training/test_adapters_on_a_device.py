@@ -1,8 +1,10 @@
 """`finetune --lora` on a device: the bits of the CPU, budgets of both memories, interruptions."""
 
+import contextlib
 import dataclasses
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,12 @@ def folder_of(kind: str, folder: Path) -> Path:
 
 
 def alike(config: FinetuneConfig) -> FinetunePreparation:
-    """A run whose products are the same on the CPU and on the emulated device: torch's."""
+    """A run whose products are the same on the CPU and on the emulated device: torch's, of values.
+
+    Dense layers of a quantised checkpoint have products from codes on a CPU alone.
+    """
     preparation = prepare(config)
+    preparation.experts.packed_dense.clear()
     preparation.model.set_attn_implementation("eager")
     sites = [dataclasses.replace(site, impl="torch") for site in preparation.sites]
     return dataclasses.replace(preparation, sites=sites)
@@ -173,11 +179,21 @@ def test_a_copy_that_fails_leaves_no_gradient(tmp_path: Path, is_late: bool) -> 
         num_copies = calls[0]
         for number in {*range(1, num_copies, 5), num_copies}:
             calls[0], fails_at[0] = 0, number
-            with pytest.raises(MoERuntimeError, match="RuntimeError: no link"):
-                take_step(trainer)
+            with contextlib.suppress(MoERuntimeError):
+                assert take_step(trainer) == wanted  # nobody had asked for that expert yet
+                optimizer.dense.forget()  # type: ignore[union-attr]
             assert not optimizer.dense.gradients()  # type: ignore[union-attr]
             optimizer.check()  # type: ignore[union-attr]
+        broken = device.late_faults if is_late else device.faults
+        broken += [RuntimeError("no link")] * 1000
         fails_at[0] = -1
+        with pytest.raises(MoERuntimeError, match="RuntimeError: no link"):
+            take_step(trainer)
+        assert not optimizer.dense.gradients()  # type: ignore[union-attr]
+        optimizer.check()  # type: ignore[union-attr]
+        while optimizer._stores[0]._link.under_way:  # type: ignore[union-attr]
+            time.sleep(1e-4)  # copies that were read ahead, and will fail
+        broken.clear()
         assert take_step(trainer) == wanted
         trainer.close()
 
@@ -230,7 +246,7 @@ def test_the_budget_of_the_device_holds(
         assert trainer.optimizer.stats().budget_bytes == int(config.run.host_memory or 0)  # type: ignore[union-attr]
         finish(preparation, trainer, export=True)
         trainer.close()
-        assert 0.5 * smallest_bytes < memory.peak_bytes <= smallest_bytes
+        assert 0.3 * smallest_bytes < memory.peak_bytes <= smallest_bytes
         host = preparation.memory.host  # type: ignore[union-attr]
         locked = sum(map(len, device.pinned))
         assert locked == host.num_slots * host.slot_bytes <= host.budget_bytes

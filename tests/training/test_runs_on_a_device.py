@@ -126,15 +126,17 @@ def test_a_checkpoint_takes_one_copy_of_what_is_dense_and_the_budget_has_it(
             may_go.wait()
             written.append(found)
 
-        training.write(state, lambda found: found["optimizer"], job)
-        crossed = CROSSINGS.from_device_bytes - before - values.numel() * 4
-        assert 0 < crossed <= training.memory.saved_bytes
-        memory = training.memory
-        assert memory.slot_bytes + memory.link_bytes + memory.saved_bytes <= memory.budget_bytes
-        training.backward([partial(model.loss, inputs[1])])
-        training.step()
-        may_go.set()
+        try:
+            training.write(state, lambda found: found["optimizer"], job)
+            crossed = CROSSINGS.from_device_bytes - before - values.numel() * 4
+            training.backward([partial(model.loss, inputs[1])])
+            training.step()
+        finally:
+            may_go.set()
         training.wait()
+        memory = training.memory
+        assert 0 < crossed <= memory.saved_bytes
+        assert memory.slot_bytes + memory.link_bytes + memory.saved_bytes <= memory.budget_bytes
         (found,) = written
         assert torch.equal(found["model"]["last.weight"], values)
         assert not torch.equal(model.last.weight.detach().cpu(), values)

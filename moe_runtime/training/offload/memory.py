@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,6 +25,8 @@ DEFAULT_ACTIVATION_SHARE = 0.25
 SPARE_BYTES = 32 * 2**20
 """Set aside beside counted activations for what libraries and the allocator keep."""
 
+_STEP_BYTES = 4
+"""Of the count of steps that AdamW has for each tensor."""
 
 LARGE_BLOCK_BYTES = 2**19
 """Blocks from which on memory is given back when it is freed."""
@@ -92,12 +94,12 @@ def dense_bytes(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> 
     return total
 
 
-def saved_bytes(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of what a checkpoint has of a model beside its experts: no gradients."""
+def saved_bytes(model: nn.Module, expert_parameters: Sequence[nn.Parameter]) -> int:
+    """Bytes of what a checkpoint has of a model beside its experts: steps too, no gradients."""
     experts = {id(parameter) for parameter in expert_parameters}
     dense = [p for p in model.parameters() if id(p) not in experts and p.requires_grad]
     trained = sum(parameter.numel() * parameter.element_size() for parameter in dense)
-    return dense_bytes(model, expert_parameters) - trained
+    return dense_bytes(model, expert_parameters) - trained + _STEP_BYTES * len(dense)
 
 
 def return_freed_blocks() -> None:

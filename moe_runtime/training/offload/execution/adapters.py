@@ -106,6 +106,7 @@ class AdapterTraining:
         finally:
             if not losses:
                 self.dense.forget()
+                self._passes.abandon()
         return losses
 
     def step(self, rate: float | None = None) -> StepOutcome:

@@ -12,14 +12,16 @@ Shape suffixes: T tokens, K top-k, E experts, D model, F hidden.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.expert_tensors import fill_matrices
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.memory.device_store import DeviceStore
@@ -141,10 +143,12 @@ class FrozenPasses:
         shape = site.module.get_parameter(site.first).shape
         for call in calls:
             call.begin_forward(shape[2 if site.is_transposed else 1], keeps=keeps)
-        for key, weights in self._each(keys, self._last_visited.get(layer + 1, []), calls):
-            for call in calls:
-                if call.num_rows(key.expert):
-                    call.forward(key.expert, weights)
+        then = self._last_visited.get(layer + 1, [])
+        with contextlib.closing(self._each(keys, then, calls)) as experts:
+            for key, weights in experts:
+                for call in calls:
+                    if call.num_rows(key.expert):
+                        call.forward(key.expert, weights)
         if not keeps:
             self.finish()
         return calls, [call.output() for call in calls]
@@ -159,19 +163,22 @@ class FrozenPasses:
         before = self.visits.layers[-1][1] if self.visits.layers else []
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
-        site = self._sites[layer]
-        for key, weights in self._each(keys, before, calls):
-            for call in calls:
-                if not call.num_rows(key.expert):
-                    continue
-                if not self._adapters:
-                    call.backward(key.expert, weights, None)
-                    continue
-                named = self._tensors(layer, "gradient", weights.dtype, weights.device)
-                found = site.stacked(list(named), list(named.values()))
-                call.backward(key.expert, weights, found.tensors())
-                self._adapters[layer].accept(key.expert, named)
+        with contextlib.closing(self._each(keys, before, calls)) as experts:
+            for key, weights in experts:
+                for call in calls:
+                    if call.num_rows(key.expert):
+                        self._step_back(key, call, weights)
         return [call.input_gradients() for call in calls]
+
+    def _step_back(self, key: ExpertKey, call: StreamedExperts, weights: StackedExperts) -> None:
+        """One expert's part of the gradients of one call."""
+        if not self._adapters:
+            call.backward(key.expert, weights, None)
+            return
+        named = self._tensors(key.layer, "gradient", weights.dtype, weights.device)
+        found = self._sites[key.layer].stacked(list(named), list(named.values()))
+        call.backward(key.expert, weights, found.tensors())
+        self._adapters[key.layer].accept(key.expert, named)
 
     def finish(self) -> None:
         """Returns when no product is queued behind a copy to a device that may still fail.
@@ -181,6 +188,11 @@ class FrozenPasses:
         """
         if isinstance(self._store, DeviceStore):
             self._store.fetcher.finish_used()
+
+    def abandon(self) -> None:
+        """After an exception: all that was computed is void, and no copy of it is told of later."""
+        with contextlib.suppress(MoERuntimeError):
+            self.finish()
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters on the host in fp32, adapters included, by name."""
@@ -200,7 +212,7 @@ class FrozenPasses:
 
     def _each(
         self, keys: Sequence[ExpertKey], then: Sequence[ExpertKey], calls: Sequence[StreamedExperts]
-    ) -> Iterator[tuple[ExpertKey, StackedExperts]]:
+    ) -> Generator[tuple[ExpertKey, StackedExperts], None, None]:
         """Experts with their adapters, in order, while the next ones are read."""
         for place, key in enumerate(keys):
             with self._store.lease([key], streaming=True) as lease:
