@@ -171,13 +171,13 @@ def _require_bf16(weight_NK: Tensor) -> None:
 
 
 def decode_planes(matrix: PlanesMatrix) -> Tensor:
-    """The matrix as it was: `bf16 [N, K]`.
+    """The matrix as it was: `bf16 [N, K]`, where its parts are; in plain torch but on a CPU.
 
     Raises:
         CheckpointError: The parts contradict each other, so bytes were lost or changed.
     """
     library = native_library()
-    if library is None:
+    if library is None or not matrix.coded.is_cpu:
         found = decode_reference(
             matrix.coded, matrix.starts, matrix.escapes, matrix.book, matrix.num_cols
         )

@@ -83,7 +83,7 @@ def decode_reference(
     bits = [_bytes_to_bits(planes[:, :, bit]) << bit for bit in range(3)]
     index_NBP = bits[0] | bits[1] | bits[2]
     is_escape = index_NBP == ESCAPE
-    padded = torch.zeros(num_groups(rows) * GROUP_ROWS, dtype=torch.int64)
+    padded = starts.new_zeros(num_groups(rows) * GROUP_ROWS, dtype=torch.int64)
     padded[:rows] = is_escape.flatten(1).sum(dim=1)
     if not torch.equal(torch.diff(starts.long()), padded.view(-1, GROUP_ROWS).sum(dim=1)):
         return None
@@ -91,14 +91,15 @@ def decode_reference(
         return None
     if int(starts[-1]) > escapes.numel() - TAIL_BYTES:
         return None
-    exponents_NBP = book.int()[index_NBP]
-    exponents_NBP[is_escape] = escapes[: int(starts[-1])].int()
-    signs_NBP = coded[:, blocks * INDEX_BYTES :].reshape(rows, blocks, BLOCK).int()
-    bits_NBP = (signs_NBP & 0x80) << 8 | exponents_NBP << 7 | signs_NBP & 0x7F
+    exponents_NBP = book[index_NBP.int()]
+    exponents_NBP[is_escape] = escapes[: int(starts[-1])]
+    signs_NBP = coded[:, blocks * INDEX_BYTES :].reshape(rows, blocks, BLOCK)
+    bits_NBP = (signs_NBP & 0x80).short() << 8 | exponents_NBP.short() << 7
+    bits_NBP |= signs_NBP & 0x7F
     in_order = torch.empty_like(bits_NBP)
-    in_order[..., ELEMENT_OF_POSITION] = bits_NBP
+    in_order[..., ELEMENT_OF_POSITION.to(coded.device)] = bits_NBP
     bits_NK = in_order.flatten(1)[:, :num_cols]
-    return bits_NK.to(torch.int16).view(torch.bfloat16)
+    return bits_NK.contiguous().view(torch.bfloat16)
 
 
 def _bits_to_bytes(bits: Tensor) -> Tensor:
@@ -108,4 +109,5 @@ def _bits_to_bytes(bits: Tensor) -> Tensor:
 
 
 def _bytes_to_bits(packed: Tensor) -> Tensor:
-    return (packed.int().unsqueeze(-1) >> torch.arange(8) & 1).flatten(-2)
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(-1) >> places & 1).flatten(-2)

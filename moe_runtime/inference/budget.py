@@ -78,12 +78,14 @@ def plan_memory(
     slot_bytes: int,
     num_experts: int,
     max_tokens: int | None = None,
+    option: str | None = None,
 ) -> MemoryPlan:
     """Gives what the dense weights and the reserve leave of a budget to expert slots.
 
     Args:
         num_experts: routed experts in all; more slots than that are never made.
         max_tokens: tokens that the reserve is for, where an error shall say it.
+        option: that gave the budget, where an error shall say it.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
@@ -91,8 +93,11 @@ def plan_memory(
     smallest = smallest_budget(dense_bytes, reserve_bytes, slot_bytes)
     if budget_bytes < smallest:
         tokens = "" if max_tokens is None else f" of {max_tokens} tokens"
+        given = f"a budget of {format_bytes(budget_bytes)}"
+        if option is not None:
+            given = f"a {option} of {format_bytes(budget_bytes)}"
         raise CapacityError(
-            f"a budget of {format_bytes(budget_bytes)} is too small: the smallest that works is "
+            f"{given} is too small: the smallest that works is "
             f"{format_bytes(smallest, up=True)} ({smallest} bytes): {format_bytes(dense_bytes)} "
             f"of dense weights, {format_bytes(reserve_bytes)} for KV cache and activations{tokens}"
             f", and {MIN_SLOTS} experts of {format_bytes(slot_bytes)}",

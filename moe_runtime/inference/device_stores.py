@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from moe_runtime.memory.source import ExpertSource
 from moe_runtime.memory.tiers import TierFetcher
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
+
+W = TypeVar("W")
 
 
 def experts_on_device(experts: ExpertMap) -> ExpertMap:
@@ -56,6 +59,36 @@ def open_device_stores(
     Raises:
         CapacityError: memory cannot be had, or not be locked.
     """
+    slots = Slab(plans["device"].num_slots, plans["device"].slot_bytes, allocate=device.allocate)
+    above, below = open_tiers(
+        source, slab, slots, plans, new_policy, experts, listeners, device,
+        bind_slots(experts["device"]),
+    )  # fmt: skip
+    above.stacks = DeviceStacks(device, slots, experts["device"])
+    return above, below
+
+
+def open_tiers(
+    source: ExpertSource,
+    slab: Slab,
+    slots: Slab,
+    plans: dict[str, MemoryPlan],
+    new_policy: Callable[[MemoryPlan], LayerShares],
+    experts: dict[str, ExpertMap],
+    listeners: Sequence[StoreListener | None],
+    device: Device,
+    bind: Callable[[ExpertKey, Tensor], W],
+) -> tuple[DeviceStore[W], ExpertStore[Tensor]]:
+    """A store of experts in slots of a device, and that of the host's memory below it.
+
+    Args:
+        source, slab, plans, new_policy, experts, listeners, device: as of `open_device_stores`.
+        slots: of the device.
+        bind: a filled slot of it as what leases yield.
+
+    Raises:
+        CapacityError: the host's memory cannot be locked.
+    """
     there, here = plans["device"], plans["host"]
     found: dict[ExpertKey, tuple[CopyPart, ...]] = {}
 
@@ -73,15 +106,13 @@ def open_device_stores(
         stream_slots=here.stream_slots,
         listener=listeners[1],
     )
-    slots = Slab(there.num_slots, there.slot_bytes, allocate=device.allocate)
     above = DeviceStore(
         device,
         TierFetcher(below, device, moves_of),
         slots,
         new_policy(there),
-        bind_slots(experts["device"]),
+        bind,
         stream_slots=there.stream_slots,
         listener=listeners[0],
     )
-    above.stacks = DeviceStacks(device, slots, experts["device"])
     return above, below

@@ -7,6 +7,8 @@ from moe_runtime.lazy import lazy_names
 if TYPE_CHECKING:
     from moe_runtime.inference.cache_code import coded_experts as coded_experts
     from moe_runtime.inference.cache_code import open_coded_stores as open_coded_stores
+    from moe_runtime.inference.cpu_misses.computing import open_misses as open_misses
+    from moe_runtime.inference.cpu_misses.option import check_misses as check_misses
     from moe_runtime.inference.device_experts import DeviceExperts as DeviceExperts
     from moe_runtime.inference.device_stores import experts_on_device as experts_on_device
     from moe_runtime.inference.device_stores import open_device_stores as open_device_stores
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from moe_runtime.inference.expert_gradients import refuse_tangents as refuse_tangents
     from moe_runtime.inference.expert_partition import divide_experts as divide_experts
     from moe_runtime.inference.hugging_face.gate_formulas import find_formula as find_formula
-    from moe_runtime.inference.miss_option import check_misses as check_misses
-    from moe_runtime.inference.misses import open_misses as open_misses
     from moe_runtime.inference.prediction.gates import find_gate as find_gate
     from moe_runtime.inference.prediction.predictors import check_predictor as check_predictor
     from moe_runtime.inference.prediction.predictors import is_file_name as is_file_name
@@ -53,8 +53,8 @@ else:
             "moe_runtime.inference.expert_partition": "divide_experts",
             # a device
             "moe_runtime.inference.device_experts": "DeviceExperts",
-            "moe_runtime.inference.misses": "open_misses",
-            "moe_runtime.inference.miss_option": "check_misses",
+            "moe_runtime.inference.cpu_misses.computing": "open_misses",
+            "moe_runtime.inference.cpu_misses.option": "check_misses",
             "moe_runtime.inference.device_stores": "experts_on_device open_device_stores",
             "moe_runtime.memory.device": "CudaDevice",
             # experts in a code

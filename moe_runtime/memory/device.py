@@ -30,6 +30,18 @@ class Event(Protocol):
         ...
 
 
+class Copy(Event, Protocol):
+    """The end of a copy into a slot."""
+
+    def seconds_after(self, before: Any) -> float:
+        """Seconds for which the copy had the link, once the device has come this far.
+
+        Args:
+            before: the copy that ended before this one, whose time is its own; None for none.
+        """
+        ...
+
+
 class Device(Protocol):
     """Memory for slots, and streams of copies that last as long as the device is used.
 
@@ -93,7 +105,7 @@ class Device(Protocol):
         parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
         after: Sequence[Any],
         priority: Priority,
-    ) -> Event:
+    ) -> Copy:
         """Queues copies into a vacated slot behind what ``vacate`` returned, and does not wait.
 
         Args:
@@ -116,6 +128,28 @@ class Device(Protocol):
     def drain(self) -> None:
         """Returns when no copy writes any more: for where an exception left one to itself."""
         ...
+
+
+class CudaCopy:
+    """Events of CUDA around a copy."""
+
+    def __init__(self, begun: torch.cuda.Event, done: torch.cuda.Event) -> None:
+        self.begun, self.done = begun, done
+
+    def query(self) -> bool:
+        """As ``Event.query``."""
+        return self.done.query()
+
+    def synchronize(self) -> None:
+        """As ``Event.synchronize``."""
+        self.done.synchronize()
+
+    def seconds_after(self, before: CudaCopy | None) -> float:
+        """As ``Copy.seconds_after``."""
+        took_ms = self.begun.elapsed_time(self.done)
+        if before is not None:
+            took_ms = min(took_ms, before.done.elapsed_time(self.done))
+        return max(0.0, took_ms) / 1e3
 
 
 class CudaDevice:
@@ -180,9 +214,9 @@ class CudaDevice:
         """As ``Device.send``."""
         return values.pin_memory().to(self._place, non_blocking=True)
 
-    def wait_here(self, event: torch.cuda.Event) -> None:
+    def wait_here(self, event: CudaCopy) -> None:
         """As ``Device.wait_here``."""
-        torch.cuda.current_stream(self._place).wait_event(event)
+        torch.cuda.current_stream(self._place).wait_event(event.done)
 
     def vacate(self, slot: torch.Tensor) -> list[Any]:
         """As ``Device.vacate``."""
@@ -193,16 +227,18 @@ class CudaDevice:
         parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
         after: Sequence[Any],
         priority: Priority,
-    ) -> torch.cuda.Event:
+    ) -> CudaCopy:
         """As ``Device.copy``."""
-        stream, done = self._copies[priority], torch.cuda.Event(blocking=True)
+        stream, done = self._copies[priority], torch.cuda.Event(enable_timing=True, blocking=True)
+        begun = torch.cuda.Event(enable_timing=True)
         for event in after:
             stream.wait_event(event)
+        begun.record(stream)
         with torch.cuda.stream(stream):
             for source, target in parts:
                 target.copy_(source, non_blocking=True)
         done.record(stream)
-        return done
+        return CudaCopy(begun, done)
 
     def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
         """As ``Device.copy_back``."""

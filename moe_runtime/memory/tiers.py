@@ -1,7 +1,6 @@
 """One tier filled from another: experts copied from host slots to device slots."""
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -132,7 +131,7 @@ class TierFetcher:
             (source[move.source :][: move.num_bytes], slot[move.place :][: move.num_bytes])
             for move in moves
         ]
-        num_bytes, begun_s = sum(move.num_bytes for move in moves), time.perf_counter()
+        num_bytes = sum(move.num_bytes for move in moves)
         try:
             copied = self._device.copy(parts, after, read.priority)
             with self.changed:
@@ -140,7 +139,7 @@ class TierFetcher:
                 self.changed.notify_all()
             copied.synchronize()
             is_done = True
-            self.speed.ended(num_bytes, begun_s=begun_s, now_s=time.perf_counter())
+            self.speed.ended(num_bytes, copied)
             return num_bytes
         finally:
             try:
@@ -158,6 +157,20 @@ class TierFetcher:
             if copy is not None and copy.has_users:
                 self._failure = self._failure or error
             self.queued.pop(read, None)
+            self.changed.notify_all()
+
+    def finish_used(self) -> None:
+        """Returns when no work is queued behind a copy that may still fail.
+
+        Raises:
+            MoERuntimeError: one has failed.
+        """
+        with self.changed:
+            while any(
+                copy.has_users and self.is_under_way(read) for read, copy in self.queued.items()
+            ):
+                self.changed.wait()
+        self.raise_failure()
 
     def is_within_lower(self) -> bool:
         """Whether the caller runs within an operation below, where the lock above must not be

@@ -5,10 +5,12 @@ the configuration. It is written beside its place, flushed and renamed, so a kil
 leaves the previous one.
 """
 
+import copy
+import dataclasses
 import pickle
 import re
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -74,7 +76,7 @@ def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
         OSError: it cannot be written; earlier checkpoints stay.
     """
     path = folder / f"step-{state.step:08d}.pt"
-    content = {name: getattr(state, name) for name in TrainingState.__dataclass_fields__}
+    content = {name: on_host(getattr(state, name)) for name in state.__dataclass_fields__}
     make_folders(folder)
     write_content(path, content)
     remove_oldest(folder, keep)
@@ -190,17 +192,34 @@ def check_settings(
 
 
 def on_host(state: Any) -> Any:
-    """Nested dictionaries and lists of a state, with a device's tensors copied to the host.
+    """Nested dictionaries and lists of a state, with a device's tensors copied to the host."""
+    return _mapped(state, lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf)
 
-    A device would have no room for the copy that is written while training goes on.
+
+def host_copy(state: Any) -> Any:
+    """A copy of a state on the host, to be written while what it was made of goes on changing.
+
+    Every tensor is copied once: a device would have no room for it, nor the host for two.
     """
-    if isinstance(state, torch.Tensor):
-        return state.cpu()
+    memo: dict[int, Any] = {}
+
+    def copied(leaf: Any) -> Any:
+        is_away = isinstance(leaf, torch.Tensor) and not leaf.is_cpu
+        return leaf.cpu() if is_away else copy.deepcopy(leaf, memo)
+
+    return _mapped(state, copied)
+
+
+def _mapped(state: Any, take: Callable[[Any], Any]) -> Any:
+    """The same nesting, with something in the place of whatever holds no others."""
     if isinstance(state, Mapping):
-        return {name: on_host(value) for name, value in state.items()}
+        return {name: _mapped(value, take) for name, value in state.items()}
     if type(state) in (list, tuple):
-        return type(state)(on_host(value) for value in state)
-    return state
+        return type(state)(_mapped(value, take) for value in state)
+    if dataclasses.is_dataclass(state) and not isinstance(state, type):
+        named = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+        return dataclasses.replace(state, **_mapped(named, take))
+    return take(state)
 
 
 def random_states() -> dict[str, torch.Tensor]:

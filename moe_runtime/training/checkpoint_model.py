@@ -120,10 +120,11 @@ def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str
     alpha: Any = lora.scale * lora.rank
     settings = PeftConfig(r=lora.rank, lora_alpha=alpha, target_modules=names)
     inject_adapter_in_model(settings, model)
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+    for path, module in model.named_modules():
+        if ".lora_" in path:
             # beside a base in half precision, adapters are trained in full
-            parameter.data = parameter.data.float()
+            for name, parameter in [*module.named_parameters(recurse=False)]:
+                setattr(module, name, nn.Parameter(parameter.detach().float()))
     return names
 
 
@@ -136,14 +137,14 @@ class MergedAdapters:
         self._before: list[Tensor] = []
 
     def __enter__(self) -> dict[str, Tensor]:
-        """Merges; returns the model's state on the host, under the names without adapters."""
+        """Merges; returns the model's state, where it lies, under the names without adapters."""
         for layer in self._layers:
             base: Any = layer.get_base_layer()  # type: ignore[operator]
             self._before.append(base.weight.detach().clone())
             layer.merge()  # type: ignore[operator]
         state = self._model.state_dict()
         return {
-            name.replace(".base_layer.", "."): tensor.cpu()
+            name.replace(".base_layer.", "."): tensor
             for name, tensor in state.items()
             if ".lora_" not in name and ".adapters." not in name
         }

@@ -18,7 +18,6 @@ from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.checkpoint import (
     Progress,
     TrainingState,
-    on_host,
     random_states,
     restore_random_states,
     save_checkpoint,
@@ -226,8 +225,8 @@ class Trainer:
         """A checkpoint of this process alone."""
         state = TrainingState(
             **progress,
-            model=on_host(self._run.model.state_dict()),
-            optimizer=on_host(self._run.optimizer.state_dict()),
+            model=self._run.model.state_dict(),
+            optimizer=self._run.optimizer.state_dict(),
         )
         if isinstance(self._run.optimizer, ExpertTraining):
             # the experts' versions are kept for the newest one

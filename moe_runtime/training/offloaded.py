@@ -20,7 +20,7 @@ from moe_runtime.models.lm.loss import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel import ExpertSlots
 from moe_runtime.training.checkpoint import TrainingState
-from moe_runtime.training.offload.computing_device import CPU
+from moe_runtime.training.offload.computing_device import CPU, device_budget, held_bytes
 from moe_runtime.training.offload.execution.adapters import AdapterTraining
 from moe_runtime.training.offload.expert_training import ExpertTraining
 from moe_runtime.training.offload.handle import OffloadedTraining
@@ -32,6 +32,7 @@ from moe_runtime.training.offload.memory import (
     smallest_budget,
 )
 from moe_runtime.training.offload.offloading import (
+    expert_parameters,
     find_sites,
     layouts_of,
     offload_training,
@@ -196,13 +197,28 @@ def offload_plan(
         model, sites, config.run.host_memory, activation_bytes(config, ranks.num_data_ranks),
         has_disk=True, state=settings.state_format, place=place,
     )  # fmt: skip
-    return plan_of(memory, layouts_of(sites, settings.state_format), settings)
+    device_bytes = None
+    if place.type != "cpu":
+        held = held_bytes(model, expert_parameters(sites), place)
+        device_bytes = device_budget(config.run.device_memory, place, held)
+    return plan_of(memory, layouts_of(sites, settings.state_format), settings, device_bytes)
 
 
 def plan_of(
-    memory: TrainingMemory, layouts: Mapping[ExpertKey, RecordLayout], settings: AdamW
+    memory: TrainingMemory,
+    layouts: Mapping[ExpertKey, RecordLayout],
+    settings: AdamW,
+    device_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """What a division of memory means for a step in which every expert gets tokens."""
+    """What a division of memory means for a step in which every expert gets tokens.
+
+    Args:
+        memory: of the host.
+        layouts: of every expert's record.
+        settings: of the optimizer.
+        device_bytes: the budget of a device that computes: dense parameters and activations are of
+            that one; None where the CPU computes, and they are of the host's.
+    """
     resident = set(memory.resident)
     away = [
         bytes_of_step(layout, settings) for key, layout in layouts.items() if key not in resident
@@ -211,6 +227,7 @@ def plan_of(
         "experts": memory.num_experts,
         "experts_in_memory": len(memory.resident),
         "host_budget_bytes": memory.budget_bytes,
+        "device_budget_bytes": device_bytes,
         "dense_bytes": memory.dense_bytes,
         "activation_bytes": memory.activation_bytes,
         "slot_bytes": memory.slot_bytes,
@@ -305,6 +322,8 @@ def offload_report(training: ExpertTraining | AdapterTraining) -> dict[str, Any]
         "read_bytes": traffic.read_bytes,
         "written_bytes": traffic.written_bytes,
         "wasted_bytes": traffic.wasted_bytes,
+        "to_device_bytes": stats.link.to_device_bytes,
+        "from_device_bytes": stats.link.from_device_bytes,
         "stall_s": round(traffic.stall_s, 3),
         "peak_rss_bytes": stats.peak_rss_bytes,
     }

@@ -135,7 +135,7 @@ def prepare(
         CheckpointError: the checkpoint to start from does not fit the model.
         OSError: a file cannot be read or written.
     """
-    device = resolve_device(config.run.device)
+    device = resolve_device(config.run.device or "auto")
     check_experts(config.model)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from device_tiers import Interrupted, Tiers
 from emulated_device import POISON, EmulatedDevice
-from fake_tier import NUM_EXPERTS, NUM_LAYERS, keys
+from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, keys
 
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
-from moe_runtime.memory.device import CudaDevice, Device, pin_in_parts
+from moe_runtime.memory.device import CudaCopy, CudaDevice, Device, pin_in_parts
 from moe_runtime.memory.io_queue import Priority
 from moe_runtime.memory.slab import Slab, aligned_bytes
 
@@ -82,7 +82,29 @@ def test_a_copy_waits_for_the_work_that_was_queued_before_its_slot_was_given_up(
     tiers.use([second], streaming=False)
     tiers.settle()
     assert device.now_s > 5.0  # of the copy, which somebody waited for
+    # the link's own time: its latency and the bytes, not the work that was waited for
+    link_s = 1e-5 + SLOT_BYTES / 1e9
+    assert tiers.store.fetcher.speed.seconds_per_byte == pytest.approx(link_s / SLOT_BYTES)
     tiers.close()
+
+
+def test_of_copies_at_once_each_has_the_time_after_the_one_before() -> None:
+    """On CUDA, whose events tell milliseconds between any two."""
+    times_ms = {"a": (0.0, 4.0), "b": (1.0, 6.0), "c": (8.0, 9.0)}
+
+    class At:
+        def __init__(self, time_ms: float) -> None:
+            self.time_ms = time_ms
+
+        def elapsed_time(self, end: "At") -> float:
+            return end.time_ms - self.time_ms
+
+    copies = [CudaCopy(At(begun), At(done)) for begun, done in times_ms.values()]  # type: ignore[arg-type]
+    pairs = zip([None, *copies], copies, strict=False)
+    assert [copy.seconds_after(before) for before, copy in pairs] == pytest.approx(
+        [4e-3, 2e-3, 1e-3]
+    )
+    assert copies[0].seconds_after(copies[1]) == 0.0  # it ended first, whoever says so first
 
 
 def test_copies_run_beside_work_that_was_queued_after_they_were_asked_for() -> None:
@@ -298,9 +320,11 @@ def test_a_cuda_device_copies_behind_the_work_of_every_stream_that_computes() ->
         torch.cuda._sleep(50_000_000)
         sums.append(slot.sum())
         after = device.vacate(slot)
+    copies = []
     for priority in Priority:
         done = device.copy([(source, slot)], after, priority)
         assert priority is AHEAD or not done.query()
+        copies.append(done)
     with torch.cuda.stream(torch.cuda.Stream()):
         device.compute_here()
         device.wait_here(done)  # and the host does not
@@ -308,6 +332,9 @@ def test_a_cuda_device_copies_behind_the_work_of_every_stream_that_computes() ->
     torch.cuda.synchronize()
     assert [int(total) for total in sums] == [1 << 24, 7 << 24]
     assert bool((slot == 7).all())
+    # what the copies waited for, tens of milliseconds, is no part of their time
+    waited_s = copies[0].begun.elapsed_time(copies[0].done) / 1e3
+    assert 0 < copies[0].seconds_after(None) == waited_s < 0.02
     device.drain()
 
 

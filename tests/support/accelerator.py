@@ -37,9 +37,11 @@ class Crossings:
             copy that the host waits for changes types on the host, others on the device.
         num_waits: reads of values by the host.
         on_work: called with the name and the tensors of what the device computes.
+        on_memory: called with the values of every tensor that there comes to be.
     """
 
     def __init__(self) -> None:
+        self.on_memory: Callable[[Tensor], object] = lambda host: None
         self.on_work: Callable[[str, list[Tensor]], object] = lambda name, tensors: None
         self.to_device_bytes = self.from_device_bytes = self.num_waits = 0
 
@@ -60,6 +62,7 @@ class DeviceTensor(Tensor):
             dtype=host.dtype, layout=host.layout, device=torch.device(NAME, 0),
         )  # fmt: skip
         made.host = host
+        CROSSINGS.on_memory(host)
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -11,6 +12,8 @@ from accelerator import CROSSINGS, NAME, Crossings, DeviceTensor, accelerator, p
 from emulated_models import EagerDevice
 from torch import Tensor
 
+from moe_runtime.training.finetune import memory as frozen_memory
+from moe_runtime.training.finetune import stores as frozen_stores
 from moe_runtime.training.offload import computing_device
 
 
@@ -40,6 +43,32 @@ class ForeignDevice(EagerDevice):
         self.compute(lambda: None, duration_s)
 
 
+class DeviceMemory:
+    """What tensors of the emulated device take, views of one memory once.
+
+    Attributes:
+        peak_bytes: the most so far.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = self._bytes = 0
+        self._sizes: dict[int, int] = {}  # by address
+
+    def made(self, host: Tensor) -> None:
+        """A tensor came to be."""
+        memory = host.untyped_storage()
+        address = memory.data_ptr()
+        if address in self._sizes or not memory.nbytes():
+            return
+        self._sizes[address] = memory.nbytes()
+        self._bytes += memory.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        weakref.finalize(memory, self._gone, address)
+
+    def _gone(self, address: int) -> None:
+        self._bytes -= self._sizes.pop(address)
+
+
 @contextlib.contextmanager
 def computing_on(name: str, device: ForeignDevice | None = None) -> Iterator[torch.device]:
     """The place of a name of `accelerator.PLACES`; on the emulated one, this device's streams."""
@@ -54,6 +83,8 @@ def computing_on(name: str, device: ForeignDevice | None = None) -> Iterator[tor
         torch.autograd.set_multithreading_enabled(False),
         patch.object(computing_device, "open_device", lambda place: device),
         patch.object(computing_device, "available_device_bytes", lambda place: 2**34),
+        patch.object(frozen_stores, "open_device", lambda place: device),
+        patch.object(frozen_memory, "available_device_bytes", lambda place: 2**34),
     ):
         yield accelerator()
     vars(CROSSINGS).update(before)

@@ -18,10 +18,11 @@ POISON = 0xFF
 
 
 class EmulatedEvent(NamedTuple):
-    """A place in a stream: the device has come this far at a time."""
+    """A place in a stream: the device has come this far at a time; a copy had the link before."""
 
     device: EmulatedDevice
     time_s: float
+    begun_s: float = 0.0
 
     def query(self) -> bool:
         return self.device.now_s >= self.time_s
@@ -29,6 +30,9 @@ class EmulatedEvent(NamedTuple):
     def synchronize(self) -> None:
         self.device.hesitate()
         self.device.wait_until(self.time_s)
+
+    def seconds_after(self, before: object) -> float:
+        return self.time_s - self.begun_s
 
 
 class EmulatedDevice:
@@ -134,7 +138,7 @@ class EmulatedDevice:
             self._link_s = self._copies_s[priority] = end
             self._at(begin, lambda: [target.fill_(POISON) for _, target in parts])
             self._at(end, lambda: [target.copy_(source) for source, target in parts])
-            done = EmulatedEvent(self, end)
+            done = EmulatedEvent(self, end, begin)
             return _Failing(done, self.late_faults.pop()) if self.late_faults else done
 
     def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> EmulatedEvent:

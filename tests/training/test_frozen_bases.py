@@ -3,18 +3,15 @@
 The reference is what transformers makes of the values that the format's own packer gives back.
 """
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
 
 import pytest
-import quantized_checkpoints
 import torch
 from finetuning_runs import (
     PARTS,
     SEQUENCES,
-    SIZES,
     adapted,
     config_of,
     finetuned,
@@ -23,40 +20,21 @@ from finetuning_runs import (
     train,
     write_text,
 )
-from moe_families import Family
+from frozen_bases import bases
 from peft import PeftModel
-from text_checkpoint import tiny_tokenizer
-from tiny_checkpoints import PROMPT, save, tiny_model
+from tiny_checkpoints import PROMPT
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from moe_runtime.checkpoints.packing import pack_checkpoint
 from moe_runtime.cli.main import main
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
 
-SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
-PLANES = Family("mixtral", "MixtralForCausalLM", SIZES | {"hidden_size": 64})
 KINDS = (
     *("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "qwen3_moe-gptq"),
     *("mixtral-nvfp4", "planes"),
 )
 """One for each kind of code and scales, and one for each way in which experts lie in files."""
-
-
-def bases(kind: str, folder: Path) -> tuple[Path, Path]:
-    """A checkpoint of frozen weights, and a plain one with the same values."""
-    if kind == "planes":
-        plain = folder / "plain"
-        save(tiny_model(PLANES).bfloat16(), plain, sharded=False)
-        tiny_tokenizer().save_pretrained(plain)
-        pack_checkpoint(plain, folder / "packed", "planes")
-        return folder / "packed", plain
-    sample = SAMPLES[kind]
-    family = dataclasses.replace(sample.family, config=sample.family.config | SIZES)
-    written = quantized_checkpoints.write(dataclasses.replace(sample, family=family), folder)
-    tiny_tokenizer().save_pretrained(written.folder)
-    return written.folder, written.plain
 
 
 def loss_of(model: PreTrainedModel, embedded: Tensor, ids: Tensor) -> Tensor:

@@ -1,19 +1,27 @@
 """`train` and `finetune` on a device: the losses of the CPU, files that load there, refusals."""
 
+import inspect
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerator import NAME, PLACES
+from accelerator import CROSSINGS, NAME, PLACES
 from computing_devices import computing_on
 from finetuning_runs import MIXTRAL, checkpoint_of, config_of, finetuned, train, with_run
+from offloaded_models import batches, budget_for, stack
 from safetensors.torch import load_file
 from training_runs import write_run
 
+import moe_runtime
+from moe_runtime.cli.commands.finetune import finetune
 from moe_runtime.cli.main import main
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.research.zeroth_order.finetuning import ZerothOrderFinetuneConfig
 from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.finetune.devices import device_of
 from moe_runtime.training.finetune.finetuning import prepare
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.session import finish, start
@@ -72,11 +80,67 @@ def test_a_run_of_train(tmp_path: Path, name: str, host_memory: str | None) -> N
 
 def test_what_computes_on_the_cpu_alone_is_refused_on_a_device(tmp_path: Path) -> None:
     folder = checkpoint_of(MIXTRAL, tmp_path / "model")
-    config = config_of(folder, tmp_path, lora={"rank": 2})
+    config = config_of(folder, tmp_path, kind=ZerothOrderFinetuneConfig, zeroth_order={})
     with computing_on(NAME) as place:
-        with pytest.raises(UnsupportedModelError, match="--lora computes on the CPU so far"):
+        with pytest.raises(UnsupportedModelError, match="--zeroth-order computes on the CPU"):
             prepare(with_run(config, device=str(place)))
         assert prepare(with_run(config, device="auto")).device == torch.device("cpu")
+
+
+def test_command_and_configuration_compute_on_the_cpu_unless_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a GPU too; "auto" takes it, but for forward passes alone."""
+    folder = checkpoint_of(MIXTRAL, tmp_path / "model")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    by_command = inspect.signature(finetune).parameters["device"].default
+    of_method: dict[str, Any] = {"kind": ZerothOrderFinetuneConfig, "zeroth_order": {}}
+    for changes, there in (({}, "cuda"), ({"lora": {"rank": 2}}, "cuda"), (of_method, "cpu")):
+        config = config_of(folder, tmp_path, **changes)
+        by_default = device_of(config)
+        assert by_default == device_of(with_run(config, device=by_command)) == torch.device("cpu")
+        assert device_of(with_run(config, device="auto")) == torch.device(there)
+
+
+def test_a_checkpoint_takes_one_copy_of_what_is_dense_and_the_budget_has_it(
+    tmp_path: Path,
+) -> None:
+    """Written while the next step computes: what it holds is what there was when it was taken."""
+    settings = moe_runtime.AdamW()
+    with computing_on(NAME) as place:
+        model = stack(impl="torch", num_layers=2, num_experts=4).to(place)
+        budget = budget_for(model, settings, experts_in_memory=0.5)
+        training = moe_runtime.offload_training(
+            model, host_memory=budget, activation_memory=2**16, storage_dir=tmp_path,
+            optimizer=settings, update_stride=None,
+        )  # fmt: skip
+        inputs = [x.to(place) for x in batches(2, 7)]
+        training.backward([partial(model.loss, inputs[0])])
+        training.step()
+        state = {"model": model.state_dict(), "optimizer": training.state_dict()}
+        before = CROSSINGS.from_device_bytes
+        written: list[Any] = []
+        may_go, values = threading.Event(), model.last.weight.detach().cpu()
+
+        def job(found: Any) -> None:
+            may_go.wait()
+            written.append(found)
+
+        try:
+            training.write(state, lambda found: found["optimizer"], job)
+            crossed = CROSSINGS.from_device_bytes - before - values.numel() * 4
+            training.backward([partial(model.loss, inputs[1])])
+            training.step()
+        finally:
+            may_go.set()
+        training.wait()
+        memory = training.memory
+        assert 0 < crossed <= memory.saved_bytes
+        assert memory.slot_bytes + memory.link_bytes + memory.saved_bytes <= memory.budget_bytes
+        (found,) = written
+        assert torch.equal(found["model"]["last.weight"], values)
+        assert not torch.equal(model.last.weight.detach().cpu(), values)
+        training.close()
 
 
 def test_a_device_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

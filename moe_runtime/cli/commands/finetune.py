@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.commands.train import offload_row, outcome_rows, take_steps
+from moe_runtime.cli.commands.train import budget_rows, offload_row, outcome_rows, take_steps
 from moe_runtime.cli.console import (
     Session,
     launched_rank,
@@ -24,7 +24,7 @@ from moe_runtime.cli.step_speed import (
     warn_where_much_moves,
 )
 from moe_runtime.cli.strict import FOLDER, refuse_given
-from moe_runtime.config import format_bytes, parse_budget
+from moe_runtime.config import parse_budget
 
 if TYPE_CHECKING:
     from moe_runtime.training.finetune.finetuning import FinetunePreparation
@@ -289,11 +289,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
         ),
         ("trained", trained),
         ("run", f"{config.run.steps:,} steps of {config.data.tokens_per_step:,} tokens"),
-        (
-            "memory",
-            f"{format_bytes(found['host_budget_bytes'])}, "
-            f"{format_bytes(found['activation_bytes'])} of it for activations",
-        ),
+        *budget_rows(found),
         ("experts", offload_row(found)),
         ("speed", speed_row(predicted, tokens)),
         ("folder", str(preparation.output)),

@@ -256,9 +256,23 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ("leaves as", plan["export"] or f"no Hugging Face checkpoint: {plan['export_obstacle']}"),
     ]
     if plan["offload"]:
+        rows += budget_rows(plan["offload"])
         rows.append(("experts", offload_row(plan["offload"])))
         rows.append(("speed", speed_row(plan["offload"], plan["tokens_per_step"])))
     return rows
+
+
+def budget_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The budget of each memory and what of it is set aside, for people."""
+    host, device = (found[f"{name}_budget_bytes"] for name in ("host", "device"))
+    aside = (
+        f"{format_bytes(found['dense_bytes'])} of it for everything but experts, "
+        f"{format_bytes(found['activation_bytes'])} for activations"
+    )
+    if device is None:
+        return [("host memory", f"{format_bytes(host)}, {aside}")]
+    experts = f"{format_bytes(host)}, {format_bytes(found['slot_bytes'])} of it for experts"
+    return [("host memory", experts), ("device memory", f"{format_bytes(device)}, {aside}")]
 
 
 def offload_row(found: dict[str, Any]) -> str:

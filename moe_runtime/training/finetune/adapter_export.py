@@ -83,7 +83,7 @@ def write_adapters(
         OSError: it cannot be written; an older one stays as it was.
     """
     tensors = {
-        name.replace(".default.weight", ".weight"): parameter.detach().contiguous()
+        name.replace(".default.weight", ".weight"): parameter.detach().cpu().contiguous()
         for name, parameter in model.named_parameters()
         if ".lora_" in name
     }
@@ -122,7 +122,7 @@ def _of_experts(site: ExpertsModuleSpec, adapters: ExpertAdapters) -> dict[str, 
     """
     found: dict[str, Tensor] = {}
     for depth, name in enumerate(_in_order(site, adapters)):
-        first, second = (adapters.get_parameter(f"{name}_{part}").detach() for part in "AB")
+        first, second = (adapters.get_parameter(f"{name}_{part}").detach().cpu() for part in "AB")
         place = site.name + ".base_layer" * (len(adapters.names) - 1 - depth)
         found[f"{place}.lora_A.weight"] = first.flatten(0, 1)
         found[f"{place}.lora_B.weight"] = second.permute(1, 2, 0).flatten(1).contiguous()

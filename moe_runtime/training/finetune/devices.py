@@ -13,25 +13,26 @@ from moe_runtime.training.offload.memory import TrainingMemory
 
 
 def device_of(config: FinetuneConfig) -> torch.device:
-    """Where a run computes; "auto" is a GPU, if there is one, where every parameter is trained.
+    """Where a run computes: on the CPU, unless it is told otherwise.
+
+    "auto" is a GPU, if there is one, but for training by forward passes alone.
 
     Raises:
-        UnsupportedModelError: adapters or forward passes alone on a device.
+        UnsupportedModelError: forward passes alone on a device.
         ValueError: there is no such device, or a budget of a device that does not compute.
     """
-    trains_all = config.lora is None and config.method.has_backward
-    name = config.run.device
-    place = resolve_device("cpu" if name == "auto" and not trains_all else name)
+    by_forwards_alone = config.lora is None and not config.method.has_backward
+    name = config.run.device or "cpu"
+    place = resolve_device("cpu" if name == "auto" and by_forwards_alone else name)
     if place.type == "cpu":
         if config.run.device_memory != "auto":
             raise ValueError(
                 f"device_memory is for a GPU; this run is on the CPU, got "
                 f"{config.run.device_memory!r}"
             )
-    elif not trains_all:
-        option = "--zeroth-order" if config.lora is None else "--lora"
+    elif by_forwards_alone:
         raise UnsupportedModelError(
-            f"{option} computes on the CPU so far; give --device cpu, or train every parameter"
+            "--zeroth-order computes on the CPU so far; give --device cpu, or train by gradients"
         )
     return place
 

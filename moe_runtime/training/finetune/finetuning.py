@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +26,7 @@ from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.model_files import read_generation_config
 from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
 from moe_runtime.files import make_folders
-from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.inference.loading import signature_of
-from moe_runtime.memory.residency import ExpertStore
-from moe_runtime.memory.slab import Slab
-from moe_runtime.memory.source import ExpertSource
-from moe_runtime.policies.eviction import Setting, make_policy
-from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.training.checkpoint import TrainingState
 from moe_runtime.training.checkpoint_model import (
     CheckpointModel,
@@ -65,11 +59,13 @@ from moe_runtime.training.finetune.adapter_export import (
 from moe_runtime.training.finetune.devices import device_of, memory_of
 from moe_runtime.training.finetune.memory import divide_budget, slots_plan
 from moe_runtime.training.finetune.settings import FinetuneConfig
+from moe_runtime.training.finetune.stores import open_frozen
 from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.offload.computing_device import device_budget
 from moe_runtime.training.offload.execution.adapters import AdapterTraining
 from moe_runtime.training.offload.execution.frozen import ExpertAdapters, FrozenPasses, adapters_for
 from moe_runtime.training.offload.expert_training import ExpertTraining
-from moe_runtime.training.offload.memory import TrainingMemory
+from moe_runtime.training.offload.memory import FrozenMemory, TrainingMemory
 from moe_runtime.training.offload.offloading import find_sites, layouts_of
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offloaded import optimizer_settings, plan_of
@@ -98,7 +94,7 @@ class FinetunePreparation:
         experts: where its experts lie.
         exporter: writes checkpoints like it; None where adapters alone are written.
         sites: the experts, as training sees them.
-        memory: how the budget is divided.
+        memory: how the budgets are divided.
         device: where everything but the experts lies, and what computes.
         num_parameters, num_active_parameters: of the model.
     """
@@ -114,7 +110,7 @@ class FinetunePreparation:
     experts: ExpertMap
     exporter: LikeCheckpoint | None
     sites: list[ExpertsModuleSpec]
-    memory: TrainingMemory | MemoryPlan
+    memory: TrainingMemory | FrozenMemory
     device: torch.device
     num_parameters: int
     num_active_parameters: int
@@ -166,6 +162,8 @@ def prepare(
     tokenizer = load_tokenizer(checkpoint.folder)
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)
+    if device.type != "cpu":
+        experts.packed_dense.clear()  # dense layers have no products from codes there
     sites = find_sites(model)
     memory = divide_budget(config, checkpoint, model, experts, sites, device)
     on_stage("reading the text")
@@ -286,13 +284,20 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
 
 
 def plan(preparation: FinetunePreparation) -> dict[str, Any]:
-    """Where experts would live, and the bytes of a step in which every expert gets tokens."""
+    """Where experts would live, and the bytes of a step in which every expert gets tokens.
+
+    To be asked for before weights are there.
+    """
     memory = preparation.memory
-    if isinstance(memory, MemoryPlan):
+    if isinstance(memory, FrozenMemory):
         return slots_plan(memory, len(preparation.experts.layouts))
     config = preparation.config
     settings = optimizer_settings(config)
-    return plan_of(memory, layouts_of(preparation.sites, config.method.state_format), settings)
+    layouts, place = layouts_of(preparation.sites, config.method.state_format), preparation.device
+    device_bytes = None
+    if place.type != "cpu":
+        device_bytes = device_budget(config.run.device_memory, place, held=0)
+    return plan_of(memory, layouts, settings, device_bytes)
 
 
 def _optimizer(
@@ -349,7 +354,7 @@ def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
     """Adapters are trained; experts stay in the checkpoint."""
     config, memory, model = preparation.config, preparation.memory, preparation.model
     assert config.lora is not None
-    assert isinstance(memory, MemoryPlan)
+    assert isinstance(memory, FrozenMemory)
     for parameter in float_parameters(model):
         parameter.requires_grad_(False)
     if "attention" in config.lora.places:
@@ -357,30 +362,17 @@ def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
     adapters: list[ExpertAdapters] = []
     if "experts" in config.lora.places:
         adapters = adapters_for(preparation.sites, config.lora.rank, config.lora.scale)
-    store = _open_store(preparation, memory)
-    passes = FrozenPasses(preparation.sites, preparation.experts, store, adapters)
-    return AdapterTraining(
-        model, preparation.sites, passes, adapters, store, optimizer_settings(config), memory
-    )
-
-
-def _open_store(preparation: FinetunePreparation, memory: MemoryPlan) -> ExpertStore[torch.Tensor]:
-    """The store that serves inference, with what it reads as it is."""
+        adapters = [own.to(preparation.device) for own in adapters]
     signature = signature_of(preparation.checkpoint, preparation.experts)
-    policy = make_policy(
-        "lru",
-        num_slots=memory.num_slots,
-        setting=Setting(shape=shape_of(signature)),
-        adaptive=False,
-        reserve=memory.stream_slots,
-    )
-    return ExpertStore(
-        ExpertSource(preparation.experts.layouts),
-        Slab(memory.num_slots, memory.slot_bytes),
-        policy,
-        lambda key, slot: slot,
-        stream_slots=memory.stream_slots,
-    )
+    in_slots, stores = open_frozen(preparation.experts, signature, memory, preparation.device)
+    with ExitStack() as opened:
+        opened.callback(stores[0].close)
+        passes = FrozenPasses(preparation.sites, in_slots, stores[0], adapters)
+        training = AdapterTraining(
+            model, preparation.sites, passes, adapters, stores, optimizer_settings(config), memory
+        )
+        opened.pop_all()
+    return training
 
 
 def _parameters(module: Any) -> list[torch.nn.Parameter]:

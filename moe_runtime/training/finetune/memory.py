@@ -9,20 +9,30 @@ import torch
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.opening import Checkpoint
 from moe_runtime.config import parse_budget
-from moe_runtime.inference.budget import MemoryPlan, available_host_bytes, resolve_budget
+from moe_runtime.inference.budget import (
+    MemoryPlan,
+    available_device_bytes,
+    available_host_bytes,
+    resolve_budget,
+)
 from moe_runtime.inference.budget import plan_memory as plan_slots
+from moe_runtime.inference.device_stores import experts_on_device
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.kernels.expert_mlp.kept_code import experts_code_bytes
 from moe_runtime.training.checkpoint_model import activation_bytes, trained_bytes
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.offload.execution.frozen import adapters_for
-from moe_runtime.training.offload.memory import TrainingMemory
+from moe_runtime.training.offload.memory import SPARE_BYTES, FrozenMemory, TrainingMemory
 from moe_runtime.training.offload.offloading import layouts_of, plan_memory
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.tracing import trace_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_WRITTEN_ON_DEVICE = 16
+"""Bytes of a value on its way from codes to fp32 by operations of torch, at most."""
 
 
 def divide_budget(
@@ -32,8 +42,8 @@ def divide_budget(
     experts: ExpertMap,
     sites: list[ExpertsModuleSpec],
     place: torch.device,
-) -> TrainingMemory | MemoryPlan:
-    """The budget's division, before anything of the model is in memory.
+) -> TrainingMemory | FrozenMemory:
+    """The budgets' division, before anything of the model is in memory.
 
     Raises:
         CapacityError: it is too small; names the smallest that works.
@@ -52,26 +62,52 @@ def divide_budget(
         has_backward=method.has_backward,
         is_trained=method.has_backward and config.lora is None,
     )
+    trace = 0
     if config.run.trace is not None:
-        activations += trace_bytes(config, signature_of(checkpoint, experts))
+        trace = trace_bytes(config, signature_of(checkpoint, experts))
     host_memory = config.run.host_memory or "auto"
     if config.lora is None:
         return plan_memory(
-            model, sites, host_memory, activations,
+            model, sites, host_memory, activations + trace,
             has_disk=True, state=method.state_format, place=place,
         )  # fmt: skip
-    budget = resolve_budget(
-        parse_budget(host_memory, name="host_memory"), available_host_bytes(), "the host"
-    )
     largest = max(layout.record_bytes for layout in layouts_of(sites).values())
     trained = _adapter_bytes(config, model, sites)
-    written = 4 * experts.largest_quantised + experts.scratch_bytes
-    return plan_slots(
+    # the expert in use: its weights in fp32 and in another type, and their gradients; and a
+    # quantised matrix of it on the way to fp32
+    on_the_way = 4 if place.type == "cpu" else _WRITTEN_ON_DEVICE
+    in_use = largest + on_the_way * experts.largest_quantised
+    dense = experts.dense_bytes(checkpoint.dtype)
+    computes = activations + trained + in_use
+    if place.type == "cpu":
+        reserve = computes + trace + experts.scratch_bytes
+        return FrozenMemory(host=_host_plan(host_memory, dense, reserve, experts))
+    # a checkpoint's copy has no gradients
+    saved = trained * 3 // 4
+    reserve = SPARE_BYTES + saved + trace + experts.scratch_bytes
+    host = _host_plan(host_memory, 0, reserve, experts)
+    budget = resolve_budget(
+        parse_budget(config.run.device_memory, name="device_memory"),
+        available_device_bytes(place),
+        "the device",
+    )
+    there = plan_slots(
         budget,
-        dense_bytes=experts.dense_bytes(checkpoint.dtype),
-        # the expert in use: its weights in fp32 and in another type, and their gradients; a
-        # quantised matrix of it on the way to fp32 and, as it is read, into order
-        reserve_bytes=activations + largest + trained + written,
+        dense_bytes=dense,
+        reserve_bytes=computes,
+        slot_bytes=experts_on_device(experts).slot_bytes,
+        num_experts=len(experts.layouts),
+        option="device_memory",
+    )
+    return FrozenMemory(host=host, device=there)
+
+
+def _host_plan(host_memory: str, dense: int, reserve: int, experts: ExpertMap) -> MemoryPlan:
+    budget = parse_budget(host_memory, name="host_memory")
+    return plan_slots(
+        resolve_budget(budget, available_host_bytes(), "the host"),
+        dense_bytes=dense,
+        reserve_bytes=reserve,
         slot_bytes=experts.slot_bytes,
         num_experts=len(experts.layouts),
     )
@@ -94,18 +130,20 @@ def _adapter_bytes(
     return total
 
 
-def slots_plan(memory: MemoryPlan, num_experts: int) -> dict[str, Any]:
+def slots_plan(memory: FrozenMemory, num_experts: int) -> dict[str, Any]:
     """What the division means for a step that visits every expert; as `offloaded.plan_of`."""
-    away = max(0, num_experts - memory.num_slots)
+    host, computing = memory.host, memory.device or memory.host
+    away = max(0, num_experts - host.num_slots)
     return {
         "experts": num_experts,
-        "experts_in_memory": memory.num_slots,
-        "host_budget_bytes": memory.budget_bytes,
-        "dense_bytes": memory.dense_bytes,
-        "activation_bytes": memory.reserve_bytes,
-        "slot_bytes": memory.num_slots * memory.slot_bytes,
+        "experts_in_memory": host.num_slots,
+        "host_budget_bytes": host.budget_bytes,
+        "device_budget_bytes": None if memory.device is None else memory.device.budget_bytes,
+        "dense_bytes": computing.dense_bytes,
+        "activation_bytes": computing.reserve_bytes,
+        "slot_bytes": host.num_slots * host.slot_bytes,
         "disk_bytes": 0,
         # forward and backward
-        "read_bytes_per_step": 2 * away * memory.slot_bytes,
+        "read_bytes_per_step": 2 * away * host.slot_bytes,
         "written_bytes_per_step": 0,
     }

@@ -16,12 +16,12 @@ processes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError
+from moe_runtime.training.checkpoint import host_copy
 from moe_runtime.training.offload.processes import OneProcess
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.entries import Version
@@ -95,13 +95,14 @@ class ExpertCheckpoints:
         """Writes a checkpoint in the background, once the experts of all processes are durable.
 
         Args:
-            state: everything that belongs to it, what `begin` gave included; copied first.
+            state: everything that belongs to it, what `begin` gave included; copied to the host
+                first.
             experts_of: finds in a state what `begin` gave.
             job: writes the state; must be atomic. Called in the first process. Errors come out of
                 the next `begin` or `wait`, in all processes.
         """
         is_writer = self._processes.rank == 0
-        snapshot, versions = copy.deepcopy(state) if is_writer else state, self._begun
+        snapshot, versions = host_copy(state) if is_writer else state, self._begun
         self._begun = {}
 
         def write_whole(rows: dict[str, Any]) -> None:

@@ -60,6 +60,31 @@ def open_link(states: ExpertStates, place: torch.device) -> DeviceLink | None:
     return DeviceLink(open_device(place), section, states.slab)
 
 
+def held_bytes(
+    model: nn.Module, expert_parameters: Iterable[nn.Parameter], place: torch.device
+) -> int:
+    """Bytes of a model's parameters that are on a device already, the experts' left out."""
+    experts = {id(parameter) for parameter in expert_parameters}
+    there = [p for p in model.parameters() if p.device == place and id(p) not in experts]
+    return sum(parameter.numel() * parameter.element_size() for parameter in there)
+
+
+def device_budget(device_memory: MemorySize, place: torch.device, held: int) -> int:
+    """Bytes that a budget of a device stands for.
+
+    Args:
+        device_memory: bytes, a size, a share of what is free there, or "auto".
+        place: the device.
+        held: bytes that are taken there already, and count as free.
+
+    Raises:
+        CapacityError: there is not so much.
+        ValueError: the size cannot be read.
+    """
+    budget = parse_budget(device_memory, name="device_memory")
+    return resolve_budget(budget, available_device_bytes(place) + held, "the device")
+
+
 def device_shares(
     device_memory: MemorySize,
     activation_memory: MemorySize,
@@ -86,9 +111,7 @@ def device_shares(
         ValueError: a size cannot be read.
     """
     activations = parse_budget(activation_memory, name="activation_memory")
-    budget = parse_budget(device_memory, name="device_memory")
-    free = available_device_bytes(place) + held
-    given = resolve_budget(budget, free, "the device")
+    given = device_budget(device_memory, place, held)
     kept = activations.resolve(given, auto_share=DEFAULT_ACTIVATION_SHARE)
     in_use = DEVICE_BUFFERS * buffer_bytes(_largest(layouts))
     if updates is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError
+from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.planning.record_tiers import spread
 from moe_runtime.training.offload.states.record_slots import MIN_RING_SLOTS
 from moe_runtime.training.offload.states.records import BLOCK_BYTES, RecordLayout
@@ -24,6 +25,8 @@ DEFAULT_ACTIVATION_SHARE = 0.25
 SPARE_BYTES = 32 * 2**20
 """Set aside beside counted activations for what libraries and the allocator keep."""
 
+_STEP_BYTES = 4
+"""Of the count of steps that AdamW has for each tensor."""
 
 LARGE_BLOCK_BYTES = 2**19
 """Blocks from which on memory is given back when it is freed."""
@@ -42,6 +45,7 @@ class TrainingMemory:
         activation_bytes: set aside for the forward and backward pass.
         link_bytes: buffers of the way to a device that computes; then the device, and not the
             budget, holds dense parameters and activations. 0 where the CPU computes.
+        saved_bytes: for the copy of what is dense on a device that a checkpoint takes.
         copy_bytes: for weights that are kept in the type of products.
         record_bytes: one slot: an expert's weights, moments and gradient.
         ring_slots: slots that experts pass through; 0 when all live in memory.
@@ -53,6 +57,7 @@ class TrainingMemory:
     dense_bytes: int
     activation_bytes: int
     link_bytes: int
+    saved_bytes: int
     copy_bytes: int
     record_bytes: int
     ring_slots: int
@@ -65,6 +70,19 @@ class TrainingMemory:
         return (self.ring_slots + len(self.resident)) * self.record_bytes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenMemory:
+    """A division of memory where experts are frozen and stay in the checkpoint's files.
+
+    Attributes:
+        host: of its memory; slots alone, and a checkpoint's copy, where a device computes.
+        device: of the memory of the device that computes; None where that is the CPU.
+    """
+
+    host: MemoryPlan
+    device: MemoryPlan | None = None
+
+
 def dense_bytes(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of a model's parameters and buffers but the experts, with gradients and moments."""
     experts = {id(parameter) for parameter in expert_parameters}
@@ -74,6 +92,14 @@ def dense_bytes(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> 
             copies = 4 if parameter.requires_grad else 1
             total += copies * parameter.numel() * parameter.element_size()
     return total
+
+
+def saved_bytes(model: nn.Module, expert_parameters: Sequence[nn.Parameter]) -> int:
+    """Bytes of what a checkpoint has of a model beside its experts: steps too, no gradients."""
+    experts = {id(parameter) for parameter in expert_parameters}
+    dense = [p for p in model.parameters() if id(p) not in experts and p.requires_grad]
+    trained = sum(parameter.numel() * parameter.element_size() for parameter in dense)
+    return dense_bytes(model, expert_parameters) - trained + _STEP_BYTES * len(dense)
 
 
 def return_freed_blocks() -> None:
@@ -108,6 +134,7 @@ def divide(
     has_disk: bool,
     copies: int = 0,
     link: int = 0,
+    saved: int = 0,
 ) -> TrainingMemory:
     """Gives what dense parameters and activations leave of a budget to experts.
 
@@ -119,6 +146,7 @@ def divide(
         has_disk: whether experts may live on the disk.
         copies: bytes for weights that are kept in the type of products.
         link: bytes of buffers where a device computes, and holds what is dense.
+        saved: bytes of a checkpoint's copy of what is dense there.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
@@ -126,8 +154,8 @@ def divide(
     # a process whose experts are all elsewhere has an empty slot
     record = max((layout.record_bytes for layout in layouts.values()), default=BLOCK_BYTES)
     # one more record for the gradient of a second micro-batch or of another dtype
-    here = (0, 0) if link else (dense, activations)
-    fixed = sum(here) + copies + link + record
+    here = link + saved if link else dense + activations
+    fixed = here + copies + record
     slots = max(0, budget_bytes - fixed) // record
     num_experts = len(layouts)
     if slots >= num_experts:
@@ -135,8 +163,11 @@ def divide(
     else:
         fewest = MIN_RING_SLOTS if has_disk else num_experts
         if slots < fewest:
+            parts = {"the dense parameters and their states": dense, "activations": activations}
+            if link:
+                parts = {"the link to the device": link, "a checkpoint's copy": saved}
             raise CapacityError(
-                _too_small(budget_bytes, fixed, fewest, record, *here, has_disk),
+                _too_small(budget_bytes, fixed, fewest, record, parts, has_disk),
                 smallest_bytes=fixed + fewest * record,
             )
         ring = min(slots, max(MIN_RING_SLOTS + 1, min(slots // 4, RING_BYTES // record)))
@@ -146,6 +177,7 @@ def divide(
         dense_bytes=dense,
         activation_bytes=activations,
         link_bytes=link,
+        saved_bytes=saved,
         copy_bytes=copies,
         record_bytes=record,
         ring_slots=ring,
@@ -161,14 +193,13 @@ def smallest_budget(layouts: Mapping[ExpertKey, RecordLayout], dense: int) -> in
 
 
 def _too_small(
-    budget: int, fixed: int, fewest: int, record: int, dense: int, activations: int, has_disk: bool
+    budget: int, fixed: int, fewest: int, record: int, parts: Mapping[str, int], has_disk: bool
 ) -> str:
     hint = "" if has_disk else "; with a storage_dir, experts may live on the disk"
     smallest = fixed + fewest * record
+    listed = ", ".join(f"{format_bytes(size)} for {name}" for name, size in parts.items())
     return (
         f"a budget of {format_bytes(budget)} is too small: the smallest that works is "
-        f"{format_bytes(smallest, up=True)} ({smallest} bytes): "
-        f"{format_bytes(dense)} for the dense parameters and their states, "
-        f"{format_bytes(activations)} for activations, and {fewest + 1} records of "
-        f"{format_bytes(record)}{hint}"
+        f"{format_bytes(smallest, up=True)} ({smallest} bytes): {listed}, and {fewest + 1} records "
+        f"of {format_bytes(record)}{hint}"
     )

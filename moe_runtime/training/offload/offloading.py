@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,6 +21,7 @@ from moe_runtime.training.offload.computing_device import (
     CPU,
     computing_device,
     device_shares,
+    held_bytes,
     link_bytes,
     open_link,
 )
@@ -33,6 +35,7 @@ from moe_runtime.training.offload.memory import (
     dense_bytes,
     divide,
     return_freed_blocks,
+    saved_bytes,
 )
 from moe_runtime.training.offload.optimizers.adamw import AdamW
 from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates, planned_updates
@@ -143,24 +146,28 @@ def offload_training(
     elsewhere = _device_updates(place, update_stride)
     room, copies = memory.activation_bytes, memory.copy_bytes
     if place.type != "cpu":
-        experts = {id(parameter) for parameter in expert_parameters(sites)}
-        dense = [p for p in model.parameters() if p.device == place and id(p) not in experts]
-        held = sum(p.numel() * p.element_size() for p in dense)
         room, copies = device_shares(
             device_memory, activation_memory, place, [*layouts.values()],
-            dense=memory.dense_bytes, held=held, updates=elsewhere,
+            dense=memory.dense_bytes,
+            held=held_bytes(model, expert_parameters(sites), place),
+            updates=elsewhere,
         )  # fmt: skip
     folder = None if storage_dir is None else own_folder(Path(storage_dir), processes)
-    states = open_states(layouts, memory, folder, io_threads, direct)
-    link = open_link(states, place)  # may refuse: before every expert is written
-    if not resumes:
-        fill(states, layouts, initial or stacked_parameters(sites))
-    policy = _activation_policy(activations, sites, room, folder, direct)
-    require_whole_saves(model, sites)
-    return OffloadedTraining(
-        model, sites, states, settings, memory, policy, elsewhere, copies, processes,
-        link,
-    )  # fmt: skip
+    with contextlib.ExitStack() as opened:
+        states = open_states(layouts, memory, folder, io_threads, direct)
+        opened.callback(states.close)
+        link = open_link(states, place)  # may refuse: before every expert is written
+        if not resumes:
+            fill(states, layouts, initial or stacked_parameters(sites))
+        policy = _activation_policy(activations, sites, room, folder, direct)
+        opened.callback(policy.close)
+        require_whole_saves(model, sites)
+        training = OffloadedTraining(
+            model, sites, states, settings, memory, policy, elsewhere, copies, processes,
+            link,
+        )  # fmt: skip
+        opened.pop_all()
+    return training
 
 
 def plan_memory(
@@ -204,6 +211,8 @@ def plan_memory(
     if copy_memory:
         copies = parse_budget(copy_memory, name="copy_memory").resolve(budget, auto_share=0.0)
     layouts = layouts_of(sites, state)
+    # without a disk there are no checkpoints
+    saves = has_disk and place.type != "cpu"
     return divide(
         budget,
         layouts,
@@ -212,6 +221,7 @@ def plan_memory(
         copies=copies,
         has_disk=has_disk,
         link=link_bytes(layouts.values(), place),
+        saved=saved_bytes(model, parameters) if saves else 0,
     )
 
 
@@ -273,10 +283,16 @@ def open_states(
     direct: bool,
 ) -> ExpertStates:
     """Slots and files for records; the files are made when some experts live on the disk."""
-    disk = None
-    if storage_dir is not None:
-        disk = Disk(storage_dir, layouts, io_threads=io_threads, direct=direct)
-    return ExpertStates(layouts, resident=memory.resident, ring_slots=memory.ring_slots, disk=disk)
+    with contextlib.ExitStack() as opened:
+        disk = None
+        if storage_dir is not None:
+            disk = Disk(storage_dir, layouts, io_threads=io_threads, direct=direct)
+            opened.callback(disk.close)
+        states = ExpertStates(
+            layouts, resident=memory.resident, ring_slots=memory.ring_slots, disk=disk
+        )
+        opened.pop_all()
+    return states
 
 
 def _transformers_sites(model: Any) -> list[ExpertsModuleSpec]:
@@ -324,7 +340,12 @@ def _activation_policy(
         buffers = max(4 * SLOT_BYTES, room // 16)
         swap = ActivationSwap(folder, direct=direct, buffer_bytes=buffers)
     own = [site.recompute for site in sites]
-    return ActivationPolicy(kind, own, swap, room // 2)
+    with contextlib.ExitStack() as opened:
+        if swap is not None:
+            opened.callback(swap.close)
+        policy = ActivationPolicy(kind, own, swap, room // 2)
+        opened.pop_all()
+    return policy
 
 
 def _device_updates(

@@ -7,6 +7,7 @@ pass wants next. Buffers under way are bounded: who packs waits for earlier ones
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable
@@ -72,7 +73,10 @@ class ActivationSwap:
         smallest_bytes: int = SLOT_BYTES,
     ) -> None:
         self._file = RecordFile(folder / "activations.scratch", SLOT_BYTES, 0, direct=direct)
-        self._queue = ReadQueue(io_threads)
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._remove)
+            self._queue = ReadQueue(io_threads)
+            opened.pop_all()
         self._changed = Changes()
         self.buffer_bytes = buffer_bytes
         self._smallest_bytes = smallest_bytes
@@ -135,6 +139,9 @@ class ActivationSwap:
     def close(self) -> None:
         """Ends the transfers and removes the file."""
         self._queue.close()
+        self._remove()
+
+    def _remove(self) -> None:
         self._file.close()
         self._file.path.unlink(missing_ok=True)
 

@@ -9,15 +9,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from moe_runtime.errors import MoERuntimeError
-from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
+from moe_runtime.inference.budget import peak_resident_bytes
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.training.offload.execution.compute_copies import LinkTraffic
 from moe_runtime.training.offload.execution.frozen import ExpertAdapters, FrozenPasses
 from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts
 from moe_runtime.training.offload.execution.window import MicroBatchBarrier, run_window
 from moe_runtime.training.offload.expert_training import OffloadStats
-from moe_runtime.training.offload.memory import return_freed_blocks
+from moe_runtime.training.offload.memory import FrozenMemory, return_freed_blocks
 from moe_runtime.training.offload.optimizers.adamw import AdamW
 from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome, clip_scale
 from moe_runtime.training.offload.site import ExpertsModuleSpec
@@ -40,12 +39,13 @@ class AdapterTraining:
         passes: computes them.
         adapters: of the experts, layer by layer; empty if they have none. They become parts of the
             model.
-        store: where experts come from; closed at the end.
+        stores: what experts are computed from, and below that, where a device computes, the one of
+            the host; closed at the end.
         settings: of AdamW.
-        memory: how the budget was divided.
+        memory: how the budgets were divided.
 
     Attributes:
-        model, store, memory: as given.
+        model, memory: as given.
         dense: of the trained parameters.
 
     Raises:
@@ -58,13 +58,13 @@ class AdapterTraining:
         sites: Sequence[ExpertsModuleSpec],
         passes: FrozenPasses,
         adapters: Sequence[ExpertAdapters],
-        store: ExpertStore[Tensor],
+        stores: Sequence[ExpertStore[Tensor]],
         settings: AdamW,
-        memory: MemoryPlan,
+        memory: FrozenMemory,
     ) -> None:
         return_freed_blocks()
         self.model = model
-        self.store = store
+        self._stores = [*stores]
         self.memory = memory
         self._steps = self._skipped = 0
         self._num_experts = sum(site.num_experts for site in sites)
@@ -98,11 +98,16 @@ class AdapterTraining:
         """
         del rate  # for optimizers that update inside the backward pass
         self._passes.begin()
+        losses: list[Tensor] = []
         try:
-            return run_window(self.model, [partial(_part, p) for p in parts], self._set_window)
-        except MoERuntimeError:
-            self.dense.forget()
-            raise
+            found = run_window(self.model, [partial(_part, p) for p in parts], self._set_window)
+            self._passes.finish()
+            losses = found
+        finally:
+            if not losses:
+                self.dense.forget()
+                self._passes.abandon()
+        return losses
 
     def step(self, rate: float | None = None) -> StepOutcome:
         """Clips, updates and forgets the gradients; one that is not finite changes nothing."""
@@ -118,15 +123,19 @@ class AdapterTraining:
 
     def stats(self) -> OffloadStats:
         """Counters since the training was made."""
-        found = self.store.stats()
+        fast, last = self._stores[0].stats(), self._stores[-1].stats()
+        link = LinkTraffic()
+        if len(self._stores) > 1:
+            kept = (fast.hits + fast.late_hits) * fast.slot_bytes
+            link = LinkTraffic(to_device_bytes=fast.bytes_read, kept_bytes=kept)
         return OffloadStats(
             steps=self._steps,
             skipped_steps=self._skipped,
-            traffic=Traffic(read_bytes=found.bytes_read, stall_s=found.stall_s),
-            link=LinkTraffic(),
+            traffic=Traffic(read_bytes=last.bytes_read, stall_s=fast.stall_s),
+            link=link,
             num_experts=self._num_experts,
-            resident_experts=self.memory.num_slots,
-            budget_bytes=self.memory.budget_bytes,
+            resident_experts=self.memory.host.num_slots,
+            budget_bytes=self.memory.host.budget_bytes,
             disk_bytes=0,
             peak_rss_bytes=peak_resident_bytes(),
         )
@@ -156,28 +165,29 @@ class AdapterTraining:
 
     def transfers(self) -> dict[str, Any]:
         """Seconds of waiting and bytes so far, by name."""
-        stats = self.store.stats()
+        fast, last = self._stores[0].stats(), self._stores[-1].stats()
         return {
-            "stall_s": stats.stall_s,
-            "memory_bytes": (stats.hits + stats.late_hits) * self.memory.slot_bytes,
-            "read_bytes": stats.bytes_read,
+            "stall_s": fast.stall_s,
+            "memory_bytes": (last.hits + last.late_hits) * last.slot_bytes,
+            "read_bytes": last.bytes_read,
             "written_bytes": 0,
         }
 
     def check(self) -> None:
-        """Proves that the store's books balance.
+        """Proves that the stores' books balance.
 
         Raises:
             AssertionError: they do not.
         """
-        self.store.check()
+        for store in self._stores:
+            store.check()
 
     def wait(self) -> None:
         """Returns when the last checkpoint is written, as it is here."""
 
     def close(self) -> None:
         """Ends the reads; the model is of no use then."""
-        self.store.close()
+        self._stores[0].close()
 
     def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
         for module in self._modules:

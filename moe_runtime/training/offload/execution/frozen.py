@@ -1,7 +1,9 @@
 """Forward and backward passes through experts that are read from a checkpoint and never change.
 
 What is trained lies around them, and, if wanted, beside each of their matrices: adapters of low
-rank (LoRA). Experts have no optimizer states, and no file is written.
+rank (LoRA). Experts have no optimizer states, and no file is written. Where a device computes,
+experts cross to its slots as they lie in the files, quantised ones packed; their values are written
+out there, and adapters are added there.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
@@ -10,16 +12,19 @@ Shape suffixes: T tokens, K top-k, E experts, D model, F hidden.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.expert_tensors import fill_matrices
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
+from moe_runtime.memory.device_store import DeviceStore
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.training.offload.execution.passes import LayerInput, Visits, visited
 from moe_runtime.training.offload.site import ExpertsModuleSpec
@@ -98,9 +103,9 @@ class FrozenPasses:
 
     Args:
         sites: the layers' experts.
-        experts: where they lie in the checkpoint.
-        store: fetches them; what it binds is the filled slot.
-        adapters: of each layer; empty if the experts have none.
+        experts: how they lie in the slots of the store.
+        store: fetches them to where they are computed; what it binds is the filled slot.
+        adapters: of each layer, where experts are computed; empty if the experts have none.
     """
 
     def __init__(
@@ -138,10 +143,14 @@ class FrozenPasses:
         shape = site.module.get_parameter(site.first).shape
         for call in calls:
             call.begin_forward(shape[2 if site.is_transposed else 1], keeps=keeps)
-        for key, weights in self._each(keys, self._last_visited.get(layer + 1, []), calls):
-            for call in calls:
-                if call.num_rows(key.expert):
-                    call.forward(key.expert, weights)
+        then = self._last_visited.get(layer + 1, [])
+        with contextlib.closing(self._each(keys, then, calls)) as experts:
+            for key, weights in experts:
+                for call in calls:
+                    if call.num_rows(key.expert):
+                        call.forward(key.expert, weights)
+        if not keeps:
+            self.finish()
         return calls, [call.output() for call in calls]
 
     def backward(
@@ -154,25 +163,47 @@ class FrozenPasses:
         before = self.visits.layers[-1][1] if self.visits.layers else []
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
-        site = self._sites[layer]
-        for key, weights in self._each(keys, before, calls):
-            for call in calls:
-                if not call.num_rows(key.expert):
-                    continue
-                if not self._adapters:
-                    call.backward(key.expert, weights, None)
-                    continue
-                named = self._tensors(layer, "gradient", weights.dtype, weights.device)
-                found = site.stacked(list(named), list(named.values()))
-                call.backward(key.expert, weights, found.tensors())
-                self._adapters[layer].accept(key.expert, named)
+        with contextlib.closing(self._each(keys, before, calls)) as experts:
+            for key, weights in experts:
+                for call in calls:
+                    if call.num_rows(key.expert):
+                        self._step_back(key, call, weights)
         return [call.input_gradients() for call in calls]
 
+    def _step_back(self, key: ExpertKey, call: StreamedExperts, weights: StackedExperts) -> None:
+        """One expert's part of the gradients of one call."""
+        if not self._adapters:
+            call.backward(key.expert, weights, None)
+            return
+        named = self._tensors(key.layer, "gradient", weights.dtype, weights.device)
+        found = self._sites[key.layer].stacked(list(named), list(named.values()))
+        call.backward(key.expert, weights, found.tensors())
+        self._adapters[key.layer].accept(key.expert, named)
+
+    def finish(self) -> None:
+        """Returns when no product is queued behind a copy to a device that may still fail.
+
+        Raises:
+            MoERuntimeError: one has failed, and what was computed with it is void.
+        """
+        if isinstance(self._store, DeviceStore):
+            self._store.fetcher.finish_used()
+
+    def abandon(self) -> None:
+        """After an exception: all that was computed is void, and no copy of it is told of later."""
+        with contextlib.suppress(MoERuntimeError):
+            self.finish()
+
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        """A copy of one expert's parameters in fp32, adapters included, by name."""
+        """A copy of one expert's parameters on the host in fp32, adapters included, by name."""
+        found: dict[str, Tensor] = {}
         with self._store.lease([key], streaming=True) as lease:
-            slots = [slot for group in lease for _, slot in group]
-            return {name: tensor.clone() for name, tensor in self._adapted(key, slots[0]).items()}
+            for group in lease:
+                for _, slot in group:
+                    named = self._adapted(key, slot)
+                    found = {name: t.to("cpu", copy=True) for name, t in named.items()}
+        self.finish()
+        return found
 
     def stacked(self, layer: int, name: str) -> Tensor:
         """A copy of one parameter as the layer's module had it, experts first."""
@@ -181,7 +212,7 @@ class FrozenPasses:
 
     def _each(
         self, keys: Sequence[ExpertKey], then: Sequence[ExpertKey], calls: Sequence[StreamedExperts]
-    ) -> Iterator[tuple[ExpertKey, StackedExperts]]:
+    ) -> Generator[tuple[ExpertKey, StackedExperts], None, None]:
         """Experts with their adapters, in order, while the next ones are read."""
         for place, key in enumerate(keys):
             with self._store.lease([key], streaming=True) as lease:
@@ -196,14 +227,14 @@ class FrozenPasses:
         return self._sites[key.layer].stacked(list(named), tensors)
 
     def _adapted(self, key: ExpertKey, slot: Tensor) -> dict[str, Tensor]:
-        named = self._tensors(key.layer, "weights", torch.float32)
+        named = self._tensors(key.layer, "weights", torch.float32, slot.device)
         fill_matrices(self._experts, key, slot, named)
         if self._adapters:
             self._adapters[key.layer].add_to(key.expert, named)
         return named
 
     def _tensors(
-        self, layer: int, use: str, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self, layer: int, use: str, dtype: torch.dtype, device: torch.device
     ) -> dict[str, Tensor]:
         """Memory for one expert, used again for the next."""
         site = self._sites[layer]

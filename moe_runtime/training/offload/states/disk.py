@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -55,12 +56,15 @@ class Disk:
         self._scratch: dict[int, RecordFile] = {}
         self._parking: dict[ExpertKey, int] = {}
         numbers = Counter(layout.state_bytes for layout in layouts.values())
-        for layout in layouts.values():
-            size = layout.state_bytes
-            if size not in self._files:
-                path = records_path(folder, layout)
-                self._files[size] = self._open(path, size, numbers[size])
-        self._queue = ReadQueue(io_threads)
+        with contextlib.ExitStack() as opened:
+            for layout in layouts.values():
+                size = layout.state_bytes
+                if size not in self._files:
+                    path = records_path(folder, layout)
+                    file = self._files[size] = self._open(path, size, numbers[size])
+                    opened.callback(file.close)
+            self._queue = ReadQueue(io_threads)
+            opened.pop_all()
 
     def has_file(self, layout: RecordLayout) -> bool:
         """Whether there is a file of such records."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import Counter
@@ -35,7 +36,10 @@ class RecordFile(CheckpointFile):
         self.num_slots = 0
         self._holds: Counter[int] = Counter()
         self._free: list[int] = []
-        self._grow(max(num_slots, os.fstat(self._fd).st_size // slot_bytes))
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.close)
+            self._grow(max(num_slots, os.fstat(self._fd).st_size // slot_bytes))
+            opened.pop_all()
 
     def take(self) -> int:
         """A free slot, held once; the file grows when there is none.
