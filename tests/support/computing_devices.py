@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from accelerator import CROSSINGS, NAME, Crossings, DeviceTensor, accelerator, place_of
+from emulated_device import POISON
 from emulated_models import EagerDevice
 from torch import Tensor
 
@@ -32,6 +34,15 @@ class ForeignDevice(EagerDevice):
 
     def allocate(self, num_bytes: int) -> Tensor:
         return DeviceTensor(super().allocate(num_bytes))
+
+    def copy(self, parts: Any, after: Any, priority: Any) -> Any:
+        """What a failing copy was to bring is never there."""
+        fails = bool(self.late_faults) and not self.faults
+        event = super().copy(parts, after, priority)
+        if fails:
+            with self._lock:
+                self._at(event.event.time_s, lambda: [part.fill_(POISON) for _, part in parts])
+        return event
 
     def work(self, name: str, tensors: list[Tensor]) -> None:
         """Products begin when their stream is ready, and take the time of their operations."""

@@ -26,11 +26,14 @@ from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 
 
 class EagerDevice(EmulatedDevice):
-    """An emulated device beside which torch computes at once: what a stream waits for is done."""
+    """An emulated device beside which torch computes at once: what a stream waits for is done.
+
+    A copy that failed is over, too: who waits on the host is told, not who goes on behind it.
+    """
 
     def wait_here(self, event: Any) -> None:
         super().wait_here(event)
-        event.synchronize()
+        getattr(event, "event", event).synchronize()
 
 
 def map_of(checkpoint: Path, dtype: str = "auto") -> ExpertMap:

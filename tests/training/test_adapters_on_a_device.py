@@ -98,7 +98,7 @@ def smallest_on_device(config: FinetuneConfig) -> FinetuneConfig:
 def test_same_bits_as_on_the_cpu(tmp_path: Path, kind: str, precision: str) -> None:
     """The smallest budgets and everything resident, and a run that was stopped in between."""
     folder = folder_of(kind, tmp_path)
-    found = {}
+    found, waits = {}, {}
     for name in ("cpu", "large", "small", "stopped"):
         (tmp_path / name).mkdir()
         config = config_of(folder, tmp_path / name, lora={"rank": 2})
@@ -113,6 +113,7 @@ def test_same_bits_as_on_the_cpu(tmp_path: Path, kind: str, precision: str) -> N
                 losses, trainer, _ = run(config, stop_after=2)
                 trainer.close()
             later, trainer, preparation = run(config, resume=name == "stopped")
+            waits[name] = CROSSINGS.num_waits
             stats = trainer.optimizer.stats()  # type: ignore[union-attr]
             summary = finish(preparation, trainer, export=True)
             trainer.close()
@@ -124,6 +125,7 @@ def test_same_bits_as_on_the_cpu(tmp_path: Path, kind: str, precision: str) -> N
         assert tensors.keys() == wanted.keys()
         assert all(torch.equal(tensors[n], wanted[n]) for n in wanted), name
         assert stats.link.to_device_bytes > 0
+    assert waits["small"] == waits["large"]  # the host waits for the device, not for copies
     assert found["large"][2].link.to_device_bytes < found["small"][2].link.to_device_bytes
     assert found["large"][2].traffic.read_bytes < found["small"][2].traffic.read_bytes
 
