@@ -20,7 +20,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
+    FileStore,  # pyright: ignore[reportPrivateImportUsage]
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from moe_runtime.bench.dispatch_rounds import DispatchBenchPlan, measure_dispatch
 from moe_runtime.bench.memory_cap import INTERRUPTIONS, interruptions_held
