@@ -196,8 +196,9 @@ def _calls(file: str, function: str) -> Iterator[tuple[str | None, list[ast.expr
     """Calls in a table of the tests: the first argument where it is a text, and all of them."""
     path = ROOT / "tests" / "support" / "checkpoints" / file
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        is_one = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if is_one and node.func.id == function and len(node.args) > 1:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        if node.func.id == function and len(node.args) > 1:
             first = node.args[0]
             text = first.value if isinstance(first, ast.Constant) else None
             yield text if isinstance(text, str) else None, node.args

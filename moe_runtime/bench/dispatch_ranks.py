@@ -20,6 +20,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
+    FileStore,  # pyright: ignore[reportPrivateImportUsage]
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from moe_runtime.bench.dispatch_rounds import DispatchBenchPlan, measure_dispatch
 from moe_runtime.bench.memory_cap import INTERRUPTIONS, interruptions_held
@@ -94,7 +98,7 @@ def join(
         RankFailureError: one ended, or did not come in time.
     """
     torch.set_num_threads(1)
-    meeting = dist.FileStore(store, num_ranks)
+    meeting = FileStore(store, num_ranks)
     meeting.set(f"rank {rank}", "here")
     deadline = time.monotonic() + limit_s
     while missing := [one for one in range(num_ranks) if not meeting.check([f"rank {one}"])]:
@@ -107,7 +111,7 @@ def join(
                 ranks=tuple(ended or missing),
             )
         time.sleep(_POLL_S)
-    group_store = dist.PrefixStore("group", meeting)
+    group_store = PrefixStore("group", meeting)
     dist.init_process_group(
         "gloo", store=group_store, rank=rank, world_size=num_ranks, timeout=_EXCHANGES
     )

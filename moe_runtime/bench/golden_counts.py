@@ -62,7 +62,7 @@ def _replay(workload: Workload, row: Mapping[str, Any]) -> tuple[int, float]:
     signature = workload.trace.signature
     slots = row["capacity"] * (signature.num_layers if row["scope"] == "per_layer" else 1)
     experiment = Experiment(
-        policies=[_OTHER_NAMES.get(row["policy"], row["policy"])],
+        policies=[_OTHER_NAMES.get(str(row["policy"]), str(row["policy"]))],
         capacities=[slots / (signature.num_layers * signature.num_experts)],
         scope=row["scope"].replace("_", "-"),
         reset_per_sequence=bool(row["reset_per_sequence"]),

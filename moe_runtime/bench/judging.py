@@ -102,10 +102,9 @@ def lost_systems(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str
     others = {one["system"]: one for one in after["measurements"]}
     lost = {}
     for one in before["measurements"]:
-        other = others.get(one["system"])
-        if one["summary"] and (other is None or not other["summary"]):
-            unmeasured = other is None or other["failure"] is None
-            lost[one["system"]] = None if unmeasured else other["failure"]
+        other = others.get(one["system"], {"summary": {}, "failure": None})
+        if one["summary"] and not other["summary"]:
+            lost[one["system"]] = other["failure"]
     return lost
 
 

@@ -19,6 +19,7 @@ from moe_runtime.bench.text_systems import (
     TextSystem,
     measure_in_turn,
     memory_numbers,
+    named_failure,
 )
 
 METRICS = {
@@ -109,7 +110,7 @@ def measure_latency(
 
 def _likeliest(ours: PeerProgram, plan: LatencyPlan) -> list[list[int]]:
     """The greedy continuation of each prompt."""
-    with started(ours, plan.timeout_s) as process:
+    with named_failure(ours.name), started(ours, plan.timeout_s) as process:
         process.ask("start", settings=ours.settings)
         process.ask("load")
         found = [_answer(process, plan, n, None)["ids"] for n in range(len(plan.prompts))]

@@ -123,7 +123,7 @@ def _metric_section(rows: Sequence[ResultRow]) -> Section:
     scale, unit = first.scale
     is_less_better = first.summary["better"] == "less"
     best = (min if is_less_better else max)(rows, key=lambda row: row.summary["median"])
-    name = first.metric.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+    name = first.metric.removesuffix("_s").replace("_", " ")
     return Section(
         name=f"{first.case}-{first.metric}".replace("_", "-"),
         title=f"{name[0].upper()}{name[1:]} ({first.case})",

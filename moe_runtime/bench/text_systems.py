@@ -1,6 +1,7 @@
 """Systems that continue text, each a process for every repetition, held to the same tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from moe_runtime.bench.peer_process import PeerProgram
@@ -70,6 +71,15 @@ class TextSystem:
                 f"{self.equal} of {self.compared} likeliest tokens equal moe_runtime's, expected "
                 f"{self._agreement:.0%}; its times would be those of other work"
             )
+
+
+@contextmanager
+def named_failure(name: str) -> Iterator[None]:
+    """Within the block a failure says whose it is, where no table has its name beside it."""
+    try:
+        yield
+    except PeerFailedError as error:
+        raise PeerFailedError(f"{name}: {error}") from None
 
 
 def memory_numbers(

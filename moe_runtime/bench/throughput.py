@@ -17,6 +17,7 @@ from moe_runtime.bench.text_systems import (
     TextSystem,
     measure_in_turn,
     memory_numbers,
+    named_failure,
 )
 
 METRICS = {
@@ -128,7 +129,7 @@ def measure_throughput(
 
 def _likeliest(ours: PeerProgram, plan: ThroughputPlan) -> list[list[list[int]]]:
     """The greedy continuations of each batch."""
-    with started(ours, plan.timeout_s) as process:
+    with named_failure(ours.name), started(ours, plan.timeout_s) as process:
         process.ask("start", settings=ours.settings)
         process.ask("load")
         found = [_answer(process, plan, n, None)["ids"] for n in range(len(plan.batches))]

@@ -152,9 +152,11 @@ def _first_screen(
         raise ValueError("--json comes after the command's name, or with --version")
     if version:
         show_version(as_json=as_json)
-    elif completion is not None:
+        raise typer.Exit
+    if completion is not None:
         print(completion_script(completion, ctx.command), end="")
-    elif ctx.invoked_subcommand is None:
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
         print(_FIRST_SCREEN)
 
 

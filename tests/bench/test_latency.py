@@ -66,6 +66,13 @@ def test_a_peer_that_says_otherwise_or_dies_gets_no_numbers(tmp_path: Path) -> N
     assert (dies["failure"], dies["summary"]) == ("MemoryError: no room for it", {})
 
 
+def test_where_ours_fails_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
+    plan = LatencyPlan(prompts=[[3]], num_new=2, timeout_s=60)
+    rules = Rules(judged=("first_token_s",), least=1, most=1)
+    with pytest.raises(PeerFailedError, match=r"^counting:dies: MemoryError: no room for it$"):
+        measure_latency(program(tmp_path, "dies"), [], plan, rules, lambda: 0.0, settings={})
+
+
 def test_agreement_is_what_was_asked_for(tmp_path: Path) -> None:
     _, odd = measure(tmp_path, "odd", agreement=0.25)["measurements"]
     assert odd["failure"] is None
