@@ -21,6 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # What `run` keeps of a model's routing must not end up in the cache of who runs the suite.
 _CACHE = tempfile.TemporaryDirectory(prefix="moe-runtime-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(_CACHE.name, "torchinductor")
 # Set by CI for the tools it calls; the scripts in benchmarks/, which some tests start, import their
 # neighbours.
 os.environ.pop("PYTHONSAFEPATH", None)
