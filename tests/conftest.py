@@ -1,5 +1,6 @@
 """Settings that hold for the whole suite."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -20,6 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # What `run` keeps of a model's routing must not end up in the cache of who runs the suite.
 _CACHE = tempfile.TemporaryDirectory(prefix="moe-runtime-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(_CACHE.name, "torchinductor")
 # Set by CI for the tools it calls; the scripts in benchmarks/, which some tests start, import their
 # neighbours.
 os.environ.pop("PYTHONSAFEPATH", None)
@@ -104,11 +106,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on a machine without a CUDA device."""
+    """Skip the tests marked `gpu` on a machine without a CUDA device, and begin with the slow ones.
+
+    A long test that comes last keeps one process busy while the others have nothing left to do.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_cuda():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking, again and again, through what lives till the end.
+
+    That is the modules and thousands of collected tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

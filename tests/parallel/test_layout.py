@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 from parallel_language_model import compare_gradients
-from parallel_layouts import legal_layouts
+from parallel_layouts import legal_layouts, with_every_pair
 from parallel_training import meshes, refused, train_layouts
 from rank_pool import RankPool
 
@@ -116,11 +116,14 @@ def test_ten_steps_under_every_layout_of_four_ranks(ranks: Callable[[int], RankP
     assert ranks(4).run(train_layouts, layouts, 10, Overlap()) == [len(layouts)] * 4
 
 
-def test_every_layout_of_eight_ranks(ranks: Callable[[int], RankPool]) -> None:
-    """One step under each that runs a programme of its own; ten under some that use every
-    dimension."""
+def test_layouts_of_eight_ranks_with_every_pair_of_sizes(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    """One step under each; ten under some that use every dimension."""
     layouts = one_of_each_programme(legal_layouts(8))
-    assert ranks(8).run(train_layouts, layouts, 1, Overlap()) == [65] * 8
+    assert len(layouts) == 65
+    chosen = with_every_pair(layouts)
+    assert ranks(8).run(train_layouts, chosen, 1, Overlap()) == [len(chosen)] * 8
     folded = [
         ParallelLayout(world_size=8, tp=2, cp=2, ep=4),
         ParallelLayout(world_size=8, cp=2, pp=2, etp=2, ep=2),

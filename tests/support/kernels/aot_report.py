@@ -1,7 +1,9 @@
-"""Compiles every kernel in every shipped tile for one target and prints what came out, as JSON.
+"""Compiles every kernel for one target and prints what came out, as JSON.
 
 A process of its own: the interpreter that the rest of the suite runs kernels in replaces Triton's
-compiler for good. Usage: `python aot_report.py sm_90 [all]`.
+compiler for good. Usage: `python aot_report.py sm_90 all`, in every shipped tile; `widest`, in the
+widest tiles alone; or `in-turn`, where of those calls that differ in one thing (the format, the
+width of experts) each target compiles one, and another target another one.
 """
 
 from __future__ import annotations
@@ -231,28 +233,32 @@ def packed_products(name: str, tile: Tile | None, dtype: torch.dtype, device: Gp
     plain_product(hidden, down, groups, out=out, bias_SN=biases[2], tile=tile)
 
 
-def packed_calls(
-    device: GpuLimits, *, every_tile: bool
-) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The products of `packed_products`, with a description.
+Calls = list[tuple[str, Callable[[], None]]]
+"""What to compile, with descriptions."""
+
+
+def packed_calls(device: GpuLimits, *, every_tile: bool) -> Calls:
+    """The products of `packed_products`.
 
     Unless it is every tile, each format is compiled for few rows or for many.
     """
+    few, many = [], []
     for name in PACKED:
         if every_tile or name not in SELDOM:
-            few = partial(packed_products, name, None, torch.bfloat16, device)
-            yield f"packed {name} few tokens", few
+            call = partial(packed_products, name, None, torch.bfloat16, device)
+            few.append((f"packed {name} few tokens", call))
         table = TILES_PACKED[packed_table(PACKED[name], torch.bfloat16)]
         tiles = [tile for _, tile in table] if every_tile else [table[-1][1]]
         is_compiled = name == "fp8-block" or name not in {*SELDOM, "int4-zeros"}
         for tile in tiles if every_tile or is_compiled else ():
             fitted = tile.fitted(torch.bfloat16.itemsize, device)
-            many = partial(packed_products, name, fitted, torch.bfloat16, device)
-            yield f"packed {name} {fitted}", many
+            call = partial(packed_products, name, fitted, torch.bfloat16, device)
+            many.append((f"packed {name} {fitted}", call))
     if every_tile:
         fitted = TILES_PACKED["32-bit rows"][-1][1].fitted(torch.float32.itemsize, device)
-        many = partial(packed_products, "mxfp4", fitted, torch.float32, device)
-        yield f"packed mxfp4 float32 {fitted}", many
+        call = partial(packed_products, "mxfp4", fitted, torch.float32, device)
+        many.append((f"packed mxfp4 float32 {fitted}", call))
+    return few + many
 
 
 def small_kernels(device: GpuLimits) -> None:
@@ -298,40 +304,68 @@ def meta_topology(columns: ExpertColumns, num_rows: int, block_rows: int) -> Blo
     return expert_topology(offsets, columns, num_rows=num_rows, block_rows=block_rows)
 
 
-def calls(target: str, *, every_tile: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Everything to compile, with a description."""
-    yield "small kernels", partial(small_kernels, DEVICES[target])
-    yield "slots few tokens", partial(from_slab, None, DEVICES[target])
-    many = TILES_16_BIT["gated"][-1][1].fitted(torch.bfloat16.itemsize, DEVICES[target])
-    yield f"slots {many}", partial(from_slab, many, DEVICES[target])
-    yield from packed_calls(DEVICES[target], every_tile=every_tile)
-    blocks = [(torch.bfloat16, rows, False) for rows in BLOCK_SIZES]
-    blocks = blocks if every_tile else blocks[-1:]
-    for dtype, rows, is_even in [*blocks, (torch.bfloat16, 128, True), (torch.float32, 128, False)]:
-        name = f"block-sparse {dtype} {rows} rows, {is_even=}"
-        yield name, partial(block_sparse, rows, dtype, DEVICES[target], is_even=is_even)
-    for dtype, tables in ((torch.bfloat16, TILES_16_BIT), (torch.float32, TILES_32_BIT)):
-        for kind, table in tables.items():
-            for _, tile in table if every_tile else table[-1:]:
-                fitted = tile.fitted(dtype.itemsize, DEVICES[target])
-                name = f"{kind} {dtype} {fitted}"
-                if tile is table[-1][1]:
-                    for width in (768, 744):
-                        yield (
-                            f"widths {width} {kind} {dtype} {fitted.for_widths()}",
-                            partial(product_of_widths, kind, fitted.for_widths(), dtype, width),
-                        )
-                yield name, lambda k=kind, t=fitted, d=dtype: product(k, t, d)
-                if dtype == torch.bfloat16 and tile is table[-1][1]:
-                    yield (
-                        f"gpt-oss {name}",
-                        lambda k=kind, t=fitted, d=dtype: product(k, t, d, gpt_oss=True),
-                    )
+def block_sparse_calls(device: GpuLimits, *, every_tile: bool) -> Calls:
+    rows = BLOCK_SIZES if every_tile else BLOCK_SIZES[-1:]
+    kinds = [(torch.bfloat16, number, False) for number in rows]
+    return [
+        (
+            f"block-sparse {dtype} {number} rows, {is_even=}",
+            partial(block_sparse, number, dtype, device, is_even=is_even),
+        )
+        for dtype, number, is_even in [
+            *kinds,
+            (torch.bfloat16, 128, True),
+            (torch.float32, 128, False),
+        ]
+    ]
+
+
+def product_calls(
+    kind: ProductKind, dtype: torch.dtype, device: GpuLimits, *, every_tile: bool
+) -> Calls:
+    """One kind of product, for experts of one width and of two, whether tiles divide it or not."""
+    tables = TILES_32_BIT if dtype == torch.float32 else TILES_16_BIT
+    *narrow, widest = [tile.fitted(dtype.itemsize, device) for _, tile in tables[kind]]
+    name, found = f"{kind} {dtype} {widest}", []
+    for width in (768, 744):
+        tile = widest.for_widths()
+        call = partial(product_of_widths, kind, tile, dtype, width)
+        found.append((f"widths {width} {kind} {dtype} {tile}", call))
+    found.append((name, partial(product, kind, widest, dtype)))
+    if dtype == torch.bfloat16:
+        found.append((f"gpt-oss {name}", partial(product, kind, widest, dtype, gpt_oss=True)))
+    for tile in narrow if every_tile else ():
+        found.append((f"{kind} {dtype} {tile}", partial(product, kind, tile, dtype)))
+    return found
+
+
+def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[Calls]:
+    """Everything to compile; those of a group differ in one thing."""
+    device = DEVICES[target]
+    many = TILES_16_BIT["gated"][-1][1].fitted(torch.bfloat16.itemsize, device)
+    yield [("small kernels", partial(small_kernels, device))]
+    yield [("slots few tokens", partial(from_slab, None, device))]
+    yield [(f"slots {many}", partial(from_slab, many, device))]
+    for several in (packed_calls, block_sparse_calls):
+        found = several(device, every_tile=every_tile)
+        yield from (found[first : first + 2] for first in range(0, len(found), 2))
+    for dtype in (torch.bfloat16, torch.float32):
+        for kind in TILES_16_BIT:
+            yield product_calls(kind, dtype, device, every_tile=every_tile)
+
+
+def calls(target: str, tiles: str) -> Calls:
+    """What to compile for a target in `all` tiles, the `widest`, or these `in-turn`."""
+    groups = list(groups_of_calls(target, every_tile=tiles == "all"))
+    if tiles == "in-turn":
+        turn = list(DEVICES).index(target)
+        return [group[(turn + place) % len(group)] for place, group in enumerate(groups)]
+    return [call for group in groups for call in group]
 
 
 def main() -> None:
-    target = sys.argv[1]
-    for description, call in calls(target, every_tile="all" in sys.argv[2:]):
+    target, tiles = sys.argv[1:]
+    for description, call in calls(target, tiles):
         for binary in compile_launches(call, target):
             entry = asdict(binary)
             text = entry.pop("instructions")
