@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
 from moe_runtime.serving.http.models.served_model import ServedModel
@@ -19,17 +21,29 @@ Log = Callable[[str, Mapping[str, Any]], None]
 ValueT = TypeVar("ValueT")
 
 
+def shutting_down() -> ApiError:
+    """What is said to requests that come too late."""
+    return ApiError(
+        "the server is shutting down",
+        status=503,
+        code="shutting_down",
+        headers={"connection": "close"},
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """What one request may ask for.
 
     Attributes:
         body_bytes: length of its body.
+        body_seconds: from its head to the end of its body.
         choices: sequences, all prompts and ``n`` of each.
         seconds: from its arrival to the end of its answer.
     """
 
     body_bytes: int = 16 << 20
+    body_seconds: float = 60.0
     choices: int = 256
     seconds: float = 3600.0
 
@@ -59,6 +73,7 @@ class Server:
         access: who may ask.
         log: takes one event for each request.
         is_draining: takes no more requests.
+        num_body_bytes: of the bodies that are held now.
     """
 
     models: Mapping[str, ServedModel]
@@ -66,9 +81,11 @@ class Server:
     access: Access
     log: Log
     is_draining: bool = False
+    num_body_bytes: int = 0
     metrics: Metrics = field(init=False)
     # Tokenizers and grammars are slow with long texts; one thread keeps them out of the loop.
     worker: ThreadPoolExecutor = field(init=False)
+    _arriving: set[asyncio.Timeout] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         """Makes what the models need."""
@@ -83,7 +100,7 @@ class Server:
             ApiError: there is none of that name, or the server takes no more requests.
         """
         if self.is_draining:
-            raise ApiError("the server is shutting down", status=503, code="shutting_down")
+            raise shutting_down()
         if name is None:
             return next(iter(self.models.values()))
         if name not in self.models:
@@ -95,10 +112,40 @@ class Server:
             )
         return self.models[name]
 
+    def drain(self) -> None:
+        """Takes no more requests, and waits for no more bodies."""
+        self.is_draining = True
+        for arrival in self._arriving:
+            if not arrival.expired():
+                arrival.reschedule(0)
+
+    @contextlib.asynccontextmanager
+    async def arrival(self) -> AsyncGenerator[None, None]:
+        """Within the block a body arrives, in the time that it has.
+
+        Raises:
+            ApiError: the time is over, or the server begins to drain.
+        """
+        limit_s = min(self.limits.body_seconds, self.limits.seconds)
+        try:
+            async with asyncio.timeout(limit_s) as arrival:
+                self._arriving.add(arrival)
+                try:
+                    yield
+                finally:
+                    self._arriving.discard(arrival)
+        except TimeoutError:
+            if self.is_draining:
+                raise shutting_down() from None
+            raise ApiError(
+                f"the body did not arrive within the {limit_s:g} seconds that it may take",
+                status=408,
+                code="timeout",
+                headers={"connection": "close"},
+            ) from None
+
     async def aside(self, work: Callable[..., ValueT], *args: Any) -> ValueT:
         """Runs what takes a while in the thread for texts."""
-        import asyncio
-
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.worker, partial(work, *args))
 
@@ -108,10 +155,6 @@ class Server:
         Raises:
             ApiError: it is not taken.
         """
-        if len(choices) > self.limits.choices:
-            raise FieldError(
-                "n", f"{len(choices)} answers are asked for, at most {self.limits.choices} may be"
-            )
         times = RequestTimes(self.metrics, model.parent or model.name)
         generation = Generation(model, choices, times, self.limits.seconds)
         generation.submit()
