@@ -170,6 +170,7 @@ class ScriptedEngine:
 
     Attributes:
         script: called with each request; gives the events to send.
+        is_open: whether it takes requests.
         asked: set where a request came.
         cancelled: set where a request is cancelled.
     """
@@ -178,6 +179,7 @@ class ScriptedEngine:
 
     def __init__(self, script: Callable[[GenerationRequest], Sequence[Event]]) -> None:
         self.script = script
+        self.is_open = True
         self.asked = threading.Event()
         self.cancelled = threading.Event()
 

@@ -70,7 +70,13 @@ class Endpoints:
         """Continues a conversation."""
         body = await self._body(request, ChatBody)
         model = self._server.model(body.model)
-        plan = await self._server.aside(chat.prepare, body, model, self._most_choices)
+        plan = await self._server.aside(
+            chat.prepare,
+            body,
+            model,
+            self._most_choices,
+            has_grammar=bool(body.response_format or body.tools),
+        )
         generation = self._server.begin(model, plan.choices)
         return await _answer(request, body, generation, ChatAnswer(body, generation, plan))
 
@@ -79,7 +85,11 @@ class Endpoints:
         body = await self._body(request, CompletionBody)
         model = self._server.model(body.model)
         echoed, choices = await self._server.aside(
-            completions.prepare, body, model, self._most_choices
+            completions.prepare,
+            body,
+            model,
+            self._most_choices,
+            has_grammar=bool(body.response_format),
         )
         generation = self._server.begin(model, choices)
         answer = CompletionAnswer(body, generation, echoed)
@@ -137,7 +147,7 @@ class Endpoints:
 
     async def health(self, request: Request) -> Response:
         """Whether the server lives and whether it takes requests."""
-        ready = not self._server.is_draining
+        ready = self._server.is_ready
         return json_response({"alive": True, "ready": ready}, 200 if ready else 503)
 
     async def ping(self, request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from typing import Any
@@ -54,7 +55,12 @@ class RequestGate:
                 status = message["status"]
                 if origin:
                     message["headers"] = [*message.get("headers", ()), *_cors(origin)]
-            await send(message)
+            try:
+                async with asyncio.timeout(self._server.limits.sending_seconds):
+                    await send(message)
+            except TimeoutError:
+                details["error"] = "the client takes nothing of the answer"
+                raise ConnectionError(details["error"]) from None
 
         try:
             refused = self._refusal(request, origin)

@@ -17,6 +17,8 @@ from moe_runtime.serving.http.app import make_app
 from moe_runtime.serving.http.server import Server
 
 _LOOK_S = 0.05
+_GOODBYE_S = 10
+"""Seconds in which clients may take what was sent, once all answers are there."""
 
 
 class AddressError(MoERuntimeError):
@@ -121,7 +123,7 @@ def serve(
         lifespan="off",
         server_header=False,
     )
-    with server.worker:
+    with server.worker, server.grammar_worker:
         asyncio.run(_serve(_Uvicorn(config), server, listening, is_stopping, drain_s))
 
 
@@ -142,7 +144,8 @@ async def _serve(
     end_s = math.inf if drain_s is None else clock() + drain_s
     while uvicorn_server.server_state.tasks and not serving.done() and clock() < end_s:
         await asyncio.sleep(_LOOK_S)
-    if drain_s is not None:
-        uvicorn_server.config.timeout_graceful_shutdown = max(round(end_s - clock()), 1)
+    # Without an end of its own, it is clients who do not take the rest that are waited for now.
+    left_s = _GOODBYE_S if drain_s is None else max(round(end_s - clock()), 1)
+    uvicorn_server.config.timeout_graceful_shutdown = left_s
     uvicorn_server.should_exit = True
     await serving

@@ -38,12 +38,14 @@ class Limits:
     Attributes:
         body_bytes: length of its body.
         body_seconds: from its head to the end of its body.
+        sending_seconds: in which its client takes nothing of what is sent.
         choices: sequences, all prompts and ``n`` of each.
         seconds: from its arrival to the end of its answer.
     """
 
     body_bytes: int = 16 << 20
     body_seconds: float = 60.0
+    sending_seconds: float = 60.0
     choices: int = 256
     seconds: float = 3600.0
 
@@ -83,8 +85,10 @@ class Server:
     is_draining: bool = False
     num_body_bytes: int = 0
     metrics: Metrics = field(init=False)
-    # Tokenizers and grammars are slow with long texts; one thread keeps them out of the loop.
+    # Tokenizers are slow with long texts; one thread keeps them out of the loop. Grammars take
+    # seconds where they are meant to, and have another, which those without a grammar pass by.
     worker: ThreadPoolExecutor = field(init=False)
+    grammar_worker: ThreadPoolExecutor = field(init=False)
     _arriving: set[asyncio.Timeout] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +96,7 @@ class Server:
         models = {name: model for name, model in self.models.items() if model.parent is None}
         self.metrics = Metrics({name: model.engine for name, model in models.items()})
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self.grammar_worker = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def model(self, name: str | None) -> ServedModel:
         """The model that a request names.
@@ -111,6 +116,11 @@ class Server:
                 code="model_not_found",
             )
         return self.models[name]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes requests: it does not drain, and no engine has ended by itself."""
+        return not self.is_draining and all(one.engine.is_open for one in self.models.values())
 
     def drain(self) -> None:
         """Takes no more requests, and waits for no more bodies."""
@@ -144,10 +154,13 @@ class Server:
                 headers={"connection": "close"},
             ) from None
 
-    async def aside(self, work: Callable[..., ValueT], *args: Any) -> ValueT:
-        """Runs what takes a while in the thread for texts."""
+    async def aside(
+        self, work: Callable[..., ValueT], *args: Any, has_grammar: bool = False
+    ) -> ValueT:
+        """Runs what takes a while in the thread for texts, or in that for grammars."""
+        worker = self.grammar_worker if has_grammar else self.worker
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.worker, partial(work, *args))
+        return await loop.run_in_executor(worker, partial(work, *args))
 
     def begin(self, model: ServedModel, choices: Sequence[AnswerChoice]) -> Generation:
         """Hands a request to the engine.

@@ -1,19 +1,26 @@
 """Clients that are slow, ask for too much at once, or speak HTTP in an unusual way."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from http_server import ScriptedEngine, Served, model_of, served
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
+from moe_runtime.serving.http.api_errors import FieldError
+from moe_runtime.serving.http.gate import RequestGate
+from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.running import AddressError, accept_clients, listen
-from moe_runtime.serving.http.server import Access, Limits
+from moe_runtime.serving.http.server import Access, Limits, Server
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
 HEAD = (
@@ -159,6 +166,59 @@ def test_a_method_that_is_none_says_which_there_are(tokenizer: Any) -> None:
             asking.request("GET", "/v1/completions")
             found = asking.getresponse()
             assert (found.status, found.headers["allow"]) == (405, "POST")
+
+
+def test_a_grammar_that_takes_long_holds_up_nobody_without_one(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def compile_(self: Grammars, lark: str, param: str) -> Any:
+        begun.set()
+        assert may_end.wait(30)
+        raise FieldError(param, "took long")
+
+    monkeypatch.setattr(Grammars, "compile", compile_)
+    slow = {"prompt": "a", "response_format": {"type": "regex", "regex": "a"}}
+    with serve_scripted(tokenizer) as site, ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(site.ask, "/v1/completions", slow)
+        assert begun.wait(30)
+        assert site.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        assert not asked.done()
+        may_end.set()
+        assert asked.result()[0] == 400
+
+
+def test_a_client_that_takes_nothing_is_given_up(tokenizer: Any) -> None:
+    """Its answer would be held, and an end of the server with it, for as long as it likes."""
+    log: list[Mapping[str, Any]] = []
+    server = Server(
+        {}, Limits(sending_seconds=0.02), Access(), lambda _, fields: log.append(fields)
+    )
+
+    async def page(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response("text")(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
+    with pytest.raises(ConnectionError, match="takes nothing"):
+        asyncio.run(RequestGate(page, server)(scope, receive, send))
+    assert log[0]["error"] == "the client takes nothing of the answer"
+
+
+def test_a_server_whose_engine_has_ended_is_not_ready(tokenizer: Any) -> None:
+    """Whoever watches over it starts another; it would refuse every request until then."""
+    engine = ScriptedEngine(lambda _: [])
+    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
+        assert site.ask("/health")[0] == 200
+        engine.is_open = False
+        assert site.ask("/health") == (503, {"alive": True, "ready": False})
 
 
 def test_an_address_is_held_while_a_model_loads() -> None:
