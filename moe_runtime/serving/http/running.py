@@ -9,6 +9,7 @@ import logging
 import math
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 
@@ -64,7 +65,7 @@ def accept_clients(listening: socket.socket, backlog: int) -> None:
         raise _unusable(host, port, error) from None
 
 
-def _bind(unbound: socket.socket, address: object) -> None:
+def _bind(unbound: socket.socket, address: tuple[Any, ...]) -> None:
     """Takes an address for itself, so that a second server is refused while this one loads.
 
     Connections of a server that was there before may linger; then, and only then, it has to be
