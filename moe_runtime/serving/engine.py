@@ -348,11 +348,12 @@ class Engine:
         end = sequence.num_computed
         if self._options.exact:  # other kernels computed what was generated
             end = min(end, sequence.read_end)
-        self._account.keep(
-            sequence.tokens[:end],
-            lambda index: self._copies.copy(cache, index),
-            sequence.root,
-        )
+        with Failure():  # whoever begins alike computes it anew
+            self._account.keep(
+                sequence.tokens[:end],
+                lambda index: self._copies.copy(cache, index),
+                sequence.root,
+            )
 
     def _fail(self, sequences: list[Sequence], failure: Failure) -> None:
         """A pass failed: it was one sequence's, or each tries again alone."""

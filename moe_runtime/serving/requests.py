@@ -332,6 +332,11 @@ class TokenEngine(Protocol):
         """Tokens that a request may have, prompt and answer together."""
         ...
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        ...
+
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> RequestHandle:
         """Takes a request.
 

@@ -39,6 +39,9 @@ class Sampler:
         self._penalty = None
         if options.repetition_penalty != 1:
             self._penalty = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)
+        # at once: there may be as many as tokens, and all requests wait for each of them
+        self._biased_ids = torch.tensor(list(options.logit_bias), dtype=torch.int64)
+        self._biases = torch.tensor(list(options.logit_bias.values()), dtype=torch.float32)
         self._warpers = _warpers(options)
         self._generator: torch.Generator | None = None
         if options.temperature:
@@ -88,8 +91,7 @@ class Sampler:
         if not (banned or constraint or options.logit_bias or self._penalizes(options)):
             return raw_V
         scores_V = raw_V.clone()
-        for token, bias in options.logit_bias.items():
-            scores_V[token] += bias
+        scores_V[self._biased_ids] += self._biases
         if self._penalty is not None:
             ids = torch.tensor([[*request.prompt_ids, *answer_ids]])
             scores_V = self._penalty(cast(torch.LongTensor, ids), scores_V[None])[0]

@@ -21,6 +21,7 @@ from moe_runtime.serving.requests import (
     RequestTooLongError,
     SamplingOptions,
 )
+from moe_runtime.serving.sequence_cache import BlockCopies
 from moe_runtime.types import ExpertKey
 
 NEW = 24
@@ -70,6 +71,30 @@ def test_shared_beginnings_are_computed_once(pocket: Any, prompts: list[tuple[in
     assert second.ids == greedy(pocket, turn, NEW)
     assert other.ids == greedy(pocket, (*first[:-1], 7), NEW)
     assert found.prefix_hit_tokens == second.read.cached_tokens + other.read.cached_tokens
+
+
+def test_a_prefix_that_cannot_be_kept_fails_nobody(
+    pocket: Any,
+    prompts: list[tuple[int, ...]],
+    texts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its copy takes memory of its own, which may be lacking; the engine goes on."""
+
+    def copy(self: BlockCopies, cache: Any, index: int) -> Any:
+        raise MemoryError("no memory for a block")
+
+    with Engine(pocket) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockCopies, "copy", copy)
+            for _ in range(2):
+                assert ask(engine, request_of(prompts[4], NEW))[0].wait().ids == texts[4]
+        assert engine.statistics().prefix_tokens == 0
+        found = [ask(engine, request_of(prompts[4], NEW))[0].wait() for _ in range(2)]
+        assert [answer.ids for answer in found] == [texts[4]] * 2
+        assert found[1].read.cached_tokens > 0
+        assert engine.drain(1.0)
+        engine.check()
 
 
 def test_exact_engine_reuses_whole_pieces_of_prompts_alone(

@@ -16,7 +16,7 @@ from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.models.chat_template import ChatTemplate
 from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
-from moe_runtime.serving.http.running import address_of, listen, serve
+from moe_runtime.serving.http.running import accept_clients, address_of, listen, serve
 from moe_runtime.serving.http.server import Access, Limits, Server
 from moe_runtime.serving.http.starting import Ready, ServeSettings, run_server
 from moe_runtime.serving.requests import (
@@ -108,7 +108,7 @@ def served(
     stop = threading.Event()
     listening = listen("127.0.0.1", 0)
     # Who connects before the loop has begun waits.
-    listening.listen()
+    accept_clients(listening, 100)
     found = Served(address_of(listening), server, log)
     thread = threading.Thread(
         target=serve, args=(server, listening), kwargs={"is_stopping": stop.is_set, "drain_s": 10}
@@ -170,6 +170,7 @@ class ScriptedEngine:
 
     Attributes:
         script: called with each request; gives the events to send.
+        is_open: whether it takes requests.
         asked: set where a request came.
         cancelled: set where a request is cancelled.
     """
@@ -178,6 +179,7 @@ class ScriptedEngine:
 
     def __init__(self, script: Callable[[GenerationRequest], Sequence[Event]]) -> None:
         self.script = script
+        self.is_open = True
         self.asked = threading.Event()
         self.cancelled = threading.Event()
 

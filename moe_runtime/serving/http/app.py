@@ -39,9 +39,12 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
-        asked = f"{request.method} {request.url.path[:200]}"
+        asked = f"{request.method} {request.scope['path'][:200]}"
         known = "see /v1/models, /v1/completions, /v1/chat/completions, /metrics"
         return ApiError(
-            f"{asked}: {error.detail}; {known}", status=error.status_code, code="unknown_url"
+            f"{asked}: {error.detail}; {known}",
+            status=error.status_code,
+            code="unknown_url",
+            headers=dict(error.headers or {}),
         )
     return ApiError(f"{type(error).__name__}: {error}", status=500, code="internal_error")

@@ -90,6 +90,18 @@ def encode_text(
     return model.vocabulary.encode(text, add_special_tokens=add_special_tokens)
 
 
+def check_choices(body: GenerationFields, num_prompts: int, most: int) -> None:
+    """Refuses more answers than one request may have, before anything is made of its prompts.
+
+    Raises:
+        FieldError: it asks for them.
+    """
+    wanted = num_prompts * (body.n or 1)
+    if wanted > most:
+        param = "n" if num_prompts == 1 else "prompt"
+        raise FieldError(param, f"{wanted} answers are asked for, at most {most} may be")
+
+
 def check_tokens(ids: Sequence[int], model: ServedModel, param: str) -> None:
     """Refuses a prompt that is empty, longer than any may be, or has tokens that are none.
 

@@ -10,7 +10,7 @@ from moe_runtime.serving.http import grammars
 from moe_runtime.serving.http.answers.answer_sections import AnswerSections
 from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections
 from moe_runtime.serving.http.api_errors import FieldError
-from moe_runtime.serving.http.asking import choices_for, encode_prompt
+from moe_runtime.serving.http.asking import check_choices, choices_for, encode_prompt
 from moe_runtime.serving.http.generating import AnswerChoice
 from moe_runtime.serving.http.models.chat_template import ChatTemplate, without_template
 from moe_runtime.serving.http.models.served_model import ServedModel
@@ -49,12 +49,14 @@ class ChatPlan:
         )
 
 
-def prepare(body: ChatBody, model: ServedModel) -> ChatPlan:
+def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
     """What the engine is asked. Takes a while: not in the loop.
 
     Raises:
-        ApiError: the conversation, a tool or a grammar cannot be used.
+        ApiError: the conversation, a tool or a grammar cannot be used, or too many answers are
+            asked for.
     """
+    check_choices(body, 1, most_choices)
     template = model.template
     if template is None:
         raise without_template(model.name)

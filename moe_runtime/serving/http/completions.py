@@ -11,7 +11,7 @@ from typing import Any
 from moe_runtime.serving.http.answers.answer_text import AnswerToken
 from moe_runtime.serving.http.answers.log_probabilities import completion_logprobs, prompt_tokens
 from moe_runtime.serving.http.api_errors import FieldError
-from moe_runtime.serving.http.asking import check_tokens, choices_for, encode_prompt
+from moe_runtime.serving.http.asking import check_choices, check_tokens, choices_for, encode_prompt
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.grammars import of_response_format
 from moe_runtime.serving.http.models.served_model import ServedModel
@@ -44,13 +44,16 @@ def _is_tokens(value: Any) -> bool:
     )
 
 
-def prepare(body: CompletionBody, model: ServedModel) -> tuple[list[str], list[AnswerChoice]]:
+def prepare(
+    body: CompletionBody, model: ServedModel, most_choices: int
+) -> tuple[list[str], list[AnswerChoice]]:
     """What the engine is asked, and the texts of the prompts. Takes a while: not in the loop.
 
     Raises:
-        ApiError: the prompts or a grammar cannot be used.
+        ApiError: the prompts or a grammar cannot be used, or there are too many.
     """
     given, vocabulary = read_prompts(body.prompt), model.vocabulary
+    check_choices(body, len(given), most_choices)
     adds = body.add_special_tokens is not False
     prompts, texts = [], []
     for one in given:

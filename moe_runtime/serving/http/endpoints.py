@@ -46,6 +46,7 @@ class Endpoints:
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self._most_choices = server.limits.choices
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -69,7 +70,13 @@ class Endpoints:
         """Continues a conversation."""
         body = await self._body(request, ChatBody)
         model = self._server.model(body.model)
-        plan = await self._server.aside(chat.prepare, body, model)
+        plan = await self._server.aside(
+            chat.prepare,
+            body,
+            model,
+            self._most_choices,
+            has_grammar=bool(body.response_format or body.tools),
+        )
         generation = self._server.begin(model, plan.choices)
         return await _answer(request, body, generation, ChatAnswer(body, generation, plan))
 
@@ -77,7 +84,13 @@ class Endpoints:
         """Continues texts or tokens."""
         body = await self._body(request, CompletionBody)
         model = self._server.model(body.model)
-        echoed, choices = await self._server.aside(completions.prepare, body, model)
+        echoed, choices = await self._server.aside(
+            completions.prepare,
+            body,
+            model,
+            self._most_choices,
+            has_grammar=bool(body.response_format),
+        )
         generation = self._server.begin(model, choices)
         answer = CompletionAnswer(body, generation, echoed)
         return await _answer(request, body, generation, answer)
@@ -134,7 +147,7 @@ class Endpoints:
 
     async def health(self, request: Request) -> Response:
         """Whether the server lives and whether it takes requests."""
-        ready = not self._server.is_draining
+        ready = self._server.is_ready
         return json_response({"alive": True, "ready": ready}, 200 if ready else 503)
 
     async def ping(self, request: Request) -> Response:
@@ -173,7 +186,8 @@ class Endpoints:
                 status=415,
             )
         try:
-            raw = await request.body()
+            async with self._server.arrival():
+                raw = await request.body()
         except ClientDisconnect:
             raise ApiError("the client went away", status=499) from None
         body = parse_body(kind, raw)

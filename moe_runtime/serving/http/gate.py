@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from typing import Any
@@ -17,6 +18,9 @@ from moe_runtime.serving.http.server import Server
 
 _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 """What says nothing of anybody's text."""
+_BODIES_AT_ONCE = 4
+"""Bodies of the greatest length that are held at a time; more of them would take memory that
+nobody set aside."""
 _QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """What machines ask every few seconds."""
 
@@ -41,6 +45,7 @@ class RequestGate:
         request = Request(scope, receive)
         origin = self._shared_origin(request)
         status = 499  # where nobody is left to answer
+        body = _Body(self._server)
         details: dict[str, Any] = {}
         scope["log"] = details
 
@@ -50,30 +55,37 @@ class RequestGate:
                 status = message["status"]
                 if origin:
                     message["headers"] = [*message.get("headers", ()), *_cors(origin)]
-            await send(message)
+            try:
+                async with asyncio.timeout(self._server.limits.sending_seconds):
+                    await send(message)
+            except TimeoutError:
+                details["error"] = "the client takes nothing of the answer"
+                raise ConnectionError(details["error"]) from None
 
         try:
             refused = self._refusal(request, origin)
             if refused is not None:
                 await refused(scope, receive, answer)
             else:
-                await self._app(scope, self._bounded(receive), answer)
+                await self._app(scope, body.bounded(receive), answer)
         finally:
+            body.forget()
             self._record(request, status, details, time.perf_counter() - started_s)
 
     def _refusal(self, request: Request, origin: str | None) -> Any:
         """A response to what may not be asked; None where it may."""
         access = self._server.access
-        if access.hosts is not None and _host(request) not in access.hosts:
-            # A page of another site whose name was made to lead here.
+        host = _host(request)
+        if access.hosts is not None and host and host not in access.hosts:
+            # A page of another site whose name was made to lead here. Browsers always give one.
             message = "this name of the server is not known; call it by its address"
             return error_response(ApiError(message, status=403, code="unknown_host"))
         if request.method == "OPTIONS" and origin:
-            return Response(status_code=204)
+            return Response(status_code=204, headers=_preflight(request))
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._server.limits.body_bytes:
-            return error_response(self._too_long())
-        if access.keys and request.url.path not in _OPEN_PATHS:
+            return error_response(_too_long(self._server.limits.body_bytes))
+        if access.keys and request.scope["path"] not in _OPEN_PATHS:
             given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
             if not any(hmac.compare_digest(given, key.encode()) for key in access.keys):
                 message = "expected one of the server's keys: Authorization: Bearer KEY"
@@ -87,26 +99,6 @@ class RequestGate:
                 )
         return None
 
-    def _bounded(self, receive: Receive) -> Receive:
-        num_bytes = 0
-
-        async def bounded() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._server.limits.body_bytes:
-                raise self._too_long()
-            return message
-
-        return bounded
-
-    def _too_long(self) -> ApiError:
-        return ApiError(
-            f"the body is longer than the {self._server.limits.body_bytes} bytes that it may have",
-            status=413,
-            code="body_too_long",
-        )
-
     def _shared_origin(self, request: Request) -> str | None:
         """The origin of a page that may read the answer; None without one."""
         origin, origins = request.headers.get("origin"), self._server.access.origins
@@ -119,7 +111,7 @@ class RequestGate:
         self._server.metrics.responses.labels(path, str(status)).inc()
         fields: dict[str, Any] = {
             "method": request.method,
-            "path": request.url.path[:200],
+            "path": request.scope["path"][:200],
             "status": status,
             "seconds": round(seconds, 4),
         }
@@ -140,6 +132,46 @@ class RequestGate:
             self._server.log("request", fields)
 
 
+class _Body:
+    """What one request sends; it has an end, and so have those of all requests together."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._num_bytes = 0
+
+    def bounded(self, receive: Receive) -> Receive:
+        """Receives what the client sends as long as it is not too much."""
+
+        async def receive_some() -> Message:
+            message = await receive()
+            size, most = len(message.get("body", b"")), self._server.limits.body_bytes
+            self._num_bytes += size
+            self._server.num_body_bytes += size
+            if self._num_bytes > most:
+                raise _too_long(most)
+            if self._server.num_body_bytes > _BODIES_AT_ONCE * most:
+                raise ApiError(
+                    f"bodies of {_BODIES_AT_ONCE * most} bytes are being read, as many as may be; "
+                    "try again later",
+                    status=429,
+                    code="queue_full",
+                    headers={"retry-after": "1", "connection": "close"},
+                )
+            return message
+
+        return receive_some
+
+    def forget(self) -> None:
+        """The request is over."""
+        self._server.num_body_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+def _too_long(most: int) -> ApiError:
+    message = f"the body is longer than the {most} bytes that it may have"
+    return ApiError(message, status=413, code="body_too_long", headers={"connection": "close"})
+
+
 def _known_path(request: Request) -> str:
     """The path as the application knows it, so that invented ones do not fill the metrics."""
     route = request.scope.get("route")
@@ -148,14 +180,22 @@ def _known_path(request: Request) -> str:
 
 def _host(request: Request) -> str:
     """The name by which the server was called, without the port."""
-    host = request.headers.get("host", "")
+    host = request.headers.get("host", "").lower()
     return host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
 
 
 def _cors(origin: str) -> list[tuple[bytes, bytes]]:
     return [
         (b"access-control-allow-origin", origin.encode("latin-1")),
-        (b"access-control-allow-headers", b"authorization, content-type"),
-        (b"access-control-allow-methods", b"GET, POST"),
         (b"vary", b"origin"),
     ]
+
+
+def _preflight(request: Request) -> dict[str, str]:
+    """What a page may send: OpenAI's own client has headers of its own, whatever they are."""
+    wanted = request.headers.get("access-control-request-headers", "authorization, content-type")
+    return {
+        "access-control-allow-headers": wanted,
+        "access-control-allow-methods": "GET, POST",
+        "access-control-max-age": "600",
+    }

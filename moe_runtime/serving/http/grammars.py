@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import llguidance
 import llguidance.hf
@@ -23,9 +24,18 @@ from moe_runtime.serving.requests import ConstraintError
 if TYPE_CHECKING:
     from torch import Tensor
 
+ResultT = TypeVar("ResultT")
+
+_MOST_CHARACTERS = 1 << 17
+_STACK_BYTES, _STACK_BYTES_A_CHARACTER = 8 << 20, 2 << 10
+"""llguidance goes into rules and references of schemas by recursion, and a stack that is too small
+ends the process: up to 750 bytes for each character of a grammar were seen."""
 _ANY_OBJECT = {"type": "object"}
 _LINES = {"whitespace_pattern": r"[ \t\r\n]{0,40}"}
 """Room for indented JSON; without an end a model that found no next word would write spaces."""
+_BARE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+"""A slash that no backslash stands before, or a character that one does."""
+_MIB = 1 << 20
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As chat templates show calls."""
 
@@ -78,6 +88,13 @@ class Grammars:
         Raises:
             FieldError: it is no grammar, too large, or one that no text is of.
         """
+        if len(lark) > _MOST_CHARACTERS:
+            problem = f"a grammar of {len(lark)} characters, at most {_MOST_CHARACTERS} may be"
+            raise FieldError(param, f"cannot be used: {problem}", code="invalid_grammar")
+        stack_bytes = _STACK_BYTES + len(lark) * _STACK_BYTES_A_CHARACTER
+        return _on_stack(stack_bytes, lambda: self._compile(lark, param))
+
+    def _compile(self, lark: str, param: str) -> llguidance.LLMatcher:
         with self._making:
             if self._tokenizer is None:
                 with blamed_on("this model's tokenizer cannot be used with grammars", ApiError):
@@ -132,8 +149,12 @@ def of_response_format(asked: dict[str, Any]) -> str | None:
     if not isinstance(value, str) or not value:
         raise FieldError(f"response_format.{kind}", f"expected a text, got {value!r}")
     if kind == "regex":
-        return "start: TEXT\nTEXT: /" + value.replace("/", r"\/") + "/"
+        return f"start: TEXT\nTEXT: /{_BARE_SLASH.sub(_with_backslash, value)}/"
     return value
+
+
+def _with_backslash(found: re.Match[str]) -> str:
+    return found[1] or r"\/"
 
 
 def of_tools(
@@ -204,6 +225,19 @@ def after_analysis(grammar: str, *, is_call: bool) -> str:
     header = "" if is_call else '<|channel|> "final" <|message|> '
     analysis = '<|channel|> "analysis" <|message|> THOUGHT <|end|> <|start|> "assistant"'
     return f"start: ({analysis})? {header}answer\nTHOUGHT: /(.|\\n)*/\n{body}"
+
+
+def _on_stack(num_bytes: int, work: Callable[[], ResultT]) -> ResultT:
+    """Does work in a thread with a stack of at least so many bytes, touched as they are needed."""
+    with ThreadPoolExecutor(1) as thread:
+        before = threading.stack_size(-(-num_bytes // _MIB) * _MIB)
+        try:
+            result = thread.submit(work)
+        except RuntimeError:  # no address space for it
+            raise ApiError("no memory is left to read a grammar", status=503) from None
+        finally:
+            threading.stack_size(before)
+        return result.result()
 
 
 def _dead_end(matcher: llguidance.LLMatcher) -> str | None:

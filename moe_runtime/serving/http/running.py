@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 
@@ -16,6 +18,8 @@ from moe_runtime.serving.http.app import make_app
 from moe_runtime.serving.http.server import Server
 
 _LOOK_S = 0.05
+_GOODBYE_S = 10
+"""Seconds in which clients may take what was sent, once all answers are there."""
 
 
 class AddressError(MoERuntimeError):
@@ -23,7 +27,7 @@ class AddressError(MoERuntimeError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Takes an address, before a model is loaded for it.
+    """Takes an address, before a model is loaded for it; `accept_clients` comes later.
 
     Args:
         host: name or address.
@@ -39,15 +43,48 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, protocol)
         with contextlib.ExitStack() as undo:
             undo.callback(found.close)
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
+            _bind(found, address)
             undo.pop_all()
     except OSError as error:
-        reason = error.strerror or error
-        raise AddressError(
-            f"cannot listen at {host} port {port}: {reason}; give another --host or --port"
-        ) from None
+        raise _unusable(host, port, error) from None
     return found
+
+
+def accept_clients(listening: socket.socket, backlog: int) -> None:
+    """Whoever calls from now on waits for an answer instead of being refused.
+
+    Raises:
+        AddressError: somebody else answers there since.
+    """
+    host, port = listening.getsockname()[:2]
+    try:
+        # what an address is bound with, its connections inherit: they are no obstacle afterwards
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.listen(backlog)
+    except OSError as error:
+        raise _unusable(host, port, error) from None
+
+
+def _bind(unbound: socket.socket, address: tuple[Any, ...]) -> None:
+    """Takes an address for itself, so that a second server is refused while this one loads.
+
+    Connections of a server that was there before may linger; then, and only then, it has to be
+    shared, and who listens first has it.
+    """
+    try:
+        unbound.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        unbound.bind(address)
+
+
+def _unusable(host: str, port: int, error: OSError) -> AddressError:
+    reason = error.strerror or error
+    return AddressError(
+        f"cannot listen at {host} port {port}: {reason}; give another --host or --port"
+    )
 
 
 def address_of(listening: socket.socket) -> str:
@@ -87,7 +124,7 @@ def serve(
         lifespan="off",
         server_header=False,
     )
-    with server.worker:
+    with server.worker, server.grammar_worker:
         asyncio.run(_serve(_Uvicorn(config), server, listening, is_stopping, drain_s))
 
 
@@ -101,14 +138,15 @@ async def _serve(
     serving = asyncio.ensure_future(uvicorn_server.serve([listening]))
     while not is_stopping() and not serving.done():
         await asyncio.sleep(_LOOK_S)
-    server.is_draining = True
+    server.drain()
     server.log("draining", {})
     # Whoever asks hears that it drains until the last answer: uvicorn's own end closes the address.
     clock = asyncio.get_running_loop().time
     end_s = math.inf if drain_s is None else clock() + drain_s
     while uvicorn_server.server_state.tasks and not serving.done() and clock() < end_s:
         await asyncio.sleep(_LOOK_S)
-    if drain_s is not None:
-        uvicorn_server.config.timeout_graceful_shutdown = max(round(end_s - clock()), 1)
+    # Without an end of its own, it is clients who do not take the rest that are waited for now.
+    left_s = _GOODBYE_S if drain_s is None else max(round(end_s - clock()), 1)
+    uvicorn_server.config.timeout_graceful_shutdown = left_s
     uvicorn_server.should_exit = True
     await serving

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
 from moe_runtime.serving.http.models.served_model import ServedModel
@@ -19,17 +21,31 @@ Log = Callable[[str, Mapping[str, Any]], None]
 ValueT = TypeVar("ValueT")
 
 
+def shutting_down() -> ApiError:
+    """What is said to requests that come too late."""
+    return ApiError(
+        "the server is shutting down",
+        status=503,
+        code="shutting_down",
+        headers={"connection": "close"},
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """What one request may ask for.
 
     Attributes:
         body_bytes: length of its body.
+        body_seconds: from its head to the end of its body.
+        sending_seconds: in which its client takes nothing of what is sent.
         choices: sequences, all prompts and ``n`` of each.
         seconds: from its arrival to the end of its answer.
     """
 
     body_bytes: int = 16 << 20
+    body_seconds: float = 60.0
+    sending_seconds: float = 60.0
     choices: int = 256
     seconds: float = 3600.0
 
@@ -59,6 +75,7 @@ class Server:
         access: who may ask.
         log: takes one event for each request.
         is_draining: takes no more requests.
+        num_body_bytes: of the bodies that are held now.
     """
 
     models: Mapping[str, ServedModel]
@@ -66,15 +83,20 @@ class Server:
     access: Access
     log: Log
     is_draining: bool = False
+    num_body_bytes: int = 0
     metrics: Metrics = field(init=False)
-    # Tokenizers and grammars are slow with long texts; one thread keeps them out of the loop.
+    # Tokenizers are slow with long texts; one thread keeps them out of the loop. Grammars take
+    # seconds where they are meant to, and have another, which those without a grammar pass by.
     worker: ThreadPoolExecutor = field(init=False)
+    grammar_worker: ThreadPoolExecutor = field(init=False)
+    _arriving: set[asyncio.Timeout] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         """Makes what the models need."""
         models = {name: model for name, model in self.models.items() if model.parent is None}
         self.metrics = Metrics({name: model.engine for name, model in models.items()})
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self.grammar_worker = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def model(self, name: str | None) -> ServedModel:
         """The model that a request names.
@@ -83,7 +105,7 @@ class Server:
             ApiError: there is none of that name, or the server takes no more requests.
         """
         if self.is_draining:
-            raise ApiError("the server is shutting down", status=503, code="shutting_down")
+            raise shutting_down()
         if name is None:
             return next(iter(self.models.values()))
         if name not in self.models:
@@ -95,12 +117,50 @@ class Server:
             )
         return self.models[name]
 
-    async def aside(self, work: Callable[..., ValueT], *args: Any) -> ValueT:
-        """Runs what takes a while in the thread for texts."""
-        import asyncio
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes requests: it does not drain, and no engine has ended by itself."""
+        return not self.is_draining and all(one.engine.is_open for one in self.models.values())
 
+    def drain(self) -> None:
+        """Takes no more requests, and waits for no more bodies."""
+        self.is_draining = True
+        for arrival in self._arriving:
+            if not arrival.expired():
+                arrival.reschedule(0)
+
+    @contextlib.asynccontextmanager
+    async def arrival(self) -> AsyncGenerator[None, None]:
+        """Within the block a body arrives, in the time that it has.
+
+        Raises:
+            ApiError: the time is over, or the server begins to drain.
+        """
+        limit_s = min(self.limits.body_seconds, self.limits.seconds)
+        try:
+            async with asyncio.timeout(limit_s) as arrival:
+                self._arriving.add(arrival)
+                try:
+                    yield
+                finally:
+                    self._arriving.discard(arrival)
+        except TimeoutError:
+            if self.is_draining:
+                raise shutting_down() from None
+            raise ApiError(
+                f"the body did not arrive within the {limit_s:g} seconds that it may take",
+                status=408,
+                code="timeout",
+                headers={"connection": "close"},
+            ) from None
+
+    async def aside(
+        self, work: Callable[..., ValueT], *args: Any, has_grammar: bool = False
+    ) -> ValueT:
+        """Runs what takes a while in the thread for texts, or in that for grammars."""
+        worker = self.grammar_worker if has_grammar else self.worker
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.worker, partial(work, *args))
+        return await loop.run_in_executor(worker, partial(work, *args))
 
     def begin(self, model: ServedModel, choices: Sequence[AnswerChoice]) -> Generation:
         """Hands a request to the engine.
@@ -108,10 +168,6 @@ class Server:
         Raises:
             ApiError: it is not taken.
         """
-        if len(choices) > self.limits.choices:
-            raise FieldError(
-                "n", f"{len(choices)} answers are asked for, at most {self.limits.choices} may be"
-            )
         times = RequestTimes(self.metrics, model.parent or model.name)
         generation = Generation(model, choices, times, self.limits.seconds)
         generation.submit()

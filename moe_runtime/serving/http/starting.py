@@ -17,7 +17,7 @@ from moe_runtime.serving.http.models.dividing import divide_host_memory, rest_fo
 from moe_runtime.serving.http.models.naming import adapters_of, names_of
 from moe_runtime.serving.http.models.served_model import ServedModel, serve_model
 from moe_runtime.serving.http.models.slot_sharing import SlotSharing
-from moe_runtime.serving.http.running import address_of, listen, serve
+from moe_runtime.serving.http.running import accept_clients, address_of, listen, serve
 from moe_runtime.serving.http.server import Access, Limits, Log, Server
 from moe_runtime.serving.turns import Turns
 
@@ -131,6 +131,6 @@ def run_server(
             log=log,
         )
         # Who calls from now on is answered, if a moment later.
-        listening.listen(_BACKLOG)
+        accept_clients(listening, _BACKLOG)
         on_ready(Ready(address_of(listening), models, adapters, all_loaded))
         serve(server, listening, is_stopping=is_stopping, drain_s=settings.drain_s)

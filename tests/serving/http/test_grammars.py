@@ -68,6 +68,7 @@ def texts(grammars: Grammars, tokenizer: Any, grammar: str) -> list[str]:
             {"type": "regex", "regex": "[ab]{2}/c"},
             lambda text: text in ("aa/c", "ab/c", "ba/c", "bb/c"),
         ),
+        ({"type": "regex", "regex": r"a\/b[/]c\\/"}, lambda text: text == "a/b/c\\/"),
         ({"type": "grammar", "grammar": 'start: "x" | "yy"'}, lambda text: text in ("x", "yy")),
     ],
 )
@@ -146,6 +147,33 @@ def masks_before(constraint: GrammarConstraint, ids: list[int]) -> Iterator[torc
         yield mask
         if not mask[token]:
             return
+
+
+DEEP, DEEP_REFERENCES = 8_000, 3_500
+RULES = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(DEEP)) + f'a{DEEP}: "b"'
+REFERENCES = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(DEEP_REFERENCES)}
+SCHEMA = {"$ref": "#/$defs/0", "$defs": {**REFERENCES, f"{DEEP_REFERENCES}": {"const": "b"}}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"type": "grammar", "grammar": RULES}, "b"),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA}}, '"b"'),
+    ],
+)
+def test_rules_within_rules_do_not_end_the_process(
+    grammars: Grammars, tokenizer: Any, asked: dict[str, Any], text: str
+) -> None:
+    """The library reads them by recursion, which has no end of its own."""
+    grammar = of_response_format(asked)
+    assert grammar is not None
+    assert drawn(grammars, tokenizer, grammar, 0) == text
+
+
+def test_a_grammar_that_is_too_long_is_not_read(grammars: Grammars) -> None:
+    with pytest.raises(FieldError, match="grammar of 200012 characters, at most 131072"):
+        grammars.compile('start: "a"\n//' + "x" * 199_999, "response_format")
 
 
 def test_answer_that_cannot_become_whole_is_said_to_be_none(grammars: Grammars) -> None:

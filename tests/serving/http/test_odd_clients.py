@@ -1,0 +1,238 @@
+"""Clients that are slow, ask for too much at once, or speak HTTP in an unusual way."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from http_server import ScriptedEngine, Served, model_of, served
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from moe_runtime.serving.http.api_errors import FieldError
+from moe_runtime.serving.http.gate import RequestGate
+from moe_runtime.serving.http.grammars import Grammars
+from moe_runtime.serving.http.running import AddressError, accept_clients, listen
+from moe_runtime.serving.http.server import Access, Limits, Server
+from moe_runtime.serving.requests import Finished, NewToken, PromptRead
+
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n"
+)
+
+
+def serve_scripted(tokenizer: Any, **options: Any) -> contextlib.AbstractContextManager[Served]:
+    """A server whose engine answers at once."""
+    engine = ScriptedEngine(lambda _: [PromptRead(0), NewToken(7), Finished("length")])
+    return served([model_of("pocket", engine, tokenizer, 4096)], **options)
+
+
+@contextlib.contextmanager
+def connected(site: Served) -> Iterator[socket.socket]:
+    where = urlsplit(site.address)
+    with socket.create_connection((where.hostname, where.port), timeout=30) as client:
+        yield client
+
+
+def response(client: socket.socket) -> tuple[int, Any]:
+    """Status and JSON of what the server says next."""
+    found = http.client.HTTPResponse(client)
+    found.begin()
+    return found.status, json.loads(found.read())
+
+
+@pytest.mark.parametrize("more", [{"prompt": [[5]] * 5000, "n": 128}, {"prompt": ["a"] * 50_000}])
+def test_too_many_answers_are_refused_before_anything_is_made_of_them(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    with serve_scripted(tokenizer) as site:
+        vocabulary = site.server.models["pocket"].vocabulary
+
+        def encode(text: str, **options: Any) -> list[int]:
+            raise AssertionError("a prompt was encoded")
+
+        def sampling_of(*args: Any) -> None:
+            raise AssertionError("a request was made")
+
+        monkeypatch.setattr(vocabulary, "encode", encode)
+        monkeypatch.setattr("moe_runtime.serving.http.asking.sampling_of", sampling_of)
+        status, found = site.ask("/v1/completions", more)
+    assert (status, found["error"]["param"]) == (400, "prompt"), found
+    assert f"{len(more['prompt']) * more.get('n', 1)} answers" in found["error"]["message"]
+
+
+def test_a_body_that_does_not_come_is_given_up(tokenizer: Any) -> None:
+    with (
+        serve_scripted(tokenizer, limits=Limits(body_seconds=0.05)) as site,
+        connected(site) as one,
+    ):
+        one.sendall(HEAD % 100 + b'{"prompt"')
+        status, found = response(one)
+    assert (status, found["error"]["code"]) == (408, "timeout")
+    assert "body" in found["error"]["message"]
+
+
+def test_a_body_that_does_not_come_holds_up_no_end(tokenizer: Any) -> None:
+    with contextlib.ExitStack() as serving, ThreadPoolExecutor(1) as threads:
+        site = serving.enter_context(serve_scripted(tokenizer))
+        with connected(site) as one:
+            one.sendall(HEAD % 100 + b'{"prompt"')
+            while not site.server.num_body_bytes:
+                site.ask("/ping")
+            stopping = threads.submit(serving.close)
+            status, found = response(one)
+            assert (status, found["error"]["code"]) == (503, "shutting_down")
+            stopping.result(30)
+
+
+def test_bodies_of_many_clients_together_have_an_end(tokenizer: Any) -> None:
+    """Each is allowed; all of them would take memory that nobody set aside."""
+    limits = Limits(body_bytes=1000)
+    with serve_scripted(tokenizer, limits=limits) as site, contextlib.ExitStack() as clients:
+        waiting = [clients.enter_context(connected(site)) for _ in range(5)]
+        for number, client in enumerate(waiting[:4]):
+            client.sendall(HEAD % 1000 + b" " * 999)
+            while site.server.num_body_bytes < 999 * (number + 1):
+                site.ask("/ping")
+        waiting[4].sendall(HEAD % 1000 + b" " * 999)
+        status, found = response(waiting[4])
+        assert (status, found["error"]["code"]) == (429, "queue_full")
+        waiting[0].sendall(b" ")
+        assert response(waiting[0])[0] == 400
+        while site.server.num_body_bytes > 3 * 999:
+            site.ask("/ping")
+        assert site.ask("/v1/completions", {"prompt": [5], "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /ping HTTP/1.0\r\n\r\n", 200),
+        (b"GET /ping HTTP/1.1\r\nhost: LocalHost:80\r\n\r\n", 200),
+        (b"GET /ping HTTP/1.1\r\nhost: evil.example\r\n\r\n", 403),
+        (b"GET /ping HTTP/1.1\r\nhost: [\r\n\r\n", 403),
+    ],
+)
+def test_names_are_those_of_pages_in_browsers(tokenizer: Any, head: bytes, status: int) -> None:
+    """A client without a name is no browser; names have no upper and lower case."""
+    access = Access(hosts=["localhost"])
+    with serve_scripted(tokenizer, access=access) as site, connected(site) as client:
+        client.sendall(head)
+        assert response(client)[0] == status
+
+
+def test_a_host_that_is_none_is_no_fault(tokenizer: Any) -> None:
+    with serve_scripted(tokenizer) as site, connected(site) as client:
+        client.sendall(b"GET /nowhere HTTP/1.1\r\nhost: [\r\n\r\n")
+        status, found = response(client)
+        assert (status, found["error"]["code"]) == (404, "unknown_url")
+
+
+def test_a_page_that_may_ask_may_send_the_headers_of_openais_client(tokenizer: Any) -> None:
+    sent = "authorization, content-type, x-stainless-os"
+    with serve_scripted(tokenizer, access=Access(origins=["http://page"])) as site:
+        where = urlsplit(site.address)
+        asking = http.client.HTTPConnection(where.hostname or "", where.port, timeout=30)
+        with contextlib.closing(asking):
+            asking.request(
+                "OPTIONS",
+                "/v1/chat/completions",
+                headers={
+                    "origin": "http://page",
+                    "access-control-request-method": "POST",
+                    "access-control-request-headers": sent,
+                },
+            )
+            found = asking.getresponse()
+            found.read()
+            assert found.status == 204
+            assert found.headers["access-control-allow-headers"] == sent
+            assert found.headers["access-control-allow-origin"] == "http://page"
+
+
+def test_a_method_that_is_none_says_which_there_are(tokenizer: Any) -> None:
+    with serve_scripted(tokenizer) as site:
+        where = urlsplit(site.address)
+        asking = http.client.HTTPConnection(where.hostname or "", where.port, timeout=30)
+        with contextlib.closing(asking):
+            asking.request("GET", "/v1/completions")
+            found = asking.getresponse()
+            assert (found.status, found.headers["allow"]) == (405, "POST")
+
+
+def test_a_grammar_that_takes_long_holds_up_nobody_without_one(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def compile_(self: Grammars, lark: str, param: str) -> Any:
+        begun.set()
+        assert may_end.wait(30)
+        raise FieldError(param, "took long")
+
+    monkeypatch.setattr(Grammars, "compile", compile_)
+    slow = {"prompt": "a", "response_format": {"type": "regex", "regex": "a"}}
+    with serve_scripted(tokenizer) as site, ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(site.ask, "/v1/completions", slow)
+        assert begun.wait(30)
+        assert site.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        assert not asked.done()
+        may_end.set()
+        assert asked.result()[0] == 400
+
+
+def test_a_client_that_takes_nothing_is_given_up(tokenizer: Any) -> None:
+    """Its answer would be held, and an end of the server with it, for as long as it likes."""
+    log: list[Mapping[str, Any]] = []
+    server = Server(
+        {}, Limits(sending_seconds=0.02), Access(), lambda _, fields: log.append(fields)
+    )
+
+    async def page(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response("text")(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
+    with pytest.raises(ConnectionError, match="takes nothing"):
+        asyncio.run(RequestGate(page, server)(scope, receive, send))
+    assert log[0]["error"] == "the client takes nothing of the answer"
+
+
+def test_a_server_whose_engine_has_ended_is_not_ready(tokenizer: Any) -> None:
+    """Whoever watches over it starts another; it would refuse every request until then."""
+    engine = ScriptedEngine(lambda _: [])
+    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
+        assert site.ask("/health")[0] == 200
+        engine.is_open = False
+        assert site.ask("/health") == (503, {"alive": True, "ready": False})
+
+
+def test_an_address_is_held_while_a_model_loads() -> None:
+    with contextlib.closing(listen("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(AddressError, match=f"port {port}.*--port"):
+            listen("127.0.0.1", port)
+        accept_clients(first, 5)
+        with pytest.raises(AddressError):
+            listen("127.0.0.1", port)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            connection, _ = first.accept()
+            # whoever closes first keeps the address for a while
+            connection.close()
+            client.recv(1)
+    with contextlib.closing(listen("127.0.0.1", port)) as again:
+        accept_clients(again, 5)
