@@ -3,7 +3,8 @@
  * Codes become fp32, which is exact. 64 of them are two parts of four vectors: part p has elements 16 p to 16 p + 15 of
  * the first 32 in its lower lanes and of the last 32 in its upper lanes, vector j the elements 4 q + j of those 16 in lane q.
  * So every lane of a part belongs to one group of a multiple of 16: its sum is taken from zero and multiplied by
- * the group's scale, and no weight is rounded. Both parts share a sum where groups have 32 columns or more.
+ * the group's scale, and no weight is rounded. The sums of both parts are added before that where groups have 32 columns or
+ * more.
  */
 
 /* How codes are decoded: 4 bits by a table; 4 bits and a zero point for each group; fp8; 8-bit integers and a zero point

@@ -90,7 +90,8 @@ def _fp8(config: Mapping[str, Any], tensors: Tensors, module: str) -> Tensor:
         block = (1, 32)
     if block is None:
         block = (0, 0) if stored.numel() == 1 else (1, 0)
-    return values * _spread(_scales(stored), *block, values.shape)
+    rows, cols = block
+    return values * _spread(_scales(stored), rows, cols, values.shape)
 
 
 def _compressed(config: Mapping[str, Any], tensors: Tensors, module: str) -> Tensor:
