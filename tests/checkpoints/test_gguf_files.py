@@ -88,6 +88,37 @@ def test_bytes_of_a_header_that_changed_are_read_or_refused_in_one_line(
     assert not any("\n" in refusal for refusal in refusals)
 
 
+def test_changed_headers_say_what_the_package_reads_from_them_or_are_refused(
+    written: Written, tmp_path: Path
+) -> None:
+    """Nothing is taken for something else: neither a place nor a number of the metadata."""
+    content, file, chance = written.folder.read_bytes(), tmp_path / "a.gguf", random.Random(3)
+    end, num_read, refusals = data_begin(written.folder), 0, []
+    for _ in range(120):
+        changed = bytearray(content)
+        for _ in range(chance.choice((1, 1, 2, 8))):
+            changed[chance.randrange(end)] = chance.choice((0, 1, 9, 127, 255))
+        file.write_bytes(changed)
+        try:
+            header = read_header(file)
+        except CheckpointError as error:
+            refusals.append(str(error))
+            continue
+        num_read += 1
+        expected = gguf.GGUFReader(file)
+        for found, tensor in zip(header.tensors, expected.tensors, strict=True):
+            place = (tensor.name, int(tensor.tensor_type), tensor.data_offset, tensor.n_bytes)
+            assert (found.name, found.type_id, found.offset, found.num_bytes) == place
+            assert found.shape == tuple(reversed(tensor.shape.tolist()))
+        for key, value in header.metadata.items():
+            field = expected.fields[key]
+            is_texts = len(field.types) > 1 and field.types[-1] == gguf.GGUFValueType.STRING
+            other = len(field.data) if is_texts else field.contents()
+            np.testing.assert_equal(value, other, err_msg=key)  # takes NaN for equal to itself
+    assert num_read > 20
+    assert all(refusal.isprintable() for refusal in refusals)
+
+
 def test_files_that_end_early_are_refused(written: Written, tmp_path: Path) -> None:
     content, file, chance = written.folder.read_bytes(), tmp_path / "a.gguf", random.Random(2)
     end = data_begin(written.folder)

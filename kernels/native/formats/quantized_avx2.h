@@ -3,26 +3,26 @@
  * Codes become fp32, which is exact. 64 of them are two parts of four vectors: part p has elements 16 p to 16 p + 15 of
  * the first 32 in its lower lanes and of the last 32 in its upper lanes, vector j the elements 4 q + j of those 16 in lane q.
  * So every lane of a part belongs to one group of a multiple of 16: its sum is taken from zero and multiplied by
- * the group's scale, and no weight is rounded. Both parts share a sum where groups have 32 columns or more.
+ * the group's scale, and no weight is rounded. The sums of both parts are added before that where groups have 32 columns or
+ * more.
  */
 
 /* How codes are decoded: 4 bits by a table; 4 bits and a zero point for each group; fp8; 8-bit integers and a zero point
  * for each group. */
 enum { DECODE_TABLE4, DECODE_ZEROS4, DECODE_E4M3, DECODE_BYTES, NUM_DECODERS };
-enum { STEP = 64, NUM_PARTS = 2, MOST_WEIGHT_ROWS = 2 };
+enum { STEP = 64, NUM_PARTS = 2 };
 
 typedef struct {
-    int shift;                /* binary logarithm of a group's columns */
-    __m256i expand[NUM_PARTS]; /* group of each lane, counted from the first of the 64 codes */
-    __m256i low, high;        /* bytes of the upper halves of fp32, by 4-bit codes, or by the upper four bits of fp8 */
-    __m256i flip;             /* what makes codes unsigned */
+    int shift;                 /* binary logarithm of a group's columns */
+    __m256i expand[NUM_PARTS]; /* group of each lane, counted from the first of the 64 codes: less than four */
+    __m256i low, high;         /* bytes of the upper halves of fp32, by 4-bit codes, or by the upper four bits of fp8 */
+    __m256i flip;              /* what makes codes unsigned */
 } Lanes;
 
-/* One weight row: its codes, and where a later row's are, to be fetched. */
+/* One weight row: its codes, and where a later row's are, to be fetched. Zero points are as much larger as decoded codes are. */
 typedef struct {
     const char *codes, *ahead;
-    const float *scales;
-    const int32_t *zeros;
+    const float *scales, *zeros;
 } Source;
 
 /* 64 codes before they are fp32: bytes of the upper halves of fp32 for the low and the high nibbles, or 8-bit codes by parts. */
@@ -31,14 +31,10 @@ typedef struct {
     int is_special;
 } Step;
 
-INLINE __m256 scales_at(const Lanes *lanes, const Source *source, int64_t element, int part) {
-    return _mm256_permutevar8x32_ps(_mm256_loadu_ps(source->scales + (element >> lanes->shift)), lanes->expand[part]);
-}
-
-/* As fp32, and as much above them as codes of 4 bits are. */
-INLINE __m256 zeros_at(const Lanes *lanes, const Source *source, int64_t element, int part, float above) {
-    const __m256i zeros = _mm256_loadu_si256((const __m256i *)(source->zeros + (element >> lanes->shift)));
-    return _mm256_add_ps(_mm256_cvtepi32_ps(_mm256_permutevar8x32_epi32(zeros, lanes->expand[part])), _mm256_set1_ps(above));
+/* Numbers of groups by lanes. */
+INLINE __m256 by_lanes(const Lanes *lanes, const float *groups, int64_t element, int part) {
+    const __m256 four = _mm256_broadcast_ps((const __m128 *)(groups + (element >> lanes->shift)));
+    return _mm256_permutevar_ps(four, lanes->expand[part]);
 }
 
 /* Sixteen bytes here, and sixteen 32 bytes on. */
@@ -62,10 +58,16 @@ INLINE __m256 wide_e4m3(__m256i code) {
     return _mm256_or_ps(value, _mm256_castsi256_ps(_mm256_and_si256(code, _mm256_set1_epi32((int)0x80000000u))));
 }
 
-/* Twice the magnitudes of normal fp8 codes are 0x10 to 0xfc: what lies above zero here is a subnormal, a zero or a NaN. */
-INLINE __m256i specials(__m256i codes) {
-    const __m256i from_normal = _mm256_sub_epi8(_mm256_add_epi8(codes, codes), _mm256_set1_epi8(0x10));
-    return _mm256_subs_epu8(from_normal, _mm256_set1_epi8((char)0xec));
+/* Powers of two; of 0 a subnormal one. */
+INLINE __m256 wide_e8m0(__m256i code) {
+    const __m256i none = _mm256_cmpeq_epi32(code, _mm256_setzero_si256()), all = _mm256_cmpeq_epi32(code, _mm256_set1_epi32(255));
+    const __m256i least = _mm256_and_si256(none, _mm256_set1_epi32(1 << 22)), nan = _mm256_and_si256(all, _mm256_set1_epi32(1 << 22));
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(code, 23), _mm256_or_si256(least, nan)));
+}
+
+/* Twice the magnitudes of normal fp8 codes are 0x10 to 0xfc: only a subnormal, a zero or a NaN is more than 0xec above 0x10. */
+INLINE __m256i above_normal(__m256i codes) {
+    return _mm256_sub_epi8(_mm256_add_epi8(codes, codes), _mm256_set1_epi8(0x10));
 }
 
 /* Pairs of bytes that the vectors of a part are made of; elements 4 q and 4 q + 1 lie side by side in the first. */
@@ -82,7 +84,8 @@ INLINE void read_step(int decoder, const Lanes *lanes, const char *codes, Step *
     }
     UNROLL for (int part = 0; part < NUM_PARTS; part++) step->low[part] = load_part(codes + 16 * part);
     if (decoder == DECODE_E4M3) {
-        const __m256i found = _mm256_or_si256(specials(step->low[0]), specials(step->low[1]));
+        const __m256i most = _mm256_max_epu8(above_normal(step->low[0]), above_normal(step->low[1]));
+        const __m256i found = _mm256_subs_epu8(most, _mm256_set1_epi8((char)0xec));
         step->is_special = !_mm256_testz_si256(found, found);
     }
 }
@@ -108,6 +111,19 @@ INLINE void decode_e4m3(const Lanes *lanes, const Step *step, int part, __m256 o
     out[2] = even_halves(last), out[3] = odd_halves(last);
 }
 
+/* 8-bit integers: the lowest bytes of fp32 from 2^23 on. */
+INLINE void decode_bytes(const Lanes *lanes, const Step *step, int part, __m256 zeros, __m256 out[4]) {
+    const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m256i own = _mm256_xor_si256(step->low[part], lanes->flip), high = _mm256_set1_epi16(0x4b00);
+    const __m256i codes = _mm256_shuffle_epi8(own, _mm256_broadcastsi128_si256(order));
+    UNROLL for (int i = 0; i < 2; i++) {
+        const __m256i zero = _mm256_setzero_si256();
+        const __m256i pairs = i ? _mm256_unpackhi_epi8(codes, zero) : _mm256_unpacklo_epi8(codes, zero);
+        out[2 * i] = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_unpacklo_epi16(pairs, high)), zeros);
+        out[2 * i + 1] = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_unpackhi_epi16(pairs, high)), zeros);
+    }
+}
+
 INLINE void decode_part(int decoder, const Lanes *lanes, const Source *source, const Step *step, int64_t element, int part,
                         __m256 out[4]) {
     if (decoder == DECODE_E4M3) {
@@ -115,12 +131,7 @@ INLINE void decode_part(int decoder, const Lanes *lanes, const Source *source, c
         return;
     }
     if (decoder == DECODE_BYTES) {
-        const __m256 zeros = zeros_at(lanes, source, element, part, 0.0f);
-        const __m256i codes = _mm256_xor_si256(step->low[part], lanes->flip);
-        UNROLL for (int j = 0; j < 4; j++) {
-            const __m256i code = _mm256_and_si256(_mm256_srli_epi32(codes, 8 * j), _mm256_set1_epi32(255));
-            out[j] = _mm256_sub_ps(_mm256_cvtepi32_ps(code), zeros);
-        }
+        decode_bytes(lanes, step, part, by_lanes(lanes, source->zeros, element, part), out);
         return;
     }
     UNROLL for (int i = 0; i < 2; i++) {
@@ -128,95 +139,95 @@ INLINE void decode_part(int decoder, const Lanes *lanes, const Source *source, c
         out[i] = even_halves(halves), out[2 + i] = odd_halves(halves);
     }
     if (decoder == DECODE_ZEROS4) {
-        const __m256 zeros = zeros_at(lanes, source, element, part, 128.0f);
+        const __m256 zeros = by_lanes(lanes, source->zeros, element, part);
         UNROLL for (int j = 0; j < 4; j++) out[j] = _mm256_sub_ps(out[j], zeros);
     }
 }
 
-/* ---- some weight rows by one panel ---- */
+/* ---- one weight row by one panel ---- */
 
-INLINE void lanes_step(int decoder, int sums_of_step, int weight_rows, int panel_rows, const Lanes *lanes, const Source *sources,
-                       const char *const codes[], const float *x, int64_t element, Vec acc[PANEL_ROWS][MOST_WEIGHT_ROWS]) {
-    Step steps[MOST_WEIGHT_ROWS];
-    Vec sums[PANEL_ROWS][MOST_WEIGHT_ROWS];
-    UNROLL for (int n = 0; n < weight_rows; n++) read_step(decoder, lanes, codes[n], &steps[n]);
+/* Each part has a sum of its own: a chain of eight would be waited for longer than its step takes. */
+INLINE void lanes_step(int decoder, int scales_of_step, int panel_rows, const Lanes *lanes, const Source *source, const char *codes,
+                       const float *x, int64_t element, Vec acc[PANEL_ROWS][NUM_PARTS]) {
+    Step step;
+    Vec sums[PANEL_ROWS][NUM_PARTS];
+    read_step(decoder, lanes, codes, &step);
     UNROLL for (int part = 0; part < NUM_PARTS; part++) {
-        Vec values[MOST_WEIGHT_ROWS][4];
-        UNROLL for (int n = 0; n < weight_rows; n++) decode_part(decoder, lanes, &sources[n], &steps[n], element, part, values[n]);
-        if (!part || sums_of_step == 2)
-            UNROLL for (int i = 0; i < panel_rows * weight_rows; i++) sums[i / weight_rows][i % weight_rows] = vec_zero();
-        UNROLL for (int j = 0; j < 4; j++)
-            UNROLL for (int m = 0; m < panel_rows; m++) {
-                const Vec own = vec_load_f32(x + m * QUANT_BLOCK + part * 4 * LANES + j * LANES);
-                UNROLL for (int n = 0; n < weight_rows; n++) sums[m][n] = vec_fma(sums[m][n], values[n][j], own);
-            }
-        if (!part && sums_of_step == 1) continue;
-        UNROLL for (int n = 0; n < weight_rows; n++) {
-            const Vec scales = scales_at(lanes, &sources[n], element, part);
-            UNROLL for (int m = 0; m < panel_rows; m++) acc[m][n] = vec_fma(acc[m][n], sums[m][n], scales);
+        Vec values[4];
+        decode_part(decoder, lanes, source, &step, element, part, values);
+        UNROLL for (int m = 0; m < panel_rows; m++) {
+            const float *own = x + m * QUANT_BLOCK + part * 4 * LANES;
+            sums[m][part] = _mm256_mul_ps(values[0], vec_load_f32(own));
+            UNROLL for (int j = 1; j < 4; j++) sums[m][part] = vec_fma(sums[m][part], values[j], vec_load_f32(own + j * LANES));
         }
+    }
+    if (scales_of_step == 1) {
+        const Vec scales = by_lanes(lanes, source->scales, element, 0);
+        UNROLL for (int m = 0; m < panel_rows; m++) acc[m][0] = vec_fma(acc[m][0], vec_add(sums[m][0], sums[m][1]), scales);
+        return;
+    }
+    UNROLL for (int part = 0; part < NUM_PARTS; part++) {
+        const Vec scales = by_lanes(lanes, source->scales, element, part);
+        UNROLL for (int m = 0; m < panel_rows; m++) acc[m][part] = vec_fma(acc[m][part], sums[m][part], scales);
     }
 }
 
-INLINE void lanes_rows(int decoder, int sums_of_step, int weight_rows, int panel_rows, const Lanes *lanes, const Source *sources,
-                       int64_t k, const char *packed, float *out, int64_t ldo) {
+INLINE void lanes_row(int decoder, int scales_of_step, int panel_rows, const Lanes *lanes, const Source *source, int64_t k,
+                      const char *packed, float *out, int64_t ldo) {
     const int step_bytes = decoder == DECODE_TABLE4 || decoder == DECODE_ZEROS4 ? STEP / 2 : STEP;
     const float *x = (const float *)packed;
-    const char *codes[MOST_WEIGHT_ROWS], *ahead[MOST_WEIGHT_ROWS];
-    Vec acc[PANEL_ROWS][MOST_WEIGHT_ROWS];
-    UNROLL for (int n = 0; n < weight_rows; n++) codes[n] = sources[n].codes, ahead[n] = sources[n].ahead;
-    UNROLL for (int i = 0; i < panel_rows * weight_rows; i++) acc[i / weight_rows][i % weight_rows] = vec_zero();
+    const char *codes = source->codes, *ahead = source->ahead;
+    Vec acc[PANEL_ROWS][NUM_PARTS];
+    UNROLL for (int i = 0; i < PANEL_ROWS * NUM_PARTS; i++) acc[i / NUM_PARTS][i % NUM_PARTS] = vec_zero();
     int64_t element = 0;
-    for (; element + STEP <= k; element += STEP) {
-        lanes_step(decoder, sums_of_step, weight_rows, panel_rows, lanes, sources, codes, x, element, acc);
-        UNROLL for (int n = 0; n < weight_rows; n++) {
-            __builtin_prefetch(ahead[n], 0, 3);
-            codes[n] += step_bytes, ahead[n] += step_bytes;
-        }
-        /* the second half of a block of every row, or the next block */
-        x += element % QUANT_BLOCK ? panel_rows * QUANT_BLOCK - STEP : STEP;
+    for (; element + QUANT_BLOCK <= k; element += QUANT_BLOCK) {
+        UNROLL for (int i = 0; i < 2 * step_bytes; i += CACHE_LINE) __builtin_prefetch(ahead + i, 0, 3);
+        UNROLL for (int i = 0; i < QUANT_BLOCK / STEP; i++)
+            lanes_step(decoder, scales_of_step, panel_rows, lanes, source, codes + i * step_bytes, x + i * STEP, element + i * STEP, acc);
+        codes += 2 * step_bytes, ahead += 2 * step_bytes;
+        x += panel_rows * QUANT_BLOCK;
+    }
+    if (element + STEP <= k) {
+        __builtin_prefetch(ahead, 0, 3);
+        lanes_step(decoder, scales_of_step, panel_rows, lanes, source, codes, x, element, acc);
+        element += STEP, codes += step_bytes, x += STEP;
     }
     if (element < k) {
         /* The row may end at the end of the mapped memory: never read past it. */
-        char padded[MOST_WEIGHT_ROWS][STEP] = {{0}};
-        const size_t bytes = (size_t)((k - element) * step_bytes + STEP - 1) / STEP;
-        UNROLL for (int n = 0; n < weight_rows; n++) {
-            memcpy(padded[n], codes[n], bytes);
-            codes[n] = padded[n];
-        }
-        lanes_step(decoder, sums_of_step, weight_rows, panel_rows, lanes, sources, codes, x, element, acc);
+        char padded[STEP] = {0};
+        memcpy(padded, codes, (size_t)((k - element) * step_bytes + STEP - 1) / STEP);
+        lanes_step(decoder, scales_of_step, panel_rows, lanes, source, padded, x, element, acc);
     }
-    UNROLL for (int m = 0; m < panel_rows; m++) {
-        float sums[4];
-        vec_four_sums(acc[m][0], weight_rows > 1 ? acc[m][weight_rows - 1] : vec_zero(), vec_zero(), vec_zero(), sums);
-        UNROLL for (int n = 0; n < weight_rows; n++) out[m * ldo + n] = sums[n];
-    }
+    float sums[4];
+    UNROLL for (int m = panel_rows; m < PANEL_ROWS; m++) acc[m][0] = acc[m][1] = vec_zero();
+    if (scales_of_step == 2)
+        UNROLL for (int m = 0; m < panel_rows; m++) acc[m][0] = vec_add(acc[m][0], acc[m][1]);
+    vec_four_sums(acc[0][0], acc[1][0], acc[2][0], acc[3][0], sums);
+    UNROLL for (int m = 0; m < panel_rows; m++) out[m * ldo] = sums[m];
 }
 
-typedef void (*LanesRows)(const Lanes *lanes, const Source *sources, int64_t k, const char *packed, float *out, int64_t ldo);
+typedef void (*LanesRow)(const Lanes *lanes, const Source *source, int64_t k, const char *packed, float *out, int64_t ldo);
 
-#define DEFINE_LANES_ROWS(decoder, sums, rows, panel)                                                                       \
-    static void lanes_##decoder##_##sums##_##rows##_##panel(const Lanes *lanes, const Source *sources, int64_t k,           \
-                                                            const char *packed, float *out, int64_t ldo) {                 \
-        lanes_rows(decoder, sums, rows, panel, lanes, sources, k, packed, out, ldo);                                        \
+#define DEFINE_LANES_ROW(decoder, scales, panel)                                                                              \
+    static void lanes_##decoder##_##scales##_##panel(const Lanes *lanes, const Source *source, int64_t k, const char *packed, \
+                                                     float *out, int64_t ldo) {                                               \
+        lanes_row(decoder, scales, panel, lanes, source, k, packed, out, ldo);                                                \
     }
-#define NAME_LANES_ROWS(decoder, sums, rows, panel) lanes_##decoder##_##sums##_##rows##_##panel
-#define FOR_LANES_PANELS(macro, decoder, sums, rows, separator)                                                    \
-    macro(decoder, sums, rows, 1) separator() macro(decoder, sums, rows, 2) separator() macro(decoder, sums, rows, 3) separator() \
-        macro(decoder, sums, rows, 4)
-#define DEFINE_DECODER(decoder)                                                                                       \
-    FOR_LANES_PANELS(DEFINE_LANES_ROWS, decoder, 1, 1, NO_SEPARATOR) FOR_LANES_PANELS(DEFINE_LANES_ROWS, decoder, 1, 2, NO_SEPARATOR) \
-    FOR_LANES_PANELS(DEFINE_LANES_ROWS, decoder, 2, 1, NO_SEPARATOR) FOR_LANES_PANELS(DEFINE_LANES_ROWS, decoder, 2, 2, NO_SEPARATOR)
-#define NAME_LANES(decoder, sums, rows) {FOR_LANES_PANELS(NAME_LANES_ROWS, decoder, sums, rows, COMMA)}
+#define NAME_LANES_ROW(decoder, scales, panel) lanes_##decoder##_##scales##_##panel
+#define FOR_LANES_PANELS(macro, decoder, scales, separator)                                                          \
+    macro(decoder, scales, 1) separator() macro(decoder, scales, 2) separator() macro(decoder, scales, 3) separator() \
+        macro(decoder, scales, 4)
+#define DEFINE_DECODER(decoder) \
+    FOR_LANES_PANELS(DEFINE_LANES_ROW, decoder, 1, NO_SEPARATOR) FOR_LANES_PANELS(DEFINE_LANES_ROW, decoder, 2, NO_SEPARATOR)
 #define NAME_DECODER(decoder) \
-    {{NAME_LANES(decoder, 1, 1), NAME_LANES(decoder, 1, 2)}, {NAME_LANES(decoder, 2, 1), NAME_LANES(decoder, 2, 2)}}
+    {{FOR_LANES_PANELS(NAME_LANES_ROW, decoder, 1, COMMA)}, {FOR_LANES_PANELS(NAME_LANES_ROW, decoder, 2, COMMA)}}
 
 DEFINE_DECODER(DECODE_TABLE4)
 DEFINE_DECODER(DECODE_ZEROS4)
 DEFINE_DECODER(DECODE_E4M3)
 DEFINE_DECODER(DECODE_BYTES)
 
-static const LanesRows LANES_ROWS[NUM_DECODERS][2][MOST_WEIGHT_ROWS][PANEL_ROWS] = {
+static const LanesRow LANES_ROWS[NUM_DECODERS][2][PANEL_ROWS] = {
     NAME_DECODER(DECODE_TABLE4), NAME_DECODER(DECODE_ZEROS4), NAME_DECODER(DECODE_E4M3), NAME_DECODER(DECODE_BYTES)};
 
 /* ---- whole matrices ---- */
@@ -254,34 +265,61 @@ static void prepare_lanes(const Quantized *format, Lanes *lanes) {
     lanes->flip = _mm256_set1_epi8(format->codes == CODE_INT8 ? (char)0x80 : 0);
 }
 
+INLINE __m256i load_wide(const char *bytes) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes)); }
+
+/* Scales of one byte, eight at a time; else as everywhere. */
+static void read_lane_scales(const RowGroups *row, int64_t index) {
+    const Quantized *format = row->format;
+    const char *src = format->scales + group_of(index, format->group_rows) * format->scale_stride;
+    if (format->global != GLOBAL_NONE || format->scale_type > SCALE_E4M3) {
+        read_scales(format, index, row->groups, row->scales);
+        return;
+    }
+    int64_t i = 0;
+    if (format->scale_type == SCALE_E8M0) {
+        for (; i + LANES <= row->groups; i += LANES) vec_store_f32(row->scales + i, wide_e8m0(load_wide(src + i)));
+        for (; i < row->groups; i++) row->scales[i] = e8m0_to_f32((uint8_t)src[i]);
+        return;
+    }
+    for (; i + LANES <= row->groups; i += LANES)
+        vec_store_f32(row->scales + i, wide_e4m3(_mm256_slli_epi32(load_wide(src + i), 24)));
+    for (; i < row->groups; i++) row->scales[i] = e4m3_to_f32((uint8_t)src[i]);
+}
+
+/* Zero points of groups, as much larger as decoded codes are. */
+static void read_lane_zeros(const RowGroups *row, int64_t index, int decoder, float *out) {
+    const Quantized *format = row->format;
+    const float above = decoder == DECODE_BYTES ? 8388608.0f : 128.0f;
+    const uint8_t *zeros = (const uint8_t *)format->zeros + group_of(index, format->group_rows) * format->zero_stride;
+    const float same = (float)(format->codes == CODE_INT8 ? 128 : format->zero) + above;
+    for (int64_t i = 0; i < row->groups; i++) out[i] = format->zeros ? (float)zeros[i] + above : same;
+}
+
 static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                            float *out, int64_t ldo, Matrix next) {
     const Quantized *format = weight.quantized;
-    const int decoder = decoder_of(format), sums_of_step = format->group_cols == 16 ? 2 : 1;
+    const int decoder = decoder_of(format), scales_of_step = format->group_cols == 16 ? 2 : 1;
+    const int has_zeros = decoder == DECODE_ZEROS4 || decoder == DECODE_BYTES;
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
     const int64_t rows_ahead = LANES_AHEAD / (code_row_bytes(format, k) + 1) + 1, scale_bytes = fetched_scale_bytes(format, k);
     const Stream stream = {.weight = weight, .next = next, .num_rows = num_weight_rows};
     Lanes lanes;
-    ROW_GROUPS(first_row, weight, k);
-    ROW_GROUPS(second_row, weight, k);
-    RowGroups *rows[MOST_WEIGHT_ROWS] = {&first_row, &second_row};
+    ROW_GROUPS(row, weight, k);
+    float zeros[row.groups + GROUP_PADDING];
+    memset(zeros + row.groups, 0, GROUP_PADDING * 4);
     prepare_lanes(format, &lanes);
-    if (format->codes == CODE_INT8)
-        for (int64_t i = 0; i < first_row.groups; i++) first_row.zeros[i] = second_row.zeros[i] = 128;
-    for (int64_t n = 0; n < num_weight_rows; n += MOST_WEIGHT_ROWS) {
-        const int64_t count = num_weight_rows - n < MOST_WEIGHT_ROWS ? num_weight_rows - n : MOST_WEIGHT_ROWS;
-        Source sources[MOST_WEIGHT_ROWS];
-        for (int64_t i = 0; i < count; i++) {
-            const char *codes = weight.data + (n + i) * weight.stride, *ahead = stream_row(&stream, n + i + rows_ahead);
-            read_groups(rows[i], weight.first_row + n + i);
-            fetch_scales(weight, n + i + rows_ahead < num_weight_rows ? n + i + rows_ahead : n, scale_bytes);
-            sources[i] = (Source){.codes = codes, .ahead = ahead ? ahead : codes, .scales = rows[i]->scales, .zeros = rows[i]->zeros};
-        }
+    for (int64_t n = 0; n < num_weight_rows; n++) {
+        const char *codes = weight.data + n * weight.stride, *ahead = stream_row(&stream, n + rows_ahead);
+        const int64_t index = weight.first_row + n;
+        read_lane_scales(&row, index);
+        if (has_zeros && (!n || format->zeros)) read_lane_zeros(&row, index, decoder, zeros);
+        fetch_scales(weight, n + rows_ahead < num_weight_rows ? n + rows_ahead : n, scale_bytes);
+        Source source = {.codes = codes, .ahead = ahead ? ahead : codes, .scales = row.scales, .zeros = zeros};
         for (int64_t p = 0; p < panels; p++) {
             const int64_t first = panel_start(p, panels, num_rows), last = panel_start(p + 1, panels, num_rows);
-            LANES_ROWS[decoder][sums_of_step - 1][count - 1][last - first - 1](&lanes, sources, k, packed + first * row_bytes,
-                                                                              out + first * ldo + n, ldo);
-            for (int64_t i = 0; i < count; i++) sources[i].ahead = sources[i].codes;
+            LANES_ROWS[decoder][scales_of_step - 1][last - first - 1](&lanes, &source, k, packed + first * row_bytes,
+                                                                      out + first * ldo + n, ldo);
+            source.ahead = codes;
         }
     }
 }

@@ -25,13 +25,11 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
         UnsupportedModelError: codes of other sizes, another layout, or no zero points.
         CheckpointError: a part of a weight is missing or has another type or shape.
     """
-    if settings.get("bits") != BITS:
-        settings.unsupported(f"bits {settings.get('bits')!r}", str(BITS))
+    settings.choice("bits", (BITS,))
     version = settings.text("version") or "gemm"
     if version.lower() != "gemm":
         settings.unsupported(f"version {version!r}", "'gemm'")
-    if settings.get("zero_point") not in (True, None):
-        settings.unsupported(f"zero_point {settings.get('zero_point')!r}", "true")
+    settings.choice("zero_point", (True, None))
     group = settings.group("group_size")
     for name, codes in entries.items():
         for suffix in (".qzeros", ".scales"):

@@ -67,10 +67,7 @@ class _Module:
         Raises:
             UnsupportedModelError: it is not.
         """
-        value = self.how.get(name)
-        if value not in known:
-            self.how.unsupported(f"{name} {value!r}", " or ".join(map(repr, known)))
-        return value
+        return self.how.choice(name, known)
 
     def groups(self) -> tuple[int, int]:
         """Rows and columns that share a scale.
@@ -199,6 +196,7 @@ def _with_zero_points(
 
 
 def _floats(module: _Module) -> PackedWeight:
+    _refuse_zero_points(module)
     module.refuse_unless("type", ("float",))
     module.refuse_unless("num_bits", (8,))
     return _bytes(module, "F8_E4M3", WeightFormat("e4m3", "f32", *module.groups()), _FLOATS)
@@ -209,6 +207,7 @@ def _integers_or_floats(module: _Module) -> PackedWeight:
 
 
 def _mxfp8(module: _Module) -> PackedWeight:
+    _refuse_zero_points(module)
     return _bytes(module, "F8_E4M3", WeightFormat("e4m3", "e8m0", 1, 32), _E8M0)
 
 
@@ -221,6 +220,7 @@ def _bytes(
 
 
 def _mxfp4(module: _Module) -> PackedWeight:
+    _refuse_zero_points(module)
     codes = module.part("_packed")
     rows, width = codes_shape(codes, ["U8"], [2])
     kind = WeightFormat("e2m1", "e8m0", 1, 32)
@@ -229,6 +229,7 @@ def _mxfp4(module: _Module) -> PackedWeight:
 
 def _nvfp4(module: _Module) -> PackedWeight:
     """The global scale divides, unlike that of ModelOpt."""
+    _refuse_zero_points(module)
     codes = module.part("_packed")
     rows, width = codes_shape(codes, ["U8"], [2])
     kind = WeightFormat("e2m1", "e4m3", *module.groups(), global_scale="divide")
@@ -255,15 +256,29 @@ FORMATS: Mapping[str, Callable[[_Module], PackedWeight]] = {
 """What reads each format of `config_groups`."""
 
 
+def _refuse_zero_points(module: _Module) -> None:
+    """Codes of floats have none, and their groups are in order.
+
+    Raises:
+        UnsupportedModelError: they are not so.
+        CheckpointError: there are zero points that the configuration does not have.
+    """
+    zeros = _zero_points(module)
+    if zeros is not None:
+        raise UnsupportedModelError(
+            f"{zeros.name}: zero points of floats cannot be read yet; expected symmetric ones"
+        )
+
+
 def _zero_points(module: _Module) -> TensorEntry | None:
-    """The zero points of integers, which are a row's or those of its groups, in order.
+    """The zero points of codes, which are a row's or those of its groups, in order.
 
     Returns:
-        None where the integers are symmetric.
+        None where the codes are symmetric.
 
     Raises:
         UnsupportedModelError: groups are permuted (`actorder`), or zero points not a row's.
-        CheckpointError: zero points are missing, or belong to symmetric integers.
+        CheckpointError: zero points are missing, or belong to symmetric codes.
     """
     groups, zeros = f"{module.weight}_g_idx", f"{module.weight}_zero_point"
     if groups in module.entries:
@@ -276,7 +291,7 @@ def _zero_points(module: _Module) -> TensorEntry | None:
     if module.refuse_unless("symmetric", (True, False, None)) is not False:
         if zeros in module.entries:
             raise CheckpointError(
-                f"{zeros}: expected no zero points of integers that the quantization_config of "
+                f"{zeros}: expected no zero points of codes that the quantization_config of "
                 "config.json calls symmetric"
             )
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -31,13 +32,15 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
         UnsupportedModelError: codes of other sizes, another layout, or permuted groups.
         CheckpointError: a part of a weight is missing or has another type or shape.
     """
-    bits = settings.get("bits")
-    if bits not in (4, 8):
-        settings.unsupported(f"bits {bits!r}", "4 or 8")
+    bits = settings.choice("bits", (4, 8))
     layout = settings.text("checkpoint_format") or "gptq"
     if layout not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
         settings.unsupported(f"checkpoint_format {layout!r}", "'gptq' or 'gptq_v2'")
-    if any(not str(name).startswith("-:") for name in settings.get("dynamic") or ()):
+    if settings.get("dynamic") is None:
+        modules: Mapping[str, Any] = {}
+    else:
+        modules = settings.part("dynamic").values
+    if any(not name.startswith("-:") for name in modules):
         settings.unsupported("dynamic with settings of some modules", "one setting for all")
     group = settings.group("group_size")
     with ExitStack() as stack:

@@ -49,6 +49,17 @@ class Settings:
             self.refuse(name, "a positive whole number")
         return value
 
+    def choice(self, name: str, known: Iterable[object]) -> Any:
+        """A value that must be among what can be read; 4.0 is not 4, and 1 is not true.
+
+        Raises:
+            UnsupportedModelError: it is not.
+        """
+        value, known = self.get(name), tuple(known)
+        if not any(type(value) is type(item) and value == item for item in known):
+            self.unsupported(f"{name} {clipped(value)}", " or ".join(map(repr, known)))
+        return value
+
     def group(self, name: str) -> int:
         """Columns of a group; 0 where it is written as -1, all columns of a row.
 
