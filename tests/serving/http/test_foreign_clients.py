@@ -27,6 +27,7 @@ test_split: test
 output_type: multiple_choice
 doc_to_text: context
 doc_to_choice: choices
+target_delimiter: ""
 doc_to_target: gold
 metric_list: [{metric: acc}]
 """
