@@ -1,7 +1,11 @@
 """Every read ends once, with its data or an error, whatever a block raises, after closing too."""
 
+import fcntl
 import os
+import sys
+import termios
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -179,6 +183,10 @@ def test_closing_ends_what_waits_with_an_error_and_refuses_the_rest() -> None:
     assert len(ends.ended) == 2
 
 
+def unread_bytes(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 def test_closing_native_threads_ends_what_waits_with_an_error() -> None:
     library = native_library()
     if library is None:
@@ -198,13 +206,16 @@ def test_closing_native_threads_ends_what_waits_with_an_error() -> None:
     with queue.changed:
         while not reads[0].ended_s:
             queue.changed.wait()
+    os.write(pipes[1][1], bytes(4))
+    while unread_bytes(pipes[1][0]):  # until the thread is in the second read
+        time.sleep(0.001)
     events = queue.changed.events.value
     closing = threading.Thread(target=queue.close)
     closing.start()
     while queue.changed.events.value == events:  # closing is an event
         closing.join(0.001)
-    # the thread is in the second read, which is let finish; the third has not begun
-    os.write(pipes[1][1], bytes(8))
+    # the second read is let finish; the third has not begun
+    os.write(pipes[1][1], bytes(4))
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
     assert [read.error is None for read in reads[:2]] == [True, True]
