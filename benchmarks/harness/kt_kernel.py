@@ -10,7 +10,6 @@ to int8. The extension that the processor's best instruction set needs is chosen
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -18,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-VARIANTS = ("avx512_bf16", "avx512_vbmi", "avx512_vnni", "avx512_base", "avx2")
+from moe_runtime.bench.peers.kt_kernel import find_extension
+
+# The class of each format in extensions for AVX-512, and in that for AVX2.
 CLASSES = {
-    "bf16": "AMXBF16_MOE",
-    "fp8": "AMXFP8_MOE",
-    "mxfp4": "AMXFP4_KGroup_MOE",
-    "int4": "AMXInt4_KGroup_MOE",
+    "bf16": ("AMXBF16_MOE", "AVX2BF16_MOE"),
+    "fp8": ("AMXFP8_MOE", "AVX2FP8_MOE"),
+    "mxfp4": ("AMXFP4_KGroup_MOE", "AVX2MXFP4_MOE"),
+    "int4": ("AMXInt4_KGroup_MOE", "AVX2RawInt4_MOE"),
 }
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 GROUP = 32
@@ -34,7 +35,7 @@ def main() -> None:
     """The process itself."""
     folder, kind = Path(sys.argv[1]), sys.argv[2]
     num_experts, top_k, dim_model, dim_hidden, num_tokens, threads = map(int, sys.argv[3:9])
-    extension = _extension(folder)
+    extension = find_extension(str(folder))
     experts = Experts(kind, num_experts, dim_model, dim_hidden)
     pool = extension.CPUInfer(threads)
     product = experts.loaded_into(extension, pool, top_k, num_tokens)
@@ -93,7 +94,8 @@ class Experts:
             config.quant_config.bits = 8 if is_fp8 else 4
             config.quant_config.group_size = BLOCK if is_fp8 else GROUP
             config.quant_config.zero_point = False
-        product = getattr(extension.moe, CLASSES[self.kind])(config)
+        known = vars(extension.moe)
+        product = next(known[name] for name in CLASSES[self.kind] if name in known)(config)
         order = np.arange(num_experts, dtype=np.int64)
         pool.submit(product.load_weights_task(order.ctypes.data))
         pool.sync()
@@ -136,22 +138,6 @@ class Experts:
         else:
             values = np.where(nibbles & 8, -FP4[nibbles & 7], FP4[nibbles & 7])
         return values * np.repeat(_f32(scales), GROUP, axis=1)
-
-
-def _extension(folder: Path) -> Any:
-    """The module of the best variant whose processor features this machine has."""
-    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
-    needs = {"avx512_base": "avx512f", "avx512_vbmi": "avx512vbmi"}
-    for variant in VARIANTS:
-        if needs.get(variant, variant) in flags:
-            (path,) = (folder / "kt_kernel").glob(f"_kt_kernel_ext_{variant}.*.so")
-            spec = importlib.util.spec_from_file_location("kt_kernel_ext", path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module
-    raise SystemExit("kt-kernel needs AVX2")
 
 
 def _bf16(values: Any) -> Any:

@@ -50,8 +50,7 @@ def prepare_files(settings: Settings, say: Say) -> None:
     """Makes the checkpoint and, where llama.cpp is to run, the GGUF file; keeps what is there.
 
     Raises:
-        OSError: the disk has too little room.
-        subprocess.CalledProcessError: packing failed; it has said why.
+        OSError: the disk has too little room, or packing failed.
     """
     shape = settings.shape
     settings.data.mkdir(parents=True, exist_ok=True)
@@ -73,7 +72,9 @@ def prepare_files(settings: Settings, say: Say) -> None:
         say(f"packing {settings.packed}")
         program = Path(sys.executable).with_name("moe-runtime")
         # takes up what an interrupted run has written, and leaves what is whole as it is
-        subprocess.run([program, "pack", settings.checkpoint, settings.packed], check=True)
+        pack = [program, "pack", settings.checkpoint, settings.packed]
+        if subprocess.run(pack, check=False).returncode:  # it has said why
+            raise OSError(f"{settings.packed} cannot be packed")
 
 
 def measure_disk(settings: Settings, findings: Findings, say: Say) -> None:
