@@ -92,12 +92,12 @@ def write_prompts(folder: Path, options: argparse.Namespace) -> dict[int, Path]:
     counts[0] = max(options.clients)
     count, tokens = sum(counts.values()) + len(counts), options.prompt_tokens
     lines: list[str] = []
-    line: list[str] = []
+    line = ""
     for word in language_reference().split():
-        line.append(word)
-        if sum(map(len, line)) + len(line) >= tokens * CHARACTERS_PER_TOKEN:
-            lines.append(" ".join(line))
-            line = []
+        line += f"{word} "
+        if len(line) >= tokens * CHARACTERS_PER_TOKEN:
+            lines.append(line.rstrip())
+            line = ""
         if len(lines) == count:
             break
     if len(lines) < count:

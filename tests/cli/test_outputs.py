@@ -238,7 +238,7 @@ INPUTS = {
     **BENCH_INPUTS,
 }
 FILES_THAT_ARE_READ = {
-    *("--api-keys", "--config", "--from", "--machine", "--placement", "--prompt-file"),
+    *("--api-keys", "--config", "--from", "--golden", "--machine", "--placement", "--prompt-file"),
     *("--prompts", "--text", "--train"),
 }
 SCRATCH = {"--storage-dir"}
