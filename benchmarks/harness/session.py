@@ -68,10 +68,11 @@ def prepare_files(settings: Settings, say: Say) -> None:
         _require_room(settings.data, shape.total_bytes)
         say(f"writing {settings.gguf} ({shape.total_bytes / 1e9:.1f} GB)")
         write_gguf(shape, settings.checkpoint, settings.gguf, progress=_progress(say, "GGUF"))
-    if OURS_PACKED in settings.systems and cannot_work(OURS_PACKED, None, shape) is None:
+    is_wanted = OURS_PACKED in settings.systems and cannot_work(OURS_PACKED, None, shape) is None
+    if is_wanted and not settings.packed.is_dir():
         say(f"packing {settings.packed}")
         program = Path(sys.executable).with_name("moe-runtime")
-        # takes up what an interrupted run has written, and leaves what is whole as it is
+        # takes up what an interrupted run has written
         pack = [program, "pack", settings.checkpoint, settings.packed]
         if subprocess.run(pack, check=False).returncode:  # it has said why
             raise OSError(f"{settings.packed} cannot be packed")

@@ -193,6 +193,8 @@ class LlamaCpp:
         model_options = api.llama_model_default_params()
         model_options.use_mmap = True
         model_options.n_gpu_layers = 0
+        # copies of quantised weights in another order, beside the mapped file: none fit under a cap
+        model_options.use_extra_bufts = spec.cap_bytes is None
         self._model = api.llama_model_load_from_file(spec.gguf.encode(), model_options)
         options = api.llama_context_default_params()
         options.n_ctx = len(spec.prompt_ids) + len(spec.decode_ids) + 1
