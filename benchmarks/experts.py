@@ -24,7 +24,7 @@ import torch
 from harness.machine import commit, describe_machine, machine_name, versions
 
 import moe_runtime
-from moe_runtime.bench.expert_layers import (
+from moe_runtime.bench.experts.layers import (
     OURS,
     SHAPES,
     ExpertLayer,

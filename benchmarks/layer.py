@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor, nn
 
-from moe_runtime.bench.expert_layers import LayerSizes
+from moe_runtime.bench.experts.layers import LayerSizes
 from moe_runtime.bench.layer_blocks import transformers_block
 from moe_runtime.files import write_text
 from moe_runtime.kernels.expert_mlp.implementations.native_path import NativeSteps

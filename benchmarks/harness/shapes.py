@@ -5,7 +5,7 @@ Legend: V vocabulary, D model width, F expert width, E experts, K top-k, L layer
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 BF16_BYTES = 2
 FP8_BLOCK = 128
@@ -130,6 +130,19 @@ def fp8_bytes(rows: int, cols: int) -> int:
     return rows * cols + -(-rows // FP8_BLOCK) * -(-cols // FP8_BLOCK) * BF16_BYTES
 
 
+QWEN3_30B = Qwen3Fp8Shape(
+    name="qwen3-30b-a3b-fp8",
+    num_layers=48,
+    num_experts=128,
+    top_k=8,
+    model_width=2048,
+    expert_width=768,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    shard_bytes=4 * 10**9,
+)
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
@@ -166,33 +179,9 @@ SHAPES: dict[str, Shape] = {
             vocab_size=4096,
             shard_bytes=8 * 10**6,
         ),
-        Qwen3Fp8Shape(
-            name="qwen3-30b-a3b-fp8",
-            num_layers=48,
-            num_experts=128,
-            top_k=8,
-            model_width=2048,
-            expert_width=768,
-            num_heads=32,
-            num_kv_heads=4,
-            head_dim=128,
-            vocab_size=151936,
-            shard_bytes=4 * 10**9,
-        ),
+        QWEN3_30B,
         # A quarter of the layers: for a machine whose disk has no room for two files of 30 GB.
-        Qwen3Fp8Shape(
-            name="qwen3-30b-a3b-fp8-12-layers",
-            num_layers=12,
-            num_experts=128,
-            top_k=8,
-            model_width=2048,
-            expert_width=768,
-            num_heads=32,
-            num_kv_heads=4,
-            head_dim=128,
-            vocab_size=151936,
-            shard_bytes=4 * 10**9,
-        ),
+        replace(QWEN3_30B, name="qwen3-30b-a3b-fp8-12-layers", num_layers=12),
         Qwen3Fp8Shape(
             name="qwen3-tiny-fp8",
             num_layers=3,

@@ -9,6 +9,7 @@ the file holds: a system whose bytes differ gets no numbers.
 import contextlib
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class ReadPlan:
         return random.Random(number).sample(sorted(self.layouts), self.num_experts)
 
 
-class ReadSystem:
+class ReadSystem(ABC):
     """A way to read experts.
 
     Attributes:
@@ -97,15 +98,15 @@ class ReadSystem:
             "from_storage": from_storage,
         }
 
+    @abstractmethod
     def read(self, keys: Sequence[ExpertKey]) -> tuple[dict[ExpertKey, torch.Tensor], list[float]]:
         """Reads experts into slots.
 
         Returns:
             The experts that lie in slots afterwards, and the seconds that each read took.
         """
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 -- what only borrows files has nothing to end
         """Ends what reads."""
 
     def _compare(self, layout: ExpertLayout, slot: torch.Tensor) -> None:

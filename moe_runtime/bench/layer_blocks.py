@@ -2,7 +2,7 @@
 
 The block is Qwen3-MoE's, whose formula is that of `MoELayer` as it comes. Before the first
 repetition results are compared: of two tokens with what the formula gives in float64, of all others
-with this project's. The bound is that of ``expert_backends``, and of the gate's logits, whose
+with this project's. The bound is that of ``experts.backends``, and of the gate's logits, whose
 rounding is a relative error of its size in a gate weight. Tokens for which roundings may choose
 another expert, the next one being so near, are not compared.
 """
@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.bench.expert_layers import OURS, LayerSizes, time_block
+from moe_runtime.bench.experts.layers import OURS, LayerSizes, kinds_of_calls, time_block
 from moe_runtime.bench.results import Metric, describe_system, make_results, versions
-from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
+from moe_runtime.bench.runner import Number, PeerFailedError, Rules, peer_failures, run_in_turn
 from moe_runtime.layer import MoELayer
 
 PEERS = ("eager", "grouped_mm")
@@ -43,10 +43,8 @@ class LayerPlan:
     block_s: float
 
     def calls(self) -> Iterator[tuple[str, int, bool]]:
-        """Metric, tokens and whether there is a backward pass, of each kind of call."""
-        for trains in (False, True)[: 1 + self.trains]:
-            for num_tokens in self.tokens:
-                yield f"{'backward' if trains else 'forward'}_{num_tokens}_s", num_tokens, trains
+        """As ``kinds_of_calls``."""
+        return kinds_of_calls(self.tokens, trains=self.trains)
 
     def x(self, num_tokens: int) -> Tensor:
         """Tokens ``[1, T, D]``."""
@@ -186,16 +184,13 @@ class BlockSystem:
         Raises:
             PeerFailedError: it cannot compute this layer, or its results differ.
         """
-        try:
+        with peer_failures():
             if not self.compared:
                 self._compare()
             return {
                 name: time_block(self._call(tokens, trains=trains), self._plan.block_s)
                 for name, tokens, trains in self._calls()
             }
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            lines = str(error).splitlines() or [type(error).__name__]
-            raise PeerFailedError(lines[0]) from None
 
     def _calls(self) -> Iterator[tuple[str, int, bool]]:
         # Eager's backward fills a gradient of all experts for each: a minute for many experts.

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class CapUnavailableError(MoERuntimeError):
     """Memory cannot be capped here; the message says why."""
 
 
-class MemoryCap:
+class MemoryCap(ABC):
     """A limit in force for the commands that are wrapped.
 
     Attributes:
@@ -41,17 +42,17 @@ class MemoryCap:
 
     limit_bytes: int
 
+    @abstractmethod
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command that puts itself under the limit and then becomes ``command``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def peak_bytes(self) -> int | None:
         """The kernel's peak counter; None where none is kept."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_oom_kills(self) -> int:
         """How many processes the kernel killed for memory, as far as it can be told."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

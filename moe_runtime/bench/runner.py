@@ -4,7 +4,8 @@ A repetition gives numbers, and lists of numbers whose median stands for it. Sys
 that a machine that slows down slows all of them, and who begins changes from round to round.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -18,6 +19,20 @@ Number = float | Sequence[float]
 
 class PeerFailedError(MoERuntimeError):
     """A system under test gave no numbers; the text says why, in one line."""
+
+
+@contextmanager
+def peer_failures() -> Iterator[None]:
+    """What torch or a system under test raises becomes a failure of the system.
+
+    Raises:
+        PeerFailedError: it cannot compute what it was asked for.
+    """
+    try:
+        yield
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise PeerFailedError(lines[0]) from None
 
 
 class BenchSystem(Protocol):

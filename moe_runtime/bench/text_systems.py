@@ -1,5 +1,6 @@
 """Systems that continue text, each a process for every repetition, held to the same tokens."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ MEMORY_METRICS = {
 _KERNEL_COUNTS = ("read_call_bytes", "storage_bytes", "major_faults")
 
 
-class TextSystem:
+class TextSystem(ABC):
     """A peer under test.
 
     Attributes:
@@ -46,13 +47,13 @@ class TextSystem:
         self.compared = self.equal = 0
         self.program, self._expected, self._agreement = program, expected, agreement
 
+    @abstractmethod
     def repeat(self) -> Mapping[str, Number]:
         """Runs the peer once.
 
         Raises:
             PeerFailedError: it ended, or its text differs.
         """
-        raise NotImplementedError
 
     def require_same_text(self, found: Sequence[list[int]]) -> None:
         """Compares its likeliest tokens with those expected.

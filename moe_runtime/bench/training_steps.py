@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_runtime.bench.expert_layers import OURS, LayerSizes
+from moe_runtime.bench.experts.layers import OURS, LayerSizes
 from moe_runtime.bench.results import Metric, describe_system, make_results, versions
-from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
+from moe_runtime.bench.runner import Number, PeerFailedError, Rules, peer_failures, run_in_turn
 from moe_runtime.config import format_bytes, require_known
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
@@ -159,14 +159,11 @@ class TrainingSystem:
         Raises:
             PeerFailedError: it cannot train this model, or its losses differ.
         """
-        try:
+        with peer_failures():
             if not self.compared:
                 self._compare()
             begin = time.perf_counter()
             self.step()
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            lines = str(error).splitlines() or [type(error).__name__]
-            raise PeerFailedError(lines[0]) from None
         took = time.perf_counter() - begin
         return {METRIC: took, "tokens_per_s": self._plan.sequences * self._plan.context / took}
 

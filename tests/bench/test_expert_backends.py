@@ -9,9 +9,9 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
-from moe_runtime.bench.expert_backends import measure_experts
-from moe_runtime.bench.expert_layers import ExpertLayer, layer_of_model
-from moe_runtime.bench.expert_results import ExpertsPlan, in_float64
+from moe_runtime.bench.experts.backends import measure_experts
+from moe_runtime.bench.experts.layers import ExpertLayer, layer_of_model
+from moe_runtime.bench.experts.results import ExpertsPlan, in_float64
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import Rules
 from moe_runtime.checkpoints.transformers_private import ExpertsInterface
@@ -78,8 +78,8 @@ def test_who_computes_something_else_has_no_numbers(
     implementation: Any, failure: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ExpertsInterface.register("tested", implementation)
-    for module in ("expert_layers", "expert_backends"):
-        monkeypatch.setattr(f"moe_runtime.bench.{module}.PEERS", ("tested",))
+    for module in ("layers", "backends"):
+        monkeypatch.setattr(f"moe_runtime.bench.experts.{module}.PEERS", ("tested",))
     layer = layer_of_model(model, torch.float32)
     plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
     rules = Rules(judged=("forward_1_s",), least=1, most=1)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from text_checkpoint import save_text_checkpoint
 
-from moe_runtime.bench.expert_backends import measure_experts
-from moe_runtime.bench.expert_layers import layer_of_model
-from moe_runtime.bench.expert_results import ExpertsPlan
+from moe_runtime.bench.experts.backends import measure_experts
+from moe_runtime.bench.experts.layers import layer_of_model
+from moe_runtime.bench.experts.results import ExpertsPlan
 from moe_runtime.bench.peer_files import find_peer
 from moe_runtime.bench.peers import kt_kernel
 from moe_runtime.bench.runner import Rules

@@ -7,7 +7,7 @@ import pytest
 import torch
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
-from moe_runtime.bench.expert_layers import LayerSizes, sizes_of_shape
+from moe_runtime.bench.experts.layers import LayerSizes, sizes_of_shape
 from moe_runtime.bench.layer_blocks import (
     BlockSystem,
     LayerPlan,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
-from moe_runtime.bench.expert_layers import LayerSizes
+from moe_runtime.bench.experts.layers import LayerSizes
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import PeerFailedError
 from moe_runtime.bench.training_steps import (

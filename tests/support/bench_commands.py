@@ -83,8 +83,8 @@ BENCH_CASES = {
     ),
     "bench experts": Case(
         (
-            "moe_runtime.bench.expert_layers.layer_of_model",
-            "moe_runtime.bench.expert_backends.measure_experts",
+            "moe_runtime.bench.experts.layers.layer_of_model",
+            "moe_runtime.bench.experts.backends.measure_experts",
         ),
         (str(ROOT / "models" / "pocket"),),
         {
@@ -101,7 +101,7 @@ BENCH_CASES = {
     ),
     "bench layer": Case(
         (
-            "moe_runtime.bench.expert_layers.sizes_of_model",
+            "moe_runtime.bench.experts.layers.sizes_of_model",
             "moe_runtime.bench.layer_blocks.measure_layer",
         ),
         (str(ROOT / "models" / "pocket"),),
@@ -118,7 +118,7 @@ BENCH_CASES = {
     ),
     "bench training": Case(
         (
-            "moe_runtime.bench.expert_layers.sizes_of_model",
+            "moe_runtime.bench.experts.layers.sizes_of_model",
             "moe_runtime.bench.training_steps.measure_training",
         ),
         (str(ROOT / "models" / "pocket"),),

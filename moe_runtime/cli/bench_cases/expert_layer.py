@@ -80,9 +80,9 @@ def bench_experts(
     quiet_transformers(session)
     import torch
 
-    from moe_runtime.bench.expert_backends import measure_experts
-    from moe_runtime.bench.expert_layers import layer_of_model, synthetic_layer
-    from moe_runtime.bench.expert_results import ExpertsPlan
+    from moe_runtime.bench.experts.backends import measure_experts
+    from moe_runtime.bench.experts.layers import layer_of_model, synthetic_layer
+    from moe_runtime.bench.experts.results import ExpertsPlan
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
 

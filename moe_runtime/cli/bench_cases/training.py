@@ -67,7 +67,7 @@ def bench_training(
     quiet_transformers(session)
     import torch
 
-    from moe_runtime.bench.expert_layers import sizes_of_model
+    from moe_runtime.bench.experts.layers import sizes_of_model
     from moe_runtime.bench.runner import Rules
     from moe_runtime.bench.training_steps import (
         METRIC,

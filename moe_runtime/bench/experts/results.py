@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_runtime.bench.expert_layers import ExpertLayer
+from moe_runtime.bench.experts.layers import ExpertLayer, kinds_of_calls
 from moe_runtime.bench.runner import PeerFailedError
 
 ROUTINGS = 4
@@ -40,10 +40,8 @@ class ExpertsPlan:
     block_s: float
 
     def calls(self) -> Iterator[tuple[str, int, bool]]:
-        """Metric, tokens and whether there is a backward pass, of each kind of call."""
-        for trains in (False, True)[: 1 + self.trains]:
-            for num_tokens in self.tokens:
-                yield f"{'backward' if trains else 'forward'}_{num_tokens}_s", num_tokens, trains
+        """As ``kinds_of_calls``."""
+        return kinds_of_calls(self.tokens, trains=self.trains)
 
     def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
         """A call by its number: the output, or the gradient of x."""

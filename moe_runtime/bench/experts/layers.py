@@ -2,7 +2,7 @@
 
 import copy
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,14 @@ class ExpertsShape:
     top_k: int
     dim_model: int
     dim_hidden: int
+
+
+def kinds_of_calls(tokens: Sequence[int], *, trains: bool) -> Iterator[tuple[str, int, bool]]:
+    """Metric, tokens and whether there is a backward pass, of each kind of call to be measured."""
+    for has_backward in (False, True)[: 1 + trains]:
+        for num_tokens in tokens:
+            name = "backward" if has_backward else "forward"
+            yield f"{name}_{num_tokens}_s", num_tokens, has_backward
 
 
 class LayerSizes(NamedTuple):

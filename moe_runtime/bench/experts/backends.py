@@ -3,7 +3,7 @@
 A repetition of an implementation takes every number of tokens, forward and if asked with backward,
 for a while. Every call has other routing than the one before, so that at few tokens weights come
 from memory, as in a model. An implementation whose outputs differ gets no numbers
-(``expert_results``). Peers compute the same in processes of their own (``expert_peers``).
+(``results``). Peers compute the same in processes of their own (``peers``).
 """
 
 import tempfile
@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_runtime.bench.expert_layers import OURS, PEERS, time_block
-from moe_runtime.bench.expert_peers import ExpertsPeer
-from moe_runtime.bench.expert_results import ExpertsPlan, num_equal, require_all_equal
+from moe_runtime.bench.experts.layers import OURS, PEERS, time_block
+from moe_runtime.bench.experts.peers import ExpertsPeer
+from moe_runtime.bench.experts.results import ExpertsPlan, num_equal, require_all_equal
 from moe_runtime.bench.peer_process import PeerProgram
 from moe_runtime.bench.results import Metric, describe_system, make_results, versions
-from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
+from moe_runtime.bench.runner import Number, Rules, peer_failures, run_in_turn
 
 
 def metrics_of(plan: ExpertsPlan) -> dict[str, Metric]:
@@ -56,16 +56,13 @@ class ExpertsSystem:
             PeerFailedError: it cannot compute this layer, or its results differ.
         """
         self.plan.layer.select(self.name)
-        try:
+        with peer_failures():
             if not self.compared:
                 self._compare()
             return {
                 name: time_block(self.plan.call(tokens, trains=trains), self.plan.block_s)
                 for name, tokens, trains in self._calls()
             }
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            lines = str(error).splitlines() or [type(error).__name__]
-            raise PeerFailedError(lines[0]) from None
 
     def _calls(self) -> Iterator[tuple[str, int, bool]]:
         layer = self.plan.layer

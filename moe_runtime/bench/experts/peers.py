@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_runtime.bench.expert_layers import ExpertLayer
-from moe_runtime.bench.expert_results import ROUTINGS, ExpertsPlan, num_equal, require_all_equal
+from moe_runtime.bench.experts.layers import ExpertLayer
+from moe_runtime.bench.experts.results import ROUTINGS, ExpertsPlan, num_equal, require_all_equal
 from moe_runtime.bench.peer_process import PeerProcess, PeerProgram, started
 from moe_runtime.bench.runner import Number, PeerFailedError
 
