@@ -65,7 +65,7 @@ def test_interruption_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
         text=True,
     )
     try:
-        worker = wait_for_worker(psutil.Process(process.pid))
+        worker = wait_for_worker(process)
         process.send_signal(number)
         output, _ = process.communicate()
     finally:
@@ -85,7 +85,8 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def wait_for_worker(parent: psutil.Process) -> psutil.Process:
+def wait_for_worker(benchmark: subprocess.Popen[str]) -> psutil.Process:
+    parent = psutil.Process(benchmark.pid)
     while not has_ended(parent):
         for child in parent.children():
             # Other children come and go while one looks.
@@ -93,7 +94,7 @@ def wait_for_worker(parent: psutil.Process) -> psutil.Process:
                 if any(part.endswith("worker.py") for part in child.cmdline()):
                     return child
         time.sleep(0.05)
-    raise AssertionError("the benchmark started no worker")
+    raise AssertionError(f"the benchmark started no worker: {benchmark.communicate()[0]}")
 
 
 @pytest.mark.parametrize(
