@@ -58,7 +58,15 @@ def main() -> None:
         print(f"without caps: {reason}")
         options.caps = [cap for cap in options.caps if cap is None]
     prompts = write_prompts(options.data, options)
-    rows: list[dict[str, Any]] = []
+    facts = {
+        "command": shlex.join(["python", "benchmarks/serve.py", *sys.argv[1:]]),
+        "commit": commit(HERE.parent),
+        "machine": describe_machine(),
+        "versions": versions(),
+        "shape": shape.describe(),
+    }
+    file = HERE / "results" / f"serve-{shape.name}-{machine_name(facts['machine'])}.json"
+    rows = kept_rows(file, facts, options) if options.keep else []
     for cap_bytes in options.caps:
         for _ in range(options.rounds):
             for system in options.systems:
@@ -66,20 +74,29 @@ def main() -> None:
                 for row in press(command, options, prompts, cap_bytes):
                     rows.append({"system": system, "cap": cap_label(cap_bytes), **row})
                     print(_line(rows[-1]), flush=True)
-    report = {
-        "command": shlex.join(["python", "benchmarks/serve.py", *sys.argv[1:]]),
-        "commit": commit(HERE.parent),
-        "machine": describe_machine(),
-        "versions": versions(),
-        "shape": shape.describe(),
-        "summary": summarize(rows),
-        "rows": rows,
-    }
-    for row in report["summary"]:
+                if options.save:  # after each server: an hour's work is not lost with its last part
+                    report = {**facts, "summary": summarize(rows), "rows": rows}
+                    write_text(file, json.dumps(report, indent=1) + "\n")
+    for row in summarize(rows):
         print(row)
-    if options.save:
-        name = f"serve-{shape.name}-{machine_name(report['machine'])}.json"
-        write_text(HERE / "results" / name, json.dumps(report, indent=1) + "\n")
+
+
+def kept_rows(
+    file: Path, facts: dict[str, Any], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The file's rows of caps that are not measured now.
+
+    Raises:
+        SystemExit: they are of another commit or machine.
+    """
+    if not file.is_file():
+        return []
+    before = json.loads(file.read_text())
+    for key in ("commit", "machine"):
+        if before[key] != facts[key]:
+            raise SystemExit(f"--keep: {file.name} is of another {key}; measure everything again")
+    now = {cap_label(cap) for cap in options.caps}
+    return [row for row in before["rows"] if row["cap"] not in now]
 
 
 def write_prompts(folder: Path, options: argparse.Namespace) -> dict[int, Path]:
@@ -272,6 +289,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--llama-server", type=Path, default=Path("llama-server"))
     parser.add_argument("--save", action="store_true", help="write this machine's results file")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep its other caps, of the same commit and machine"
+    )
     return parser.parse_args()
 
 

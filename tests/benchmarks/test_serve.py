@@ -1,3 +1,4 @@
+import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -58,3 +59,14 @@ def test_all_prompts_but_the_probes_are_asked(tmp_path: Path) -> None:
     command = serve.load_command("http://it", 8, paths[0], options_of())
     assert command[command.index("--requests") + 1] == "8"
     assert command[command.index("--prompts") + 1] == str(paths[0])
+
+
+def test_rows_of_other_caps_are_kept_of_the_same_commit_alone(tmp_path: Path) -> None:
+    file, facts = tmp_path / "serve.json", {"commit": "a", "machine": {"cpu": "x"}}
+    rows = [{"cap": "none", "clients": 1}, {"cap": "7 GiB", "clients": 1}]
+    options = options_of(caps=[7 << 30])
+    assert serve.kept_rows(file, facts, options) == []
+    file.write_text(json.dumps({**facts, "rows": rows}))
+    assert serve.kept_rows(file, facts, options) == rows[:1]
+    with pytest.raises(SystemExit, match="another commit"):
+        serve.kept_rows(file, {**facts, "commit": "b"}, options)
