@@ -25,22 +25,23 @@ from moe_runtime.serving.requests import (
     RequestTooLongError,
 )
 from moe_runtime.serving.sampling import Sampler
-from moe_runtime.serving.scheduling import Scheduler, by_adapter
+from moe_runtime.serving.scheduling import Scheduler, beside_prompts, by_adapter
 from moe_runtime.serving.sequence_cache import (
     BlockCopies,
     keeps_every_token,
     set_room,
 )
 from moe_runtime.serving.sequences import Failure, Sequence
+from moe_runtime.serving.step_sizes import StepSizes
 from moe_runtime.serving.turns import Turns
 
 
 class Engine:
     """Answers requests with a model; a context manager that closes itself.
 
-    A step of the engine computes one more token for each sequence whose prompt was read, all in one
-    forward pass, and then some tokens of prompts. The model stays the caller's, whose own calls
-    take turns with the engine's.
+    A step computes one more token for each sequence whose prompt was read, and some tokens of
+    prompts, all in one forward pass where their adapters are the same. The model stays the
+    caller's, whose own calls take turns with the engine's.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Engine:
             block = self._options.prompt_tokens if self._options.exact else PIECE
         self._account: KVAccount[torch.Tensor] = KVAccount(capacity, block_tokens=block)
         self._copies = BlockCopies(block)
+        self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
         self._scheduler = Scheduler(self._account, most_running=self._options.most_running)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         known = positions if isinstance(positions, int) else capacity
@@ -235,25 +237,28 @@ class Engine:
             if failure.error is not None:
                 self._finish(sequence, "error", failure.message)
         decoding = self._scheduler.make_room(self._scheduler.decoding())
-        for adapter, group in by_adapter(decoding):
-            most = self._passes.most_together(adapter, exact=self._options.exact)
-            for first in range(0, len(group), most):
-                self._decode(group[first : first + most])
-        chosen = self._scheduler.prompts(
-            *self._prompt_sizes(beside=bool(decoding) or self._turns.is_wanted),
-            exact=self._options.exact or not self._passes.can_join,
-        )
-        if chosen:
-            self._read(chosen)
+        divides = self._options.exact or not self._passes.can_join
+        chosen = self._scheduler.prompts(*self._prompt_sizes(bool(decoding)), exact=divides)
+        num_prompt = sum(num_new for _, num_new in chosen)
+        with self._sizes.timed(num_prompt=num_prompt, num_decoding=len(decoding)):
+            beside = [] if divides else beside_prompts(decoding, chosen)
+            for adapter, group in by_adapter(s for s in decoding if s not in beside):
+                most = self._passes.most_together(adapter, exact=self._options.exact)
+                for first in range(0, len(group), most):
+                    self._decode(group[first : first + most])
+            if chosen:
+                self._read([*chosen, *((sequence, 1) for sequence in beside)])
 
-    def _prompt_sizes(self, *, beside: bool) -> tuple[int, int]:
+    def _prompt_sizes(self, is_beside: bool) -> tuple[int, int]:
         """Most tokens of prompts in a pass, and most whose log-probabilities are asked for."""
         if not self._passes.reads_in_pieces:
             return self._account.capacity, self._account.capacity
         options = self._options
         # an exact text must not depend on who decodes
-        is_held_back = beside or options.exact
-        most = options.prompt_tokens if is_held_back else options.idle_prompt_tokens
+        if options.exact or (self._turns.is_wanted and not is_beside):
+            most = options.prompt_tokens
+        else:
+            most = self._sizes.most_tokens() if is_beside else options.idle_prompt_tokens
         return most, self._passes.most_logprob_tokens
 
     def _start(self, sequence: Sequence) -> None:
@@ -286,9 +291,7 @@ class Engine:
             self._fail(group, failure)
             return
         for row, sequence in enumerate(group):
-            sequence.num_computed += 1
-            if sequence.num_computed == len(sequence.tokens):
-                self._go_on(sequence, logits_BV[row])
+            self._advance(sequence, 1, logits_BV[row])
 
     def _read(self, chosen: list[tuple[Sequence, int]]) -> None:
         sequences = [sequence for sequence, _ in chosen]
@@ -306,13 +309,18 @@ class Engine:
             self._fail(sequences, failure)
             return
         for row, (sequence, num_new) in enumerate(chosen):
-            sequence.num_computed += num_new
-            if not sequence.is_reading:
-                sequence.tell_read()
-                if sequence.num_computed == len(sequence.tokens):
-                    self._go_on(sequence, logits_BV[row])
-                if not sequence.is_finished:
-                    self._keep(sequence)
+            self._advance(sequence, num_new, logits_BV[row])
+
+    def _advance(self, sequence: Sequence, num_new: int, logits_V: torch.Tensor) -> None:
+        """So many tokens more of a sequence are computed."""
+        was_reading = sequence.is_reading
+        sequence.num_computed += num_new
+        if was_reading and not sequence.is_reading:
+            sequence.tell_read()
+        if sequence.num_computed == len(sequence.tokens):
+            self._go_on(sequence, logits_V)
+        if was_reading and not sequence.is_reading and not sequence.is_finished:
+            self._keep(sequence)
 
     def _fit(self, sequence: Sequence) -> None:
         """Its cache gets just the room that the account gave it."""
@@ -357,6 +365,7 @@ class Engine:
 
     def _fail(self, sequences: list[Sequence], failure: Failure) -> None:
         """A pass failed: it was one sequence's, or each tries again alone."""
+        self._sizes.ignore_step()
         for sequence in sequences:
             if len(sequences) == 1:
                 self._finish(sequence, "error", failure.message)

@@ -15,19 +15,21 @@ class EngineOptions:
     Attributes:
         most_waiting: requests that may wait; more are refused.
         most_running: requests that are answered at a time.
-        prompt_tokens: most tokens of prompts in a step beside others that decode, so that those do
-            not wait long. A step of few tokens reads nearly as many experts as one of many.
+        prompt_tokens: most tokens of prompts in a step beside others that decode.
+        max_slowdown: times as long that a step may take with prompts as without, as far as
+            `StepSizes` can hold it; infinity takes ``prompt_tokens`` whenever there are so many.
         idle_prompt_tokens: the same while nobody decodes.
         reuses_prefixes: keeps keys and values of prompts and answers for those that begin alike,
             in memory that nobody else needs.
         exact: gives a request the bits that it would get alone, whatever runs beside it and ran
-            before: prompts go through the model one at a time, always in pieces of
-            ``prompt_tokens``, and only whole pieces are reused.
+            before: prompts go through the model one at a time and share no pass with answers,
+            always in pieces of ``prompt_tokens``, and only whole pieces are reused.
     """
 
     most_waiting: int = 256
     most_running: int = 32
     prompt_tokens: int = 256
+    max_slowdown: float = 3.0
     idle_prompt_tokens: int = 2048
     reuses_prefixes: bool = True
     exact: bool = False
@@ -36,11 +38,13 @@ class EngineOptions:
         """Refuses numbers with which nothing would go on.
 
         Raises:
-            ValueError: one is below 1; the message begins with its name.
+            ValueError: one is too small; the message begins with its name.
         """
         for name in ("most_waiting", "most_running", "prompt_tokens", "idle_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.max_slowdown > 1:
+            raise ValueError(f"max_slowdown must be above 1, got {self.max_slowdown}")
 
 
 def capacity_of(model: Any, max_tokens: int | None) -> int:

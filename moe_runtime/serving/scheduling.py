@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +25,19 @@ def by_adapter(sequences: Iterable[Sequence]) -> list[tuple[str | None, list[Seq
         else:
             together.setdefault(adapter, []).append(sequence)
     return [*together.items(), *alone]
+
+
+def beside_prompts(
+    decoding: Iterable[Sequence], chosen: Items[tuple[Sequence, int]]
+) -> list[Sequence]:
+    """Those that may go on by one token in the pass of chosen prompts; it reads an expert once."""
+    if not chosen:
+        return []
+    first = chosen[0][0]
+    if first.is_alone or first.wants_prompt_logprobs:
+        return []
+    adapter = first.request.adapter
+    return [s for s in decoding if not s.is_alone and s.request.adapter == adapter]
 
 
 class Scheduler:

@@ -91,6 +91,14 @@ StepTokens = Annotated[
         "those less who get their answer meanwhile.",
     ),
 ]
+MaxSlowdown = Annotated[
+    float,
+    typer.Option(
+        help="Times as long that a step may take with a prompt's tokens as without: fewer tokens "
+        "of it are read at a time then, as long as they do not cost three times as much each; "
+        "inf for --step-tokens whenever there are so many.",
+    ),
+]
 Exact = Annotated[
     bool,
     typer.Option(
@@ -137,6 +145,7 @@ def serve(
     max_running: MaxRunning = 32,
     max_waiting: MaxWaiting = 256,
     step_tokens: StepTokens = 256,
+    max_slowdown: MaxSlowdown = 3.0,
     exact: Exact = False,
     prefix_cache: PrefixCache = True,
     max_body: MaxBody = "16MiB",
@@ -207,6 +216,7 @@ def serve(
             most_waiting=max_waiting,
             most_running=max_running,
             prompt_tokens=step_tokens,
+            max_slowdown=max_slowdown,
             reuses_prefixes=prefix_cache,
             exact=exact,
         ),

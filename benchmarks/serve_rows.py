@@ -1,0 +1,325 @@
+"""What clients of the server wait for, in ratios: `python benchmarks/serve_rows.py --save`.
+
+`moe-runtime serve`'s own server and clients over loopback in one process, which a memory cap holds
+as a whole. A prompt is token ids out of Python's language reference, an answer greedy and of full
+length.
+
+- overhead: seconds a token of one client's answer over those of `model.generate`, in turn;
+- stall: the 99th percentile of the time between tokens of four answers while a long prompt
+  arrives, over that without it;
+- turn: time to the first token of a conversation's second turn over that of its first;
+- decode: tokens a second of several answers at a time over those of one;
+- offline: tokens a second of many prompts at a time over those of one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from harness.checkpoints import is_complete, write_checkpoint
+from harness.interruption import stop_on_termination
+from harness.machine import commit, describe_machine, machine_name, versions
+from harness.plan import cap_label
+from harness.shapes import SHAPES
+
+from moe_runtime.bench.memory_cap import drop_page_cache, memory_cap
+from moe_runtime.bench.texts import language_reference
+from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.config import parse_bytes
+from moe_runtime.files import write_text
+from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.http.server import Access, Limits
+from moe_runtime.serving.http.starting import Ready, ServeSettings, run_server
+
+HERE = Path(__file__).resolve().parent
+LONG_PROMPT = 2000
+PATIENCE_S = 3600.0
+Times = list[float]
+
+
+class Client:
+    """Sends prompts that never come twice to a server.
+
+    Args:
+        address: as the server says it.
+        ids: the tokens of a long text, of which every prompt is the next piece.
+    """
+
+    def __init__(self, address: str, ids: Sequence[int]) -> None:
+        self._where = urlsplit(address)
+        self._ids = ids
+        self._lock = threading.Lock()
+        self._begin = 0
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """The next tokens of the text, from its beginning again behind its end, one further on."""
+        with self._lock:
+            first, self._begin = self._begin, self._begin + num_tokens + 1
+        size = len(self._ids)
+        return [self._ids[(first + first // size + index) % size] for index in range(num_tokens)]
+
+    def ask(self, prompt: Sequence[int], num_new: int) -> tuple[Times, list[int]]:
+        """Seconds since the question at which each token came, and the tokens."""
+        body = {"prompt": list(prompt), "max_tokens": num_new, "temperature": 0, "stream": True}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        connection = http.client.HTTPConnection(
+            self._where.hostname or "", self._where.port, timeout=PATIENCE_S
+        )
+        times, tokens = [], []
+        with contextlib.closing(connection):
+            begin = time.perf_counter()
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+            )
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(response.read().decode())
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                choices = json.loads(line[6:])["choices"]
+                new = choices[0].get("token_ids") or [] if choices else []
+                times += [time.perf_counter() - begin] * len(new)
+                tokens += new
+        assert len(times) == num_new, (len(times), num_new)
+        return times, tokens
+
+    def ask_all(
+        self, prompts: Sequence[Sequence[int]], num_new: int
+    ) -> list[tuple[Times, list[int]]]:
+        """`ask`, all at a time."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self.ask(prompt, num_new), prompts))
+
+
+def overhead(client: Client, model: Any, rounds: int) -> dict[str, Any]:
+    """One client's tokens beside those of `model.generate`, behind a prompt of 32 tokens."""
+    num_new, ours, plain = 32, [], []
+    for _ in range(rounds + 1):  # the first one warms up
+        times, _ = client.ask(client.prompt(32), num_new)
+        ours.append((times[-1] - times[0]) / (num_new - 1))
+        plain.append(_generate_s(model, client.prompt(32), num_new))
+    ratios = [one / other for one, other in zip(ours[1:], plain[1:], strict=True)]
+    return {
+        "token_s": statistics.median(ours[1:]),
+        "generate_token_s": statistics.median(plain[1:]),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
+def _generate_s(model: Any, prompt: list[int], num_new: int) -> float:
+    """Seconds a token behind the first, which the time for one token alone is taken away for."""
+    ids = torch.tensor([prompt])
+    took = []
+    for count in (1, num_new):
+        begin = time.perf_counter()
+        model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None)
+        took.append(time.perf_counter() - begin)
+    return (took[1] - took[0]) / (num_new - 1)
+
+
+def stall(client: Client, model: Any, rounds: int) -> dict[str, Any]:
+    """Four answers go on while a prompt of `LONG_PROMPT` tokens arrives, or while none does."""
+    quiet: Times = []
+    beside: Times = []
+    first_token_s: Times = []
+    for _ in range(rounds):
+        quiet += _gaps(client.ask_all([client.prompt(32) for _ in range(4)], 64))
+        with ThreadPoolExecutor(1) as pool:
+            prompts = [client.prompt(32) for _ in range(4)]
+            arrives = client.prompt(LONG_PROMPT)
+            long = pool.submit(lambda arrives=arrives: (time.sleep(3.0), client.ask(arrives, 1))[1])
+            beside += _gaps(client.ask_all(prompts, 160))
+            first_token_s.append(long.result()[0][0])
+    p99 = [float(np.percentile(gaps, 99)) for gaps in (quiet, beside)]
+    p50 = [float(np.percentile(gaps, 50)) for gaps in (quiet, beside)]
+    return {
+        "without_p50_s": p50[0],
+        "without_p99_s": p99[0],
+        "beside_p50_s": p50[1],
+        "beside_p99_s": p99[1],
+        "long_prompt_first_token_s": statistics.median(first_token_s),
+        "ratio": p99[1] / p99[0],
+    }
+
+
+def _gaps(answers: Sequence[tuple[Times, list[int]]]) -> Times:
+    return [gap for times, _ in answers for gap in np.diff(times).tolist()]
+
+
+def turn(client: Client, model: Any, rounds: int) -> dict[str, Any]:
+    """A conversation of 512 tokens, an answer of 32, and 32 more from the user."""
+    first, second = [], []
+    for _ in range(rounds + 1):
+        prompt = client.prompt(512)
+        times, tokens = client.ask(prompt, 32)
+        first.append(times[0])
+        times, _ = client.ask([*prompt, *tokens, *client.prompt(32)], 1)
+        second.append(times[0])
+    ratios = [late / early for early, late in zip(first[1:], second[1:], strict=True)]
+    return {
+        "first_s": statistics.median(first[1:]),
+        "second_s": statistics.median(second[1:]),
+        "ratio": statistics.median(ratios),
+    }
+
+
+def decode(client: Client, model: Any, rounds: int) -> dict[str, Any]:
+    """1, 4 and 16 answers at a time, behind prompts of 8 tokens: while all of them go on."""
+    rates: dict[int, Times] = {1: [], 4: [], 16: []}
+    for _ in range(rounds):
+        for count, found in rates.items():
+            answers = client.ask_all([client.prompt(8) for _ in range(count)], 24)
+            begin = max(times[0] for times, _ in answers)
+            end = min(times[-1] for times, _ in answers)
+            stamps = [stamp for times, _ in answers for stamp in times if begin < stamp <= end]
+            found.append(len(stamps) / (end - begin))
+    medians = {count: statistics.median(found) for count, found in rates.items()}
+    return {
+        "tokens_per_s": medians,
+        "ratio": {count: medians[count] / medians[1] for count in (4, 16)},
+    }
+
+
+def offline(client: Client, model: Any, rounds: int) -> dict[str, Any]:
+    """32 prompts of 64 tokens, 16 new ones each; one after another only the first 8 are asked."""
+    num_new, rates = 16, ([], [])
+    for _ in range(rounds):
+        for place, (count, at_a_time) in enumerate(((32, 32), (8, 1))):
+            prompts = [client.prompt(64) for _ in range(count)]
+            begin = time.perf_counter()
+            for start in range(0, count, at_a_time):
+                client.ask_all(prompts[start : start + at_a_time], num_new)
+            rates[place].append(count * num_new / (time.perf_counter() - begin))
+    together, alone = map(statistics.median, rates)
+    return {"tokens_per_s": together, "alone_tokens_per_s": alone, "ratio": together / alone}
+
+
+ROWS: dict[str, Callable[[Client, Any, int], dict[str, Any]]] = {
+    "overhead": overhead,
+    "stall": stall,
+    "turn": turn,
+    "decode": decode,
+    "offline": offline,
+}
+
+
+def measure(checkpoint: Path, rows: Sequence[str], rounds: int, file: Path) -> None:
+    """Serves a checkpoint, measures rows over loopback and writes them as JSON."""
+    ids = load_tokenizer(checkpoint)(language_reference())["input_ids"]
+    begun: list[threading.Thread] = []
+    ended = threading.Event()
+    found: dict[str, Any] = {}
+
+    def run(ready: Ready) -> None:
+        try:
+            client = Client(ready.address, ids)
+            client.ask_all([client.prompt(32) for _ in range(4)], 16)  # memory is touched
+            for row in rows:
+                found[row] = ROWS[row](client, ready.loaded[0], rounds)
+                file.write_text(json.dumps(found))
+        finally:
+            ended.set()
+
+    def begin(ready: Ready) -> None:
+        begun.append(threading.Thread(target=run, args=(ready,)))
+        begun[0].start()
+
+    settings = ServeSettings(
+        models=[str(checkpoint)],
+        names=(),
+        adapters=(),
+        host="127.0.0.1",
+        port=0,
+        loading={"device": "cpu", "host_memory": "auto", "max_tokens": None},
+        engine=EngineOptions(),
+        limits=Limits(),
+        access=Access(),
+        drain_s=None,
+    )
+    run_server(settings, log=lambda *_, **__: None, on_ready=begin, is_stopping=ended.is_set)
+    begun[0].join()
+
+
+def main() -> None:
+    """Runs a process of its own under each cap, and prints its rows."""
+    options = _arguments()
+    if options.worker:
+        return measure(options.data, options.rows, options.rounds, options.worker)
+    stop_on_termination()
+    shape = SHAPES[options.shape]
+    checkpoint = options.data / shape.name
+    if not is_complete(shape, checkpoint):
+        write_checkpoint(shape, checkpoint)
+    facts = {
+        "command": shlex.join(["python", "benchmarks/serve_rows.py", *sys.argv[1:]]),
+        "commit": commit(HERE.parent),
+        "machine": describe_machine(),
+        "versions": versions(),
+        "shape": shape.describe(),
+        "rounds": options.rounds,
+    }
+    name = f"serve-rows-{shape.name}-{machine_name(facts['machine'])}.json"
+    caps: dict[str, Any] = {}
+    for cap in options.caps:
+        caps[cap_label(cap)] = found = run_under(cap, checkpoint, options)
+        for row, numbers in found.items():
+            print(f"cap {cap_label(cap)}, {row}: {json.dumps(numbers)}", flush=True)
+        if options.save:
+            write_text(
+                HERE / "results" / name, json.dumps({**facts, "caps": caps}, indent=1) + "\n"
+            )
+
+
+def run_under(cap: int | None, checkpoint: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The rows that a process under a cap measured before it ended."""
+    drop_page_cache()
+    with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
+        file = Path(folder) / "rows.json"
+        command = [sys.executable, str(Path(__file__)), "--worker", str(file)]
+        command += ["--data", str(checkpoint), "--rounds", str(options.rounds)]
+        command += ["--rows", *options.rows]
+        with contextlib.nullcontext() if cap is None else memory_cap(cap) as group:
+            done = subprocess.run(group.wrap(command) if group else command, check=False)
+        found = json.loads(file.read_text()) if file.is_file() else {}
+    if done.returncode:
+        found["error"] = f"ended with exit code {done.returncode}"
+    return found
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=SHAPES, default="olmoe-1b-7b")
+    parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of the weights")
+    parser.add_argument("--caps", nargs="+", type=_cap, default=[None, 7 << 30])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", action="store_true", help="write this machine's results file")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _cap(text: str) -> int | None:
+    return None if text == "none" else parse_bytes(text)
+
+
+if __name__ == "__main__":
+    main()

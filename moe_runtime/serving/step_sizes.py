@@ -1,0 +1,103 @@
+"""How many tokens of prompts go into a step beside sequences that decode, from measured times.
+
+A step of more tokens costs less a token, since it reads each expert once; but whoever decodes waits
+for it. No model, no tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+FEWEST = 16
+"""Tokens of prompts that a step may always have."""
+LARGEST_PRICE = 3.0
+"""A token costs at most so many times what it costs in the cheapest step, whoever waits."""
+_NEW_SHARE = 0.3
+"""Share of the latest time in a running mean."""
+
+
+class StepSizes:
+    """Chooses sizes of steps that keep those who decode from waiting long.
+
+    Sizes are doubled from `FEWEST` on. A step with prompts takes at most ``max_slowdown`` times as
+    long as one without, as far as that is possible with `LARGEST_PRICE`: where experts come from a
+    disk, a step of few tokens reads nearly as much as one of many, and small steps would read for
+    ever. A larger size is tried when twice the time of the one before would still be short enough,
+    which it cannot exceed: more tokens share what is read.
+    """
+
+    def __init__(
+        self,
+        most_tokens: int,
+        max_slowdown: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Begins with no times.
+
+        Args:
+            most_tokens: of prompts in a step beside those that decode.
+            max_slowdown: times as long that a step may take with prompts as without.
+            clock: seconds.
+        """
+        sizes = [FEWEST]
+        while sizes[-1] < most_tokens:
+            sizes.append(2 * sizes[-1])
+        self._sizes = [min(size, most_tokens) for size in sizes]
+        self._max_slowdown = max_slowdown
+        self._clock = clock
+        self._seconds: dict[int, float] = {}
+        self._decode_s: float | None = None
+        self._least_price = math.inf
+        self._is_ignored = False
+
+    @contextmanager
+    def timed(self, *, num_prompt: int, num_decoding: int) -> Iterator[None]:
+        """Times a step of so many tokens of prompts, and of sequences that decode."""
+        self._is_ignored = False
+        begin = self._clock()
+        yield
+        seconds = self._clock() - begin
+        if self._is_ignored:
+            return
+        if not num_prompt:
+            if num_decoding:
+                self._decode_s = _mean(self._decode_s, seconds)
+            return
+        price = seconds / num_prompt
+        self._least_price = min(price, self._least_price)
+        size = max((size for size in self._sizes if size <= num_prompt), default=None)
+        if num_decoding and size is not None:
+            self._seconds[size] = _mean(self._seconds.get(size), price * size)
+
+    def ignore_step(self) -> None:
+        """The step that is timed failed: its time says nothing."""
+        self._is_ignored = True
+
+    def most_tokens(self) -> int:
+        """Tokens of prompts for the next step beside sequences that decode."""
+        size = self._sizes[0]
+        for larger in self._sizes[1:]:
+            if size not in self._seconds:
+                break
+            seconds = self._seconds[size]
+            doubled = seconds * larger / size
+            found = min(self._seconds.get(larger, doubled), doubled)
+            if not self._is_short(found) and not self._is_dear(seconds / size):
+                break
+            size = larger
+        return size
+
+    def _is_short(self, seconds: float) -> bool:
+        if self._decode_s is None:
+            return math.isinf(self._max_slowdown)
+        return seconds <= self._max_slowdown * self._decode_s
+
+    def _is_dear(self, price: float) -> bool:
+        return price > LARGEST_PRICE * self._least_price
+
+
+def _mean(before: float | None, seconds: float) -> float:
+    return seconds if before is None else before + _NEW_SHARE * (seconds - before)
