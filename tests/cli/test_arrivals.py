@@ -62,7 +62,7 @@ CASES = {
             "max_running": ("--max-running 3", ("most_running", 3)),
             "max_waiting": ("--max-waiting 5", ("most_waiting", 5)),
             "step_tokens": ("--step-tokens 241", ("prompt_tokens", 241)),
-            "max_slowdown": ("--max-slowdown 2.5", ("max_slowdown", 2.5)),
+            "max_slowdown": ("--max-slowdown 2.25", ("max_slowdown", 2.25)),
             "exact": ("--exact", ("exact", True)),
             "prefix_cache": ("--no-prefix-cache", ("reuses_prefixes", False)),
             "max_body": ("--max-body 5MiB", 5 * MIB),
