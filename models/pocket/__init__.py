@@ -9,16 +9,17 @@ from pathlib import Path
 
 
 def pocket_path() -> Path:
-    """The folder of the bundled checkpoint, in the layout `from_pretrained` reads.
+    """The folder of the checkpoint in a checkout, in the layout `from_pretrained` reads.
 
     Raises:
-        FileNotFoundError: if the installation lacks the checkpoint's files.
+        FileNotFoundError: the package was installed from a wheel, which comes without weights.
     """
     folder = Path(__file__).resolve().parent
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"the pocket model's {name} is missing from {folder}; reinstall the package, or "
-                "train the model again with `moe-runtime train models/pocket/train.toml`"
+                f"the pocket model's {name} is missing from {folder}: an installed package comes "
+                "without its weights; take the folder models/pocket of a checkout, or train it "
+                "again with `moe-runtime train models/pocket/train.toml`"
             )
     return folder
