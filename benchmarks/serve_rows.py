@@ -220,6 +220,7 @@ ROWS: dict[str, Callable[[Client, Any, int], dict[str, Any]]] = {
     "decode": decode,
     "offline": offline,
 }
+IN_MEMORY, UNDER_A_CAP = ("overhead", "stall", "turn"), ("decode", "offline")
 
 
 def measure(checkpoint: Path, rows: Sequence[str], rounds: int, file: Path) -> None:
@@ -280,7 +281,8 @@ def main() -> None:
     name = f"serve-rows-{shape.name}-{machine_name(facts['machine'])}.json"
     caps: dict[str, Any] = {}
     for cap in options.caps:
-        caps[cap_label(cap)] = found = run_under(cap, checkpoint, options)
+        rows = options.rows or (IN_MEMORY if cap is None else UNDER_A_CAP)
+        caps[cap_label(cap)] = found = run_under(cap, checkpoint, rows, options.rounds)
         for row, numbers in found.items():
             print(f"cap {cap_label(cap)}, {row}: {json.dumps(numbers)}", flush=True)
         if options.save:
@@ -289,14 +291,16 @@ def main() -> None:
             )
 
 
-def run_under(cap: int | None, checkpoint: Path, options: argparse.Namespace) -> dict[str, Any]:
+def run_under(
+    cap: int | None, checkpoint: Path, rows: Sequence[str], rounds: int
+) -> dict[str, Any]:
     """The rows that a process under a cap measured before it ended."""
     drop_page_cache()
     with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
         file = Path(folder) / "rows.json"
         command = [sys.executable, str(Path(__file__)), "--worker", str(file)]
-        command += ["--data", str(checkpoint), "--rounds", str(options.rounds)]
-        command += ["--rows", *options.rows]
+        command += ["--data", str(checkpoint), "--rounds", str(rounds)]
+        command += ["--rows", *rows]
         with contextlib.nullcontext() if cap is None else memory_cap(cap) as group:
             done = subprocess.run(group.wrap(command) if group else command, check=False)
         found = json.loads(file.read_text()) if file.is_file() else {}
@@ -310,7 +314,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="olmoe-1b-7b")
     parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of the weights")
     parser.add_argument("--caps", nargs="+", type=_cap, default=[None, 7 << 30])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, help="default: what a cap matters to under one"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help="write this machine's results file")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)

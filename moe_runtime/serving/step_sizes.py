@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 FEWEST = 16
 """Tokens of prompts that a step may always have."""
-LARGEST_PRICE = 3.0
+LARGEST_PRICE = 2.0
 """A token costs at most so many times what it costs in the cheapest step, whoever waits."""
 _NEW_SHARE = 0.3
 """Share of the latest time in a running mean."""

@@ -53,7 +53,7 @@ def after_a_prompt(machine: Machine, max_slowdown: float, num_tokens: int = 4000
 
 @pytest.mark.parametrize("max_slowdown", [2.5, 4.0, 6.0])
 def test_no_step_takes_longer_than_it_may(max_slowdown: float) -> None:
-    machine = Machine(seconds(read_all_s=0.3, token_s=0.02))
+    machine = Machine(seconds(read_all_s=0.2, token_s=0.02))
     decode_s = machine.seconds_of(0, DECODING)
     found = after_a_prompt(machine, max_slowdown)
     assert max(machine.taken) <= max(max_slowdown * decode_s, machine.seconds_of(FEWEST, DECODING))
@@ -72,7 +72,7 @@ def test_where_reading_takes_the_time_steps_do_not_read_for_ever() -> None:
 
 
 def test_without_a_bound_steps_grow_to_the_most() -> None:
-    found = after_a_prompt(Machine(seconds(read_all_s=0.3, token_s=0.02)), math.inf)
+    found = after_a_prompt(Machine(seconds(read_all_s=0.2, token_s=0.02)), math.inf)
     assert found[:5] == [16, 32, 64, 128, 256]
     assert set(found[5:-1]) == {MOST}
 
