@@ -171,7 +171,7 @@ def test_compiles_without_a_break(folder: str) -> None:
     torch.testing.assert_close(down.grad, expected)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_cold_model_is_exported(mixtral: PreTrainedModel, strict: bool) -> None:
     """Gates are recognised while torch traces: no values of tensors are known in that thread."""
     expected = mixtral(PROMPT, use_cache=False).logits

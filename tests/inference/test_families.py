@@ -43,11 +43,14 @@ MAX_RELATIVE_ERROR = 1e-5
 MAX_GRADIENT_ERROR = 1e-3
 
 ALL = [*moe_families.FAMILIES, *moe_families.ADAPTED]
-FOURTHS = [
-    family if place % 4 == 0 else pytest.param(family, marks=pytest.mark.long)
-    for place, family in enumerate(ALL)
-]
-"""A fourth of the families is tested where all would take too long; it meets every kind below."""
+HALVES, FOURTHS = (
+    [
+        family if place % stride == 0 else pytest.param(family, marks=pytest.mark.long)
+        for place, family in enumerate(ALL)
+    ]
+    for stride in (2, 4)
+)
+"""A part of the families is tested where all would take too long; it meets every kind below."""
 CHECKPOINTING = (None, True, False)
 """No activation checkpointing; reentrant; not."""
 
@@ -273,6 +276,7 @@ def errors_by_kind(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dic
     }
 
 
+@pytest.mark.parametrize("sample", HALVES, ids=str, indirect=True)
 def test_gradients_equal_transformers(sample: Sample) -> None:
     """In fp32; with one of the kinds of checkpointing, in turn over the families."""
     assert_gradients_in_fp32(sample, [sample.turn(1)])

@@ -126,19 +126,21 @@ class Trial:
         self.model.moe.close()
 
 
+STRIDES = [0, *(pytest.param(first, marks=pytest.mark.long) for first in (1, 2))]
+"""Every third line, from one of these on."""
+
+
 def is_stateful(site: Site) -> bool:
     """Whether a line is one of those that change what later calls find; kernels compute only."""
     return str(site).startswith(("inference/", "memory/", "policies/", "lab/"))
 
 
 @pytest.mark.usefixtures("_two_threads")
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_an_exception_on_any_second_line_leaves_nothing_behind(
-    checkpoint: Path, first: int
-) -> None:
-    """Half of the lines, which are in all parts; `make test-long` strikes the other half too."""
+@pytest.mark.parametrize("first", STRIDES)
+def test_an_exception_on_any_line_leaves_nothing_behind(checkpoint: Path, first: int) -> None:
+    """A third of the lines, which are in all parts; `make test-long` strikes the others too."""
     trial = Trial(load(checkpoint, prefetch="enforce"))
-    sites = [site for site in trial.sites if is_stateful(site)][first::2]
+    sites = [site for site in trial.sites if is_stateful(site)][first::3]
     generator = random.Random(first)
     for number, site in enumerate(sites):
         times = min(trial.sites[site], 8)
@@ -164,12 +166,16 @@ def test_an_exception_in_a_layer_whose_experts_are_resident_leaves_nothing_behin
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_an_exception_in_a_backward_pass_leaves_nothing_behind(checkpoint: Path) -> None:
-    """Where experts are held and let go of; `make test-long` strikes the other lines."""
+@pytest.mark.parametrize("first", STRIDES)
+def test_an_exception_in_a_backward_pass_leaves_nothing_behind(
+    checkpoint: Path, first: int
+) -> None:
+    """Where experts are held and let go of."""
     trial = Trial(load(checkpoint), backward=True)
     holding = ("inference/expert_", "memory/lease.py", "memory/changes.py")
     sites = {site: times for site, times in trial.sites.items() if str(site).startswith(holding)}
-    generator = random.Random(0)
+    sites = dict(list(sites.items())[first::3])
+    generator = random.Random(first)
     for number, (site, times) in enumerate(sites.items()):
         trial.strike(site, generator.randint(1, min(times, 8)), KINDS[number % len(KINDS)])
     trial.require_struck(sites, holding[1:])

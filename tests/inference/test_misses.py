@@ -51,7 +51,7 @@ def expected(checkpoint: Path) -> list[torch.Tensor]:
         return logits_of(model, [*FEW, LONG])
 
 
-@pytest.mark.parametrize("mode", ["cpu", "auto"])
+@pytest.mark.parametrize("mode", [pytest.param("cpu", marks=pytest.mark.long), "auto"])
 def test_values_of_the_device_whoever_computes_a_miss(
     checkpoint: Path, expected: list[torch.Tensor], mode: str
 ) -> None:

@@ -208,7 +208,15 @@ def test_lora_adapts_the_experts() -> None:
     torch.testing.assert_close(merged(x), out.detach(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("gate", ["group_limited_topk", "moepp", "switch", "sinkhorn", "base"])
+@pytest.mark.parametrize(
+    "gate",
+    [
+        *(pytest.param(gate, marks=pytest.mark.long) for gate in ("group_limited_topk", "switch")),
+        "moepp",
+        "sinkhorn",
+        pytest.param("base", marks=pytest.mark.long),
+    ],
+)
 def test_compiles_into_one_graph(gate: str) -> None:
     layer = MoELayer(
         D,

@@ -93,6 +93,7 @@ def test_tokenizer_round_trips_any_text(tokenizer: Any) -> None:
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
+@pytest.mark.long  # of a file that no code changes
 def test_held_out_loss_is_clearly_below_any_unigram_model(
     held_out_run: tuple[float, torch.Tensor], held_out_ids: torch.Tensor
 ) -> None:

@@ -133,6 +133,7 @@ def test_the_pocket_model_is_what_its_configuration_trains(
     assert json.loads(capsys.readouterr().out)["new_tokens"] == 4
 
 
+@pytest.mark.long  # the pocket model below is trained by the same code
 def test_the_dense_baseline_is_as_large_as_the_active_part(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -148,6 +148,7 @@ def test_the_language_model_under_every_layout_of_two_ranks(
     assert ranks(2).run(compare_gradients, layouts) == [10] * 2
 
 
+@pytest.mark.long  # two ranks try every kind of group, eight every pair of sizes
 def test_the_language_model_under_layouts_of_four_ranks(ranks: Callable[[int], RankPool]) -> None:
     """Every way to divide the dense part, and every way to divide the experts, in pairs; the same
     of two stages, and four stages."""

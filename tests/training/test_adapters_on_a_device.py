@@ -88,11 +88,11 @@ def smallest_on_device(config: FinetuneConfig) -> FinetuneConfig:
     ("kind", "precision"),
     [
         ("mixtral", "float32"),
-        ("gpt_oss", "float32"),
-        ("mixtral", "bfloat16"),
-        ("gpt_oss-mxfp4", "float32"),
+        pytest.param("gpt_oss", "float32", marks=pytest.mark.long),
+        pytest.param("mixtral", "bfloat16", marks=pytest.mark.long),
+        pytest.param("gpt_oss-mxfp4", "float32", marks=pytest.mark.long),
         ("qwen3_moe-gptq", "float32"),
-        ("planes", "bfloat16"),
+        pytest.param("planes", "bfloat16", marks=pytest.mark.long),
     ],
 )
 def test_same_bits_as_on_the_cpu(tmp_path: Path, kind: str, precision: str) -> None:
@@ -159,7 +159,10 @@ def take_step(trainer: Trainer) -> list[float]:
     return [float(part.cross_entropy) for part in losses]
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "while it runs"])
+@pytest.mark.parametrize(
+    "is_late",
+    [pytest.param(False, marks=pytest.mark.long, id="at once"), pytest.param(True, id="late")],
+)
 def test_a_copy_that_fails_leaves_no_gradient(tmp_path: Path, is_late: bool) -> None:
     """Whichever copy of a step it is, the last one too, that products are queued behind."""
     device = ForeignDevice()
@@ -225,7 +228,9 @@ def test_an_interrupt_leaves_no_gradient(tmp_path: Path, monkeypatch: pytest.Mon
         trainer.close()
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss-mxfp4", "planes"])
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "gpt_oss-mxfp4", pytest.param("planes", marks=pytest.mark.long)]
+)
 def test_the_budget_of_the_device_holds(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
