@@ -97,7 +97,7 @@ typedef struct {
  * the tile around it: the result for one row and one weight row is independent of all other rows. */
 typedef struct {
     const char *name;
-    int max_panel_rows;
+    int max_panel_rows, tile_rows; /* of x and of a matrix: as many sums are taken at once */
     int k_step;
     int has_bf16_dot;
     /* Packs `count` elements, which begin at element first_k (a multiple of k_step), of one row of k elements. */

@@ -1,14 +1,17 @@
 /* x86-64 with AVX2, FMA and F16C. */
 #include <immintrin.h>
 
+#include "kernels.h"
+
 #define ISA_NAME "avx2"
 #define ISA_SYMBOL isa_avx2
 #define LANES 8
-#define TILE_ROWS 2
+#define TILE_ROWS 3
 #define PANEL_ROWS 4
 #define HAS_BF16_DOT 0
 #define SINGLE_WEIGHT_ROWS 0
 #define HAS_QUANT_LANES 1
+#define HAS_TALL_STEPS 1
 
 #define INLINE static inline __attribute__((always_inline))
 typedef __m256 Vec;
@@ -38,4 +41,5 @@ INLINE void vec_four_sums(Vec a, Vec b, Vec c, Vec d, float out[4]) {
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
+#include "isa/steps_avx2.h"
 #include "isa/isa_template.h"

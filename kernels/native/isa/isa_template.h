@@ -7,6 +7,7 @@
  *   SINGLE_WEIGHT_ROWS     1 when one x row takes weight rows one by one: where one chain of sums keeps up with memory
  *   HAS_BF16_DOT           1 when dot_bf16(acc, w, x) multiplies pairs of bf16; then also vec_load_bf16_pairs, vec_bf16_pair
  *                          (the same pair in every lane) and vec_pair_rows (the elements of two rows as pairs)
+ *   HAS_TALL_STEPS       1 when tall_steps has the innermost loop of a tile of all its weight rows and more than one row of x
  *   HAS_QUANT_LANES        1 when quantized_avx512.h, or with eight lanes quantized_avx2.h, can be compiled
  *   vec_zero, vec_all, vec_load_f32, vec_store_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_four_sums
  *
@@ -25,7 +26,7 @@
 #define GROUP_BYTES (256 << 10)
 /* Bytes of a weight row beyond which even a few panels would not: many rows take such a matrix a part of k at a time. */
 #define PART_BYTES (8 << 10)
-enum { PART_WEIGHT_ROWS = 32, PART_PANELS = 22 };
+enum { PART_WEIGHT_ROWS = TILE_ROWS == 3 ? 30 : 32, PART_PANELS = 22 };
 
 /* The loops over a tile are unrolled before anything else: only then do its sums stay in registers. */
 #if defined(__clang__)
@@ -141,6 +142,18 @@ INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weig
         UNROLL for (int n = 0; n < tile_rows; n++) acc[m][n] = part->is_first ? vec_zero() : sums[m * tile_rows + n];
 
     int64_t steps = part->count / K_STEP;
+#if HAS_TALL_STEPS
+    if (tile_rows == TILE_ROWS && panel_rows > 1) {
+        for (int i = 0; steps > 0; i++) {
+            const int64_t count = i < lines ? ahead[i].steps : steps;
+            const char *line = i < lines ? ahead[i].data : NULL;
+            if (!count) continue;
+            tall_steps(kind, panel_rows, &acc[0][0], w, x, count, line ? line : x, line != NULL, ahead_bytes);
+            UNROLL for (int n = 0; n < tile_rows; n++) w[n] += count * step_bytes;
+            x += count * x_step_bytes, steps -= count;
+        }
+    } else
+#endif
     for (int i = 0; i < AHEAD_PARTS(tile_rows, lines); i++) {
         const char *line = ahead[i].data;
         for (int64_t left = ahead[i].steps; left > 0; left--, steps--) {
@@ -208,6 +221,10 @@ static const int SHAPE_ROWS[NUM_SHAPES] = {1, TILE_ROWS, TILE_ROWS, TILE_ROWS};
 #define FOR_SHAPES(macro, kind, panel, separator)                                                                   \
     macro(kind, 1, panel, 1) separator() macro(kind, 4, panel, 1) separator() macro(kind, 4, panel, 4) separator()  \
         macro(kind, 4, panel, 2)
+#elif TILE_ROWS == 3
+#define FOR_SHAPES(macro, kind, panel, separator)                                                                   \
+    macro(kind, 1, panel, 1) separator() macro(kind, 3, panel, 1) separator() macro(kind, 3, panel, 3) separator()  \
+        macro(kind, 3, panel, 2)
 #else
 #define FOR_SHAPES(macro, kind, panel, separator) \
     macro(kind, 1, panel, 1) separator() macro(kind, 2, panel, 1) separator() macro(kind, 2, panel, 2)
@@ -366,7 +383,7 @@ static float read_all(const char *data, int64_t bytes) {
 }
 
 const Isa ISA_SYMBOL = {
-    .name = ISA_NAME, .max_panel_rows = PANEL_ROWS, .k_step = K_STEP, .has_bf16_dot = HAS_BF16_DOT,
+    .name = ISA_NAME, .max_panel_rows = PANEL_ROWS, .tile_rows = TILE_ROWS, .k_step = K_STEP, .has_bf16_dot = HAS_BF16_DOT,
     .pack = pack, .multiply = multiply, .multiply_cached = multiply_cached,
     .multiply_columns = multiply_columns, .activate = activate, .add_bias = add_bias, .store = store,
     .read_all = read_all, .quantized_kind = quantized_kind, .dequantize = dequantize,

@@ -5,6 +5,7 @@
 #define TILE_ROWS 4
 #define PANEL_ROWS 6
 #define SINGLE_WEIGHT_ROWS 1
+#define HAS_TALL_STEPS 0
 #define HAS_QUANT_LANES 1
 
 #define INLINE static inline __attribute__((always_inline))

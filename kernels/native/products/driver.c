@@ -134,8 +134,9 @@ static void multiply(Call *call, int matrix, Matrix weight, int64_t count, int64
     const Matrix decoded = {.data = local->decoded, .stride = planes_blocks(k) * PLANES_BLOCK * 2};
     PlanesReader reader;
     planes_begin(&reader, planes, weight.data, weight.first_row);
-    for (int64_t row = 0; row < count; row += DECODED_ROWS) {
-        const int64_t rows = min64(DECODED_ROWS, count - row);
+    const int64_t most = DECODED_ROWS / call->isa->tile_rows * call->isa->tile_rows;
+    for (int64_t row = 0; row < count; row += most) {
+        const int64_t rows = min64(most, count - row);
         if (!planes_read(&reader, rows, local->decoded, decoded.stride)) {
             atomic_store_explicit(&call->is_damaged, 1, memory_order_relaxed);
             return;

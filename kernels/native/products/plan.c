@@ -5,7 +5,7 @@
 #include "products/call.h"
 
 /* Weight rows of one item: a multiple of every k_step and tile height, so that hidden values are packed whole. */
-enum { BLOCK_ROWS = 32 };
+enum { BLOCK_ROWS = 32, BLOCK_ROWS_BY_THREES = 48 };
 enum { BLOCK_BYTES = 128 << 10, MAX_BLOCK_ROWS = 512, MAX_BLOCK_SUMS = 1 << 14 };
 
 /* Packed rows of an expert that its weights are multiplied with at once: those of two threads stay in the cache they share.
@@ -17,8 +17,8 @@ enum { PORTION_BYTES = 4 << 20 };
 enum { ALONE_BYTES = 32 << 10 };
 
 /* Every thread has a block, where there are rows enough. */
-static int64_t block_rows(int64_t row_bytes, int64_t num_rows, int64_t weight_rows, int64_t threads) {
-    int64_t rows = BLOCK_ROWS;
+static int64_t block_rows(const Isa *isa, int64_t row_bytes, int64_t num_rows, int64_t weight_rows, int64_t threads) {
+    int64_t rows = isa->tile_rows == 3 ? BLOCK_ROWS_BY_THREES : BLOCK_ROWS;
     while (rows * 2 * row_bytes <= BLOCK_BYTES && rows * 2 <= MAX_BLOCK_ROWS && rows * 2 * num_rows <= MAX_BLOCK_SUMS &&
            rows * 2 * threads <= weight_rows)
         rows *= 2;
@@ -62,8 +62,8 @@ static int64_t num_portions(const Call *call, int64_t num_rows) {
 static void plan_expert(Call *call, ExpertWork *work) {
     const int64_t rows = work->num_rows;
     const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
-    work->hidden_block = block_rows(weight_row_bytes(call, &work->weights->up, call->dim_in), rows, call->dim_hidden, call->num_threads);
-    work->out_block = block_rows(weight_row_bytes(call, &work->weights->down, depth), rows, call->dim_out, call->num_threads);
+    work->hidden_block = block_rows(call->isa, weight_row_bytes(call, &work->weights->up, call->dim_in), rows, call->dim_hidden, call->num_threads);
+    work->out_block = block_rows(call->isa, weight_row_bytes(call, &work->weights->down, depth), rows, call->dim_out, call->num_threads);
     if (rows) {
         work->hidden_items = (call->dim_hidden + work->hidden_block - 1) / work->hidden_block;
         work->out_items = (call->dim_out + work->out_block - 1) / work->out_block;
