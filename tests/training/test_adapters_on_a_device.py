@@ -87,8 +87,9 @@ def smallest_on_device(config: FinetuneConfig) -> FinetuneConfig:
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [
-        ("mixtral", "float32"),
-        ("gpt_oss", "float32"),
+        # each is one of the others' types of weights or ways that a family lays them out
+        pytest.param("mixtral", "float32", marks=pytest.mark.long),
+        pytest.param("gpt_oss", "float32", marks=pytest.mark.long),
         ("mixtral", "bfloat16"),
         ("gpt_oss-mxfp4", "float32"),
         ("qwen3_moe-gptq", "float32"),
@@ -96,12 +97,13 @@ def smallest_on_device(config: FinetuneConfig) -> FinetuneConfig:
     ],
 )
 def test_same_bits_as_on_the_cpu(tmp_path: Path, kind: str, precision: str) -> None:
-    """The smallest budgets and everything resident, and a run that was stopped in between."""
+    """The smallest budgets and everything resident; a run that was stopped in between, which does
+    not depend on what weights are."""
     folder = folder_of(kind, tmp_path)
     found, waits = {}, {}
-    for name in ("cpu", "large", "small", "stopped"):
+    for name in ("cpu", "large", "small", *["stopped"] * (kind == "mixtral")):
         (tmp_path / name).mkdir()
-        config = config_of(folder, tmp_path / name, lora={"rank": 2})
+        config = config_of(folder, tmp_path / name, lora={"rank": 2}, run={"steps": 2})
         config = with_run(config, precision=precision)
         with computing_on(NAME) as place:
             if name != "cpu":
@@ -110,7 +112,7 @@ def test_same_bits_as_on_the_cpu(tmp_path: Path, kind: str, precision: str) -> N
                 config = smallest_on_device(smallest(config))
             losses = []
             if name == "stopped":
-                losses, trainer, _ = run(config, stop_after=2)
+                losses, trainer, _ = run(config, stop_after=1)
                 trainer.close()
             later, trainer, preparation = run(config, resume=name == "stopped")
             waits[name] = CROSSINGS.num_waits
@@ -179,7 +181,7 @@ def test_a_copy_that_fails_leaves_no_gradient(tmp_path: Path, is_late: bool) -> 
         assert optimizer.dense.gradients()  # type: ignore[union-attr]
         optimizer.dense.forget()  # type: ignore[union-attr]
         num_copies = calls[0]
-        for number in {*range(1, num_copies, 5), num_copies}:
+        for number in {*range(1 + is_late, num_copies, 9), num_copies}:
             calls[0], fails_at[0] = 0, number
             with contextlib.suppress(MoERuntimeError):
                 assert take_step(trainer) == wanted  # nobody had asked for that expert yet
