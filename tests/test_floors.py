@@ -4,11 +4,14 @@ The floors are those of the table in CONTRIBUTING.md. Files are parsed, not impo
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILE_LINES = 400
@@ -66,12 +69,28 @@ EVERYTHING = [*PRODUCT, *python_files("benchmarks", "tests"), *map(Path, ["setup
 EVERYTHING = [path for path in EVERYTHING if (ROOT / path).exists()]
 
 
+@functools.cache
 def read(path: Path) -> str:
     return (ROOT / path).read_text(encoding="utf-8", errors="replace")
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
+    """Once for all rules, as what follows from it."""
     return ast.parse(read(path), filename=str(path))
+
+
+@functools.cache
+def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """Kept for this file only: they are large."""
+    yield
+    for kept in (read, parse, nodes_of):
+        kept.cache_clear()
 
 
 def room_of_file(path: Path) -> str | None:
@@ -83,7 +102,7 @@ def room_of_file(path: Path) -> str | None:
 
 def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Every absolute module name a file imports, wherever in the file, with the line number."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -174,7 +193,7 @@ SAME_CLASSES: dict[str, str] = {
 def test_a_class_name_means_one_thing() -> None:
     files: dict[str, list[str]] = {}
     for path in PRODUCT:
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(parse(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files.setdefault(node.name, []).append(f"{path}:{node.lineno}")
     twice = {name: found for name, found in files.items() if len(found) > 1}
@@ -213,7 +232,7 @@ def environment_reads(tree: ast.Module) -> list[int]:
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
     return [
         node.lineno
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if (isinstance(node, ast.Attribute) and node.attr in names)
         or (isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names})
     ]
@@ -222,7 +241,7 @@ def environment_reads(tree: ast.Module) -> list[int]:
 def blanket_handlers(tree: ast.Module) -> list[int]:
     return [
         node.lineno
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"))
     ]
@@ -233,7 +252,7 @@ def test_no_hidden_state() -> None:
     wrong = []
     for path in PRODUCT:
         tree = parse(path)
-        lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)]
+        lines = [node.lineno for node in nodes_of(tree) if isinstance(node, ast.Global)]
         if room_of_file(path) != "cli":
             lines += environment_reads(tree) + blanket_handlers(tree)
         wrong += [f"{path}:{line}" for line in lines]
@@ -266,7 +285,7 @@ def writes(tree: ast.Module) -> list[int]:
     names = {"write_text", "write_bytes", "rmtree", "rename", "NamedTemporaryFile"}
     names |= {"mkdtemp", "O_CREAT", "O_TRUNC"}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and node.attr in names & {"O_CREAT", "O_TRUNC"}:
             found.append(node.lineno)
         if not isinstance(node, ast.Call):

@@ -88,6 +88,8 @@ def test_sequences_of_a_batch_are_those_of_each_alone(tmp_path: Path) -> None:
     assert len({tuple(ids) for ids in ours}) > 1
 
 
+# What the other tests here measure, through the options of the command.
+@pytest.mark.long
 def test_the_command_measures_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from text_checkpoint import save_text_checkpoint
 

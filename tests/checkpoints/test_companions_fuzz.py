@@ -37,7 +37,7 @@ from moe_runtime.checkpoints.formats import PackedWeight, packed_weights
 from moe_runtime.checkpoints.safetensors_index import read_header
 from moe_runtime.errors import MoERuntimeError
 
-CASES = 150
+CASES = 60
 MODULES = ("layer.a", "layer.b")
 SUFFIXES = (
     *(".weight", ".weight_scale", ".weight_scale_inv", ".scale", ".weight_scale_2", ".scales"),

@@ -31,24 +31,41 @@ print("\\n" + json.dumps(lines))
 FOREIGN = {"layer", "parallel", "planning", "research", "routing", "training"}
 
 
-def imported(code: str) -> dict[str, int]:
-    """Lines of each module of this project that is imported after running code."""
-    command = [sys.executable, "-P", "-c", code + REPORT, POCKET]
+def imported(*parts: str) -> list[dict[str, int]]:
+    """Lines of each module of this project that is imported after running each part of some code,
+    one after another in one process."""
+    command = [sys.executable, "-P", "-c", "".join(part + REPORT for part in parts), POCKET]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return json.loads(printed.splitlines()[-1])
+    return [json.loads(line) for line in printed.splitlines() if line.startswith('{"moe_runtime')]
 
 
 def room(name: str) -> str:
     return name.split(".")[1] if "." in name else name
 
 
-@pytest.fixture(scope="module")
-def loaded() -> dict[str, int]:
-    return imported("""
+LOAD = """
 import sys, torch, moe_runtime
 model = moe_runtime.load(sys.argv[1], host_memory="28MiB", max_tokens=64)
 model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
-""")
+"""
+RUN = """
+from moe_runtime.cli.main import main
+words = ["--prompt", "The", "--max-new-tokens", "2", "--host-memory", "28MiB"]
+assert main(["run", sys.argv[1], *words]) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded_and_run() -> list[dict[str, int]]:
+    """After `load`, and after the command, which needs what `load` needs and more."""
+    found = imported(LOAD, RUN)
+    assert len(found) == 2
+    return found
+
+
+@pytest.fixture
+def loaded(loaded_and_run: list[dict[str, int]]) -> dict[str, int]:
+    return loaded_and_run[0]
 
 
 def test_a_loaded_model_that_has_generated_needs_few_modules(loaded):
@@ -73,13 +90,8 @@ def test_of_policies_and_predictors_only_those_asked_for_are_imported(loaded):
     assert predictors == {f"moe_runtime.policies.prediction.{part}" for part in ("base", "limits")}
 
 
-def test_the_command_run_needs_nothing_of_training_or_of_simulated_machines():
-    found = imported("""
-import sys
-from moe_runtime.cli.main import main
-words = ["--prompt", "The", "--max-new-tokens", "2", "--host-memory", "28MiB"]
-assert main(["run", sys.argv[1], *words]) == 0
-""")
+def test_the_command_run_needs_nothing_of_training_or_of_simulated_machines(loaded_and_run):
+    found = loaded_and_run[1]
     assert "moe_runtime.inference.generation" in found
     assert {name for name in found if room(name) in FOREIGN} == set()
     labs = {".".join(name.split(".")[:3]) for name in found if room(name) == "lab"}
@@ -88,7 +100,7 @@ assert main(["run", sys.argv[1], *words]) == 0
 
 
 def test_a_table_of_names_imports_what_is_asked_for_and_refuses_other_names():
-    found = imported("""
+    (found,) = imported("""
 import sys
 from moe_runtime.policies.prediction import PREDICTORS
 assert "eam" in PREDICTORS and len(PREDICTORS) == len(list(PREDICTORS))

@@ -208,16 +208,19 @@ def test_lora_adapts_the_experts() -> None:
     torch.testing.assert_close(merged(x), out.detach(), rtol=1e-4, atol=1e-4)
 
 
+# What gates differ in is whether their code is one graph; a backend that makes graphs of the
+# backward pass sees one gate of either way to choose.
 @pytest.mark.parametrize(
-    "gate",
+    ("gate", "backend"),
     [
-        *(pytest.param(gate, marks=pytest.mark.long) for gate in ("group_limited_topk", "switch")),
-        "moepp",
-        "sinkhorn",
-        pytest.param("base", marks=pytest.mark.long),
+        ("group_limited_topk", "aot_eager"),
+        ("moepp", "eager"),
+        ("switch", "eager"),
+        ("sinkhorn", "eager"),
+        ("base", "aot_eager"),
     ],
 )
-def test_compiles_into_one_graph(gate: str) -> None:
+def test_compiles_into_one_graph(gate: str, backend: str) -> None:
     layer = MoELayer(
         D,
         INTER,
@@ -237,7 +240,7 @@ def test_compiles_into_one_graph(gate: str) -> None:
         out = layer(x)
         return out, layer.aux.loss
 
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
     out, loss = compiled(x)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(

@@ -80,7 +80,10 @@ def test_any_number_of_processes_goes_on(alone: Path, tmp_path: Path, ranks: Ran
 
 @pytest.mark.parametrize(
     ("size", "split"),
-    [(2, ("parallel.pp=2",)), (4, ("parallel.pp=2", "parallel.ep=2"))],
+    [
+        pytest.param(2, ("parallel.pp=2",), marks=pytest.mark.long),  # the other one has them too
+        (4, ("parallel.pp=2", "parallel.ep=2")),
+    ],
     ids=["stages", "stages of divided experts"],
 )
 def test_stages_train_what_one_process_does(

@@ -26,6 +26,8 @@ READ = (
     *("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4"),
     *("mixtral-nvfp4", "olmoe-q4_k"),
 )
+SUPERBLOCKS = {"num_hidden_layers": 1, "num_experts_per_tok": 1}
+"""Blocks of 256 columns make wide experts: one a token, in one layer, is what there is time for."""
 FROM_VALUES = ("qwen3moe-mxfp4",)
 
 
@@ -35,12 +37,15 @@ def _interpreter() -> None:
         repair_interpreter()
 
 
-def write(name: str, folder: Path) -> Path:
+def write(name: str, folder: Path, *, is_whole: bool) -> Path:
     if name in SAMPLES:
         sample = SAMPLES[name]
         family = replace(sample.family, config={**sample.family.config, "num_hidden_layers": 2})
         return quantized_checkpoints.write(replace(sample, family=family), folder).folder
     blocks = next(sample for sample in gguf_checkpoints.SAMPLES if sample.name == name)
+    if name == "olmoe-q4_k" and not is_whole:
+        family = replace(blocks.family, config=blocks.family.config | SUPERBLOCKS)
+        blocks = replace(blocks, family=family)
     return gguf_checkpoints.write(blocks, folder).folder
 
 
@@ -55,10 +60,19 @@ def has_stacks(model: Any) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("name", [*READ, *FROM_VALUES])
-def test_they_are_computed_whichever_product_reads_them(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_whole"),
+    [
+        *((name, False) for name in (*READ, *FROM_VALUES)),
+        # layers of several types, and several experts a token
+        pytest.param("olmoe-q4_k", True, marks=pytest.mark.long),
+    ],
+)
+def test_they_are_computed_whichever_product_reads_them(
+    name: str, is_whole: bool, tmp_path: Path
+) -> None:
     """Of formats that no Triton product reads, experts are computed one by one from values."""
-    checkpoint, found = write(name, tmp_path), []
+    checkpoint, found = write(name, tmp_path, is_whole=is_whole), []
     prompts = [MANY] if name == "gpt_oss-mxfp4" else [ONE]  # the interpreter takes its time
     for slots in (6, 2):
         model = load_on_emulated_device(checkpoint, slots_a_layer=slots, dtype="float32")

@@ -1,10 +1,15 @@
 """Repairs to Triton's interpreter, which multiplies bf16 as if it were integers and truncates it.
 
 Hardware does neither: products of bf16 are exact in fp32, and conversions round to nearest even.
+It also prepares the language anew for every call of a function by another, which takes longer than
+what most of them compute; here it is prepared once for a kernel.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -42,6 +47,47 @@ def repair_interpreter() -> None:
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
     builder.create_fp_to_fp = create_fp_to_fp
     builder.bf16_is_repaired = True
+    _prepare_the_language_once(interpreter)
+
+
+def _prepare_the_language_once(interpreter: Any) -> None:
+    """In calls between functions of one kernel, for each module that they know it by."""
+    prepare, call = interpreter._patch_lang, interpreter.InterpretedFunction.__call__
+    prepared: set[ModuleType] = set()
+
+    def begin(fn: Any) -> Any:
+        prepared.clear()
+        prepared.update(_languages_of(fn))
+        return prepare(fn)
+
+    def prepare_what_is_not(fn: Any) -> None:
+        found = _languages_of(fn)
+        if not found <= prepared:
+            prepare(fn)
+            prepared.update(found)
+
+    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # what the interpreter's own call would prepare for itself
+        interpreter._patch_lang = prepare_what_is_not
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            interpreter._patch_lang = begin
+
+    interpreter._patch_lang = begin
+    interpreter.InterpretedFunction.__call__ = call_function
+
+
+@functools.cache
+def _languages_of(fn: Any) -> frozenset[ModuleType]:
+    """The modules of the language that a function knows."""
+    import triton.language as tl
+
+    return frozenset(
+        value
+        for value in fn.__globals__.values()
+        if inspect.ismodule(value) and value in (tl, tl.core)
+    )
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
