@@ -188,10 +188,12 @@ def serve(
     for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):
         parse_budget(budget, name=option)
     quiet_transformers(session)
+    from moe_runtime.allocator import use_one_heap
     from moe_runtime.serving.engine_options import EngineOptions
     from moe_runtime.serving.http.server import Access, Limits
     from moe_runtime.serving.http.starting import ServeSettings, run_server
 
+    use_one_heap()
     log = _Log(as_json=as_json)
     settings = ServeSettings(
         models=models,

@@ -28,12 +28,6 @@ SPARE_BYTES = 32 * 2**20
 _STEP_BYTES = 4
 """Of the count of steps that AdamW has for each tensor."""
 
-LARGE_BLOCK_BYTES = 2**19
-"""Blocks from which on memory is given back when it is freed."""
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Settings of `mallopt`, by their numbers in `malloc.h`."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingMemory:
@@ -100,21 +94,6 @@ def saved_bytes(model: nn.Module, expert_parameters: Sequence[nn.Parameter]) -> 
     dense = [p for p in model.parameters() if id(p) not in experts and p.requires_grad]
     trained = sum(parameter.numel() * parameter.element_size() for parameter in dense)
     return dense_bytes(model, expert_parameters) - trained + _STEP_BYTES * len(dense)
-
-
-def return_freed_blocks() -> None:
-    """Has the C library give large blocks back to the system as soon as they are freed.
-
-    glibc raises the size from which it does so whenever such a block is freed, up to 32 MiB, and
-    keeps the others in a heap full of holes: activations of changing sizes then take about twice
-    the memory that is in use. Holds for the whole process; does nothing with another C library.
-    """
-    import ctypes
-
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for setting in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
-            mallopt(setting, LARGE_BLOCK_BYTES)
 
 
 def expert_buffer_bytes(tokens: int, hidden: int, intermediate: int) -> int:

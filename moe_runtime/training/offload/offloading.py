@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from moe_runtime.allocator import return_freed_blocks
 from moe_runtime.checkpoints.expert_map import find_experts
 from moe_runtime.checkpoints.transformers_private import gate_of
 from moe_runtime.config import MemorySize, parse_budget, require_types
@@ -34,7 +35,6 @@ from moe_runtime.training.offload.memory import (
     TrainingMemory,
     dense_bytes,
     divide,
-    return_freed_blocks,
     saved_bytes,
 )
 from moe_runtime.training.offload.optimizers.adamw import AdamW

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from moe_runtime.allocator import return_freed_blocks
 from moe_runtime.inference.budget import peak_resident_bytes
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.training.offload.execution.compute_copies import LinkTraffic
@@ -16,7 +17,7 @@ from moe_runtime.training.offload.execution.frozen import ExpertAdapters, Frozen
 from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts
 from moe_runtime.training.offload.execution.window import MicroBatchBarrier, run_window
 from moe_runtime.training.offload.expert_training import OffloadStats
-from moe_runtime.training.offload.memory import FrozenMemory, return_freed_blocks
+from moe_runtime.training.offload.memory import FrozenMemory
 from moe_runtime.training.offload.optimizers.adamw import AdamW
 from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome, clip_scale
 from moe_runtime.training.offload.site import ExpertsModuleSpec

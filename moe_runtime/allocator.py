@@ -1,0 +1,38 @@
+"""Settings of the C library's allocator, for the whole process; no effect where it is not glibc."""
+
+from __future__ import annotations
+
+LARGE_BLOCK_BYTES = 2**19
+"""Blocks from which on memory is given back when it is freed."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+"""Settings of `mallopt`, by their numbers in `malloc.h`."""
+
+
+def return_freed_blocks() -> None:
+    """Has large blocks given back to the system as soon as they are freed.
+
+    glibc raises the size from which it does so whenever such a block is freed, up to 32 MiB, and
+    keeps the others in a heap full of holes: activations of changing sizes then take about twice
+    the memory that is in use.
+    """
+    _set({_MMAP_THRESHOLD: LARGE_BLOCK_BYTES, _TRIM_THRESHOLD: LARGE_BLOCK_BYTES})
+
+
+def use_one_heap() -> None:
+    """Has all threads allocate in one heap, before they begin.
+
+    Each thread gets a heap of its own otherwise, up to eight a core, and what one of them frees
+    no other can use: a server's threads, which hand blocks to each other, keep several times what
+    is in use.
+    """
+    _set({_ARENA_MAX: 1})
+
+
+def _set(settings: dict[int, int]) -> None:
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for setting, value in settings.items():
+            mallopt(setting, value)
