@@ -340,8 +340,7 @@ class Engine:
         with Failure() as failure:
             token = sequence.sampler.choose(logits_V, sequence.answer)
         if token is None:
-            is_constrained = failure.is_constrained
-            self._finish(sequence, "error", failure.message, is_constrained=is_constrained)
+            self._finish(sequence, "error", failure.message, failure.is_constrained)
             return
         self._counts["generated_tokens"] += 1
         reason = sequence.add(token)
@@ -378,7 +377,6 @@ class Engine:
         sequence: Sequence,
         reason: FinishReason,
         message: str | None = None,
-        *,
         is_constrained: bool = False,
     ) -> None:
         if reason in ("stop", "length"):
