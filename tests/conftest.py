@@ -18,6 +18,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # times more where two test processes share two cores. Read when torch is first imported; tests
 # about threads set the number themselves.
 os.environ["OMP_NUM_THREADS"] = "1"
+# And threads that wait for one another sleep: where those of two test processes share two cores,
+# who spins keeps off who is waited for, and such tests take twice the time.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 # What `run` keeps of a model's routing must not end up in the cache of who runs the suite.
 _CACHE = tempfile.TemporaryDirectory(prefix="moe-runtime-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
