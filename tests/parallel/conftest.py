@@ -1,4 +1,4 @@
-"""Groups of processes, started once for all tests of this folder."""
+"""Groups of processes, started once for all tests of a file."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,8 +6,10 @@ import pytest
 from rank_pool import RankPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _pools() -> Iterator[dict[int, RankPool]]:
+    """No longer: threads of the many groups that tests of layouts leave behind ask for work a
+    hundred times a second, a third of a core for the rest of the session."""
     pools: dict[int, RankPool] = {}
     yield pools
     for pool in pools.values():

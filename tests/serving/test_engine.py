@@ -1,5 +1,6 @@
 """Texts of the engine are the model's own, alone and beside others, however prompts are cut."""
 
+import math
 from typing import Any
 
 import pytest
@@ -60,6 +61,24 @@ def test_sequences_share_steps(pocket: Any, prompts: list[tuple[int, ...]]) -> N
             steps.append(engine.statistics().steps)
     assert steps[0] <= NEW + 2 * len(prompts)
     assert steps[1] == NEW * len(prompts)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_prompt_is_read_in_the_passes_of_an_answer(
+    pocket: Any, prompts: list[tuple[int, ...]], exact: bool
+) -> None:
+    """40 tokens in pieces of 16 take no pass of their own, unless bits must not depend on them."""
+    options = EngineOptions(
+        prompt_tokens=16, max_slowdown=math.inf, reuses_prefixes=False, exact=exact
+    )
+    with Engine(pocket, options) as engine:
+        held, _ = hold(engine, request_of(prompts[0], NEW))
+        before = engine.statistics().steps
+        arrived, _ = ask(engine, request_of(prompts[4], 1))
+        held.release()
+        assert held.wait().ids == greedy(pocket, prompts[0], NEW)
+        assert arrived.wait().ids == greedy(pocket, prompts[4], 1)
+        assert engine.statistics().steps - before == NEW - 1 + 3 * exact
 
 
 def test_exact_text_has_the_same_bits_alone_and_beside_others(

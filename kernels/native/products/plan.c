@@ -17,8 +17,10 @@ enum { PORTION_BYTES = 4 << 20 };
 enum { ALONE_BYTES = 32 << 10 };
 
 /* Every thread has a block, where there are rows enough. */
-static int64_t block_rows(const Isa *isa, int64_t row_bytes, int64_t num_rows, int64_t weight_rows, int64_t threads) {
-    int64_t rows = isa->tile_rows == 3 ? BLOCK_ROWS_BY_THREES : BLOCK_ROWS;
+static int64_t block_rows(const Call *call, const Matrix *matrix, int64_t row_bytes, int64_t num_rows, int64_t weight_rows) {
+    /* the lossless code says where every 32nd row begins */
+    int64_t rows = call->isa->tile_rows == 3 && !planes_of(matrix) ? BLOCK_ROWS_BY_THREES : BLOCK_ROWS;
+    const int64_t threads = call->num_threads;
     while (rows * 2 * row_bytes <= BLOCK_BYTES && rows * 2 <= MAX_BLOCK_ROWS && rows * 2 * num_rows <= MAX_BLOCK_SUMS &&
            rows * 2 * threads <= weight_rows)
         rows *= 2;
@@ -62,8 +64,8 @@ static int64_t num_portions(const Call *call, int64_t num_rows) {
 static void plan_expert(Call *call, ExpertWork *work) {
     const int64_t rows = work->num_rows;
     const int64_t depth = call->dim_hidden ? call->dim_hidden : call->dim_in;
-    work->hidden_block = block_rows(call->isa, weight_row_bytes(call, &work->weights->up, call->dim_in), rows, call->dim_hidden, call->num_threads);
-    work->out_block = block_rows(call->isa, weight_row_bytes(call, &work->weights->down, depth), rows, call->dim_out, call->num_threads);
+    work->hidden_block = block_rows(call, &work->weights->up, weight_row_bytes(call, &work->weights->up, call->dim_in), rows, call->dim_hidden);
+    work->out_block = block_rows(call, &work->weights->down, weight_row_bytes(call, &work->weights->down, depth), rows, call->dim_out);
     if (rows) {
         work->hidden_items = (call->dim_hidden + work->hidden_block - 1) / work->hidden_block;
         work->out_items = (call->dim_out + work->out_block - 1) / work->out_block;
