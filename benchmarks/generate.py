@@ -16,7 +16,7 @@ from pathlib import Path
 from harness.interruption import stop_on_termination
 from harness.kept import check_circumstances
 from harness.machine import commit, describe_machine, machine_name, num_usable_cores, versions
-from harness.plan import Settings, cap_label
+from harness.plan import Settings, cap_label, parse_cap
 from harness.prompt import Prompt, make_prompt
 from harness.report import print_report, write_results
 from harness.session import Findings, measure_disk, prepare_files, run_all, trace_routes
@@ -25,7 +25,6 @@ from harness.systems import SYSTEM_NAMES, VARIANTS
 from rich.console import Console
 
 from moe_runtime.bench.memory_cap import CapUnavailableError, why_unavailable
-from moe_runtime.config import parse_bytes
 
 HERE = Path(__file__).resolve().parent
 POCKET_MODEL = HERE.parent / "models" / "pocket"
@@ -87,10 +86,7 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
     for name in ("repeats", "prompt_tokens", "new_tokens", "threads"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-    caps = tuple(
-        None if text == "none" else parse_bytes(text)
-        for text in (options.caps or "none,10GiB,7GiB,5GiB").split(",")
-    )
+    caps = tuple(map(parse_cap, (options.caps or "none,10GiB,7GiB,5GiB").split(",")))
     settings = Settings(
         shape=SHAPES[options.shape],
         systems=systems,

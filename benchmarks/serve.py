@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -27,13 +26,12 @@ from urllib.request import urlopen
 from harness.checkpoints import is_complete, write_checkpoint
 from harness.gguf_export import write_gguf
 from harness.interruption import stop_on_termination
-from harness.machine import commit, describe_machine, machine_name, num_usable_cores, versions
-from harness.plan import cap_label
+from harness.machine import machine_name, num_usable_cores, run_facts
+from harness.plan import cap_label, parse_cap
 from harness.shapes import SHAPES
 
 from moe_runtime.bench.memory_cap import drop_page_cache, memory_cap, why_unavailable
 from moe_runtime.bench.texts import language_reference
-from moe_runtime.config import parse_bytes
 from moe_runtime.files import write_text
 
 HERE = Path(__file__).resolve().parent
@@ -59,10 +57,7 @@ def main() -> None:
         options.caps = [cap for cap in options.caps if cap is None]
     prompts = write_prompts(options.data, options)
     facts = {
-        "command": shlex.join(["python", "benchmarks/serve.py", *sys.argv[1:]]),
-        "commit": commit(HERE.parent),
-        "machine": describe_machine(),
-        "versions": versions(),
+        **run_facts(HERE.parent),
         "shape": shape.describe(),
     }
     file = HERE / "results" / f"serve-{shape.name}-{machine_name(facts['machine'])}.json"
@@ -280,7 +275,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=systems, default=[OURS, LLAMA_CPP])
     parser.add_argument("--shape", choices=SHAPES, default="olmoe-1b-7b")
     parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of the weights")
-    parser.add_argument("--caps", nargs="+", type=_cap, default=[None, 7 << 30])
+    parser.add_argument("--caps", nargs="+", type=parse_cap, default=[None, 7 << 30])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--requests", type=int, default=16, help="of the most clients; fewer: less")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -293,10 +288,6 @@ def _arguments() -> argparse.Namespace:
         "--keep", action="store_true", help="keep its other caps, of the same commit and machine"
     )
     return parser.parse_args()
-
-
-def _cap(text: str) -> int | None:
-    return None if text == "none" else parse_bytes(text)
 
 
 if __name__ == "__main__":

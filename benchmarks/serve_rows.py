@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import http.client
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -35,14 +34,13 @@ import numpy as np
 import torch
 from harness.checkpoints import is_complete, write_checkpoint
 from harness.interruption import stop_on_termination
-from harness.machine import commit, describe_machine, machine_name, versions
-from harness.plan import cap_label
+from harness.machine import machine_name, run_facts
+from harness.plan import cap_label, parse_cap
 from harness.shapes import SHAPES
 
 from moe_runtime.bench.memory_cap import drop_page_cache, memory_cap
 from moe_runtime.bench.texts import language_reference
 from moe_runtime.checkpoints.model_files import load_tokenizer
-from moe_runtime.config import parse_bytes
 from moe_runtime.files import write_text
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.server import Access, Limits
@@ -271,10 +269,7 @@ def main() -> None:
     if not is_complete(shape, checkpoint):
         write_checkpoint(shape, checkpoint)
     facts = {
-        "command": shlex.join(["python", "benchmarks/serve_rows.py", *sys.argv[1:]]),
-        "commit": commit(HERE.parent),
-        "machine": describe_machine(),
-        "versions": versions(),
+        **run_facts(HERE.parent),
         "shape": shape.describe(),
         "rounds": options.rounds,
     }
@@ -313,7 +308,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=SHAPES, default="olmoe-1b-7b")
     parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of the weights")
-    parser.add_argument("--caps", nargs="+", type=_cap, default=[None, 7 << 30])
+    parser.add_argument("--caps", nargs="+", type=parse_cap, default=[None, 7 << 30])
     parser.add_argument(
         "--rows", nargs="+", choices=ROWS, help="default: what a cap matters to under one"
     )
@@ -321,10 +316,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--save", action="store_true", help="write this machine's results file")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def _cap(text: str) -> int | None:
-    return None if text == "none" else parse_bytes(text)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.shapes import GroupedShape, Qwen3Fp8Shape, Shape
+from moe_runtime.config import parse_bytes
 
 GIB = 1 << 30
 OURS_PACKED = "ours:planes"
@@ -104,6 +105,15 @@ def cannot_work(system: str, cap_bytes: int | None, shape: Shape) -> str | None:
     if name == "transformers" and cap_bytes is not None and cap_bytes < shape.total_bytes:
         return "its weights exceed the cap"
     return None
+
+
+def parse_cap(text: str) -> int | None:
+    """The bytes of a memory cap; None for ``none``.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    return None if text == "none" else parse_bytes(text)
 
 
 def cap_label(cap_bytes: int | None) -> str:

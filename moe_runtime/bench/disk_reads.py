@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from moe_runtime.bench.memory_cap import forget
-from moe_runtime.bench.results import Metric, describe_system, make_results, versions
+from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.io_queue import Priority, Read
@@ -242,7 +242,7 @@ def measure_reads(
                 found[one.name],
                 METRICS,
                 system_versions=versions() if one.name == "moe_runtime" else {},
-                quality={"compared": one.compared, "equal": one.equal} if one.compared else None,
+                quality=quality_of(one),
             )
             for one in systems
         ],

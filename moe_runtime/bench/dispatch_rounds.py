@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.bench.padded_exchange import ExchangeShape, RankExchange
-from moe_runtime.bench.results import Metric, describe_system, make_results, versions
+from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
 
 SIDES = ("moe_runtime", "padded")
@@ -165,7 +165,7 @@ def measure_dispatch(
                 found[one.name],
                 metrics,
                 system_versions=versions(),
-                quality={"compared": one.compared, "equal": one.equal} if one.compared else None,
+                quality=quality_of(one),
             )
             for one in systems
         ],

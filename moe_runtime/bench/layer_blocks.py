@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.bench.experts.layers import OURS, LayerSizes, kinds_of_calls, time_block
-from moe_runtime.bench.results import Metric, describe_system, make_results, versions
+from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, peer_failures, run_in_turn
 from moe_runtime.layer import MoELayer
 
@@ -244,7 +244,7 @@ def measure_layer(
                 found[one.name],
                 metrics,
                 system_versions=versions(),
-                quality={"compared": one.compared, "equal": one.equal} if one.compared else None,
+                quality=quality_of(one),
             )
             for one in systems
         ],

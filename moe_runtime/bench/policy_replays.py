@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from moe_runtime.bench.results import Metric, describe_system, make_results, versions
+from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
 from moe_runtime.lab.replay.experiment import Experiment, policy_of, run_experiment
 from moe_runtime.lab.replay.untimed import ask_policy, replay_demand
@@ -147,7 +147,7 @@ def measure_policies(
                 found[one.name],
                 metrics_of(plan),
                 system_versions=versions(),
-                quality={"compared": one.compared, "equal": one.equal} if one.compared else None,
+                quality=quality_of(one),
             )
             for one in systems
         ],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Protocol
 
 from moe_runtime.bench.intervals import mean_interval, percentile
 from moe_runtime.bench.runner import MeasuredSystem
@@ -61,6 +61,20 @@ def summarize_measured(
             **{f"p{share}": percentile(pooled, share / 100) for share in (50, 90, 99)},
         }
     return summary
+
+
+class ComparedSystem(Protocol):
+    """A system whose answers were held against a reference."""
+
+    compared: int
+    equal: int
+
+
+def quality_of(system: ComparedSystem) -> dict[str, int] | None:
+    """How many answers were compared, and how many were equal; None where none were."""
+    if not system.compared:
+        return None
+    return {"compared": system.compared, "equal": system.equal}
 
 
 def describe_system(

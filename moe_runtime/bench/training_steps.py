@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_runtime.bench.experts.layers import OURS, LayerSizes
-from moe_runtime.bench.results import Metric, describe_system, make_results, versions
+from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, peer_failures, run_in_turn
 from moe_runtime.config import format_bytes, require_known
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
@@ -310,7 +310,7 @@ def measure_training(
             found[one.name],
             metrics,
             system_versions=versions(),
-            quality={"compared": one.compared, "equal": one.equal} if one.compared else None,
+            quality=quality_of(one),
         )
         for one in systems
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -281,32 +282,24 @@ class Engine:
             self._counts["prefix_hit_tokens"] += min(num_cached, len(prompt))
 
     def _decode(self, group: list[Sequence]) -> None:
-        logits_BV = None
-        with Failure() as failure:
-            for sequence in group:
-                self._fit(sequence)
-            logits_BV = self._passes.decode(group)
-        self._counts["steps"] += 1
-        if logits_BV is None:
-            self._fail(group, failure)
-            return
-        for row, sequence in enumerate(group):
-            self._advance(sequence, 1, logits_BV[row])
+        chosen = [(sequence, 1) for sequence in group]
+        self._pass(chosen, lambda: self._passes.decode(group))
 
     def _read(self, chosen: list[tuple[Sequence, int]]) -> None:
-        sequences = [sequence for sequence, _ in chosen]
+        self._pass(chosen, lambda: self._passes.read(chosen))
+
+    def _pass(
+        self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
+    ) -> None:
+        """One forward pass, which computes so many tokens more of each sequence."""
         logits_BV = None
         with Failure() as failure:
-            for sequence in sequences:
+            for sequence, _ in chosen:
                 self._fit(sequence)
-            if sequences[0].wants_prompt_logprobs:
-                logits_BV, logprobs = self._passes.read_with_logprobs(*chosen[0])
-                sequences[0].add_logprobs(logprobs)
-            else:
-                logits_BV = self._passes.read(chosen)
+            logits_BV = compute()
         self._counts["steps"] += 1
         if logits_BV is None:
-            self._fail(sequences, failure)
+            self._fail([sequence for sequence, _ in chosen], failure)
             return
         for row, (sequence, num_new) in enumerate(chosen):
             self._advance(sequence, num_new, logits_BV[row])
@@ -340,7 +333,8 @@ class Engine:
         with Failure() as failure:
             token = sequence.sampler.choose(logits_V, sequence.answer)
         if token is None:
-            self._finish(sequence, "error", failure.message, failure.is_constrained)
+            is_constrained = failure.is_constrained
+            self._finish(sequence, "error", failure.message, is_constrained=is_constrained)
             return
         self._counts["generated_tokens"] += 1
         reason = sequence.add(token)
@@ -377,6 +371,7 @@ class Engine:
         sequence: Sequence,
         reason: FinishReason,
         message: str | None = None,
+        *,
         is_constrained: bool = False,
     ) -> None:
         if reason in ("stop", "length"):

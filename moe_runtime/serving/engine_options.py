@@ -17,8 +17,8 @@ class EngineOptions:
         most_running: requests that are answered at a time.
         prompt_tokens: most tokens of prompts in a step beside others that decode.
         max_slowdown: times as long that a step may take with prompts as without, as far as
-            `StepSizes` can hold it; infinity takes ``prompt_tokens`` whenever there are so many.
-        idle_prompt_tokens: the same while nobody decodes.
+            `StepSizes` can hold it; with infinity steps grow to ``prompt_tokens``.
+        idle_prompt_tokens: most tokens of prompts in a step while nobody decodes.
         reuses_prefixes: keeps keys and values of prompts and answers for those that begin alike,
             in memory that nobody else needs.
         exact: gives a request the bits that it would get alone, whatever runs beside it and ran

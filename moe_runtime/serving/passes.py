@@ -117,13 +117,16 @@ class ModelPasses:
         """Computes the next tokens of prompts; the caches have them afterwards.
 
         Args:
-            chosen: sequences, and how many tokens of each.
+            chosen: sequences, and how many tokens of each; one alone that wants log-probabilities
+                of its prompt gets them.
 
         Returns:
             Logits ``[B, V]`` of what follows.
         """
         if len(chosen) == 1:
             ((sequence, num_new),) = chosen
+            if sequence.wants_prompt_logprobs:
+                return self._read_with_logprobs(sequence, num_new)
             first = sequence.num_computed
             ids = [sequence.tokens[first : first + num_new]]
             cache = self.requests.name(_cache_of(sequence), [sequence.number], [num_new])
@@ -141,15 +144,9 @@ class ModelPasses:
         with self._adapted(chosen[0][0]):
             return self._call([ids], cache, keep=ends, positions=[positions])[0]
 
-    def read_with_logprobs(
-        self, sequence: Sequence, num_new: int
-    ) -> tuple[torch.Tensor, list[TokenLogprob]]:
-        """As ``read`` for a single prompt.
-
-        Returns:
-            Logits ``[1, V]`` of what follows, and the log-probabilities of the tokens behind those
-            that were computed, as far as the prompt goes.
-        """
+    def _read_with_logprobs(self, sequence: Sequence, num_new: int) -> torch.Tensor:
+        """As ``read``; the sequence gets the log-probabilities of the tokens behind those that were
+        computed, as far as the prompt goes."""
         first, prompt = sequence.num_computed, sequence.request.prompt_ids
         ids = [sequence.tokens[first : first + num_new]]
         cache = self.requests.name(_cache_of(sequence), [sequence.number], [num_new])
@@ -161,7 +158,8 @@ class ModelPasses:
             some = targets[row : row + LOGPROB_ROWS]
             wanted = sequence.request.num_prompt_logprobs or 0
             found += token_logprobs(logits_RV[row : row + len(some)], some, wanted)
-        return logits_RV[-1:], found
+        sequence.add_logprobs(found)
+        return logits_RV[-1:]
 
     @property
     def most_logprob_tokens(self) -> int:

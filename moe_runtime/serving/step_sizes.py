@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-FEWEST = 16
+MIN_TOKENS = 16
 """Tokens of prompts that a step may always have."""
-LARGEST_PRICE = 2.0
-"""A token costs at most so many times what it costs in the cheapest step, whoever waits."""
+MAX_COST_RATIO = 2.0
+"""A token takes at most so many times its time in the most efficient step, whoever waits."""
 _NEW_SHARE = 0.3
 """Share of the latest time in a running mean."""
 
@@ -22,11 +22,11 @@ _NEW_SHARE = 0.3
 class StepSizes:
     """Chooses sizes of steps that keep those who decode from waiting long.
 
-    Sizes are doubled from `FEWEST` on. A step with prompts takes at most ``max_slowdown`` times as
-    long as one without, as far as that is possible with `LARGEST_PRICE`: where experts come from a
-    disk, a step of few tokens reads nearly as much as one of many, and small steps would read for
-    ever. A larger size is tried when twice the time of the one before would still be short enough,
-    which it cannot exceed: more tokens share what is read.
+    Sizes are doubled from `MIN_TOKENS` on. A step with prompts takes at most ``max_slowdown`` times
+    as long as one without, as far as that is possible with `MAX_COST_RATIO`: where experts come
+    from a disk, a step of few tokens reads nearly as much as one of many, and small steps would
+    read for ever. A larger size is tried when twice the time of the one before would still be short
+    enough, which it cannot exceed: more tokens share what is read.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StepSizes:
             max_slowdown: times as long that a step may take with prompts as without.
             clock: seconds.
         """
-        sizes = [FEWEST]
+        sizes = [MIN_TOKENS]
         while sizes[-1] < most_tokens:
             sizes.append(2 * sizes[-1])
         self._sizes = [min(size, most_tokens) for size in sizes]
@@ -50,7 +50,7 @@ class StepSizes:
         self._clock = clock
         self._seconds: dict[int, float] = {}
         self._decode_s: float | None = None
-        self._least_price = math.inf
+        self._least_token_s = math.inf
         self._is_ignored = False
 
     @contextmanager
@@ -66,11 +66,11 @@ class StepSizes:
             if num_decoding:
                 self._decode_s = _mean(self._decode_s, seconds)
             return
-        price = seconds / num_prompt
-        self._least_price = min(price, self._least_price)
+        token_s = seconds / num_prompt
+        self._least_token_s = min(token_s, self._least_token_s)
         size = max((size for size in self._sizes if size <= num_prompt), default=None)
         if num_decoding and size is not None:
-            self._seconds[size] = _mean(self._seconds.get(size), price * size)
+            self._seconds[size] = _mean(self._seconds.get(size), token_s * size)
 
     def ignore_step(self) -> None:
         """The step that is timed failed: its time says nothing."""
@@ -85,7 +85,7 @@ class StepSizes:
             seconds = self._seconds[size]
             doubled = seconds * larger / size
             found = min(self._seconds.get(larger, doubled), doubled)
-            if not self._is_short(found) and not self._is_dear(seconds / size):
+            if not self._is_short(found) and not self._is_inefficient(seconds / size):
                 break
             size = larger
         return size
@@ -95,8 +95,8 @@ class StepSizes:
             return math.isinf(self._max_slowdown)
         return seconds <= self._max_slowdown * self._decode_s
 
-    def _is_dear(self, price: float) -> bool:
-        return price > LARGEST_PRICE * self._least_price
+    def _is_inefficient(self, token_s: float) -> bool:
+        return token_s > MAX_COST_RATIO * self._least_token_s
 
 
 def _mean(before: float | None, seconds: float) -> float:

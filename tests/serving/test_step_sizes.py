@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from moe_runtime.serving.step_sizes import FEWEST, LARGEST_PRICE, StepSizes
+from moe_runtime.serving.step_sizes import MAX_COST_RATIO, MIN_TOKENS, StepSizes
 
 MOST = 256
 DECODING = 4
@@ -56,7 +56,9 @@ def test_no_step_takes_longer_than_it_may(max_slowdown: float) -> None:
     machine = Machine(seconds(read_all_s=0.2, token_s=0.02))
     decode_s = machine.seconds_of(0, DECODING)
     found = after_a_prompt(machine, max_slowdown)
-    assert max(machine.taken) <= max(max_slowdown * decode_s, machine.seconds_of(FEWEST, DECODING))
+    assert max(machine.taken) <= max(
+        max_slowdown * decode_s, machine.seconds_of(MIN_TOKENS, DECODING)
+    )
     settled = found[len(found) // 2]
     assert settled == MOST or 2 * machine.seconds_of(settled, DECODING) > max_slowdown * decode_s
 
@@ -64,11 +66,11 @@ def test_no_step_takes_longer_than_it_may(max_slowdown: float) -> None:
 def test_where_reading_takes_the_time_steps_do_not_read_for_ever() -> None:
     machine = Machine(seconds(read_all_s=6.0, token_s=0.02))
     found = after_a_prompt(machine, 1.5)
-    price = machine.seconds_of(found[-2], DECODING) / found[-2]
+    token_s = machine.seconds_of(found[-2], DECODING) / found[-2]
     cheapest = machine.seconds_of(300, 0) / 300
-    assert price <= LARGEST_PRICE * cheapest
+    assert token_s <= MAX_COST_RATIO * cheapest
     smaller = found[-2] // 2
-    assert machine.seconds_of(smaller, DECODING) / smaller > LARGEST_PRICE * cheapest
+    assert machine.seconds_of(smaller, DECODING) / smaller > MAX_COST_RATIO * cheapest
 
 
 def test_without_a_bound_steps_grow_to_the_most() -> None:
@@ -107,9 +109,9 @@ def test_a_step_that_failed_counts_for_nothing() -> None:
         raise ZeroDivisionError
     with sizes.timed(num_prompt=16, num_decoding=1):
         sizes.ignore_step()
-    assert sizes.most_tokens() == FEWEST
+    assert sizes.most_tokens() == MIN_TOKENS
     with sizes.timed(num_prompt=0, num_decoding=1):
         pass
     with sizes.timed(num_prompt=16, num_decoding=1):
         pass
-    assert sizes.most_tokens() == 2 * FEWEST
+    assert sizes.most_tokens() == 2 * MIN_TOKENS

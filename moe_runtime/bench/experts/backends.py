@@ -18,7 +18,7 @@ from moe_runtime.bench.experts.layers import OURS, PEERS, time_block
 from moe_runtime.bench.experts.peers import ExpertsPeer
 from moe_runtime.bench.experts.results import ExpertsPlan, num_equal, require_all_equal
 from moe_runtime.bench.peer_process import PeerProgram
-from moe_runtime.bench.results import Metric, describe_system, make_results, versions
+from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
 from moe_runtime.bench.runner import Number, Rules, peer_failures, run_in_turn
 
 
@@ -116,7 +116,7 @@ def measure_experts(
                 found[one.name],
                 metrics_of(plan),
                 system_versions=one.versions,
-                quality={"compared": one.compared, "equal": one.equal} if one.compared else None,
+                quality=quality_of(one),
             )
             for one in systems
         ],

@@ -96,7 +96,7 @@ MaxSlowdown = Annotated[
     typer.Option(
         help="Times as long that a step may take with a prompt's tokens as without: fewer tokens "
         "of it are read at a time then, as long as they do not cost twice as much each; "
-        "inf for --step-tokens whenever there are so many.",
+        "with inf they grow to --step-tokens.",
     ),
 ]
 Exact = Annotated[
