@@ -6,6 +6,8 @@ under memory caps. `moe-runtime bench serve` presses them, once unmeasured: weig
 memory is touched for the first time then. Prompts are pieces of Python's language reference;
 answers are greedy and have their full length. A random model's answers wander through the
 vocabulary, so decoding finds no more of its experts in memory than chance has it.
+
+Prompts of several lengths: `--clients 1 --prompt-tokens 256 2048 8192 --output-tokens 1 --keep`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -41,6 +43,14 @@ READY_S = 900
 CHARACTERS_PER_TOKEN = 4
 
 
+class Load(NamedTuple):
+    """What presses a server: so many clients, whose prompts and answers have so many tokens."""
+
+    clients: int
+    prompt_length: int
+    answer_length: int
+
+
 def main() -> None:
     """Measures every system under every cap, as often as asked, and prints a line each."""
     options = _arguments()
@@ -55,7 +65,7 @@ def main() -> None:
     if (reason := why_unavailable()) and any(options.caps):
         print(f"without caps: {reason}")
         options.caps = [cap for cap in options.caps if cap is None]
-    prompts = write_prompts(options.data, options)
+    pressing = write_prompts(options.data, options)
     facts = {
         **run_facts(HERE.parent),
         "shape": shape.describe(),
@@ -66,7 +76,7 @@ def main() -> None:
         for _ in range(options.rounds):
             for system in options.systems:
                 command = server_command(system, options, checkpoint, gguf)
-                for row in press(command, options, prompts, cap_bytes):
+                for row in press(command, options.port, pressing, cap_bytes):
                     rows.append({"system": system, "cap": cap_label(cap_bytes), **row})
                     print(_line(rows[-1]), flush=True)
                 if options.save:  # after each server: an hour's work is not lost with its last part
@@ -79,7 +89,7 @@ def main() -> None:
 def kept_rows(
     file: Path, facts: dict[str, Any], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The file's rows of caps that are not measured now.
+    """The file's rows of what is not measured now.
 
     Raises:
         SystemExit: they are of another commit or machine.
@@ -90,44 +100,68 @@ def kept_rows(
     for key in ("commit", "machine"):
         if before[key] != facts[key]:
             raise SystemExit(f"--keep: {file.name} is of another {key}; measure everything again")
-    now = {cap_label(cap) for cap in options.caps}
-    return [row for row in before["rows"] if row["cap"] not in now]
+    now = {
+        (system, cap_label(cap), *load)
+        for system in options.systems
+        for cap in options.caps
+        for load in loads(options)
+    }
+    named = ("system", "cap", *Load._fields)
+    return [row for row in before["rows"] if tuple(row.get(field) for field in named) not in now]
 
 
-def write_prompts(folder: Path, options: argparse.Namespace) -> dict[int, Path]:
-    """A file of prompts for each number of clients: a server keeps prefixes, so none comes twice.
+def loads(options: argparse.Namespace) -> list[Load]:
+    """Every number of clients with every length of prompts."""
+    return [
+        Load(clients, prompt_tokens, options.output_tokens)
+        for prompt_tokens in options.prompt_tokens
+        for clients in options.clients
+    ]
 
-    That of 0 clients is for warming up: a prompt for each of the most clients. The last line of
-    each is for the load generator's probe alone.
+
+def write_prompts(folder: Path, options: argparse.Namespace) -> list[tuple[Load, Path]]:
+    """Each load and the file of its prompts: a server keeps prefixes, so none comes twice.
+
+    The first is for warming up: the shortest prompts, one for each of the most clients. The last
+    line of each is for the load generator's probe alone.
     """
-    counts = {clients: num_requests(clients, options) for clients in options.clients}
-    counts[0] = max(options.clients)
-    count, tokens = sum(counts.values()) + len(counts), options.prompt_tokens
+    most, shortest = max(options.clients), min(options.prompt_tokens)
+    counts = {load: num_requests(load.clients, options) for load in loads(options)}
+    words = iter(language_reference().split())
+    texts: list[tuple[Load, str]] = []
+    for load, count in [(Load(most, shortest, options.output_tokens), most), *counts.items()]:
+        lines = _prompts(words, load.prompt_length, count + 1)
+        if len(lines) <= count:
+            raise SystemExit(
+                f"the text is too short for {count} more prompts of {load.prompt_length} tokens; "
+                "ask for fewer --requests, --clients or --prompt-tokens"
+            )
+        texts.append((load, "\n".join(lines) + "\n"))
+    pressing = [(load, folder / f"prompts-{place}.txt") for place, (load, _) in enumerate(texts)]
+    for (_, path), (_, text) in zip(pressing, texts, strict=True):
+        write_text(path, text)
+    return pressing
+
+
+def _prompts(words: Iterator[str], tokens: int, count: int) -> list[str]:
+    """The next prompts that words make, fewer where they end."""
     lines: list[str] = []
     line = ""
-    for word in language_reference().split():
+    while len(lines) < count and (word := next(words, None)) is not None:
         line += f"{word} "
         if len(line) >= tokens * CHARACTERS_PER_TOKEN:
             lines.append(line.rstrip())
             line = ""
-        if len(lines) == count:
-            break
-    if len(lines) < count:
-        raise SystemExit(f"the text has {len(lines)} prompts of {tokens} tokens, not {count}")
-    paths: dict[int, Path] = {}
-    for clients, number in counts.items():
-        mine, lines = lines[: number + 1], lines[number + 1 :]
-        paths[clients] = folder / f"prompts-{clients}.txt"
-        write_text(paths[clients], "\n".join(mine) + "\n")
-    return paths
+    return lines
 
 
-def load_command(url: str, clients: int, prompts: Path, options: argparse.Namespace) -> list[str]:
-    """How a number of clients press a server with all prompts of a file but the last."""
+def load_command(port: int, load: Load, prompts: Path) -> list[str]:
+    """How clients press a server with all prompts of a file but the last."""
     number = len(prompts.read_text().splitlines()) - 1
-    command = [str(PROGRAM), "bench", "serve", "--url", url, "--prompts", str(prompts)]
-    command += ["--concurrency", str(clients), "--requests", str(number), "--json"]
-    return [*command, "--output-tokens", str(options.output_tokens), "--timeout", str(READY_S)]
+    command = [str(PROGRAM), "bench", "serve", "--url", f"http://127.0.0.1:{port}"]
+    command += ["--prompts", str(prompts), "--concurrency", str(load.clients)]
+    command += ["--requests", str(number), "--json", "--timeout", str(READY_S)]
+    return [*command, "--output-tokens", str(load.answer_length)]
 
 
 def num_requests(clients: int, options: argparse.Namespace) -> int:
@@ -140,7 +174,7 @@ def server_command(
 ) -> list[str]:
     """How a server is started for as many clients as there will be."""
     most = max(options.clients)
-    room = most * 2 * (options.prompt_tokens + options.output_tokens)
+    room = most * 2 * (max(options.prompt_tokens) + options.output_tokens)
     port = str(options.port)
     threads = str(num_usable_cores())
     if system == OURS:
@@ -156,38 +190,34 @@ def server_command(
 
 def press(
     command: Sequence[str],
-    options: argparse.Namespace,
-    prompts: dict[int, Path],
+    port: int,
+    pressing: Sequence[tuple[Load, Path]],
     cap_bytes: int | None,
 ) -> Iterator[dict[str, Any]]:
-    """One server's life: a row for each number of clients, or one that says why there is none."""
+    """One server's life: a row for each load, or one that says why there is none."""
     drop_page_cache()
-    url = f"http://127.0.0.1:{options.port}"
     with capped(command, cap_bytes) as (process, peak_bytes):
         try:
-            wait_until_ready(process, url)
+            wait_until_ready(process, f"http://127.0.0.1:{port}")
         except RuntimeError as error:
             yield {"error": str(error)}
             return
-        for clients in (0, *options.clients):
+        for place, (load, path) in enumerate(pressing):
             done = subprocess.run(
-                load_command(url, clients or max(options.clients), prompts[clients], options),
-                capture_output=True,
-                text=True,
-                check=False,
+                load_command(port, load, path), capture_output=True, text=True, check=False
             )
             if done.returncode:
                 said = done.stderr.strip().splitlines() or ["the load ended without a word"]
-                yield {"clients": clients, "error": said[-1]}
+                yield {**load._asdict(), "error": said[-1]}
                 continue
             if (code := process.poll()) is not None:
                 # whoever answered was another server at this port
-                yield {"clients": clients, "error": f"the server ended with exit code {code}"}
+                yield {**load._asdict(), "error": f"the server ended with exit code {code}"}
                 return
-            if not clients:
+            if not place:
                 continue
             (level,) = json.loads(done.stdout)["levels"]
-            yield {"clients": clients, "peak_bytes": peak_bytes(), **level}
+            yield {**level, **load._asdict(), "peak_bytes": peak_bytes()}
 
 
 @contextmanager
@@ -236,35 +266,36 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Median tokens a second by cap, clients and system, and ours over each peer."""
-    rates: dict[tuple[str, int, str], list[float]] = {}
+    """Median tokens a second by cap, load and system, and ours over each peer."""
+    groups: dict[tuple[str, Load, str], list[dict[str, Any]]] = {}
     for row in rows:
         if "error" not in row and not row["failed"]:
-            key = row["cap"], row["clients"], row["system"]
-            rates.setdefault(key, []).append(row["output_tokens_per_s"])
-    found = {key: statistics.median(values) for key, values in rates.items()}
-    return [
-        {
-            "cap": cap,
-            "clients": clients,
-            "system": system,
-            "output_tokens_per_s": rate,
-            "ours_over_it": found[cap, clients, OURS] / rate
-            if (cap, clients, OURS) in found
-            else None,
-        }
-        for (cap, clients, system), rate in found.items()
-    ]
+            load = Load(*(row[field] for field in Load._fields))
+            groups.setdefault((row["cap"], load, row["system"]), []).append(row)
+    fields = ("input_tokens_per_s", "output_tokens_per_s")
+    found = {
+        key: {field: statistics.median(row[field] for row in group) for field in fields}
+        for key, group in groups.items()
+    }
+    summary: list[dict[str, Any]] = []
+    for (cap, load, system), rates in found.items():
+        ours = found.get((cap, load, OURS))
+        ratio = ours["output_tokens_per_s"] / rates["output_tokens_per_s"] if ours else None
+        summary.append(
+            {"cap": cap, **load._asdict(), "system": system, **rates, "ours_over_it": ratio}
+        )
+    return summary
 
 
 def _line(row: dict[str, Any]) -> str:
     head = f"{row['system']:>12}  cap {row['cap']:>6}  {row.get('clients', '-')} clients"
+    head += f"  prompts of {row.get('prompt_length', '-')}"
     if "error" in row:
         return f"{head}  {row['error']}"
     first = row["time_to_first_token_s"]
     return (
         f"{head}  {row['output_tokens_per_s']:7.2f} tokens/s out, "
-        f"{row['total_tokens_per_s']:7.2f} in all, first token p50 {first['p50']:.1f} s, "
+        f"{row['input_tokens_per_s']:7.2f} in, first token p50 {first['p50']:.1f} s, "
         f"{row['answered']} answered, {row['failed']} failed"
     )
 
@@ -278,14 +309,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--caps", nargs="+", type=parse_cap, default=[None, 7 << 30])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--requests", type=int, default=16, help="of the most clients; fewer: less")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[128])
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3, help="turns of every server")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--llama-server", type=Path, default=Path("llama-server"))
     parser.add_argument("--save", action="store_true", help="write this machine's results file")
     parser.add_argument(
-        "--keep", action="store_true", help="keep its other caps, of the same commit and machine"
+        "--keep", action="store_true", help="keep its other rows, of the same commit and machine"
     )
     return parser.parse_args()
 

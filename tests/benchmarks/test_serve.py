@@ -7,46 +7,58 @@ import serve
 
 
 def options_of(**others: object) -> Namespace:
-    known = {"clients": [1, 8], "requests": 16, "prompt_tokens": 32, "output_tokens": 4, "port": 1}
-    return Namespace(**known | {"llama_server": "it"} | others)
+    known = {"clients": [1, 8], "requests": 16, "prompt_tokens": [32], "output_tokens": 4}
+    return Namespace(**known | {"port": 1, "llama_server": "it", "systems": ["ours"]} | others)
 
 
 def test_no_prompt_comes_twice(tmp_path: Path) -> None:
-    """A line more than requests, which only the load generator's probe asks; 0: for warming up."""
-    paths = serve.write_prompts(tmp_path, options_of())
-    lines = {clients: path.read_text().splitlines() for clients, path in paths.items()}
-    assert {clients: len(found) for clients, found in lines.items()} == {
-        0: 8 + 1,
-        1: 2 + 1,
-        8: 16 + 1,
-    }
-    every = [line for found in lines.values() for line in found]
+    """A line more than requests, for the load generator's probe; the first file warms up."""
+    options = options_of(prompt_tokens=[32, 64])
+    pressing = [
+        (load, path.read_text().splitlines())
+        for load, path in serve.write_prompts(tmp_path, options)
+    ]
+    assert [(*load, len(lines)) for load, lines in pressing] == [
+        (8, 32, 4, 8 + 1),
+        (1, 32, 4, 2 + 1),
+        (8, 32, 4, 16 + 1),
+        (1, 64, 4, 2 + 1),
+        (8, 64, 4, 16 + 1),
+    ]
+    every = [line for _, lines in pressing for line in lines]
     assert len({line[:40] for line in every}) == len(every)
-    assert all(127 <= len(line) < 127 + 80 for line in every)
+    for load, lines in pressing:
+        shortest = 4 * load.prompt_length - 1
+        assert all(shortest <= len(line) < shortest + 80 for line in lines)
 
 
 def test_more_prompts_than_the_text_has_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"the text has \d+ prompts of 100000 tokens, not 29"):
-        serve.write_prompts(tmp_path, options_of(prompt_tokens=100_000))
+    with pytest.raises(SystemExit, match="too short for 8 more prompts of 100000 tokens"):
+        serve.write_prompts(tmp_path, options_of(prompt_tokens=[100_000]))
     assert not list(tmp_path.iterdir())
 
 
 def test_the_median_of_a_systems_turns_counts_and_failures_do_not() -> None:
     turns = {"ours": (4.0, 9.0, 8.0), "llama.cpp": (1.0, 2.0, 5.0)}
+    load = serve.Load(4, 64, 1)
     rows = [
-        {"system": system, "cap": "7 GiB", "clients": 4, "failed": 0, "output_tokens_per_s": rate}
+        {"system": system, "cap": "7 GiB", **load._asdict(), "failed": 0}
+        | {"output_tokens_per_s": rate, "input_tokens_per_s": 64 * rate}
         for system, rates in turns.items()
         for rate in rates
     ]
     rows.append(rows[0] | {"failed": 1, "output_tokens_per_s": 1000.0})
+    rows.append(rows[0] | {"prompt_length": 256, "output_tokens_per_s": 3.0})
     rows.append({"system": "ours", "cap": "none", "error": "the server ended with exit code 1"})
-    ours, peer = serve.summarize(rows)
+    ours, peer, longer = serve.summarize(rows)
     assert (ours["output_tokens_per_s"], ours["ours_over_it"]) == (8, 1)
     assert (peer["output_tokens_per_s"], peer["ours_over_it"]) == (2, 4)
+    assert peer["input_tokens_per_s"] == 128
+    assert (longer["prompt_length"], longer["output_tokens_per_s"]) == (256, 3)
 
 
 def test_every_server_has_room_for_all_clients() -> None:
-    options = options_of(prompt_tokens=100, output_tokens=28)
+    options = options_of(prompt_tokens=[32, 100], output_tokens=28)
     places = Path("model"), Path("model.gguf")
     ours = serve.server_command(serve.OURS, options, *places)
     peer = serve.server_command(serve.LLAMA_CPP, options, *places)
@@ -55,18 +67,21 @@ def test_every_server_has_room_for_all_clients() -> None:
 
 
 def test_all_prompts_but_the_probes_are_asked(tmp_path: Path) -> None:
-    paths = serve.write_prompts(tmp_path, options_of())
-    command = serve.load_command("http://it", 8, paths[0], options_of())
+    load, path = serve.write_prompts(tmp_path, options_of())[0]
+    command = serve.load_command(1, load, path)
     assert command[command.index("--requests") + 1] == "8"
-    assert command[command.index("--prompts") + 1] == str(paths[0])
+    assert command[command.index("--prompts") + 1] == str(path)
 
 
-def test_rows_of_other_caps_are_kept_of_the_same_commit_alone(tmp_path: Path) -> None:
+def test_other_rows_are_kept_of_the_same_commit_alone(tmp_path: Path) -> None:
+    """Other caps, systems and loads."""
     file, facts = tmp_path / "serve.json", {"commit": "a", "machine": {"cpu": "x"}}
-    rows = [{"cap": "none", "clients": 1}, {"cap": "7 GiB", "clients": 1}]
+    measured = {"system": "ours", "cap": "7 GiB", **serve.Load(1, 32, 4)._asdict()}
+    others = [{"cap": "none"}, {"system": "llama.cpp"}, {"clients": 2}, {"answer_length": 1}]
+    rows = [measured, *(measured | other for other in others)]
     options = options_of(caps=[7 << 30])
     assert serve.kept_rows(file, facts, options) == []
     file.write_text(json.dumps({**facts, "rows": rows}))
-    assert serve.kept_rows(file, facts, options) == rows[:1]
+    assert serve.kept_rows(file, facts, options) == rows[1:]
     with pytest.raises(SystemExit, match="another commit"):
         serve.kept_rows(file, {**facts, "commit": "b"}, options)
