@@ -181,11 +181,19 @@ def turn(client: Client, model: Any, rounds: int) -> dict[str, Any]:
 
 
 def decode(client: Client, model: Any, rounds: int) -> dict[str, Any]:
-    """1, 4 and 16 answers at a time, behind prompts of 8 tokens: while all of them go on."""
+    """1, 4 and 16 answers at a time, behind prompts of 8 tokens: while all of them go on.
+
+    Bytes are those of experts read for the whole of the answers: where the disk binds, their ratio
+    is what the tokens a second can gain.
+    """
     rates: dict[int, Times] = {1: [], 4: [], 16: []}
+    token_bytes: dict[int, Times] = {count: [] for count in rates}
     for _ in range(rounds):
         for count, found in rates.items():
+            read_before = model.moe.stats().bytes_read
             answers = client.ask_all([client.prompt(8) for _ in range(count)], 24)
+            read = model.moe.stats().bytes_read - read_before
+            token_bytes[count].append(read / (count * 24))
             begin = max(times[0] for times, _ in answers)
             end = min(times[-1] for times, _ in answers)
             stamps = [stamp for times, _ in answers for stamp in times if begin < stamp <= end]
@@ -193,6 +201,9 @@ def decode(client: Client, model: Any, rounds: int) -> dict[str, Any]:
     medians = {count: statistics.median(found) for count, found in rates.items()}
     return {
         "tokens_per_s": medians,
+        "read_bytes_per_token": {
+            count: statistics.median(sizes) for count, sizes in token_bytes.items()
+        },
         "ratio": {count: medians[count] / medians[1] for count in (4, 16)},
     }
 

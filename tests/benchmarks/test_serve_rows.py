@@ -1,6 +1,7 @@
 """The rows, from answers whose times are known."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,19 +42,22 @@ def test_a_second_turn_goes_on_behind_the_first_and_its_answer() -> None:
 
 
 def test_answers_count_while_all_go_on() -> None:
-    """A token each second of each, whose beginnings and ends are not the same."""
+    """A token each second of each, whose beginnings and ends are not the same; 240 bytes a time."""
+    read = SimpleNamespace(bytes_read=7)
 
     class Late(Scripted):
         def ask_all(self, prompts: Sequence[Sequence[int]], num_new: int) -> list[Any]:
+            read.bytes_read += 240
             return [
                 ([place + late / 4 for place in range(num_new)], [7] * num_new)
                 for late in range(len(prompts))
             ]
 
-    found = serve_rows.decode(Late(), None, 1)
+    found = serve_rows.decode(Late(), SimpleNamespace(moe=SimpleNamespace(stats=lambda: read)), 1)
     # 1 to 23 s, and the 22.25 s from 0.75 to 23: of one 23, of three 22
     assert found["tokens_per_s"][1] == 1.0
     assert found["ratio"][4] == pytest.approx((23 + 3 * 22) / 22.25)
+    assert found["read_bytes_per_token"] == {1: 10, 4: 2.5, 16: 0.625}
 
 
 def test_the_pauses_of_answers_count_not_their_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
