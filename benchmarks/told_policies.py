@@ -1,9 +1,9 @@
 """What policies gain by what they are told: `python benchmarks/told_policies.py`.
 
 The pocket model answers prompts from many documents, and its routing is recorded. Two questions are
-asked of the recording. What is an earlier process's learning worth: a learner that watched half of
-the requests hands over what it keeps, and a new one serves the other half with it and without. What
-are costs worth: every third layer's experts are taken to be larger, and policies over one pool of
+asked of the recording. What is learning worth, beside LRU, which learns nothing: a learner that
+watched half of the requests hands over what it keeps, and a new one serves the other half with it
+and without. Requests about one module come one after another. What are costs worth: every third layer's experts are taken to be larger, and policies over one pool of
 slots are told so or not. `--trace FILE` asks about another recording, `--out` writes it all down.
 """
 
@@ -35,7 +35,7 @@ from moe_runtime.policies.prediction.base import Learner, shape_of
 from moe_runtime.types import ExpertKey
 
 LEARNERS = ("activation-aware", "reuse", "predicted")
-NUM_REQUESTS = 20
+NUM_REQUESTS = 240
 PROMPT_TOKENS = 24
 NEW_TOKENS = 24
 
@@ -104,6 +104,9 @@ def kept_start(
     num_slots = round(capacity * signature.num_layers * signature.num_experts)
     shape = shape_of(signature)
 
+    def lru() -> LayerShares:
+        return make_policy("lru", num_slots=num_slots, setting=Setting(shape=shape))
+
     def make(state: Any = None) -> LayerShares:
         predictor = TrackedPredictor(make_estimator("eam", shape)) if name == "predicted" else None
         setting = Setting(shape=shape, predictor=predictor)
@@ -116,12 +119,14 @@ def kept_start(
     replay_demand(first, lambda _: teacher, num_slots)
     state = {key: array.copy() for key, array in learner_of(teacher).learned().items()}
     for resets in (False, True):
+        plain = replay_demand(second, lambda _: lru(), num_slots, reset_per_sequence=resets)
         cold = replay_demand(second, lambda _: make(), num_slots, reset_per_sequence=resets)
         kept = replay_demand(second, lambda _: make(state), num_slots, reset_per_sequence=resets)
         yield {
             "policy": "predicted by eam" if name == "predicted" else name,
             "capacity": capacity,
             "processes": len(second.sequence_starts) if resets else 1,
+            "lru_hit_rate": round(plain.hit_rate, 4),
             "cold_hit_rate": round(cold.hit_rate, 4),
             "kept_hit_rate": round(kept.hit_rate, 4),
         }
@@ -204,7 +209,7 @@ def write(
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, help="a trace that `moe-runtime replay` reads")
-    parser.add_argument("--tokens", type=int, default=700, help="tokens that are served, about")
+    parser.add_argument("--tokens", type=int, default=6000, help="tokens that are served, about")
     parser.add_argument("--capacities", nargs="+", type=float, default=[0.25, 0.5])
     parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 3.0, 10.0])
     parser.add_argument("--out", type=Path, help="folder or file for the results as JSON")
