@@ -3,8 +3,9 @@
 The pocket model answers prompts from many documents, and its routing is recorded. Two questions are
 asked of the recording. What is learning worth, beside LRU, which learns nothing: a learner that
 watched half of the requests hands over what it keeps, and a new one serves the other half with it
-and without. Requests about one module come one after another. What are costs worth: every third layer's experts are taken to be larger, and policies over one pool of
-slots are told so or not. `--trace FILE` asks about another recording, `--out` writes it all down.
+and without. Requests about one module come one after another. What are costs worth: every third
+layer's experts are taken to be larger, and policies over one pool of slots are told so or not.
+`--trace FILE` asks about another recording, `--out` writes it all down.
 """
 
 from __future__ import annotations
