@@ -15,6 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from moe_runtime.models.lm.config import LanguageModelConfig
+from moe_runtime.models.lm.linear import Linear
 from moe_runtime.models.lm.norm import rms_norm
 from moe_runtime.models.lm.sequence import SequencePart, causal_mask
 
@@ -104,8 +105,8 @@ class Attention(nn.Module):
         self.head_dim, self.eps = config.head_dim, config.norm_eps
         self.part: SequencePart | None = None
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.qkv_proj = Linear(config.hidden_size, width, bias=False)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
         self.q_norm = nn.Parameter(torch.ones(config.head_dim))
         self.k_norm = nn.Parameter(torch.ones(config.head_dim))
 

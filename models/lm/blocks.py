@@ -14,6 +14,7 @@ from moe_runtime.layer import MoELayer, ScMoEBlock, ScMoEParts, SharedExperts
 from moe_runtime.layer.activations import activation_named
 from moe_runtime.models.lm.attention import Attention, RotaryTable
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
+from moe_runtime.models.lm.linear import Linear
 from moe_runtime.models.lm.norm import RMSNorm
 
 
@@ -25,8 +26,8 @@ class DenseFeedForward(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D]` to `[..., D]`."""

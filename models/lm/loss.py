@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from moe_runtime.kernels.linear import is_faster_widened
-from moe_runtime.kernels.native import native_library
+from moe_runtime.models.lm.linear import product_dtype
 
 CHUNK_BYTES = 32 << 20
 """Bytes of the logits that there are at a time."""
@@ -90,12 +89,7 @@ def linear_cross_entropies(
     if weight_VD.shape[1:] != hidden_TD.shape[1:]:
         raise ValueError(f"expected weight [V, {hidden_TD.shape[1]}], got {tuple(weight_VD.shape)}")
     device_type = hidden_TD.device.type
-    dtype = hidden_TD.dtype
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        library = native_library() if device_type == "cpu" else None
-        if library is not None and is_faster_widened(library, dtype):
-            dtype = torch.float32
+    dtype = product_dtype(device_type, hidden_TD.dtype)
     with torch.autocast(device_type, enabled=False):
         return _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, dtype)
 

@@ -23,6 +23,7 @@ from moe_runtime.layer.experts import Experts
 from moe_runtime.models.lm.attention import Attention
 from moe_runtime.models.lm.blocks import DenseFeedForward
 from moe_runtime.models.lm.config import LanguageModelConfig
+from moe_runtime.models.lm.linear import Linear
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.models.lm.sequence import SequencePart
 from moe_runtime.parallel import LayoutGroups, Overlap, ParallelExperts
@@ -196,7 +197,7 @@ class LinearParts(nn.Module):
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         for name, weight_FD in weights.items():
-            part = nn.Linear(*reversed(weight_FD.shape), bias=False, device="meta")
+            part = Linear(*reversed(weight_FD.shape), bias=False, device="meta")
             part.weight = nn.Parameter(weight_FD.detach().clone())
             self.add_module(name, part)
 
