@@ -96,7 +96,8 @@ def terminable() -> Iterator[StopRequest]:
         is_ending, request.signal_number = request.is_set, number
         if number != signal.SIGINT:
             for one in before.keys() & _TERMINATING:
-                signal.signal(one, signal.SIG_IGN)
+                # not SIG_IGN: one that came meanwhile would be reported as lost
+                signal.signal(one, lambda number, frame: None)
         if is_ending and not has_warned:
             has_warned = True
             print(_FINISHING, file=sys.stderr, flush=True)

@@ -248,6 +248,20 @@ def test_what_cannot_be_obeyed_is_one_line(
     assert (tmp_path / "here.txt").read_text() == "old"
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_bytes_that_are_no_text_are_refused(
+    errors: str, talking: Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever Python makes of them: the locale decides."""
+    from moe_runtime.cli.commands.chat import _Terminal
+
+    raw = io.TextIOWrapper(io.BytesIO(b"/help\ncaf\xc3\xa9 \xff\n"), "utf-8", errors)
+    monkeypatch.setattr(sys, "stdin", raw)
+    with pytest.raises(ValueError, match="standard input is not UTF-8 text: "):
+        _Terminal(talking, None).run()
+    assert [message["role"] for message in talking.messages] == ["system"]
+
+
 @pytest.mark.parametrize("line", ["/save {}", '/save "{}"', "/save '{}'  "])
 def test_a_name_with_spaces_is_taken_as_it_is_or_in_quotes(
     line: str, talking: Conversation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

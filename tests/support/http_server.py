@@ -95,7 +95,10 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    models: Sequence[ServedModel], limits: Limits | None = None, access: Access | None = None
+    models: Sequence[ServedModel],
+    limits: Limits | None = None,
+    access: Access | None = None,
+    drain_s: float = 10,
 ) -> Iterator[Served]:
     """Serves models until the block ends."""
     log: list[tuple[str, Mapping[str, Any]]] = []
@@ -111,7 +114,9 @@ def served(
     accept_clients(listening, 100)
     found = Served(address_of(listening), server, log)
     thread = threading.Thread(
-        target=serve, args=(server, listening), kwargs={"is_stopping": stop.is_set, "drain_s": 10}
+        target=serve,
+        args=(server, listening),
+        kwargs={"is_stopping": stop.is_set, "drain_s": drain_s},
     )
     thread.start()
     try:

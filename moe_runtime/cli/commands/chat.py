@@ -245,8 +245,12 @@ def _words_of(line: str) -> list[str]:
 def _lines(*, is_terminal: bool) -> Iterator[str]:
     """Lines of standard input; on a terminal with a history of what was typed."""
     if not is_terminal:
-        for line in sys.stdin:
-            yield line.rstrip("\n")
+        try:
+            for line in sys.stdin:
+                line.encode()  # refuses bytes that Python let pass as halves of surrogate pairs
+                yield line.rstrip("\n")
+        except UnicodeError as error:
+            raise ValueError(f"standard input is not UTF-8 text: {error}") from None
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives input() a history

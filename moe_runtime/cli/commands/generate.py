@@ -114,7 +114,7 @@ def generate(
         raise ValueError("--verbose is for the table, which --json leaves out; give one of them")
     for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):
         parse_budget(budget, name=option)
-    check_output_path(output, "answers")
+    check_output_path(output, "results")
     text = read_text(prompts)
     quiet_transformers(session)
     from moe_runtime.serving.batch_run import BatchSettings, run_batch

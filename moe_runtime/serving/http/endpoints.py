@@ -219,7 +219,9 @@ def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
     if model.template is None:
         raise without_template(model.name)
     prompt = model.template.render(
-        body.messages, add_generation_prompt=body.add_generation_prompt is not False
+        body.messages,
+        body.tools or (),
+        add_generation_prompt=body.add_generation_prompt is not False,
     )
     adds = bool(body.add_special_tokens)
     return encode_text(prompt, model, "messages", add_special_tokens=adds)

@@ -108,6 +108,11 @@ class RequestGate:
         self, request: Request, status: int, details: dict[str, Any], seconds: float
     ) -> None:
         path = _known_path(request)
+        generation: Generation | None = details.get("generation")
+        if generation is not None and generation.failure is not None:
+            # a stream had begun as a success; what became of it counts
+            status = generation.failure.status
+            details.setdefault("error", generation.failure.message)
         self._server.metrics.responses.labels(path, str(status)).inc()
         fields: dict[str, Any] = {
             "method": request.method,
@@ -115,7 +120,6 @@ class RequestGate:
             "status": status,
             "seconds": round(seconds, 4),
         }
-        generation: Generation | None = details.get("generation")
         if generation is not None:
             usage = generation.usage
             fields |= {

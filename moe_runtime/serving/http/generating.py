@@ -67,7 +67,7 @@ class AnswerChoice:
     finished: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Generation:
     """The answers to one request, while they are made.
 
@@ -77,6 +77,7 @@ class Generation:
         times: where they are counted.
         limit_s: seconds that all may take.
         usage: tokens so far.
+        failure: what a stream ended by that had begun as a success.
     """
 
     model: ServedModel
@@ -85,6 +86,7 @@ class Generation:
     limit_s: float
     usage: Usage = field(default_factory=Usage)
     finish_reasons: list[str] = field(default_factory=list)
+    failure: ApiError | None = None
     _events: asyncio.Queue[tuple[int, Event, float]] = field(default_factory=asyncio.Queue)
     _handles: list[RequestHandle] = field(default_factory=list)
     _started_s: float = field(default_factory=time.monotonic)
@@ -124,6 +126,12 @@ class Generation:
         for handle, choice in zip(self._handles, self.choices, strict=False):
             if not choice.finished:
                 handle.cancel()
+
+    def shut_down(self) -> None:
+        """Ends what has not ended, and says so to the client."""
+        self.cancel()
+        for index in range(len(self.choices)):
+            self._events.put_nowait((index, Finished("cancelled"), self.times.clock()))
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """The pieces of all answers with their indices, as they come.

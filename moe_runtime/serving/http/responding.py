@@ -47,7 +47,7 @@ class EventStream(StreamingResponse):
         self, generation: Generation, chunks: AsyncGenerator[dict[str, Any], None]
     ) -> None:
         self._generation = generation
-        self._events = _events(chunks)
+        self._events = self._encoded(chunks)
         super().__init__(
             self._events,
             media_type="text/event-stream",
@@ -62,15 +62,23 @@ class EventStream(StreamingResponse):
             self._generation.cancel()
             await self._events.aclose()
 
-
-async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(chunks):
+    async def _encoded(
+        self, chunks: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[bytes, None]:
+        failure: ApiError | None = ApiError("the client went away", status=CLIENT_CLOSED_REQUEST)
         try:
-            async for chunk in chunks:
-                yield b"data: " + json_bytes(chunk) + b"\n\n"
-        except ApiError as error:
-            yield b"data: " + json_bytes(error.body()) + b"\n\n"
-    yield b"data: [DONE]\n\n"
+            async with contextlib.aclosing(chunks):
+                try:
+                    async for chunk in chunks:
+                        yield b"data: " + json_bytes(chunk) + b"\n\n"
+                except ApiError as error:
+                    failure = error
+                    yield b"data: " + json_bytes(error.body()) + b"\n\n"
+                else:
+                    failure = None
+            yield b"data: [DONE]\n\n"
+        finally:
+            self._generation.failure = failure
 
 
 async def whole(

@@ -145,6 +145,7 @@ async def _serve(
     end_s = math.inf if drain_s is None else clock() + drain_s
     while uvicorn_server.server_state.tasks and not serving.done() and clock() < end_s:
         await asyncio.sleep(_LOOK_S)
+    server.shut_down()
     # Without an end of its own, it is clients who do not take the rest that are waited for now.
     left_s = _GOODBYE_S if drain_s is None else max(round(end_s - clock()), 1)
     uvicorn_server.config.timeout_graceful_shutdown = left_s

@@ -6,7 +6,7 @@ import difflib
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moe_runtime.checkpoints.strict_json import unique_keys
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
@@ -19,7 +19,6 @@ _KNOWN_BUT_UNSUPPORTED = frozenset(
     {
         *(
             "audio",
-            "best_of",
             "cache_prompt",
             "function_call",
             "functions",
@@ -86,6 +85,18 @@ class GenerationFields(_Body):
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Null asks for nothing, of a server that does not know the field too."""
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None or name not in _KNOWN_BUT_UNSUPPORTED
+        }
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """The strings that end an answer."""
@@ -99,6 +110,7 @@ class CompletionBody(GenerationFields):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
+    best_of: Literal[1] | None = None
 
 
 class TextPart(_Body):
@@ -171,6 +183,7 @@ class TokenizeBody(_Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
+    tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 

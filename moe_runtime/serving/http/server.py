@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
@@ -90,6 +91,7 @@ class Server:
     worker: ThreadPoolExecutor = field(init=False)
     grammar_worker: ThreadPoolExecutor = field(init=False)
     _arriving: set[asyncio.Timeout] = field(default_factory=set, init=False)
+    _generations: WeakSet[Generation] = field(default_factory=WeakSet, init=False)
 
     def __post_init__(self) -> None:
         """Makes what the models need."""
@@ -171,4 +173,10 @@ class Server:
         times = RequestTimes(self.metrics, model.parent or model.name)
         generation = Generation(model, choices, times, self.limits.seconds)
         generation.submit()
+        self._generations.add(generation)
         return generation
+
+    def shut_down(self) -> None:
+        """Ends the answers that are being made with an error."""
+        for generation in list(self._generations):
+            generation.shut_down()

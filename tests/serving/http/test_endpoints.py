@@ -57,6 +57,9 @@ def test_text_and_tokens(site: Served, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     status, found = site.ask("/tokenize", {"messages": messages})
     assert tokenizer.decode(found["tokens"]) == "user: Hi\nassistant:"
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    status, found = site.ask("/tokenize", {"messages": messages, "tools": tools})
+    assert status == 200
     assert site.ask("/tokenizer_info")[1]["eos_token"] == "<|endoftext|>"
 
 
@@ -183,6 +186,11 @@ def test_a_failed_step_is_an_error_before_and_within_a_stream(tokenizer: Any) ->
         assert "expert 3 of layer 1" in answer["error"]["message"]
         *_, last = site.stream("/v1/completions", BODY)
         assert last["error"]["code"] == "generation_failed"
+        _, text = site.ask("/metrics")
+    logged = [fields for event, fields in site.log if event == "request"]
+    assert [fields["status"] for fields in logged] == [500, 500]
+    assert all("expert 3 of layer 1" in fields["error"] for fields in logged)
+    assert 'moe:http_responses_total{path="/v1/completions",status="500"} 2.0' in text
 
 
 def test_a_full_queue_is_to_be_tried_again(tokenizer: Any) -> None:
@@ -208,6 +216,8 @@ def test_a_client_that_goes_away_is_cancelled(tokenizer: Any, stream: bytes) -> 
             client.sendall(head + body)
             assert engine.asked.wait(30)
         assert engine.cancelled.wait(30)
+    (fields,) = [fields for event, fields in site.log if event == "request"]
+    assert fields["status"] == 499
 
 
 def test_keys_bodies_and_names_are_checked(tokenizer: Any) -> None:
@@ -343,3 +353,19 @@ def test_a_server_that_drains_says_so_until_the_last_answer(tokenizer: Any) -> N
         engine.finish()
         stopping.result()
     assert answer.result()[0] == 200
+
+
+def test_answers_that_the_end_cuts_off_say_so(tokenizer: Any) -> None:
+    engine = HoldingEngine(lambda request: [PromptRead(0), NewToken(5)])
+    with contextlib.ExitStack() as serving, ThreadPoolExecutor(2) as threads:
+        models = [model_of("pocket", engine, tokenizer, 4096)]
+        site = serving.enter_context(served(models, drain_s=0))
+        whole = threads.submit(site.ask, "/v1/completions", BODY)
+        engine.asked.wait()
+        engine.asked.clear()
+        streamed = threads.submit(site.stream, "/v1/completions", BODY)
+        engine.asked.wait()
+        serving.close()
+    status, answer = whole.result()
+    assert (status, answer["error"]["code"]) == (503, "shutting_down")
+    assert streamed.result()[-1]["error"]["code"] == "shutting_down"

@@ -76,7 +76,7 @@ def fuzz(site: Served, rng: Random, times: int) -> list[int]:
             continue
         body = damaged_json(rng, SOUND[path], rng.randrange(1, 4))
         if isinstance(body, dict) and rng.random() < 0.2:
-            body[rng.choice(("best_of", "foo", "\ud800", ""))] = rng.choice(VALUES)
+            body[rng.choice(("foo", "\ud800", ""))] = rng.choice(VALUES)
         found.append(check(site, path, json.dumps(body).encode()))
     return found
 
