@@ -40,7 +40,9 @@ DEMO_PROMPT ?= The for statement
 # Where pip offers torch both with and without CUDA, a machine without an NVIDIA GPU gets the build
 # without it ("+cpu"), which is ten times smaller. An index that has no such build is no obstacle:
 # the plain version of the same number is installed instead, and runs on a CPU as well.
+# A build for a CPU brings no Triton; this one was tried in its place.
 TORCH ?= $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+TRITON ?= triton==3.9.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 INSTALLED := $(VENV)/.installed
@@ -75,7 +77,7 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(BIN)/python
 ifeq ($(HAS_GPU),yes)
 	$(BIN)/pip install --quiet "$(TORCH)"
 else
-	$(BIN)/pip install --quiet "$(TORCH)+cpu" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet "$(TORCH)+cpu" "$(TRITON)" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
 endif
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@# as pip does for what is not editable: otherwise, where Python is told to write no bytecode,
