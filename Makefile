@@ -19,6 +19,10 @@ ISA_ROOMS ?= $(addprefix tests/,kernels memory layer inference offload training 
 TRANSFORMERS_VERSIONS ?= 5.17.0 $(shell sed -n 's/^transformers==//p' constraints.txt)
 VERSIONS_ROOMS ?= $(addprefix tests/,checkpoints compatibility inference)
 
+# Pythons that the wheel is tried with, and the rooms whose tests run there.
+PYTHONS ?= python3.12 python3.13
+PYTHONS_ROOMS ?= $(addprefix tests/,bench checkpoints cli layer memory models policies routing)
+
 # Empty for the full comparison: an hour, and 28 GB of disk. Peers join in once they are installed:
 # .venv/bin/pip install -c constraints.txt -e ".[peers]"
 BENCH_ARGS ?= --quick
@@ -40,21 +44,32 @@ DEMO_PROMPT ?= The for statement
 # Where pip offers torch both with and without CUDA, a machine without an NVIDIA GPU gets the build
 # without it ("+cpu"), which is ten times smaller. An index that has no such build is no obstacle:
 # the plain version of the same number is installed instead, and runs on a CPU as well.
+# A build for a CPU brings no Triton; this one was tried in its place.
 TORCH ?= $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+TRITON ?= triton==3.9.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+
+# Into the environment that is named: make's own, and those of other Pythons.
+ifeq ($(HAS_GPU),yes)
+install_torch = $(1)/bin/pip install --quiet "$(TORCH)"
+else
+install_torch = $(1)/bin/pip install --quiet "$(TORCH)+cpu" "$(TRITON)" 2>/dev/null \
+  || $(1)/bin/pip install --quiet "$(TORCH)"
+endif
 
 INSTALLED := $(VENV)/.installed
 PACKAGES := moe_runtime kernels policies models
 NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.[ch] kernels/native/*/*.[ch] kernels/*/*.cpp policies/*/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-isa test-versions test-long wheel gpu check docs bench format clean
+.PHONY: help install demo test test-isa test-versions test-pythons test-long wheel gpu check docs bench format clean
 
 help:
 	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
 	@echo "make test    install, then run every test"
 	@echo "make test-isa   install, then test what the native kernels reach with each instruction set"
 	@echo "make test-versions  install, then test the engine with the oldest and newest transformers"
+	@echo "make test-pythons   build a wheel, then test it with Python 3.12 and 3.13, which must be there"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
 	@echo "make wheel   install, then build a wheel into dist, and try it where there is no compiler"
 	@echo "make gpu     install, then test on a GPU, choose tiles there and measure: nine minutes"
@@ -72,11 +87,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(BIN)/python
-ifeq ($(HAS_GPU),yes)
-	$(BIN)/pip install --quiet "$(TORCH)"
-else
-	$(BIN)/pip install --quiet "$(TORCH)+cpu" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
-endif
+	$(call install_torch,$(VENV))
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@# as pip does for what is not editable: otherwise, where Python is told to write no bytecode,
 	@# every process compiles all that it imports
@@ -108,6 +119,19 @@ test-versions: $(INSTALLED)
 	    > $$($$other/bin/python -c "$$site")/base.pth; \
 	  $$other/bin/pip install --quiet "transformers==$$version" || exit 1; \
 	  $$other/bin/python -P -m pytest $(PYTEST_ARGS) $(VERSIONS_ROOMS) || exit 1; \
+	done
+
+# The installed wheel, to which only the weights of the pocket model are added.
+test-pythons: wheel
+	@for python in $(PYTHONS); do \
+	  echo "== $$python"; other=$(VENV)/$$python; \
+	  $$python -m venv $$other || exit 1; \
+	  { $(call install_torch,$$other); } || exit 1; \
+	  $$other/bin/pip install --quiet --constraint constraints.txt \
+	    "$$(ls -t dist/*.whl | head -n 1)[dev]" || exit 1; \
+	  site=$$($$other/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
+	  cp models/pocket/*.safetensors $$site/moe_runtime/models/pocket/ || exit 1; \
+	  $$other/bin/python -P -m pytest $(PYTEST_ARGS) $(PYTHONS_ROOMS) || exit 1; \
 	done
 
 test-long: $(INSTALLED)

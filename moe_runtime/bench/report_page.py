@@ -2,18 +2,20 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.lab.report.page import Page, Section, Table
-from moe_runtime.lab.report.style import INK, MUTED, SERIES, drawing
+from moe_runtime.lab.report.style import INK, SERIES, SURFACE, drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = {"s": (1e3, "ms"), "bytes": (1e-9, "GB"), "bytes/s": (1e-9, "GB/s")}
 """Factor and name of the unit that people read."""
+_HOW_DRAWN = "Bars: mean of the repetitions with its 95 % interval; dots: p50, p90 and p99 of all."
 _HEADER = ("repetitions", "mean", "95 % interval", "p50", "p90", "p99", "unit")
 
 
@@ -23,7 +25,7 @@ class ResultRow:
 
     Attributes:
         case: of the file.
-        label: the system, with the file's name where there are several files.
+        label: the system, with the file's name where several files are of one case.
         metric: its name.
         num_repetitions: how many there are.
         summary: what the results file says of the metric.
@@ -56,10 +58,11 @@ def result_rows(named: Sequence[tuple[str, dict[str, Any]]]) -> list[ResultRow]:
     Args:
         named: names of files, and what they hold.
     """
+    num_of_case = Counter(results["case"] for _, results in named)
     return [
         ResultRow(
             case=results["case"],
-            label=one["system"] + (f" ({name})" if len(named) > 1 else ""),
+            label=one["system"] + (f" ({name})" if num_of_case[results["case"]] > 1 else ""),
             metric=metric,
             num_repetitions=len(one["repetitions"]),
             summary=summary,
@@ -70,8 +73,13 @@ def result_rows(named: Sequence[tuple[str, dict[str, Any]]]) -> list[ResultRow]:
     ]
 
 
-def results_page(named: Sequence[tuple[str, dict[str, Any]]]) -> Page:
-    """Lays out results files, those of several machines side by side."""
+def results_page(named: Sequence[tuple[str, dict[str, Any]]], *, has_plots: bool) -> Page:
+    """Lays out results files, those of several machines side by side.
+
+    Args:
+        named: names of files, and what they hold.
+        has_plots: also draw what is judged, which takes matplotlib.
+    """
     rows = result_rows(named)
     groups: dict[tuple[str, str], list[ResultRow]] = {}
     for row in rows:
@@ -88,7 +96,7 @@ def results_page(named: Sequence[tuple[str, dict[str, Any]]]) -> Page:
             (str(len(cpus)), "processors" if len(cpus) > 1 else "processor"),
         ],
         sections=[
-            *(_metric_section(found) for found in judged),
+            *(_metric_section(found, has_plots) for found in judged),
             *([_other_numbers(others)] if others else []),
             _circumstances(named),
         ],
@@ -118,12 +126,13 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(" ".join(cell.replace("|", r"\|").split()) for cell in cells) + " |"
 
 
-def _metric_section(rows: Sequence[ResultRow]) -> Section:
+def _metric_section(rows: Sequence[ResultRow], has_plot: bool) -> Section:
     first = rows[0]
     scale, unit = first.scale
     is_less_better = first.summary["better"] == "less"
     best = (min if is_less_better else max)(rows, key=lambda row: row.summary["median"])
-    name = first.metric.removesuffix("_s").replace("_", " ")
+    name = first.metric.replace("_per_s", "_a_second").removesuffix("_s").replace("_", " ")
+    name = name.replace("rss bytes", "memory")
     return Section(
         name=f"{first.case}-{first.metric}".replace("_", "-"),
         title=f"{name[0].upper()}{name[1:]} ({first.case})",
@@ -132,8 +141,8 @@ def _metric_section(rows: Sequence[ResultRow]) -> Section:
             f"{best.summary['median'] * scale:.4g} {unit}"
             + (", the best of them." if len(rows) > 1 else ".")
         ),
-        how="Bars: mean of the repetitions with its 95 % interval; dots: p50, p90 and p99 of all.",
-        figure=draw_metric(rows),
+        how=_HOW_DRAWN if has_plot else "",
+        figure=draw_metric(rows) if has_plot else None,
         alt=f"Bars of {name}, one for each system; the table has the numbers.",
         table=Table(header=["system", *_HEADER], rows=[[row.label, *row.cells()] for row in rows]),
     )
@@ -152,7 +161,7 @@ def draw_metric(rows: Sequence[ResultRow]) -> "Figure":
                 ends = [found["low"] * scale, found["high"] * scale]
                 axes.plot(ends, [place, place], color=INK, linewidth=1.4)
             spread = [found[part] * scale for part in ("p50", "p90", "p99")]
-            axes.plot(spread, [place] * 3, "o", color=MUTED, markersize=3.5)
+            axes.plot(spread, [place] * 3, "o", color=INK, markeredgecolor=SURFACE, markersize=5)
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")

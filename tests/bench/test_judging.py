@@ -1,6 +1,7 @@
 """Better, worse or noise: against ranks counted by hand, and by the command."""
 
 import json
+import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,19 @@ def test_the_report_has_every_number(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(lines) == 1 + 2 * 2
     table = paths["t.md"].read_text().splitlines()
     assert {line.replace(r"\|", "").count("|") for line in table} == {11}
+
+
+def test_without_what_draws_the_report_has_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, page = put(tmp_path / "r.json", [0.010, 0.011, 0.012]), tmp_path / "p.html"
+    # As where it is not installed: an import of it fails.
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "report", file, "-o", str(page)]) == 0
+    assert "pip install 'moe-runtime[report]'" in capsys.readouterr().err
+    text = page.read_text()
+    assert "<svg" not in text
+    assert "<details open>" in text
+    assert "<td>3</td><td>11</td>" in text
+    assert main(["bench", "report", file, "--png", str(tmp_path / "plots")]) == 2
+    assert "plots need matplotlib" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """``moe-runtime bench report``: results files as a page, plots, Markdown and CSV."""
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -40,13 +42,20 @@ def bench_report(
             check_output_path(path, what)
     if png is not None:
         check_output_folder(png, "plots")
-    check_drawing()
+        check_drawing()
     from moe_runtime.bench.report_page import result_rows, results_page, to_csv, to_markdown
     from moe_runtime.bench.results import read_results
     from moe_runtime.lab.report.page import write_page, write_plots
 
     named = [(path.name, read_results(path)) for path in results]
-    page, rows = results_page(named), result_rows(named)
+    has_plots = find_spec("matplotlib") is not None
+    if not has_plots:
+        print(
+            "moe-runtime: the page has numbers and no plots; "
+            "pip install 'moe-runtime[report]' brings what draws them",
+            file=sys.stderr,
+        )
+    page, rows = results_page(named, has_plots=has_plots), result_rows(named)
     write_page(page, output)
     written = [output, *([] if png is None else write_plots(page, png))]
     for path, text in ((markdown, to_markdown(rows)), (csv, to_csv(rows))):

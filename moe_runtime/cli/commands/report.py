@@ -168,16 +168,14 @@ def _names(text: str) -> list[str]:
 
 
 def check_drawing() -> None:
-    """Refuses to go on without the packages that draw.
+    """Refuses to go on without the package that draws.
 
     Raises:
-        UnsupportedModelError: one is missing; the message says how to install it.
+        UnsupportedModelError: it is missing; the message says how to install it.
     """
     import importlib.util
 
-    absent = [name for name in ("jinja2", "matplotlib") if not importlib.util.find_spec(name)]
-    if absent:
+    if not importlib.util.find_spec("matplotlib"):
         raise UnsupportedModelError(
-            f"reports need {' and '.join(absent)}; install them with "
-            "pip install 'moe-runtime[report]'"
+            "plots need matplotlib; install it with pip install 'moe-runtime[report]'"
         )
