@@ -9,7 +9,9 @@ the start of a program, or about its memory, needs the real one.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
+import itertools
 import json
 import os
 import random
@@ -27,10 +29,13 @@ from pathlib import Path
 
 # Imported when the first program is asked for.
 PRELOAD = (
-    *("torch", "torch._dynamo", "torch.distributed", "moe_runtime.cli.main", "moe_runtime.bench"),
-    *("moe_runtime.cli.commands.run", "moe_runtime.inference.loading"),
-    *("moe_runtime.training.session", "moe_runtime.models.lm"),
+    *("torch", "torch._dynamo", "torch.distributed", "torch.distributed.checkpoint"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "moe_runtime.bench"),
+    *("moe_runtime.cli.main", "moe_runtime.cli.commands.run", "moe_runtime.inference.loading"),
+    *("moe_runtime.kernels.expert_mlp", "moe_runtime.models.lm.parallel", "moe_runtime.parallel"),
+    *("moe_runtime.research.elastic.worker", "moe_runtime.training.session"),
     *("transformers.generation.utils", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
+    *("transformers.models.olmoe.modeling_olmoe",),
 )
 CLIENT = Path(__file__).with_name("warm_python_client.py")
 WHERE = "MOE_SUITE_WARM_PYTHON"
@@ -38,7 +43,10 @@ WHERE = "MOE_SUITE_WARM_PYTHON"
 
 
 def warm_python() -> str:
-    """The path of an interpreter that knows `-m MODULE`, `-c CODE` and `FILE`, each after `-P`."""
+    """The path of an interpreter that knows `-m MODULE`, `-c CODE` and `FILE`.
+
+    Of the options before these, those that do not say where to import from have no effect.
+    """
     return os.environ[WHERE]
 
 
@@ -66,9 +74,7 @@ def warm_python_server() -> Iterator[None]:
 def serve(listener: socket.socket) -> list[str]:
     """Forks a program for each request; returns in the program alone, with its words."""
     while listener in select.select([listener, sys.stdin], [], [])[0]:
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        _bury()
         for name in PRELOAD:
             importlib.import_module(name)
         connection, _ = listener.accept()
@@ -76,14 +82,19 @@ def serve(listener: socket.socket) -> list[str]:
             listener.close()
             return _program(connection)
         connection.close()
-    with contextlib.suppress(ChildProcessError):
-        while os.wait():
-            pass
+    _bury()
     os._exit(0)
 
 
+def _bury() -> None:
+    """Takes note of those that have ended, so that what they took is counted to this process."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def _program(connection: socket.socket) -> list[str]:
-    size, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    size, streams, _, _ = socket.recv_fds(connection, 8, 253)
     request = json.loads(connection.recv(struct.unpack("q", size)[0], socket.MSG_WAITALL))
     program = os.fork()
     if program:
@@ -91,7 +102,11 @@ def _program(connection: socket.socket) -> list[str]:
             os.close(stream)
         _watch(connection, program)
     connection.close()
-    for number, stream in enumerate(streams):
+    # first to where none of them belongs
+    moved = [fcntl.fcntl(stream, fcntl.F_DUPFD, 512) for stream in streams]
+    for number in (0, 1, 2, *streams):
+        os.close(number)
+    for number, stream in zip(request["streams"], moved, strict=True):
         os.dup2(stream, number)
         os.close(stream)
     os.environ.clear()
@@ -118,9 +133,9 @@ def _watch(connection: socket.socket, program: int) -> None:
 
 def run(words: list[str]) -> None:
     """What Python does with its words, in a `__main__` of its own."""
-    if words[0] == "-P":
-        words = words[1:]
-    elif words[0] not in ("-c", "-m"):
+    options = list(itertools.takewhile(lambda word: word[0] == "-" and word[1] not in "cm", words))
+    words = words[len(options) :]
+    if words[0] not in ("-c", "-m") and "-P" not in options:
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     if words[0] == "-m":

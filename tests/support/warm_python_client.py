@@ -9,12 +9,23 @@ import sys
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+
+def is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+streams = [number for number in range(256) if is_open(number)]
 with socket.socket(socket.AF_UNIX) as server:
     server.connect(sys.argv[1])
-    request = {"words": sys.argv[2:], "environment": dict(os.environ), "folder": os.getcwd()}
+    request = {"words": sys.argv[2:], "streams": streams}
+    request |= {"environment": dict(os.environ), "folder": os.getcwd()}
     text = json.dumps(request).encode()
-    socket.send_fds(server, [struct.pack("q", len(text))], [0, 1, 2])
+    socket.send_fds(server, [struct.pack("q", len(text))], streams)
     server.sendall(text)
     for number in SIGNALS:
         signal.signal(number, lambda number, _: server.send(bytes([number])))
