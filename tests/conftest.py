@@ -1,5 +1,6 @@
 """Settings that hold for the whole suite."""
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -106,6 +107,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # this when it is imported.
     if not _has_cuda():
         os.environ["TRITON_INTERPRET"] = "1"
+    if not hasattr(config, "workerinput"):
+        from warm_python import warm_python_server
+
+        resources = contextlib.ExitStack()
+        resources.enter_context(warm_python_server())
+        config.add_cleanup(resources.close)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,12 +1,14 @@
 """What the suite promises of itself: no test depends on a clock."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from warm_python import warm_python
 
 from moe_runtime.kernels.native import describe
 from moe_runtime.policies.eviction.compiled import is_available
@@ -61,3 +63,44 @@ def test_an_instruction_set_is_forced_from_the_start(isa: str, tmp_path: Path) -
         assert found == name
         assert is_compiled == str(isa != "none" and is_available())
         assert capability.startswith(torch_name)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os, sys; print(sys.argv, os.getcwd(), os.environ['A'], sys.stdin.read())",
+        "import sys; print('said', file=sys.stderr); sys.exit(3)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import atexit, sys; atexit.register(print, 'last'); sys.stdout.write('first ')",
+        "import threading; print(__name__, threading.active_count())",
+    ],
+)
+def test_a_program_that_is_forked_is_as_one_that_is_started(code: str, tmp_path: Path) -> None:
+    real, forked = (
+        subprocess.run(
+            [python, "-P", "-c", code, "word"],
+            input="in",
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "A": "value"},
+            check=False,
+        )
+        for python in (sys.executable, warm_python())
+    )
+    found, wanted = ((one.returncode, one.stdout, one.stderr) for one in (forked, real))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_a_program_that_is_forked_ends_it(number: signal.Signals) -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    command = [warm_python(), "-P", "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL) as program:
+        assert program.stdout is not None
+        here = int(program.stdout.readline())
+        program.send_signal(number)
+        assert program.stdout.read() == b""  # until nobody holds it any more
+        assert program.wait() == -number
+    assert here != program.pid

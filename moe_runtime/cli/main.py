@@ -5,12 +5,14 @@ Exit codes: 0 done, 1 a bug of ours, 2 something that the user or the machine ca
 """
 
 import contextlib
+import functools
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from moe_runtime.cli.commands.bench import bench_app
 from moe_runtime.cli.commands.chat import chat
@@ -90,7 +92,7 @@ def _run_words(args: Sequence[str] | None, request: StopRequest) -> int:
     # Errors in the words themselves come before any command has read its options.
     session = Session(as_json="--json" in words)
     try:
-        code = build_app()(
+        code = _command()(
             args=words,
             prog_name="moe-runtime",
             standalone_mode=False,
@@ -107,6 +109,12 @@ def _run_words(args: Sequence[str] | None, request: StopRequest) -> int:
         code = _INTERRUPTED if request.is_set else _report(error, session)
     release_broken_streams()
     return code if isinstance(code, int) else 0
+
+
+@functools.cache
+def _command() -> Any:
+    """Once in a process: it takes as long as many a command."""
+    return get_command(build_app())
 
 
 def build_app() -> typer.Typer:

@@ -1,11 +1,11 @@
 """`bench latency` with real processes: ours on a tiny checkpoint, and peers of a few lines."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 from moe_runtime.bench.latency import LatencyPlan, measure_latency
 from moe_runtime.bench.peer_files import describe_peer, find_peer, peer_file, peer_names
@@ -123,7 +123,7 @@ def test_bad_words_are_one_line(
 
 
 def test_the_command_measures_us_beside_transformers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole run on a tiny checkpoint: table of contents, file and `--json` agree."""
     from text_checkpoint import save_text_checkpoint
@@ -132,7 +132,8 @@ def test_the_command_measures_us_beside_transformers(
     (tmp_path / "p.txt").write_text("The store\nreads an expert\n")
     path = tmp_path / "r.json"
     words = ["--prompts", str(tmp_path / "p.txt"), "--quick", "--time", "1", "--threads", "1"]
-    words += ["--peer", f"transformers@{sys.executable}", "-o", str(path), "--json"]
+    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+    words += ["--peer", "transformers", "-o", str(path), "--json"]
     assert main(["bench", "latency", str(tmp_path / "model"), *words]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == read_results(path)

@@ -1,12 +1,13 @@
 """`bench throughput` with real processes: ours and transformers on a tiny checkpoint, and toys."""
 
 import json
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from warm_python import warm_python
 
 from moe_runtime.bench.peer_files import find_peer, our_program
 from moe_runtime.bench.peer_process import started
@@ -64,6 +65,7 @@ def ask_both_ways(model: Path, prompts: list[list[int]], name: str) -> list[list
     """Likeliest tokens of prompts side by side, and of each by itself, given the same tokens."""
     common: dict[str, Any] = {"model": str(model), "num_threads": 1, "max_tokens": 64}
     program = find_peer(name, common) if name != "moe_runtime" else our_program(common)
+    program = replace(program, python=Path(warm_python()))
     with started(program, 120.0) as process:
         process.ask("start", settings=program.settings)
         process.ask("load")
@@ -83,7 +85,7 @@ def test_sequences_of_a_batch_are_those_of_each_alone(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 40, (n,), generator=generator).tolist() for n in (7, 2, 5)]
     ours, our_alone = ask_both_ways(tmp_path / "model", prompts, "moe_runtime")
-    theirs, _ = ask_both_ways(tmp_path / "model", prompts, f"transformers@{sys.executable}")
+    theirs, _ = ask_both_ways(tmp_path / "model", prompts, "transformers")
     assert ours == our_alone == theirs
     assert len({tuple(ids) for ids in ours}) > 1
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from warm_python import warm_python
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False
+        [warm_python(), str(SCRIPT), *arguments], capture_output=True, text=True, check=False
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from warm_python import warm_python
 
 from moe_runtime.cli.main import describe, main
 from moe_runtime.lab.traces import Trace
@@ -24,7 +25,7 @@ PROGRAM = [sys.executable, "-P", "-m", "moe_runtime.cli.program"]
 def run_script(*words: str) -> str:
     """What the script printed, after checking that no case failed."""
     done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), *words], capture_output=True, text=True, check=False
+        [warm_python(), "-P", str(SCRIPT), *words], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -184,7 +185,7 @@ def test_only_a_stream_that_cannot_be_written_is_blamed(
         raise OSError(number, os.strerror(number))
 
     for number in (errno.ENOSPC, errno.EPIPE):
-        monkeypatch.setattr("moe_runtime.cli.main.build_app", lambda number=number: fail(number))
+        monkeypatch.setattr("moe_runtime.cli.main._command", lambda number=number: fail(number))
         assert main(["doctor"]) == 2
         assert capsys.readouterr().err == f"moe-runtime: error: {os.strerror(number)}\n"
 

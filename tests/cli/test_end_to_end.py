@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 import moe_runtime
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError
 from moe_runtime.lab.traces import read_trace
 
-COMMAND = [sys.executable, "-P", "-m", "moe_runtime.cli.main"]
+WORDS = ["-P", "-m", "moe_runtime.cli.main", "run"]
 PROMPT = "The store reads an expert"
 # The same, coming to a stop after some text, so that a signal surely arrives while it generates.
 SLOW_PROGRAM = """
@@ -54,7 +55,7 @@ def test_run_streams_experts_and_says_what_transformers_says(
 
     words = f"--max-new-tokens 24 --json --max-tokens 256 --host-memory {budget}".split()
     done = subprocess.run(
-        [*COMMAND, "run", str(checkpoint), "-p", PROMPT, *words, "--trace", str(trace_file)],
+        [sys.executable, *WORDS, str(checkpoint), "-p", PROMPT, *words, "--trace", trace_file],
         capture_output=True,
         text=True,
         env=ENVIRONMENT,
@@ -139,7 +140,7 @@ def test_a_signal_ends_cleanly_with_the_text_so_far(
     words = ["run", str(checkpoint), "--prompt", PROMPT, "-n", "200", "--trace", str(trace_file)]
     words += ["--timeline", str(timeline)]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", SLOW_PROGRAM, *words],
+        [warm_python(), "-P", "-c", SLOW_PROGRAM, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=ENVIRONMENT,
@@ -163,9 +164,12 @@ def test_a_signal_ends_cleanly_with_the_text_so_far(
 
 
 def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint: Path) -> None:
-    words = ["run", str(checkpoint), "--prompt", PROMPT, "-n", "60"]
+    words = [*WORDS, str(checkpoint), "--prompt", PROMPT, "-n", "60"]
     process = subprocess.Popen(
-        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
+        [warm_python(), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
     )
     assert process.stdout is not None
     assert process.stderr is not None

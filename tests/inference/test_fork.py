@@ -1,11 +1,11 @@
 """A child that was forked says at once that the model is its parent's, and harms neither."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import tiny_checkpoints
 from moe_families import Family
+from warm_python import warm_python
 
 from moe_runtime.memory.changes import FORKED
 
@@ -58,7 +58,7 @@ def test_a_forked_child_refuses_and_the_parent_goes_on(tmp_path: Path) -> None:
     """With reading threads of C, and of Python."""
     made = tiny_checkpoints.tiny_model(Family("qwen3_moe", "Qwen3MoeForCausalLM"))
     path = tiny_checkpoints.save(made, tmp_path / "tiny", sharded=False)
-    command = [sys.executable, "-P", "-c", SCRIPT, str(path), str(tmp_path)]
+    command = [warm_python(), "-P", "-c", SCRIPT, str(path), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     once = [FORKED] * 4 + ["the child ends", "the parent goes on"]

@@ -1,7 +1,6 @@
 """Another process begins with what policies and predictors learned from requests before it."""
 
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from warm_python import warm_python
 
 import moe_runtime
 from moe_runtime.errors import MoERuntimeWarning
@@ -64,7 +64,7 @@ def test_a_second_process_begins_with_what_the_first_one_learned(tmp_path: Path)
     options = ["--policy", "activation-aware", "--max-new-tokens", "8", "--host-memory", "24MiB"]
     trace_path = tmp_path / "trace.npz"
     subprocess.run(
-        [sys.executable, "-P", *command, *options, "--trace", str(trace_path)],
+        [warm_python(), "-P", *command, *options, "--trace", str(trace_path)],
         check=True,
         capture_output=True,
         timeout=600,

@@ -214,8 +214,8 @@ def test_lora_adapts_the_experts() -> None:
     ("gate", "backend"),
     [
         ("group_limited_topk", "aot_eager"),
-        ("moepp", "eager"),
-        ("switch", "eager"),
+        pytest.param("moepp", "eager", marks=pytest.mark.long),
+        pytest.param("switch", "eager", marks=pytest.mark.long),
         ("sinkhorn", "eager"),
         ("base", "aot_eager"),
     ],

@@ -86,7 +86,7 @@ def test_shortcuts_that_do_not_fit_are_explained(changes: dict, message: str) ->
         shape(**(sizes | {"moe": experts(**moe)}))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.long), True])
 def test_compiled_blocks_compute_the_same(recompute: bool) -> None:
     config = shape(moe=experts(shared_experts=1), num_layers=2)
     plain, compiled = build(config).train(), build(config).train()

@@ -112,6 +112,7 @@ def test_held_out_loss_is_clearly_below_any_unigram_model(
     assert loss < 0.75 * best_unigram
 
 
+@pytest.mark.long  # as the one before
 def test_no_expert_is_collapsed_on_held_out_text(
     held_out_run: tuple[float, torch.Tensor],
 ) -> None:

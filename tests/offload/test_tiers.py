@@ -25,7 +25,7 @@ from moe_runtime.training.offload.execution.compute_copies import ComputeCopies
 from moe_runtime.types import ExpertKey
 
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1, betas=(0.9, 0.95))
-STEPS, LAYERS, EXPERTS = 50, 2, 4
+STEPS, LAYERS, EXPERTS = 20, 2, 4
 WEIGHTS = 3 * WIDTH * HIDDEN + 2 * HIDDEN + WIDTH
 """Parameters of an expert with biases."""
 SHARES = (0.0, 0.5, 1.0)
@@ -49,7 +49,7 @@ def copies_of(share: float, element_bytes: int) -> int:
 
 @pytest.fixture(scope="module")
 def in_memory() -> dict[int, tuple[list[float], Stack]]:
-    """By number of micro-batches: losses of fifty steps, and the model after them."""
+    """By number of micro-batches: losses of all steps, and the model after them."""
     found = {}
     for micro_batches in (1, 2):
         model = small()

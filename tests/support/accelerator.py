@@ -176,6 +176,12 @@ class _Module:
     def manual_seed_all(self, seed: int) -> None:
         """Numbers are the host's."""
 
+    def get_rng_state(self, device: object = NAME) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: object = NAME) -> None:
+        torch.set_rng_state(state)
+
     def _is_in_bad_fork(self) -> bool:
         return False
 

@@ -92,7 +92,7 @@ def smallest_on_device(config: FinetuneConfig) -> FinetuneConfig:
         pytest.param("gpt_oss", "float32", marks=pytest.mark.long),
         ("mixtral", "bfloat16"),
         ("gpt_oss-mxfp4", "float32"),
-        ("qwen3_moe-gptq", "float32"),
+        pytest.param("qwen3_moe-gptq", "float32", marks=pytest.mark.long),
         ("planes", "bfloat16"),
     ],
 )
@@ -227,7 +227,9 @@ def test_an_interrupt_leaves_no_gradient(tmp_path: Path, monkeypatch: pytest.Mon
         trainer.close()
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss-mxfp4", "planes"])
+@pytest.mark.parametrize(
+    "kind", ["mixtral", pytest.param("gpt_oss-mxfp4", marks=pytest.mark.long), "planes"]
+)
 def test_the_budget_of_the_device_holds(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

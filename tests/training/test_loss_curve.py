@@ -76,7 +76,9 @@ def their_curve(model: Any) -> list[float]:
     return curve
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("eager", marks=pytest.mark.long), "grouped_mm"]
+)
 def test_same_curve_as_transformers(implementation: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from training_runs import CONFIG, error_of, states_equal, train, training_records, write_run
+from warm_python import warm_python
 
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.run_config import TrainConfig
@@ -35,7 +35,7 @@ def _one_thread() -> Iterator[None]:
 
 def start_process(path: Path, *words: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-P", "-m", "moe_runtime.cli.main", "train", str(path), *words]
+    command = [warm_python(), "-P", "-m", "moe_runtime.cli.main", "train", str(path), *words]
     return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
 
 
@@ -145,7 +145,7 @@ def test_a_kill_at_any_moment_loses_no_step_and_repeats_none(tmp_path: Path) -> 
         write_run(tmp_path / moment, config=few)
     words = ["train", str(tmp_path / "MOMENT" / "train.toml")]
     killed = subprocess.run(
-        [sys.executable, "-P", "-c", KILLED, ",".join(MOMENTS), *words],
+        [warm_python(), "-P", "-c", KILLED, ",".join(MOMENTS), *words],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

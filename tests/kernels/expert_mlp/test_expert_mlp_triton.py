@@ -121,7 +121,8 @@ def test_shapes(num_tokens: int, top_k: int, kind: str) -> None:
     compare(make_experts(4), num_tokens, torch.bfloat16, top_k=top_k, kind=kind)
 
 
-@pytest.mark.parametrize("num_tokens", [520, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_tokens", [520, 1000])
 def test_many_tokens(num_tokens: int) -> None:
     """More than the one-block sort takes, and several row tiles an expert, the last ones cut off;
     narrow, as the interpreter is slow."""

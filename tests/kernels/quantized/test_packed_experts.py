@@ -132,8 +132,15 @@ def exact_values(
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("num_tokens", [5, 40])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    [
+        # few tokens and many in turn over the formats
+        pytest.param(name, num, marks=[pytest.mark.long] * ((place + turn) % 2))
+        for place, name in enumerate(FORMATS)
+        for turn, num in enumerate((5, 40))
+    ],
+)
 def test_formats(name: str, num_tokens: int, generator: torch.Generator) -> None:
     """A few tokens and many, in every implementation, with biases and gpt-oss' gate."""
     # rows of blocks are whole blocks
@@ -181,7 +188,11 @@ def test_slots(num_tokens: int, generator: torch.Generator) -> None:
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5, msg=impl)
 
 
-@pytest.mark.parametrize("kind", [FP8_BLOCK, INT4_ZEROS, NVFP4], ids=["fp8", "int4-zeros", "nvfp4"])
+@pytest.mark.parametrize(
+    "kind",
+    [FP8_BLOCK, pytest.param(INT4_ZEROS, marks=pytest.mark.long), NVFP4],
+    ids=["fp8", "int4-zeros", "nvfp4"],
+)
 def test_slots_of_a_slab(kind: WeightFormat, generator: torch.Generator) -> None:
     """All parts of an expert in one slot of bytes, as a cache holds them: the bits of stacks."""
     apart = make(kind, generator, has_bias=False, slots=[4, 2, 0])

@@ -136,20 +136,27 @@ E8M0 = torch.tensor([0, 1, 2, 7, 126, 127, 128, 200, 252], dtype=torch.uint8)
 HALVES = torch.tensor([1.0, 0.75, -3.0, 2.0**-14, 2.0**-24, 0.0, 1000.0, 0.0999, 1 / 3]).half()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+CODES = [
+    (MXFP4, E8M0),
+    (MXFP8, E8M0[3:8]),
+    (FP8_CHANNEL, HALVES.bfloat16()),
+    (WeightFormat("e4m3", "e4m3", group_cols=16), HALVES.to(torch.float8_e4m3fn)),
+    (INT4, HALVES.bfloat16()),
+    (AWQ, HALVES),
+    (GPTQ8, HALVES),
+    (INT8, HALVES.bfloat16()),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "scales"),
+    ("kind", "scales", "dtype"),
     [
-        (MXFP4, E8M0),
-        (MXFP8, E8M0[3:8]),
-        (FP8_CHANNEL, HALVES.bfloat16()),
-        (WeightFormat("e4m3", "e4m3", group_cols=16), HALVES.to(torch.float8_e4m3fn)),
-        (INT4, HALVES.bfloat16()),
-        (AWQ, HALVES),
-        (GPTQ8, HALVES),
-        (INT8, HALVES.bfloat16()),
+        # each format in one type, half of them in either
+        pytest.param(*codes, dtype, marks=[pytest.mark.long] * ((place + turn) % 2))
+        for place, codes in enumerate(CODES)
+        for turn, dtype in enumerate((torch.bfloat16, torch.float32))
     ],
-    ids=lambda value: f"{value.codes}-{value.scales}" if isinstance(value, WeightFormat) else "",
+    ids=lambda value: f"{value.codes}-{value.scales}" if isinstance(value, WeightFormat) else None,
 )
 def test_every_code_under_every_scale(
     kind: WeightFormat, scales: Tensor, dtype: torch.dtype
@@ -171,8 +178,14 @@ def test_every_code_under_every_scale(
     assert torch.equal(found, values.T.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("factor", [2.0**-5, 1 / 3, 0.00123])
+@pytest.mark.parametrize(
+    ("factor", "dtype"),
+    [
+        pytest.param(factor, dtype, marks=[pytest.mark.long] * (place != turn))
+        for place, factor in enumerate((2.0**-5, 1 / 3, 0.00123))
+        for turn, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16))
+    ],
+)
 def test_every_code_under_every_scale_of_nvfp4(factor: float, dtype: torch.dtype) -> None:
     """All codes under all scales of fp8 but NaN; the global scale rounds once, at the end.
 

@@ -309,7 +309,7 @@ FEATURES = [
             lambda m: copy.deepcopy(m.model.layers[0]), COPIED),
     refused(COPYING, "`pickle.dumps`", pickle.dumps, COPIED),
     refused(COPYING, "`torch.save(model)`", lambda m: torch.save(m, io.BytesIO()), COPIED),
-    Feature(COMPILING, "`model.compile`: experts between graphs", compiled_in_place),
+    Feature(COMPILING, "`model.compile`: experts between graphs", compiled_in_place, is_long=True),
     Feature(COMPILING, "`torch.compile`: experts between graphs", compiled_by_torch, is_long=True),
     refused(COMPILING, "`torch.export`",
             lambda m: torch.export.export(m, (PROMPT,), {"use_cache": False}, strict=False),

@@ -1,9 +1,9 @@
 """Compiles every kernel for one target and prints what came out, as JSON.
 
 A process of its own: the interpreter that the rest of the suite runs kernels in replaces Triton's
-compiler for good. Usage: `python aot_report.py sm_90 all`, in every shipped tile; `widest`, in the
-widest tiles alone; or `in-turn`, where of those calls that differ in one thing (the format, the
-width of experts) each target compiles one, and another target another one.
+compiler for good. Usage: `python aot_report.py sm_90 all`, in every shipped tile; or `in-turn`,
+where of those calls that differ in a few things (the format, the type, the width of experts) each
+target compiles one in its widest tile, and another target another one.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def packed_calls(device: GpuLimits, *, every_tile: bool) -> Calls:
     return few + many
 
 
-def small_kernels(device: GpuLimits) -> None:
+def small_kernels() -> None:
     """What has no tile to choose."""
     ids, order = meta(4096, 8, dtype=torch.int64), meta(4096 * 8, dtype=torch.int64)
     token_sort_triton(ids, 128)
@@ -271,9 +271,6 @@ def small_kernels(device: GpuLimits) -> None:
     launch_combine_bwd(
         meta(4096, 2048), y, weights, order, one, 8, needs_dy=True, needs_dweights=True
     )
-    few_tokens("qwen3", torch.bfloat16, device)
-    few_tokens("gpt-oss", torch.bfloat16, device)
-    few_tokens("qwen3", torch.float32, device)
     groups = Groups(meta(129, dtype=torch.int64), 4096 * 8, None, order, num_choices=8)
     bias_grad(y, groups, out_SN=meta(128, 2048))
 
@@ -340,22 +337,33 @@ def product_calls(
 
 
 def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[Calls]:
-    """Everything to compile; those of a group differ in one thing."""
+    """Everything to compile; those of a group are of one kind."""
     device = DEVICES[target]
     many = TILES_16_BIT["gated"][-1][1].fitted(torch.bfloat16.itemsize, device)
-    yield [("small kernels", partial(small_kernels, device))]
+    yield [("small kernels", small_kernels)]
+    yield [
+        (f"{model} {dtype} few tokens", partial(few_tokens, model, dtype, device))
+        for model, dtype in [
+            ("qwen3", torch.bfloat16),
+            ("gpt-oss", torch.bfloat16),
+            ("qwen3", torch.float32),
+        ]
+    ]
     yield [("slots few tokens", partial(from_slab, None, device))]
     yield [(f"slots {many}", partial(from_slab, many, device))]
-    for several in (packed_calls, block_sparse_calls):
-        found = several(device, every_tile=every_tile)
-        yield from (found[first : first + 2] for first in range(0, len(found), 2))
-    for dtype in (torch.bfloat16, torch.float32):
-        for kind in TILES_16_BIT:
-            yield product_calls(kind, dtype, device, every_tile=every_tile)
+    packed = packed_calls(device, every_tile=every_tile)
+    yield from (packed[first : first + 4] for first in range(0, len(packed), 4))
+    yield block_sparse_calls(device, every_tile=every_tile)
+    for kind in TILES_16_BIT:
+        yield [
+            call
+            for dtype in (torch.bfloat16, torch.float32)
+            for call in product_calls(kind, dtype, device, every_tile=every_tile)
+        ]
 
 
 def calls(target: str, tiles: str) -> Calls:
-    """What to compile for a target in `all` tiles, the `widest`, or these `in-turn`."""
+    """What to compile for a target in `all` tiles, or `in-turn`."""
     groups = list(groups_of_calls(target, every_tile=tiles == "all"))
     if tiles == "in-turn":
         turn = list(DEVICES).index(target)

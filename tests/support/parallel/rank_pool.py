@@ -17,26 +17,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Imported once, in the server that processes are forked from, and not in each of them.
-PRELOAD = [
-    *("torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.tensor"),
-    *("moe_runtime.parallel", "moe_runtime.kernels.expert_mlp", "moe_runtime.inference.loading"),
-    *("transformers.generation.utils", "transformers.models.olmoe.modeling_olmoe"),
-    *(
-        "moe_runtime.research.elastic.worker",
-        "moe_runtime.cli.commands.run",
-        "moe_runtime.training.session",
-    ),
-    *("moe_runtime.models.lm.parallel", "torch.distributed.fsdp"),
-]
+from warm_python import warm_python
+
 # Imports of the first processes alone take a minute on a busy machine.
 DEADLINE_S = 250.0
 
 
 def start_server() -> multiprocessing.context.ForkServerContext:
-    """The clean process that others are forked from; whoever asks first has the imports done."""
+    """The clean process that others are forked from, itself forked where all imports are done."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_executable(warm_python())
     forkserver.ensure_running()
     return context
 
