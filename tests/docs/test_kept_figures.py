@@ -19,7 +19,7 @@ FIGURE = re.compile(rf"(?<![\w.,-])(?<! of )(\d+\.\d+|\d{{3,}})(?![\d.,]*\d)(?!{
 
 
 def passages() -> list[tuple[str, str]]:
-    """Results files of `moe-runtime bench` that are named, and the text up to the next blank line."""
+    """Results files that are named, and the text up to the next blank line."""
     found = [(match[1], match.end()) for match in NAMED.finditer(PAGE)]
     ends = [*(start for _, start in found), len(PAGE)]
     texts = [
