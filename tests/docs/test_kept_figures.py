@@ -60,3 +60,13 @@ def test_passages_are_found_and_wrong_figures_too() -> None:
     assert is_kept("5.0", {4.952})
     assert not is_kept("5.0", {4.9})
     assert FIGURE.findall("1317 new, 4.5 ms of 192 KiB at 36,079 tokens") == ["1317", "4.5"]
+
+
+def test_the_peer_that_is_ahead_is_said_to_be() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    name = "generate-gpt-oss-20b-amd-epyc-avx2-2c-24g.json"
+    summary = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["summary"]
+    (line,) = (line for line in page.splitlines() if line.startswith("- **MXFP4 in memory"))
+    rates = [one["medians"].get("decode_tokens_per_s") for one in summary if not one["failure"]]
+    assert re.findall(r"\d\.\d\d", line) == [f"{rate:.2f}" for rate in rates]
+    assert rates[0] < rates[1]
