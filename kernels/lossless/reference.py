@@ -77,7 +77,15 @@ def encode_reference(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
 def decode_reference(
     coded: Tensor, starts: Tensor, escapes: Tensor, book: Tensor, num_cols: int
 ) -> Tensor | None:
-    """The matrix `bf16 [N, K]` of the parts of a `PlanesMatrix`; None where they do not fit."""
+    """The matrix `bf16 [N, K]` of the parts of a `PlanesMatrix`; None where they do not fit.
+
+    Args:
+        coded: `uint8 [N, 88 * ceil(K / 64)]`, indices by bit planes, then signs and mantissas.
+        starts: `int32 [ceil(N / 32) + 1]`, where the escapes of every 32nd row begin.
+        escapes: `uint8`, exponents that the book lacks, and at least 64 bytes that mean nothing.
+        book: `uint8 [8]`, exponents by index.
+        num_cols: K.
+    """
     rows, blocks = len(coded), -(-num_cols // BLOCK)
     planes = coded[:, : blocks * INDEX_BYTES].reshape(rows, blocks, 3, 8)
     bits = [_bytes_to_bits(planes[:, :, bit]) << bit for bit in range(3)]

@@ -20,6 +20,11 @@ def slice_experts(experts: StackedExperts, index: int, num_slices: int) -> Stack
 
     The bias of the second matrix belongs to slice 0; the others have zeros there.
 
+    Args:
+        experts: all of them, whole.
+        index: from 0.
+        num_slices: equal parts of the hidden dimension.
+
     Raises:
         ValueError: The hidden dimension does not divide, or there is no such slice.
     """

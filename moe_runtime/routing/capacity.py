@@ -64,6 +64,13 @@ def expert_slots(
 
     Places count from 0 without gaps, in the order that `policy` says. Sentinels get places too,
     which mean nothing. Memory is O(T K), never O(T E).
+
+    Args:
+        ids_TK: int64 [T, K], the chosen experts; `num_experts` is the sentinel of no choice.
+        weights_TK: [T, K], by which some policies order.
+        num_experts: E.
+        policy: who comes first.
+        num_groups: equal groups of consecutive tokens, each with places of its own.
     """
     num_tokens, top_k = ids_TK.shape
     order_N = _order(ids_TK, weights_TK, policy)

@@ -46,7 +46,14 @@ GATES: Mapping[str, type[Gate]] = MappingProxyType(
 
 
 def make_gate(name: str, /, hidden_size: int, num_experts: int, top_k: int, **options: Any) -> Gate:
-    """Makes the gate of that name; `options` are its keyword arguments.
+    """Makes the gate of that name.
+
+    Args:
+        name: a key of `GATES`.
+        hidden_size: width of a token.
+        num_experts: E.
+        top_k: choices of a token.
+        options: the gate's own keyword arguments.
 
     Raises:
         ValueError: The name or an option is unknown (the nearest is named), or the gate refuses

@@ -27,7 +27,12 @@ from moe_runtime.kernels.native import native_library
 
 COMMITTED = Path(__file__).with_name("step_counts.json")
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = tuple(str(ROOT / name) for name in ("moe_runtime", "kernels", "policies", "models"))
+# An installed package lies in one folder, a checkout's in four.
+FOLDERS = (
+    Path(moe_runtime.__file__).parent,
+    *(ROOT / one for one in ("kernels", "policies", "models")),
+)
+ROOMS = tuple(map(str, FOLDERS))
 BOUND = "0.03"
 STEPS = 24
 MORE_SLOTS = 6

@@ -4,6 +4,8 @@ The site itself is built by `make docs`; here is what it is made from, without M
 """
 
 import ast
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -105,6 +107,23 @@ def test_every_public_name_has_an_entry() -> None:
     assert set(names["moe_runtime.layer"]) == set(moe_runtime.layer.__all__)
     page = generators.api_page("moe_runtime")
     assert all(f"::: moe_runtime.{name}\n" in page for name in moe_runtime.__all__)
+
+
+def test_public_functions_say_what_they_take_and_raise() -> None:
+    said = 0
+    for package, names in generators.public_names().items():
+        for name in names:
+            function = getattr(importlib.import_module(package), name)
+            text = inspect.getdoc(function)
+            if not inspect.isfunction(function):
+                continue
+            assert text, (package, name)
+            if len(inspect.signature(function).parameters) > 2:
+                assert "Args:" in text, (package, name)
+                said += 1
+            if "raise " in inspect.getsource(function):
+                assert "Raises:" in text, (package, name)
+    assert said > 40
 
 
 def test_the_table_of_models_has_every_family() -> None:

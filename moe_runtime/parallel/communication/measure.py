@@ -72,8 +72,14 @@ def measure_link(
 ) -> Link:
     """Latency and bandwidth of an exchange between all ranks, the same on all of them.
 
-    A collective call; arguments as of `time_exchanges`. Of every size the slowest rank's time
-    counts: a collective ends when it does.
+    A collective call. Of every size the slowest rank's time counts: a collective ends when it does.
+
+    Args:
+        transport: The group, of at least two ranks.
+        sizes: Bytes that a rank sends to the others together.
+        repeats: Exchanges of each size; the first does not count.
+        device: Where the bytes lie.
+        clock: Seconds from any moment on.
     """
     measured = time_exchanges(transport, sizes=sizes, repeats=repeats, device=device, clock=clock)
     own_N = torch.tensor([round(1e9 * seconds) for _, seconds in measured])

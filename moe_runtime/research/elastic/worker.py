@@ -94,7 +94,15 @@ def start_local_workers(
     dtype: str = "auto",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[BaseProcess]:
-    """Starts workers on this machine; they end when the service does, or with this process."""
+    """Starts workers on this machine; they end when the service does, or with this process.
+
+    Args:
+        count: how many.
+        path: the checkpoint's folder.
+        address: where the service listens.
+        dtype: as of `moe_runtime.load`.
+        timeout_s: seconds that a worker waits for the service.
+    """
     # Forked from a clean process: what has threads, as this one has, must not be forked.
     context = multiprocessing.get_context("forkserver")
     # Imported once, where the server has not been started for something else.

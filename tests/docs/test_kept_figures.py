@@ -1,0 +1,72 @@
+"""Figures beside the name of a results file on the page of commands are in that file."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+NAMED = re.compile(r"`benchmarks/results/([\w.-]+\.json)`")
+# As measured, in ms, in GB, and as a share in percent.
+SCALES = (1.0, 1e3, 1e-9, 100.0)
+# Decimals, and whole numbers of three digits that are no size and no count of something given.
+GIVEN = r" [KMG]iB| tokens(?!/s)| of \d"
+FIGURE = re.compile(rf"(?<![\w.,-])(?<! of )(\d+\.\d+|\d{{3,}})(?![\d.,]*\d)(?!{GIVEN})")
+
+
+def passages() -> list[tuple[str, str]]:
+    """Results files that are named, and the text up to the next blank line."""
+    found = [(match[1], match.end()) for match in NAMED.finditer(PAGE)]
+    ends = [*(start for _, start in found), len(PAGE)]
+    texts = [
+        (name, PAGE[start:end].split("\n\n")[0])
+        for (name, start), (_, end) in zip(found, pairwise(ends), strict=True)
+    ]
+    return [(name, text) for name, text in texts if FIGURE.search(text)]
+
+
+def values_of(results: dict[str, Any]) -> set[float]:
+    return {
+        value * scale
+        for one in results["measurements"]
+        for summary in one["summary"].values()
+        for value in (summary[part] for part in ("mean", "median", "p50", "p90", "p99"))
+        for scale in SCALES
+    }
+
+
+def is_kept(figure: str, values: set[float]) -> bool:
+    """Whether a value, rounded as the figure is, is the figure."""
+    decimals = len(figure.partition(".")[2])
+    return any(f"{value:.{decimals}f}" == figure for value in values)
+
+
+@pytest.mark.parametrize(("name", "text"), passages(), ids=lambda one: one.split(".json")[0][:40])
+def test_figures_are_in_the_results_file(name: str, text: str) -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+    values = values_of(results)
+    assert [one for one in FIGURE.findall(text) if not is_kept(one, values)] == []
+    for equal, compared in re.findall(r"(\d+) of (\d+) likeliest", text):
+        found = [one["quality"] for one in results["measurements"] if one["quality"]]
+        assert any((q["equal"], q["compared"]) == (int(equal), int(compared)) for q in found)
+
+
+def test_passages_are_found_and_wrong_figures_too() -> None:
+    assert len(passages()) >= 5
+    assert is_kept("5.0", {4.952})
+    assert not is_kept("5.0", {4.9})
+    assert FIGURE.findall("1317 new, 4.5 ms of 192 KiB at 36,079 tokens") == ["1317", "4.5"]
+
+
+def test_the_peer_that_is_ahead_is_said_to_be() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    name = "generate-gpt-oss-20b-amd-epyc-avx2-2c-24g.json"
+    summary = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["summary"]
+    (line,) = (line for line in page.splitlines() if line.startswith("- **MXFP4 in memory"))
+    rates = [one["medians"].get("decode_tokens_per_s") for one in summary if not one["failure"]]
+    assert re.findall(r"\d\.\d\d", line) == [f"{rate:.2f}" for rate in rates]
+    assert rates[0] < rates[1]
