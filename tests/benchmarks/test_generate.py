@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from harness.machine import commit
+from warm_python import warm_python
 
 from moe_runtime.bench.memory_cap import CGROUP_ROOT, why_unavailable
 
@@ -30,7 +31,8 @@ def test_quick_run_measures_every_system_and_they_agree(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     arguments = [*SHORT, "--caps", "none", "--systems", ",".join(systems)]
     folders = ["--data", str(tmp_path / "data"), "--results", str(results)]
-    done = subprocess.run(command(*arguments, *folders), capture_output=True, text=True)
+    words = command(*arguments, *folders)[1:]
+    done = subprocess.run([warm_python(), *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(results.read_text())
 

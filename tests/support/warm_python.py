@@ -2,8 +2,9 @@
 
 A program pays five seconds of a processor for those imports. Here one process pays once for all
 programs of a test run, whichever test process starts them, and each is forked from it. To the test
-it is a program like any other: `warm_python()` stands where `sys.executable` does. What is about
-the start of a program, or about its memory, needs the real one.
+it is a program like any other: `warm_python()` stands where `sys.executable` does, in the program
+too, so that its children are forked as well. What is about the start of a program, or about its
+memory, needs the real one.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def _program(connection: socket.socket) -> list[str]:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
+    sys.executable = os.environ.get(WHERE, sys.executable)
     random.seed()
     sys.modules["numpy"].random.seed()
     return request["words"]

@@ -97,6 +97,14 @@ def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written: W
     assert all(map(torch.equal, again, logits))
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (place % 3 > 0))
+        for place, name in enumerate(SAMPLES)
+    ],
+    indirect=True,
+)
 def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Written) -> None:
     """In bf16, the type that files of quantised weights are computed in."""
     family = written.sample.family

@@ -95,8 +95,16 @@ def compare(
         assert_as_good_as_eager(found[name], eager[name], value.double(), name, dtype=dtype)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        # the types in turn over the layouts
+        pytest.param(layout, dtype, marks=[pytest.mark.long] * ((place + turn) % 2))
+        for place, layout in enumerate(LAYOUTS)
+        for turn, dtype in enumerate((torch.float32, torch.bfloat16))
+    ],
+    ids=str,
+)
 def test_layouts(layout: dict[str, bool], dtype: torch.dtype) -> None:
     compare(make_experts(4, **layout), 9, dtype)
 

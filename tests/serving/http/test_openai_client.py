@@ -1,13 +1,17 @@
 """What OpenAI's own client gets from the server, with the pocket model behind it."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 import torch
 from http_server import Served
+
+if TYPE_CHECKING:
+    import openai  # a second that every process of the suite would pay
 
 USER: Any = [{"role": "user", "content": "What is a list?"}]
 PROMPT = "The for statement"
@@ -27,6 +31,8 @@ TOOL: Any = {
 
 @pytest.fixture(scope="module")
 def client(site: Served) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as found:
         yield found
 
@@ -215,6 +221,8 @@ def test_reasoning_is_apart_from_the_answer(client: openai.OpenAI) -> None:
 
 
 def test_errors_are_those_of_openai(client: openai.OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError, match=r"no-such.* is not served here"):
         client.completions.create(model="no-such", prompt="a")
     with pytest.raises(openai.BadRequestError, match="suffix: is not supported") as caught:
