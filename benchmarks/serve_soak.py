@@ -39,7 +39,7 @@ from harness.machine import commit, describe_machine, machine_name, versions
 from harness.soak_clients import MODEL, Client, Tally
 from scipy.stats import theilslopes
 
-from moe_runtime.config import format_bytes
+from moe_runtime.config import format_bytes, parse_bytes
 from moe_runtime.files import write_text
 from moe_runtime.models.pocket import pocket_path
 
@@ -216,6 +216,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     left = {name: metric(metrics, f"vllm:num_requests_{name}") for name in ("running", "waiting")}
     return {
         **{name: value for name, value in facts.items() if name != "address"},
+        "budget_bytes": parse_bytes(arguments.host_memory),  # a part of which is the model's
         "requests": dict(tally.counts),
         "generated_tokens": tally.tokens,
         "wrong": tally.wrong,

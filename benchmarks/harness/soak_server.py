@@ -47,8 +47,9 @@ def tell_when_ready(reads_per_error: int) -> None:
             if reads_per_error:
                 fail_some_reads(reads_per_error)
             stats: Mapping[str, Any] = dataclasses.asdict(found.loaded[0].moe.stats())
-            names = ("budget_bytes", "baseline_rss_bytes", "expert_slots", "slot_bytes")
-            facts = {name: stats[name] for name in (*names, "expert_bytes")}
+            names = ("baseline_rss_bytes", "expert_slots", "slot_bytes", "expert_bytes")
+            facts = {name: stats[name] for name in names}
+            facts["model_budget_bytes"] = stats["budget_bytes"]
             facts["ready_rss_bytes"] = resident_bytes()
             print(json.dumps({"address": found.address, **facts}), flush=True)
             on_ready(found)
