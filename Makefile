@@ -8,9 +8,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Two processes: the tests are many and small, and each runs on one thread. Each begins with a half
-# of them, in order, so that few fixtures are made twice; who is done first takes from the other.
-PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
+# Three processes: the tests are many and small, each runs on one thread, and some wait. Each begins
+# with a third of them, in order, so that few fixtures are made twice; who is done first takes from
+# the others.
+PYTEST_ARGS ?= --numprocesses 3 --dist worksteal
 
 # The rooms whose tests call the native kernels.
 ISA_ROOMS ?= $(addprefix tests/,kernels memory layer inference offload training models lab cli parallel)
