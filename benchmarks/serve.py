@@ -128,7 +128,8 @@ def write_prompts(folder: Path, options: argparse.Namespace) -> list[tuple[Load,
     most, shortest = max(options.clients), min(options.prompt_tokens)
     counts = {load: num_requests(load.clients, options) for load in loads(options)}
     words = iter(language_reference().split())
-    texts: list[tuple[Load, str]] = []
+    pressing: list[tuple[Load, Path]] = []
+    texts: list[str] = []
     for load, count in [(Load(most, shortest, options.output_tokens), most), *counts.items()]:
         lines = _prompts(words, load.prompt_length, count + 1)
         if len(lines) <= count:
@@ -136,9 +137,9 @@ def write_prompts(folder: Path, options: argparse.Namespace) -> list[tuple[Load,
                 f"the text is too short for {count} more prompts of {load.prompt_length} tokens; "
                 "ask for fewer --requests, --clients or --prompt-tokens"
             )
-        texts.append((load, "\n".join(lines) + "\n"))
-    pressing = [(load, folder / f"prompts-{place}.txt") for place, (load, _) in enumerate(texts)]
-    for (_, path), (_, text) in zip(pressing, texts, strict=True):
+        pressing.append((load, folder / f"prompts-{len(pressing)}.txt"))
+        texts.append("\n".join(lines) + "\n")
+    for (_, path), text in zip(pressing, texts, strict=True):
         write_text(path, text)
     return pressing
 

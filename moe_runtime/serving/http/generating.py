@@ -77,7 +77,7 @@ class Generation:
         times: where they are counted.
         limit_s: seconds that all may take.
         usage: tokens so far.
-        failure: what a stream ended by that had begun as a success.
+        failure: what cut short a stream whose status was sent already; None where nothing did.
     """
 
     model: ServedModel

@@ -67,15 +67,14 @@ class EventStream(StreamingResponse):
     ) -> AsyncGenerator[bytes, None]:
         failure: ApiError | None = ApiError("the client went away", status=CLIENT_CLOSED_REQUEST)
         try:
-            async with contextlib.aclosing(chunks):
-                try:
+            try:
+                async with contextlib.aclosing(chunks):
                     async for chunk in chunks:
                         yield b"data: " + json_bytes(chunk) + b"\n\n"
-                except ApiError as error:
-                    failure = error
-                    yield b"data: " + json_bytes(error.body()) + b"\n\n"
-                else:
-                    failure = None
+                failure = None
+            except ApiError as error:
+                failure = error
+                yield b"data: " + json_bytes(error.body()) + b"\n\n"
             yield b"data: [DONE]\n\n"
         finally:
             self._generation.failure = failure

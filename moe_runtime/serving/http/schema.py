@@ -88,7 +88,7 @@ class GenerationFields(_Body):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Null asks for nothing, of a server that does not know the field too."""
+        """Leaves out fields that are not supported where they are null, which asks for nothing."""
         if not isinstance(given, dict):
             return given
         return {
