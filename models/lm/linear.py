@@ -27,10 +27,10 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """`[..., D]` to `[..., F]`."""
         device_type = input.device.type
-        dtype = product_dtype(device_type, input.dtype)
-        narrow = torch.get_autocast_dtype(device_type)
-        if dtype == narrow or not torch.is_autocast_enabled(device_type):
+        is_autocast = torch.is_autocast_enabled(device_type) and input.dtype != torch.float64
+        if not is_autocast or product_dtype(device_type, input.dtype) != torch.float32:
             return super().forward(input)
         with torch.autocast(device_type, enabled=False):
-            bias = None if self.bias is None else self.bias.to(dtype)
-            return F.linear(input.to(dtype), self.weight.to(dtype), bias).to(narrow)
+            bias = None if self.bias is None else self.bias.float()
+            y = F.linear(input.float(), self.weight.float(), bias)
+        return y.to(torch.get_autocast_dtype(device_type))

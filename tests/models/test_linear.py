@@ -51,3 +51,6 @@ def test_values_and_gradients_under_autocast(is_widened: bool, bias: bool) -> No
 def test_torchs_own_bits_without_autocast(dtype: torch.dtype) -> None:
     layer, x = linear.Linear(33, 17).to(dtype), torch.randn(5, 33).to(dtype)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+    if dtype == torch.float64:  # which autocast leaves alone
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
