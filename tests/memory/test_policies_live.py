@@ -24,7 +24,11 @@ SHAPE = Shape(num_layers=3, num_experts=12, top_k=2)
 
 
 def decode(store: ExpertStore[torch.Tensor], routes, number: int) -> list[int]:
-    """Runs one token through all layers; returns the hits of each."""
+    """Runs one token through all layers; returns the hits of each.
+
+    All experts of a lease arrive before the first is used: a policy that decides after the use
+    settles them group by group, so the order of arrivals would show in what it keeps.
+    """
     token_ids = routes.token_ids[number : number + 1]
     store.observe(StepBegins(sequences=np.zeros(1, np.int64), token_ids=token_ids))
     hits = []
@@ -33,6 +37,7 @@ def decode(store: ExpertStore[torch.Tensor], routes, number: int) -> list[int]:
         store.observe(LayerRouted(layer=layer, expert_ids=ids[None], gate_weights=gates[None]))
         before = store.stats().hits
         with store.lease([ExpertKey(layer, int(e)) for e in ids]) as lease:
+            store._fetcher.join()
             for group in lease:
                 for key, slot in group:
                     assert (slot == key.layer * 16 + key.expert).all()

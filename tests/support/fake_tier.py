@@ -111,16 +111,23 @@ class PromptTier:
     def __init__(self) -> None:
         self.changed = Changes()
         self.under_way: set[Read] = set()
+        self.threads: list[threading.Thread] = []
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         slot.fill_(key.layer * 16 + key.expert)
         read.num_bytes = len(slot)
         self.under_way.add(read)
-        threading.Thread(target=self.finish, args=(read,)).start()
+        self.threads.append(threading.Thread(target=self.finish, args=(read,)))
+        self.threads[-1].start()
 
     def finish(self, read: Read) -> None:
         read.end()
         self.under_way.discard(read)
+
+    def join(self) -> None:
+        """Returns once every read has told that it ended."""
+        while self.threads:
+            self.threads.pop().join()
 
     def is_under_way(self, read: Read) -> bool:
         return read in self.under_way
