@@ -230,6 +230,8 @@ DEFINE_DECODER(DECODE_BYTES)
 static const LanesRow LANES_ROWS[NUM_DECODERS][2][PANEL_ROWS] = {
     NAME_DECODER(DECODE_TABLE4), NAME_DECODER(DECODE_ZEROS4), NAME_DECODER(DECODE_E4M3), NAME_DECODER(DECODE_BYTES)};
 
+#include "formats/quantized_many_avx2.h"
+
 /* ---- whole matrices ---- */
 
 static int quantized_kind(const Quantized *format, int x_dtype) {
@@ -303,23 +305,34 @@ static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
     const int64_t rows_ahead = LANES_AHEAD / (code_row_bytes(format, k) + 1) + 1, scale_bytes = fetched_scale_bytes(format, k);
     const Stream stream = {.weight = weight, .next = next, .num_rows = num_weight_rows};
+    const ManyRows many = {.packed = (const float *)packed, .num_rows = num_rows, .row_floats = row_bytes / 4, .ldo = ldo};
+    const int at_once = panels == 1 ? 1 : MANY_WEIGHT_ROWS;
     Lanes lanes;
     ROW_GROUPS(row, weight, k);
-    float zeros[row.groups + GROUP_PADDING];
-    memset(zeros + row.groups, 0, GROUP_PADDING * 4);
+    const int64_t padded_groups = row.groups + GROUP_PADDING;
+    float scales[at_once * padded_groups], zeros[at_once * padded_groups];
+    Source sources[MANY_WEIGHT_ROWS];
+    memset(scales, 0, sizeof scales);
+    memset(zeros, 0, sizeof zeros);
     prepare_lanes(format, &lanes);
-    for (int64_t n = 0; n < num_weight_rows; n++) {
-        const char *codes = weight.data + n * weight.stride, *ahead = stream_row(&stream, n + rows_ahead);
-        const int64_t index = weight.first_row + n;
-        read_lane_scales(&row, index);
-        if (has_zeros && (!n || format->zeros)) read_lane_zeros(&row, index, decoder, zeros);
-        fetch_scales(weight, n + rows_ahead < num_weight_rows ? n + rows_ahead : n, scale_bytes);
-        Source source = {.codes = codes, .ahead = ahead ? ahead : codes, .scales = row.scales, .zeros = zeros};
-        for (int64_t p = 0; p < panels; p++) {
-            const int64_t first = panel_start(p, panels, num_rows), last = panel_start(p + 1, panels, num_rows);
-            LANES_ROWS[decoder][scales_of_step - 1][last - first - 1](&lanes, &source, k, packed + first * row_bytes,
-                                                                      out + first * ldo + n, ldo);
-            source.ahead = codes;
+    for (int64_t first = 0; first < num_weight_rows; first += at_once) {
+        const int count = (int)(num_weight_rows - first < at_once ? num_weight_rows - first : at_once);
+        for (int i = 0; i < count; i++) {
+            const int64_t n = first + i;
+            const char *codes = weight.data + n * weight.stride, *ahead = stream_row(&stream, n + rows_ahead);
+            sources[i] = (Source){.codes = codes, .ahead = ahead ? ahead : codes, .scales = scales + i * padded_groups,
+                                  .zeros = zeros + i * padded_groups};
+            row.scales = scales + i * padded_groups;
+            read_lane_scales(&row, weight.first_row + n);
+            if (has_zeros && (!first || format->zeros)) read_lane_zeros(&row, weight.first_row + n, decoder, zeros + i * padded_groups);
+            fetch_scales(weight, n + rows_ahead < num_weight_rows ? n + rows_ahead : n, scale_bytes);
         }
+        if (panels == 1) {
+            LANES_ROWS[decoder][scales_of_step - 1][num_rows - 1](&lanes, sources, k, packed, out + first, ldo);
+            continue;
+        }
+        for (int64_t p = 0; p < panels; p += MANY_PANELS)
+            multiply_many(decoder, scales_of_step, &lanes, sources, count, k, &many, p, p + MANY_PANELS < panels ? p + MANY_PANELS : panels,
+                          out + first);
     }
 }

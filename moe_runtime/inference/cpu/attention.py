@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.inference.cpu.threads import torch_threads_for
 from moe_runtime.kernels.single_query_attention.native import native_attention
 
 if TYPE_CHECKING:
@@ -71,11 +72,12 @@ def attend(
     mixed = single_query_attention(query, key, value, attention_mask, options)
     if mixed is not None:
         return mixed, None
-    if not keeps_code_of_length(query, key):
-        return private.sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    wide = [widened(part) for part in (query, key, value, attention_mask)]
-    options = {name: widened(option) for name, option in options.items()}
-    mixed, weights = private.sdpa_attention_forward(module, *wide, **options)
+    parts: list[Any] = [query, key, value, attention_mask]
+    if keeps_code_of_length(query, key):
+        parts = [widened(part) for part in parts]
+        options = {name: widened(option) for name, option in options.items()}
+    with torch_threads_for(query, key):
+        mixed, weights = private.sdpa_attention_forward(module, *parts, **options)
     return mixed.to(query.dtype), weights
 
 

@@ -24,6 +24,7 @@ from moe_runtime.inference.cpu.attention import (
     single_query_attention,
     widened,
 )
+from moe_runtime.inference.cpu.threads import torch_threads_for
 from moe_runtime.kernels.linear.op import keeps_code
 from moe_runtime.kernels.native import is_differentiated
 
@@ -144,7 +145,9 @@ def attend(
     parts = (query, key, value, attention_mask)
     if keeps_code_of_length(query, key):
         parts = [widened(part) for part in parts]
-    return _fused_with_sinks(*parts, scale, sinks).transpose(1, 2).to(query.dtype), None
+    with torch_threads_for(query, key):
+        mixed = _fused_with_sinks(*parts, scale, sinks)
+    return mixed.transpose(1, 2).to(query.dtype), None
 
 
 def _shows_weights(module: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +13,9 @@ from moe_runtime.kernels.native import native_library
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+LEAST_PRODUCTS = 2**28
+"""Multiplications of queries and keys from which attention is given torch's threads."""
 
 
 def rest_torch_threads(model: PreTrainedModel) -> None:
@@ -28,6 +33,37 @@ def rest_torch_threads(model: PreTrainedModel) -> None:
     threads = _OneThread()
     model.register_forward_pre_hook(threads.begin)
     model.register_forward_hook(threads.end, always_call=True)
+
+
+def torch_threads_for(query: torch.Tensor, key: torch.Tensor) -> AbstractContextManager[None]:
+    """Gives torch as many threads as the kernels have for attention over a long prompt.
+
+    That takes longer than torch's threads spin afterwards. Heads and pieces of the prompt are
+    computed apart, so the number of threads changes no bits. Where torch has its threads, or the
+    caller gave it one and the kernels too, nothing changes.
+
+    Args:
+        query: ``[B, H, Q, D]``.
+        key: ``[B, G, S, D]``.
+    """
+    if torch.compiler.is_compiling() or not query.is_cpu or torch.get_num_threads() != 1:
+        return nullcontext()
+    library = native_library()
+    if library is None or native_row_limit(library, query.dtype) != UNLIMITED:
+        return nullcontext()
+    if library.num_threads == 1 or query.numel() * key.shape[-2] < LEAST_PRODUCTS:
+        return nullcontext()
+    return _threads(library.num_threads)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _OneThread:

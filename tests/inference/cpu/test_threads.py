@@ -7,7 +7,8 @@ import pytest
 import torch
 from fake_tier import FakeTier, make_store
 
-from moe_runtime.inference.cpu import threads
+from moe_runtime.inference.cpu import attention, threads
+from moe_runtime.inference.cpu.attention import attend
 from moe_runtime.inference.cpu.threads import rest_torch_threads
 from moe_runtime.inference.steps import Steps
 from moe_runtime.kernels.linear import UNLIMITED, native_row_limit
@@ -101,3 +102,43 @@ def test_one_thread_that_was_asked_for_stays():
         other.submit(torch.set_num_threads, 2).result()
     steps.run(torch.get_num_threads, (), {})
     assert torch.get_num_threads() == 1
+
+
+def test_attention_over_a_long_prompt_has_the_threads_of_the_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Bits of one thread; a short prompt keeps one; also after an exception torch has one again."""
+    library = native_library()
+    if library is None:
+        pytest.skip("the native library was not built")
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, 2, 200, 64, generator=generator).bfloat16() for _ in range(3)]
+    seen: list[int] = []
+
+    def sdpa(*args, **options):
+        seen.append(torch.get_num_threads())
+        if options.get("fail"):
+            raise RuntimeError("as asked")
+        return real(*args, **options)
+
+    real = attention.private.sdpa_attention_forward
+    monkeypatch.setattr(attention.private, "sdpa_attention_forward", sdpa)
+    monkeypatch.setattr(threads, "native_row_limit", lambda *_: UNLIMITED)
+    before, kernels = torch.get_num_threads(), library.num_threads
+    module = torch.nn.Module()
+    module.is_causal = True
+    try:
+        library.set_num_threads(3)
+        torch.set_num_threads(1)
+        short = attend(module, *parts, None)[0]
+        monkeypatch.setattr(threads, "LEAST_PRODUCTS", 2 * 200 * 64 * 200)
+        assert torch.equal(attend(module, *parts, None)[0], short)
+        with pytest.raises(RuntimeError, match="as asked"):
+            attend(module, *parts, None, fail=True)
+        assert torch.get_num_threads() == 1
+        torch.set_num_threads(2)  # torch does not rest
+        attend(module, *parts, None)
+        assert seen == [1, 3, 3, 2]
+    finally:
+        library.set_num_threads(kernels)
+        torch.set_num_threads(before)
