@@ -103,10 +103,11 @@ def layer_table(runs: list[Results]) -> list[str]:
         found = [shares.get(part) for part in ("products", "activation", "optimizer")]
         found.append(1 - sum(shares.values()) if shares else None)
         cells = ["–" if share is None else f"{share:.1%}" for share in found]
+        gshard = f"**{medians['gshard'] / ours:.2f}×**" if "gshard" in medians else "–"
         lines.append(
             f"| {settings['tokens']} tokens, H={settings['hidden']}, I={settings['inter']}, "
             f"E={settings['experts']}, K={settings['top_k']}, {settings['dtype']} | {ours:.2f} s | "
-            f"**{peer / ours:.2f}×** | **{medians['gshard'] / ours:.2f}×** | {' | '.join(cells)} |"
+            f"**{peer / ours:.2f}×** | {gshard} | {' | '.join(cells)} |"
         )
     return [*lines, "", _origin(runs[-1], "of the others' times to ours; – was not measured")]
 
