@@ -127,7 +127,8 @@ def expert_ffn(
 def row_limit(library: NativeLibrary, shape: ExpertShape) -> int:
     """Rows of an expert up to which `impl="auto"` takes the native kernel."""
     if shape.formats and "planes" not in shape.formats:
-        return products.quantized_row_limit(library)
+        is_rounded = any(getattr(kind, "int8_activations", False) for kind in shape.formats)
+        return UNLIMITED if is_rounded else products.quantized_row_limit(library)
     return native_row_limit(library, shape.dtype)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from moe_runtime.kernels.native import (
 )
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.quantized import QuantizedMatrix
+from moe_runtime.kernels.quantized.reference import int8_values
 
 Values = Callable[[QuantizedMatrix, torch.dtype], Tensor]
 """Gives the values of a matrix, `[N, K]`, in a dtype."""
@@ -57,7 +59,7 @@ def quantized_linear(
     """Applies `x @ weight.T + bias` with sums in fp32.
 
     Products of codes round no weight; where values are written out first, they have the dtype of
-    `x`.
+    `x`. Of a format with `int8_activations` it is `x` that is rounded, to `int8_values(x)`.
 
     Args:
         x: `[R, K]`; the kernel takes fp32 and bf16.
@@ -80,9 +82,12 @@ def quantized_linear(
         problem = _native_problem(x, weight, bias)
         if impl == "native" and problem:
             raise ValueError(f"impl='native' cannot compute this: {problem}")
-        limit = UNLIMITED if impl == "native" else quantized_row_limit(library)
-        if not problem and len(x) <= limit:
+        is_limited = impl == "auto" and not weight.format.int8_activations
+        if not problem and (not is_limited or len(x) <= quantized_row_limit(library)):
             return _run(library, x, weight, bias)
+    if weight.format.int8_activations:
+        exact = replace(weight, format=replace(weight.format, int8_activations=False))
+        return quantized_linear(int8_values(x), exact, bias, impl=impl, values=values).to(x.dtype)
     dtype = precise_dtype(x) if impl == "reference" else x.dtype
     write = values_of if impl == "auto" else QuantizedMatrix.dequantize
     wide = (values or write)(weight, dtype)

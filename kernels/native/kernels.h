@@ -25,7 +25,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 22
+#define MOE_ABI_VERSION 23
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -45,6 +45,7 @@ enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED =
  *   KIND_QUANT      values written to memory as fp32, x as fp32 in order
  *   KIND_QUANT_F32  codes decoded to fp32 in registers, x as fp32, transposed: see pack_quantized
  *   KIND_QUANT_DOT4, KIND_QUANT_DOT8  codes of 4 and 8 bits decoded to pairs of bf16, x as bf16, transposed
+ *   KIND_QUANT_INT4, KIND_QUANT_INT8  codes of 4 and 8 bits as int8, x rounded to int8, see quantized_int8.h
  */
 enum {
     KIND_F32 = 0,
@@ -55,9 +56,13 @@ enum {
     KIND_QUANT = NUM_KINDS,
     KIND_QUANT_F32,
     KIND_QUANT_DOT4,
-    KIND_QUANT_DOT8
+    KIND_QUANT_DOT8,
+    KIND_QUANT_INT4,
+    KIND_QUANT_INT8
 };
 enum { QUANT_BLOCK = 128 };
+/* Columns of x rounded to int8 that share a scale, and bytes of a packed block: codes, then scales. */
+enum { INT8_GROUP = 32, INT8_BLOCK_BYTES = QUANT_BLOCK + 4 * QUANT_BLOCK / INT8_GROUP };
 
 typedef struct Quantized Quantized;
 
@@ -195,6 +200,7 @@ static inline int64_t panel_start(int64_t panel, int64_t panels, int64_t num_row
 
 static inline int64_t packed_row_bytes(int kind, int64_t k, int k_step) {
     const int64_t step = kind >= NUM_KINDS ? QUANT_BLOCK : k_step, padded = (k + step - 1) / step * step;
+    if (kind >= KIND_QUANT_INT4) return padded / QUANT_BLOCK * INT8_BLOCK_BYTES;
     return padded * (kind == KIND_BF16_DOT || kind >= KIND_QUANT_DOT4 ? 2 : 4);
 }
 

@@ -35,6 +35,10 @@ CODES = MappingProxyType({"e2m1": 4, "e4m3": 8, "uint4": 4, "uint8": 8, "int8": 
 """Bits of every kind of code. Of two codes in a byte, the low one has the smaller column."""
 
 
+INT8_GROUP = 32
+"""Columns of a row rounded to int8 that share a scale."""
+
+
 class BlockSize(NamedTuple):
     """Sizes of a block: how many codes it has, in how many bytes with their scales."""
 
@@ -91,6 +95,8 @@ class WeightFormat:
         zero: What is subtracted from every integer code where there are no zero points.
         has_zero_points: Whether each group has a zero point of its own, a byte.
         global_scale: Whether one fp32 number multiplies or divides all scales (NVFP4).
+        int8_activations: Whether rows that are multiplied by the weight are rounded to int8 first,
+            see `int8_values`; only where a user asks for it.
     """
 
     codes: CodeName | BlockName
@@ -100,13 +106,20 @@ class WeightFormat:
     zero: int = 0
     has_zero_points: bool = False
     global_scale: GlobalScale = "none"
+    int8_activations: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields.
 
         Raises:
-            ValueError: A name is unknown, a size is negative, or zeros belong to no integer code.
+            ValueError: A name is unknown, a size is negative, zeros belong to no integer code, or
+                rows cannot be rounded to int8 for such codes.
         """
+        if self.int8_activations and not self.takes_int8_activations:
+            raise ValueError(
+                "rows are rounded to int8 for e2m1 and integers in groups of 32, 64, 128, ... "
+                f"columns or all, without zero points of their own, not for {self}"
+            )
         if self.codes in BLOCKS:
             others = (self.scales, self.group_rows, self.group_cols, self.zero)
             if others != ("none", 1, 0, 0) or self.has_zero_points or self.global_scale != "none":
@@ -122,6 +135,15 @@ class WeightFormat:
             )
         if (self.zero or self.has_zero_points) and self.codes not in ("uint4", "uint8"):
             raise ValueError(f"zero points belong to uint4 and uint8, not to {self.codes}")
+
+    @property
+    def takes_int8_activations(self) -> bool:
+        """Whether codes are int8 numbers, or e2m1, whose groups are those of int8 rows or more."""
+        group = self.group_cols
+        if self.has_zero_points or group % INT8_GROUP or group & (group - 1):
+            return False
+        zeros = {"e2m1": (0,), "uint4": range(16), "uint8": (128,), "int8": (0,)}
+        return self.zero in zeros.get(self.codes, ())
 
     @property
     def bits(self) -> int:

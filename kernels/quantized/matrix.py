@@ -104,6 +104,7 @@ class QuantizedMatrix:
                 *_address_and_stride(self.scales),
                 *_address_and_stride(self.zero_points),
                 0 if self.global_scale is None else self.global_scale.data_ptr(),
+                kind.int8_activations,
             ),
         )
         return [*_address_and_stride(self.codes), described.buffer_info()[0], 0], described

@@ -1,12 +1,14 @@
 """What codes and scales stand for, in plain torch.
 
-Shape suffixes: N rows, K columns, B bytes of a row.
+Shape suffixes: N rows, R rows of activations, K columns, B bytes of a row.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from moe_runtime.kernels.quantized.formats import INT8_GROUP
 
 
 def code_values(codes_NB: Tensor, kind: str, num_cols: int) -> Tensor:
@@ -49,3 +51,27 @@ def scale_values(scales: Tensor, kind: str) -> Tensor:
     bits = torch.where(scales == 0, 1 << 22, bits)  # 2 ** -127 is subnormal in fp32
     values = bits.view(torch.float32)
     return torch.where(scales == 255, torch.nan, values)
+
+
+def int8_values(x_RK: Tensor) -> Tensor:
+    """Rows rounded to int8, `INT8_GROUP` columns to a scale, as ggml's q8_0 does.
+
+    The largest magnitude of a group becomes 127; one of less than `2 ** -100` counts as nothing,
+    and a group with an infinity or a NaN is NaN.
+
+    Args:
+        x_RK: Of any floating type.
+
+    Returns:
+        `fp32 [R, K]`, what the rounded numbers stand for.
+    """
+    num_cols = x_RK.shape[1]
+    padded = torch.nn.functional.pad(x_RK.float(), (0, -num_cols % INT8_GROUP))
+    groups = padded.unflatten(1, (-1, INT8_GROUP))
+    largest = groups.abs().amax(2, keepdim=True)
+    is_nothing = largest < 2.0**-100
+    most = torch.full_like(largest, 127)  # a tensor: a number is multiplied by the reciprocal
+    inverse = torch.where(is_nothing, 0, most / largest)
+    scale = torch.where(is_nothing, 0, largest / most)
+    values = (groups * inverse).round() * torch.where(largest.isfinite(), scale, torch.nan)
+    return values.flatten(1)[:, :num_cols]

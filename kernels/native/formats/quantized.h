@@ -43,6 +43,7 @@ struct Quantized {
     const char *zeros;
     int64_t zero_stride;
     const float *global_scale;
+    int64_t rounds_rows; /* whether rows of x are rounded to int8, see quantized_int8.h */
 };
 
 static const float E2M1_VALUES[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,

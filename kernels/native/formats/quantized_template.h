@@ -262,8 +262,14 @@ static int quantized_kind(const Quantized *format, int x_dtype) {
 }
 #endif
 
+#include "formats/quantized_int8.h"
+
 static void multiply_quantized(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                                float *out, int64_t ldo, Matrix next) {
+    if (kind >= KIND_QUANT_INT4) {
+        multiply_int8(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
+        return;
+    }
 #if HAS_QUANT_LANES
     if (kind != KIND_QUANT) {
         multiply_lanes(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);

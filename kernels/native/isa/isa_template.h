@@ -394,5 +394,5 @@ const Isa ISA_SYMBOL = {
     .name = ISA_NAME, .max_panel_rows = PANEL_ROWS, .tile_rows = TILE_ROWS, .k_step = K_STEP, .has_bf16_dot = HAS_BF16_DOT,
     .pack = pack, .multiply = multiply, .multiply_cached = multiply_cached,
     .multiply_columns = multiply_columns, .activate = activate, .add_bias = add_bias, .store = store,
-    .read_all = read_all, .quantized_kind = quantized_kind, .dequantize = dequantize,
+    .read_all = read_all, .quantized_kind = product_kind, .dequantize = dequantize,
 };

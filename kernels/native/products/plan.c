@@ -18,8 +18,9 @@ enum { ALONE_BYTES = 32 << 10 };
 
 /* Every thread has a block, where there are rows enough. */
 static int64_t block_rows(const Call *call, const Matrix *matrix, int64_t row_bytes, int64_t num_rows, int64_t weight_rows) {
-    /* the lossless code says where every 32nd row begins */
-    int64_t rows = call->isa->tile_rows == 3 && !planes_of(matrix) ? BLOCK_ROWS_BY_THREES : BLOCK_ROWS;
+    /* the lossless code says where every 32nd row begins; 32 hidden values share a scale */
+    const int by_32 = planes_of(matrix) || call->kinds[DOWN] >= KIND_QUANT_INT4;
+    int64_t rows = call->isa->tile_rows == 3 && !by_32 ? BLOCK_ROWS_BY_THREES : BLOCK_ROWS;
     const int64_t threads = call->num_threads;
     while (rows * 2 * row_bytes <= BLOCK_BYTES && rows * 2 <= MAX_BLOCK_ROWS && rows * 2 * num_rows <= MAX_BLOCK_SUMS &&
            rows * 2 * threads <= weight_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quantized_experts import DIM, HIDDEN, make_expert, relative_error, run, with_values
 from quantized_matrices import FP8_BLOCK, INT4, MXFP4, PUBLISHED, random_matrix
 
 from moe_runtime.kernels.combine import combine_assignments
@@ -16,45 +17,6 @@ from moe_runtime.kernels.expert_mlp import (
 )
 from moe_runtime.kernels.native import NativeLibrary
 from moe_runtime.kernels.quantized import WeightFormat
-
-DIM, HIDDEN = 96, 160
-
-
-def make_expert(
-    kind: WeightFormat | tuple[WeightFormat, ...],
-    generator: torch.Generator,
-    bias_dtype: torch.dtype | None = None,
-) -> ExpertWeights:
-    kinds = kind if isinstance(kind, tuple) else (kind, kind, kind)
-    shapes = ((HIDDEN, DIM), (HIDDEN, DIM), (DIM, HIDDEN))
-    matrices = [random_matrix(k, *shape, generator) for k, shape in zip(kinds, shapes, strict=True)]
-    if bias_dtype is None:
-        return ExpertWeights(*matrices)
-    biases = [torch.randn(n, generator=generator).to(bias_dtype) * 0.1 for n, _ in shapes]
-    return ExpertWeights(*matrices, *biases)
-
-
-def with_values(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-    """The same expert with tensors for matrices."""
-    matrices = [m.dequantize().to(dtype) for m in (weights.gate, weights.up, weights.down)]  # type: ignore[union-attr, call-arg]
-    biases = (weights.gate_bias, weights.up_bias, weights.down_bias)
-    return ExpertWeights(*matrices, *(None if b is None else b.to(dtype) for b in biases))
-
-
-def run(
-    x_TD: torch.Tensor,
-    weights: ExpertWeights,
-    impl: str = "auto",
-    activation: str | ActivationSpec = "silu",
-) -> torch.Tensor:
-    out = torch.full_like(x_TD, torch.nan)
-    rows = range(len(x_TD))
-    expert_ffn(x_TD, [weights], [len(x_TD)], rows, rows, out, activation=activation, impl=impl)  # type: ignore[arg-type]
-    return out
-
-
-def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((y.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
