@@ -1,8 +1,9 @@
 """Training with experts on the disk beside the same training in memory.
 
-`python benchmarks/offload_training.py` trains a language model of many experts twice in turn, with
+`python benchmarks/offload_training.py` trains a language model of many experts in turn with
 everything in memory and with a budget of a quarter of the experts' weights and fp32 states, and
-compares tokens per second and losses (they must be equal). Shape `many` has over 2,000 tokens for
+compares tokens per second and losses (they must be equal). Activations are computed again in the
+backward pass; beside that, training in memory keeps them. Shape `many` has over 2,000 tokens for
 every expert in a step, so that computation is the limit. Shape `few` has eight, so that the disk
 is; there the bound is the time that the same bytes take alone. Memory is measured in a process of
 its own, by the kernel's highest resident size less what was resident before the model was built.
@@ -83,8 +84,7 @@ class Shape:
         matrices = 3 * self.hidden * self.intermediate
         return STATE_BYTES * matrices * self.num_experts * self.num_layers
 
-    @property
-    def config(self) -> LanguageModelConfig:
+    def config(self, *, recompute: bool) -> LanguageModelConfig:
         return LanguageModelConfig(
             hidden_size=self.hidden,
             num_layers=self.num_layers,
@@ -97,13 +97,14 @@ class Shape:
                 num_experts=self.num_experts,
                 top_k=self.top_k,
                 intermediate_size=self.intermediate,
-                recompute=True,
+                recompute=recompute,
                 loss_weights={"load_balance": 0.01},
             ),
         )
 
-    def model(self) -> LanguageModel:
-        return LanguageModel(self.config, recompute=True)
+    def model(self, *, recompute: bool = True) -> LanguageModel:
+        """Its activations are computed again in the backward pass, or kept."""
+        return LanguageModel(self.config(recompute=recompute), recompute=recompute)
 
     @property
     def tokens_per_expert(self) -> float:
@@ -169,15 +170,16 @@ def offloaded(shape: Shape, folder: Path) -> Runner:
     return Runner(model, training)
 
 
-def in_memory(shape: Shape) -> Runner:
+def in_memory(shape: Shape, *, recompute: bool) -> Runner:
     torch.manual_seed(0)
-    model = shape.model()
+    model = shape.model(recompute=recompute)
     return Runner(model, Optimizer(model, OptimizerConfig(peak_rate=RATE, clip_norm=0.0)))
 
 
 def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
-    """Steps of both systems in turn, the first of each not counted."""
-    ours, resident = offloaded(shape, folder), in_memory(shape)
+    """Steps in turn, the first not counted: offloaded, and in memory with and without recompute."""
+    ours, resident = offloaded(shape, folder), in_memory(shape, recompute=True)
+    keeping = in_memory(shape, recompute=False)
     training = ours.optimizer
     assert isinstance(training, OffloadedTraining)
     file, bounds = folder / "as-large", list[float]()
@@ -187,13 +189,15 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
         if step == 1:
             before = training.stats().traffic
         ids, earlier = windows(shape, step), training.stats().traffic
-        for runner in (resident, ours):
+        for runner in (resident, keeping, ours):
             runner.step(ids)
         moved = training.stats().traffic
         read = moved.read_bytes - earlier.read_bytes
         bounds.append(raw_seconds(file, read, moved.written_bytes - earlier.written_bytes))
-    if ours.losses != resident.losses:
-        raise SystemExit(f"the losses differ: {ours.losses} and {resident.losses}")
+    if not ours.losses == resident.losses == keeping.losses:
+        raise SystemExit(
+            f"the losses differ: {ours.losses}, {resident.losses} and {keeping.losses}"
+        )
     after, stats = training.stats().traffic, training.stats()
     training.check()
     training.close()
@@ -203,6 +207,7 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
     seconds = {
         "offloaded": statistics.median(ours.seconds[1:]),
         "in_memory": statistics.median(resident.seconds[1:]),
+        "in_memory_keeping": statistics.median(keeping.seconds[1:]),
     }
     tokens = shape.sequences * shape.context
     return {
@@ -211,6 +216,7 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
         "tokens_per_expert": shape.tokens_per_expert,
         "tokens_per_s": {name: tokens / value for name, value in seconds.items()},
         "share_of_in_memory": seconds["in_memory"] / seconds["offloaded"],
+        "share_of_in_memory_keeping": seconds["in_memory_keeping"] / seconds["offloaded"],
         "io_bound_s": bound_s,
         "share_of_io_bound": bound_s / seconds["offloaded"],
         "read_bytes_per_step": read,
@@ -221,6 +227,7 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
         "seconds": {
             "offloaded": ours.seconds[1:],
             "in_memory": resident.seconds[1:],
+            "in_memory_keeping": keeping.seconds[1:],
             "io_bound": bounds[1:],
         },
     }
@@ -372,7 +379,9 @@ def _line(name: str, run: dict[str, Any]) -> str:
     return (
         f"{name}: {run['tokens_per_expert']:,.0f} tokens an expert, "
         f"{speed['offloaded']:,.0f} tokens/s, "
-        f"in memory {speed['in_memory']:,.0f} ({run['share_of_in_memory']:.2f} of it); "
+        f"in memory {speed['in_memory']:,.0f} ({run['share_of_in_memory']:.2f} of it), "
+        f"activations kept {speed['in_memory_keeping']:,.0f} "
+        f"({run['share_of_in_memory_keeping']:.2f}); "
         f"{run['share_of_io_bound']:.2f} of the speed of the disk alone; "
         f"stall {run['stall_share']:.0%}, {format_bytes(run['read_bytes_per_step'])} read and "
         f"{format_bytes(run['written_bytes_per_step'])} written a step, "
