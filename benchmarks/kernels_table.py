@@ -141,8 +141,8 @@ def _machine_line(results: Results) -> str:
     machine = results["machine"]
     return (
         f"{_processor(results)}, {machine['num_cores']} cores, "
-        f"{format_bytes(machine['memory_bytes'])}; torch {results['versions']['torch']}, transformers "
-        f"{results['versions']['transformers']}; commit {commits}."
+        f"{format_bytes(machine['memory_bytes'])}; torch {results['versions']['torch']}, "
+        f"transformers {results['versions']['transformers']}; commit {commits}."
     )
 
 
