@@ -4,8 +4,9 @@ Times the experts module of a transformers model on random weights, with
 `experts_implementation="moe_runtime"` and with those of transformers, forward and with backward.
 The implementations take turns, block by block; the median of each counts. Every call has other
 routing than the one before, so that at few tokens the weights come from memory, as in a model.
-`--isa avx512` (or `avx2`) holds ours, oneDNN, MKL and torch to the instructions of an older
-processor; these results are saved in a file of their own.
+`--isa avx512` (or `avx2`) holds our products, oneDNN, MKL and torch to the instructions of an older
+processor (loops that the compiler vectorised for several processors go by the real one: gates, sums
+of rows and copies); these results are saved in a file of their own.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ def layer_table(runs: list[Results]) -> list[str]:
     """Seconds of `MoELayer` and how much longer the others take: `layer.py`."""
     lines = [
         "| `MoELayer`, both passes and, where it has a share, the optimizer's step "
-        "(`benchmarks/layer.py`) | ours | transformers | GShard | "
+        "(`benchmarks/layer.py`) | machine | ours | transformers | GShard | "
         "products | activation | optimizer | routing, dispatch, all else |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for run in runs:
         medians, settings = run["medians"], run["settings"]
@@ -106,10 +106,11 @@ def layer_table(runs: list[Results]) -> list[str]:
         gshard = f"**{medians['gshard'] / ours:.2f}×**" if "gshard" in medians else "–"
         lines.append(
             f"| {settings['tokens']} tokens, H={settings['hidden']}, I={settings['inter']}, "
-            f"E={settings['experts']}, K={settings['top_k']}, {settings['dtype']} | {ours:.2f} s | "
+            f"E={settings['experts']}, K={settings['top_k']}, {settings['dtype']} | "
+            f"{_processor(run)}, {run['commit']} | {ours:.2f} s | "
             f"**{peer / ours:.2f}×** | {gshard} | {' | '.join(cells)} |"
         )
-    return [*lines, "", _origin(runs[-1], "of the others' times to ours; – was not measured")]
+    return [*lines, "", "× is the ratio of the others' times to ours; – was not measured."]
 
 
 def train_table(results: Results) -> list[str]:
@@ -135,17 +136,22 @@ def _origin(results: Results, ratio: str) -> str:
 
 def _machine_line(results: Results) -> str:
     """Where numbers come from; rows of one file may have commits of their own."""
-    machine = results["machine"]
     rows = [results] if "commit" in results else results.get("rows") or results["runs"]
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    machine = results["machine"]
+    return (
+        f"{_processor(results)}, {machine['num_cores']} cores, "
+        f"{format_bytes(machine['memory_bytes'])}; torch {results['versions']['torch']}, "
+        f"transformers {results['versions']['transformers']}; commit {commits}."
+    )
+
+
+def _processor(results: Results) -> str:
+    """Its name and the widest instructions that it has."""
+    machine = results["machine"]
     wide = [name for name in machine["cpu_features"] if name.startswith(("avx512", "amx"))]
     features = wide or [name for name in machine["cpu_features"] if name == "avx2"]
-    return (
-        f"{machine['cpu']} ({', '.join(features)}), "
-        f"{machine['num_cores']} cores, {format_bytes(machine['memory_bytes'])}; "
-        f"torch {results['versions']['torch']}, transformers "
-        f"{results['versions']['transformers']}; commit {commits}."
-    )
+    return f"{machine['cpu']} ({', '.join(features)})"
 
 
 def section(folder: Path) -> str:

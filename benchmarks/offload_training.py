@@ -1,11 +1,13 @@
 """Training with experts on the disk beside the same training in memory.
 
-`python benchmarks/offload_training.py` trains a language model of many experts twice in turn, with
+`python benchmarks/offload_training.py` trains a language model of many experts in turn with
 everything in memory and with a budget of a quarter of the experts' weights and fp32 states, and
-compares tokens per second and losses (they must be equal). Shape `many` has over 2,000 tokens for
-every expert in a step, so that computation is the limit. Shape `few` has eight, so that the disk
-is; there the bound is the time that the same bytes take alone. Memory is measured in a process of
-its own, by the kernel's highest resident size less what was resident before the model was built.
+compares tokens per second and losses (they must be equal). Activations are computed again in the
+backward pass; beside that, training in memory keeps them. Shape `many` has over 2,000 tokens for
+every expert in a step, so that computation is the limit; `many-kept` keeps activations everywhere.
+Shape `few` has eight, so that the disk is; there the bound is the time that the same bytes take
+alone. Memory is measured in a process of its own, by the kernel's highest resident size less what
+was resident before the model was built.
 
 `--systems transformers,accelerate,deepspeed:cpu,deepspeed:nvme` trains the same first weights and
 tokens in other systems, each in a process of its own; `--deepspeed-python` names the interpreter of
@@ -64,6 +66,7 @@ class Shape:
         hidden, intermediate, num_experts, top_k, num_layers, heads, vocab, context: sizes.
         sequences: of a step.
         activation_mib: set aside for activations; the peak shows whether it is enough.
+        recompute: whether activations are computed again in the backward pass instead of kept.
     """
 
     hidden: int
@@ -76,6 +79,7 @@ class Shape:
     context: int
     sequences: int
     activation_mib: int
+    recompute: bool = True
 
     @property
     def expert_bytes(self) -> int:
@@ -83,8 +87,7 @@ class Shape:
         matrices = 3 * self.hidden * self.intermediate
         return STATE_BYTES * matrices * self.num_experts * self.num_layers
 
-    @property
-    def config(self) -> LanguageModelConfig:
+    def config(self, *, recompute: bool) -> LanguageModelConfig:
         return LanguageModelConfig(
             hidden_size=self.hidden,
             num_layers=self.num_layers,
@@ -97,13 +100,13 @@ class Shape:
                 num_experts=self.num_experts,
                 top_k=self.top_k,
                 intermediate_size=self.intermediate,
-                recompute=True,
+                recompute=recompute,
                 loss_weights={"load_balance": 0.01},
             ),
         )
 
-    def model(self) -> LanguageModel:
-        return LanguageModel(self.config, recompute=True)
+    def model(self, *, recompute: bool) -> LanguageModel:
+        return LanguageModel(self.config(recompute=recompute), recompute=recompute)
 
     @property
     def tokens_per_expert(self) -> float:
@@ -112,6 +115,7 @@ class Shape:
 
 SHAPES = {
     "many": Shape(128, 384, 32, 28, 7, 2, 256, 256, 9, 70),
+    "many-kept": Shape(128, 384, 32, 28, 7, 2, 256, 256, 9, 2048, recompute=False),
     "few": Shape(256, 1024, 16, 4, 4, 4, 256, 32, 1, 40),
 }
 
@@ -156,7 +160,7 @@ def offloaded(shape: Shape, folder: Path) -> Runner:
     torch.manual_seed(0)
     first = StreamedInit()
     with first:
-        model = shape.model()
+        model = shape.model(recompute=shape.recompute)
     training = offload_training(
         model,
         host_memory=shape.expert_bytes // 4,
@@ -169,15 +173,16 @@ def offloaded(shape: Shape, folder: Path) -> Runner:
     return Runner(model, training)
 
 
-def in_memory(shape: Shape) -> Runner:
+def in_memory(shape: Shape, *, recompute: bool) -> Runner:
     torch.manual_seed(0)
-    model = shape.model()
+    model = shape.model(recompute=recompute)
     return Runner(model, Optimizer(model, OptimizerConfig(peak_rate=RATE, clip_norm=0.0)))
 
 
 def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
-    """Steps of both systems in turn, the first of each not counted."""
-    ours, resident = offloaded(shape, folder), in_memory(shape)
+    """Steps in turn, the first not counted: offloaded, and in memory with and without recompute."""
+    ours, resident = offloaded(shape, folder), in_memory(shape, recompute=shape.recompute)
+    keeping = in_memory(shape, recompute=False) if shape.recompute else resident
     training = ours.optimizer
     assert isinstance(training, OffloadedTraining)
     file, bounds = folder / "as-large", list[float]()
@@ -187,13 +192,15 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
         if step == 1:
             before = training.stats().traffic
         ids, earlier = windows(shape, step), training.stats().traffic
-        for runner in (resident, ours):
+        for runner in dict.fromkeys((resident, keeping, ours)):
             runner.step(ids)
         moved = training.stats().traffic
         read = moved.read_bytes - earlier.read_bytes
         bounds.append(raw_seconds(file, read, moved.written_bytes - earlier.written_bytes))
-    if ours.losses != resident.losses:
-        raise SystemExit(f"the losses differ: {ours.losses} and {resident.losses}")
+    if not ours.losses == resident.losses == keeping.losses:
+        raise SystemExit(
+            f"the losses differ: {ours.losses}, {resident.losses} and {keeping.losses}"
+        )
     after, stats = training.stats().traffic, training.stats()
     training.check()
     training.close()
@@ -203,6 +210,7 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
     seconds = {
         "offloaded": statistics.median(ours.seconds[1:]),
         "in_memory": statistics.median(resident.seconds[1:]),
+        "in_memory_keeping": statistics.median(keeping.seconds[1:]),
     }
     tokens = shape.sequences * shape.context
     return {
@@ -211,6 +219,7 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
         "tokens_per_expert": shape.tokens_per_expert,
         "tokens_per_s": {name: tokens / value for name, value in seconds.items()},
         "share_of_in_memory": seconds["in_memory"] / seconds["offloaded"],
+        "share_of_in_memory_keeping": seconds["in_memory_keeping"] / seconds["offloaded"],
         "io_bound_s": bound_s,
         "share_of_io_bound": bound_s / seconds["offloaded"],
         "read_bytes_per_step": read,
@@ -221,6 +230,7 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
         "seconds": {
             "offloaded": ours.seconds[1:],
             "in_memory": resident.seconds[1:],
+            "in_memory_keeping": keeping.seconds[1:],
             "io_bound": bounds[1:],
         },
     }
@@ -271,7 +281,7 @@ def measure_memory(shape: Shape, folder: Path) -> dict[str, int]:
 def beside(shape: Shape, system: str, steps: int, folder: Path, python: str) -> dict[str, Any]:
     """Steps of another system with the same first weights and tokens, in a process of its own."""
     torch.manual_seed(0)
-    export_hugging_face(shape.model(), folder / "model")
+    export_hugging_face(shape.model(recompute=False), folder / "model")
     ids = torch.stack([windows(shape, step) for step in range(steps + 1)])
     torch.save(ids, folder / "windows.pt")
     (folder / "storage").mkdir()
@@ -372,7 +382,9 @@ def _line(name: str, run: dict[str, Any]) -> str:
     return (
         f"{name}: {run['tokens_per_expert']:,.0f} tokens an expert, "
         f"{speed['offloaded']:,.0f} tokens/s, "
-        f"in memory {speed['in_memory']:,.0f} ({run['share_of_in_memory']:.2f} of it); "
+        f"in memory {speed['in_memory']:,.0f} ({run['share_of_in_memory']:.2f} of it), "
+        f"activations kept {speed['in_memory_keeping']:,.0f} "
+        f"({run['share_of_in_memory_keeping']:.2f}); "
         f"{run['share_of_io_bound']:.2f} of the speed of the disk alone; "
         f"stall {run['stall_share']:.0%}, {format_bytes(run['read_bytes_per_step'])} read and "
         f"{format_bytes(run['written_bytes_per_step'])} written a step, "

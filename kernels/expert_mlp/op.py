@@ -10,6 +10,7 @@ from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_runtime.kernels.expert_mlp.experts import PackedExperts, RoutedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.parameter_gradients import (
@@ -69,7 +70,8 @@ def expert_mlp(
         experts: The parameters: `StackedExperts` of one width, `PackedExperts` of any widths, or
             `QuantizedExperts`, which are frozen.
         activation: A name, an `ActivationSpec`, or a function of the pre-activations as they lie.
-        impl: `auto` decides by device alone; a named implementation never falls back.
+        impl: `auto` decides by device alone, and takes `reference` within forward-mode automatic
+            differentiation, as none else has such derivatives; a named one never falls back.
         recompute: Computes the pre-activations again in the backward pass instead of keeping them.
         checks_ids: Reports ids outside ``[-1, E]`` (waits for the device).
         post_expert: Applied to every expert's output rows ``[R, D]`` before they are weighted.
@@ -81,11 +83,12 @@ def expert_mlp(
         ``[T, D]`` in the dtype of `x`.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit, or a name is unknown.
+        ValueError: Shapes, dtypes or devices do not fit, a name is unknown, or forward-mode
+            derivatives are asked of an implementation that has none.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     spec = resolve_activation(activation)
-    check_impl(impl)
+    impl = differentiable_impl(impl)
     dtype = x_TD.dtype
     if isinstance(experts, QuantizedExperts):
         if gradients is not None:
@@ -152,7 +155,7 @@ def grouped_expert_mlp(
         ValueError: Shapes, dtypes or devices do not fit, or a name is unknown.
     """
     spec = resolve_activation(activation)
-    check_impl(impl)
+    impl = differentiable_impl(impl)
     dtype = x_RD.dtype
     formula = spec if isinstance(spec, ActivationSpec) else None
     x_RD, experts = _autocast(x_RD, experts, rounds=_rounds(x_RD, experts, formula, impl))
@@ -168,6 +171,22 @@ def grouped_expert_mlp(
         _refuse_functions(impl)
         return composed_grouped_expert_mlp(x_RD, counts_E, experts, spec).to(dtype)
     return call(x_RD, None, None, counts_E, experts, spec, impl=impl, recompute=recompute).to(dtype)
+
+
+def differentiable_impl(impl: ExpertMlpImpl) -> ExpertMlpImpl:
+    """The implementation that is taken where `impl` is asked for.
+
+    Raises:
+        ValueError: The name is unknown, or the named one has no forward-mode derivatives.
+    """
+    check_impl(impl)
+    if impl == "reference" or torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return impl
+    if impl == "auto":
+        return "reference"
+    raise ValueError(
+        f"impl={impl!r} has no forward-mode derivatives (jvp, jacfwd): use 'auto' or 'reference'"
+    )
 
 
 def _of_codes(

@@ -1,7 +1,9 @@
 """`expert_mlp` one expert at a time, for experts that are in memory only while they are used.
 
 The same steps in the same order as the whole layer takes them on a CPU, so the results agree with
-those of resident experts to the bit.
+those of resident experts to the bit. An activation given as a function is another matter: resident
+experts sum its rows in the order of the choices, here they come expert by expert, and last bits
+differ.
 
 Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts, D model, F hidden, Z = 2F with
 a gate and F without.

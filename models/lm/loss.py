@@ -26,8 +26,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         targets_T: Tensor,
         compute_dtype: torch.dtype,
+        is_grad_enabled: bool,  # within, it never is
     ) -> tuple[Tensor, Tensor]:
-        needs_grad = any(ctx.needs_input_grad)  # type: ignore[attr-defined]
+        needs_grad = is_grad_enabled and any(ctx.needs_input_grad)  # type: ignore[attr-defined]
         num_tokens = len(hidden_TD)
         hidden, weight = hidden_TD.to(compute_dtype), weight_VD.to(compute_dtype)
         grad_hidden = torch.empty_like(hidden_TD) if needs_grad else None
@@ -57,9 +58,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: FunctionCtx, grad_loss: Tensor, _grad_each: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
+        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None, None
 
 
 def linear_cross_entropies(
@@ -91,7 +92,9 @@ def linear_cross_entropies(
     device_type = hidden_TD.device.type
     dtype = product_dtype(device_type, hidden_TD.dtype)
     with torch.autocast(device_type, enabled=False):
-        return _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, dtype)
+        return _LinearCrossEntropy.apply(
+            hidden_TD, weight_VD, targets_T, dtype, torch.is_grad_enabled()
+        )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

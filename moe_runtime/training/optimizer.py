@@ -50,10 +50,17 @@ class Optimizer:
         Args:
             parts: each computes the loss of one micro-batch.
             rate: learning rate of the step that follows.
+
+        Raises:
+            BaseException: what a part raises; no gradient is left behind.
         """
         del rate  # for optimizers that update inside the backward pass
-        for part in parts:
-            part().backward()
+        try:
+            for part in parts:
+                part().backward()
+        except BaseException:
+            self._adamw.forget()  # a part of them would be added to the next step's
+            raise
 
     def step(self, rate: float) -> StepOutcome:
         """Clips, updates and forgets the gradients.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,13 @@ def test_an_unknown_gate_runs_as_written(mixtral: PreTrainedModel) -> None:
     expected = run_experts(module, "grouped_mm", x, ids, weights)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_a_function_that_is_replaced_is_recognised_anew(mixtral: PreTrainedModel) -> None:
+    module: Any = next(iter(experts_modules(mixtral).values()))
+    assert recognise_activation(module) == ActivationSpec("silu")
+    module.act_fn = torch.nn.ReLU()
+    assert recognise_activation(module) == ActivationSpec("relu")
 
 
 def test_sentinels_of_expert_parallelism(mixtral: PreTrainedModel) -> None:

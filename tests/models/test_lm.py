@@ -9,6 +9,7 @@ import torch
 from language_models import EXPORTED, VOCAB, build, experts, shape
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.models.lm.attention import Attention, RotaryTable
@@ -68,6 +69,16 @@ def test_attention_looks_back_only() -> None:
     assert difference[7:].min() > 1e-4
 
 
+class _Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("chunk_bytes", [32 << 20, 8 * VOCAB * 4])
 def test_cross_entropy_and_its_gradients(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from moe_runtime.models.lm import loss as module
@@ -86,8 +97,10 @@ def test_cross_entropy_and_its_gradients(chunk_bytes: int, monkeypatch: pytest.M
         strict=True,
     ):
         assert torch.allclose(mine, theirs, atol=1e-12)
-    with torch.no_grad():
+    with torch.no_grad(), _Products() as products:
         assert torch.allclose(linear_cross_entropies(hidden, weight, targets)[0] * 3, ours)
+    chunks = -(-21 // max(1, chunk_bytes // (VOCAB * 8)))
+    assert products.count == chunks  # none for gradients
 
 
 def test_cross_entropy_refuses_shapes_that_do_not_fit() -> None:

@@ -1,6 +1,7 @@
 """The schedule and the optimizer against their definitions."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -126,3 +127,22 @@ def test_gradients_that_are_not_finite_change_nothing_and_are_named() -> None:
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match="no trainable parameter"):
         Optimizer(nn.Linear(2, 2).requires_grad_(False), OptimizerConfig(peak_rate=1.0))
+
+
+def test_an_interrupted_step_leaves_no_gradients_to_the_next() -> None:
+    def stop() -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    found = []
+    for is_interrupted in (False, True):
+        toy = Toy()
+        optimizer = Optimizer(toy, OptimizerConfig(peak_rate=1e-2))
+        generator = torch.Generator().manual_seed(0)
+        first, second = torch.randn(2, 5, generator=generator)
+        if is_interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.backward([partial(toy.loss, second), stop], rate=1e-2)
+        optimizer.backward([partial(toy.loss, first)], rate=1e-2)
+        optimizer.step(1e-2)
+        found.append([parameter.detach() for parameter in toy.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -70,7 +70,7 @@ class NativeSteps(TorchSteps):
         weights_n: Tensor | None,
         grad_z_nZ: Tensor,
     ) -> Tensor:
-        weights_grad_n = torch.empty(len(z_nZ))
+        weights_grad_n = torch.empty(len(z_nZ), dtype=torch.float32)
         backward = (grad_z_nZ, weights_n, weights_grad_n)
         self._gate(z_nZ, layout, hidden_nF, backward=backward)
         return weights_grad_n

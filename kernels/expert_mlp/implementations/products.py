@@ -91,7 +91,7 @@ class NativeProducts(Products):
         self.row_limit = min(few, native_row_limit(library, dtype))
         multiplies_pairs = library.isa == "avx512bf16" and not self._widens
         self._has_outer = dtype == torch.bfloat16 and multiplies_pairs
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32)
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if self._widens else dtype

@@ -18,9 +18,9 @@ from torch import Tensor
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.kernels.expert_mlp import ACTIVATION_NAMES, ActivationSpec
 
-# Formulas as text; None stands for a module whose own function is called. Gates do not change after
-# a module is made.
-_FORMULAS: WeakKeyDictionary[torch.nn.Module, str | None] = WeakKeyDictionary()
+# The function that a module had and its formula as text; None stands for a module whose own one is
+# called. But for that function gates do not change after a module is made.
+_FORMULAS: WeakKeyDictionary[torch.nn.Module, tuple[Any, str | None]] = WeakKeyDictionary()
 # Gates compute in fp32 or fp64 here; formulas that differ at all differ by far more.
 _SAME = 1e-5
 _PROBES = 2048
@@ -46,12 +46,16 @@ def recognise_activation(module: torch.nn.Module) -> ActivationSpec | None:
 # The compiler takes the answer for a constant, as the constants are that it follows from.
 @torch.compiler.assume_constant_result
 def _formula(module: torch.nn.Module) -> str | None:
-    if module not in _FORMULAS:
-        # in a thread of its own, where no tracing (torch.export) makes values unknown
-        with ThreadPoolExecutor(1) as thread:
-            spec = thread.submit(find_formula, module).result()
-        _FORMULAS[module] = None if spec is None else _as_text(spec)
-    return _FORMULAS[module]
+    function = getattr(module, "act_fn", None)
+    known = _FORMULAS.get(module)
+    if known is not None and known[0] is function:
+        return known[1]
+    # in a thread of its own, where no tracing (torch.export) makes values unknown
+    with ThreadPoolExecutor(1) as thread:
+        spec = thread.submit(find_formula, module).result()
+    formula = None if spec is None else _as_text(spec)
+    _FORMULAS[module] = function, formula
+    return formula
 
 
 def _as_text(spec: ActivationSpec) -> str:

@@ -260,3 +260,54 @@ def test_native_refuses_what_it_cannot() -> None:
         expert_mlp(x, ids, weights, experts, activation="silu", impl="native")
     with pytest.raises(ValueError, match=r"a function as activation .*got impl='native'"):
         expert_mlp(x, ids, weights, experts, activation=torch.sin, impl="native")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_changes_nothing(
+    impl: str, dtype: torch.dtype, default: torch.dtype
+) -> None:
+    """Buffers have the type that the kernels write, whatever new tensors have."""
+    experts = make_experts(4)
+    # many rows, which are widened where that is faster
+    ids, weights = make_routing(70, 2, 4, dtype=torch.float64)
+    x = torch.randn(70, DIM_MODEL, dtype=torch.float64)
+    expected = run(experts, x, ids, weights, dtype, activation="silu", impl=impl)
+    torch.set_default_dtype(default)
+    try:
+        found = run(experts, x, ids, weights, dtype, activation="silu", impl=impl)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_forward_mode_derivatives() -> None:
+    """By the specification where nothing is named; refused by an implementation that has none."""
+    experts = make_experts(4)
+    ids, weights = make_routing(9, 2, 4, dtype=torch.float64)
+    x, tangent = torch.randn(2, 9, DIM_MODEL, dtype=torch.float64)
+    leaves, _, weights = with_gradients(experts, x, weights, dtype=torch.float64)
+
+    def layer(x: Tensor, impl: str = "auto") -> Tensor:
+        return expert_mlp(x, ids, weights, leaves, activation="silu", impl=impl)  # type: ignore[arg-type]
+
+    _, found = torch.func.jvp(layer, (x,), (tangent,))
+    difference = (layer(x + 1e-6 * tangent) - layer(x - 1e-6 * tangent)) / 2e-6
+    torch.testing.assert_close(found, difference, rtol=1e-6, atol=1e-7)
+    with pytest.raises(ValueError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda x: layer(x, "torch"), (x,), (tangent,))
+
+
+@needs_native
+def test_soft_caps_of_small_numbers_keep_their_digits() -> None:
+    experts = replace(make_experts(4), gate_up_bias=None, down_bias=None)
+    experts = replace(experts, gate_up=experts.gate_up * 1e-2)
+    spec = ActivationSpec("silu", gate_softcap=30.0, up_softcap=30.0)
+    ids, weights = make_routing(9, 2, 4, dtype=torch.float64)
+    x = torch.randn(9, DIM_MODEL, dtype=torch.float64)
+    found = run(experts, x, ids, weights, torch.float32, activation=spec, impl="native")
+    exact = run(experts, x, ids, weights, torch.float64, activation=spec, impl="reference")
+    for name, tensor in exact.items():
+        # the products of three matrices in fp32, some hundred terms each
+        assert (found[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
