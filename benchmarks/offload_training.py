@@ -18,22 +18,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
-import os
-import random
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness.disk import mixed_seconds
 from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor
 
@@ -54,7 +51,6 @@ RESULTS = Path(__file__).parent / "results"
 RATE = 3e-4
 STATE_BYTES = 12
 """Weight and two moments of a parameter, in fp32."""
-BLOCK_BYTES = 4 * 2**20
 IO_THREADS = 4
 
 
@@ -196,7 +192,8 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
             runner.step(ids)
         moved = training.stats().traffic
         read = moved.read_bytes - earlier.read_bytes
-        bounds.append(raw_seconds(file, read, moved.written_bytes - earlier.written_bytes))
+        written = moved.written_bytes - earlier.written_bytes
+        bounds.append(mixed_seconds(file, read, written, IO_THREADS))
     if not ours.losses == resident.losses == keeping.losses:
         raise SystemExit(
             f"the losses differ: {ours.losses}, {resident.losses} and {keeping.losses}"
@@ -234,33 +231,6 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
             "io_bound": bounds[1:],
         },
     }
-
-
-def raw_seconds(file: Path, read: int, written: int) -> float:
-    """Time that bytes take from and to a file, past the page cache, with nothing else to do."""
-    blocks = file.stat().st_size // BLOCK_BYTES
-    kinds = [True] * (read // BLOCK_BYTES) + [False] * (written // BLOCK_BYTES)
-    random.Random(0).shuffle(kinds)
-    descriptor = os.open(file, os.O_RDWR | os.O_DIRECT)
-    buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(IO_THREADS)]
-    for buffer in buffers:
-        buffer.madvise(mmap.MADV_HUGEPAGE)
-        buffer.write(bytes(BLOCK_BYTES))
-
-    def move(thread: int) -> None:
-        for index in range(thread, len(kinds), IO_THREADS):
-            offset = index % blocks * BLOCK_BYTES
-            if kinds[index]:
-                os.preadv(descriptor, [buffers[thread]], offset)
-            else:
-                os.pwritev(descriptor, [buffers[thread]], offset)
-
-    started = time.perf_counter()
-    with ThreadPoolExecutor(IO_THREADS) as threads:
-        list(threads.map(move, range(IO_THREADS)))
-    seconds = time.perf_counter() - started
-    os.close(descriptor)
-    return seconds
 
 
 def measure_memory(shape: Shape, folder: Path) -> dict[str, int]:

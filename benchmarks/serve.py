@@ -71,13 +71,14 @@ def main() -> None:
         "shape": shape.describe(),
     }
     file = HERE / "results" / f"serve-{shape.name}-{machine_name(facts['machine'])}.json"
-    rows = kept_rows(file, facts, options) if options.keep else []
+    rows = kept_rows(file, options) if options.keep else []
     for cap_bytes in options.caps:
         for _ in range(options.rounds):
             for system in options.systems:
                 command = server_command(system, options, checkpoint, gguf)
                 for row in press(command, options.port, pressing, cap_bytes):
-                    rows.append({"system": system, "cap": cap_label(cap_bytes), **row})
+                    cap, head = cap_label(cap_bytes), facts["commit"]
+                    rows.append({"system": system, "cap": cap, "commit": head, **row})
                     print(_line(rows[-1]), flush=True)
                 if options.save:  # after each server: an hour's work is not lost with its last part
                     report = {**facts, "summary": summarize(rows), "rows": rows}
@@ -86,20 +87,10 @@ def main() -> None:
         print(row)
 
 
-def kept_rows(
-    file: Path, facts: dict[str, Any], options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """The file's rows of what is not measured now.
-
-    Raises:
-        SystemExit: they are of another commit or machine.
-    """
+def kept_rows(file: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The file's rows of what is not measured now; each says its commit."""
     if not file.is_file():
         return []
-    before = json.loads(file.read_text())
-    for key in ("commit", "machine"):
-        if before[key] != facts[key]:
-            raise SystemExit(f"--keep: {file.name} is of another {key}; measure everything again")
     now = {
         (system, cap_label(cap), *load)
         for system in options.systems
@@ -107,7 +98,8 @@ def kept_rows(
         for load in loads(options)
     }
     named = ("system", "cap", *Load._fields)
-    return [row for row in before["rows"] if tuple(row.get(field) for field in named) not in now]
+    rows = json.loads(file.read_text())["rows"]
+    return [row for row in rows if tuple(row.get(field) for field in named) not in now]
 
 
 def loads(options: argparse.Namespace) -> list[Load]:
@@ -316,9 +308,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--llama-server", type=Path, default=Path("llama-server"))
     parser.add_argument("--save", action="store_true", help="write this machine's results file")
-    parser.add_argument(
-        "--keep", action="store_true", help="keep its other rows, of the same commit and machine"
-    )
+    parser.add_argument("--keep", action="store_true", help="keep the file's other rows")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Random-read bandwidth of a disk for blocks of one expert's size.
+"""Random-read bandwidth of a disk for blocks of one expert's size, and reads beside writes.
 
 What an expert cache can reach at best is bytes missed over this bandwidth. Direct reads bypass the
 page cache; buffered reads go through it, and the pages they leave are dropped after each block.
@@ -18,6 +18,8 @@ from pathlib import Path
 
 DISK_BLOCK_BYTES = 4096
 THREAD_COUNTS = (1, 2, 4, 8)
+MIXED_BLOCK_BYTES = 4 * 2**20
+"""Of reads and writes in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +134,34 @@ def _read_block(descriptor: int, offset: int, length: int, view: memoryview) -> 
         if count == 0:
             raise OSError(f"file ended {end - first - done} bytes before the block's end")
         done += count
+
+
+def mixed_seconds(file: Path, read: int, written: int, num_threads: int) -> float:
+    """Time that bytes take from and to a file, past the page cache, with nothing else to do.
+
+    The file is written over.
+    """
+    size = MIXED_BLOCK_BYTES
+    blocks = file.stat().st_size // size
+    kinds = [True] * (read // size) + [False] * (written // size)
+    random.Random(0).shuffle(kinds)
+    descriptor = os.open(file, os.O_RDWR | os.O_DIRECT)
+    buffers = [mmap.mmap(-1, size) for _ in range(num_threads)]
+    for buffer in buffers:
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+        buffer.write(bytes(size))
+
+    def move(thread: int) -> None:
+        for index in range(thread, len(kinds), num_threads):
+            offset = index % blocks * size
+            if kinds[index]:
+                os.preadv(descriptor, [buffers[thread]], offset)
+            else:
+                os.pwritev(descriptor, [buffers[thread]], offset)
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(move, range(num_threads)))
+    seconds = time.perf_counter() - started
+    os.close(descriptor)
+    return seconds

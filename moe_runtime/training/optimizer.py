@@ -55,12 +55,14 @@ class Optimizer:
             BaseException: what a part raises; no gradient is left behind.
         """
         del rate  # for optimizers that update inside the backward pass
+        is_done = False
         try:
             for part in parts:
                 part().backward()
-        except BaseException:
-            self._adamw.forget()  # a part of them would be added to the next step's
-            raise
+            is_done = True
+        finally:
+            if not is_done:  # a part of them would be added to the next step's
+                self._adamw.forget()
 
     def step(self, rate: float) -> StepOutcome:
         """Clips, updates and forgets the gradients.
