@@ -42,7 +42,10 @@ FORMATS = {
     "fp8": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
     "mxfp4": WeightFormat("e2m1", "e8m0", group_cols=32),
     "int4": WeightFormat("uint4", "bf16", group_cols=32, zero=8),
+    "mxfp4-int8": WeightFormat("e2m1", "e8m0", group_cols=32, int8_activations=True),
+    "int4-int8": WeightFormat("uint4", "bf16", group_cols=32, zero=8, int8_activations=True),
 }
+"""Those that end in `-int8` round activations, as `load(activations="int8")` does."""
 CALLS = 8
 """Routings that are gone through in turn."""
 
@@ -83,7 +86,7 @@ def main() -> None:
         for kind in arguments.formats:
             experts = make_experts(SHAPES[name], FORMATS[kind], parse_bytes(arguments.memory))
             for num_tokens in arguments.tokens:
-                folder = arguments.kt_kernel
+                folder = None if kind.endswith("-int8") else arguments.kt_kernel
                 with _peers(folder, kind, SHAPES[name], len(experts), num_tokens) as peers:
                     row = {"shape": name, "format": kind, "tokens": num_tokens, "commit": head}
                     row |= measure(

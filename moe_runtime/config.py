@@ -161,6 +161,8 @@ def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, obj
 
 
 SHARES = ("auto", "even", "adaptive")
+ACTIVATIONS = ("exact", "int8")
+"""What is multiplied by quantised weights: values as they are, or rounded to int8."""
 CACHE_CODES = ("none", "planes")
 MISSES = ("device", "cpu", "auto")
 

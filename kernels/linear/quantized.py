@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe_runtime.kernels.linear.op import (
     ROWS_PER_CALL,
-    UNLIMITED,
     LinearImpl,
     check_status,
     linear,

@@ -10,6 +10,7 @@ import typer
 from moe_runtime.cli.config_file import apply_config
 from moe_runtime.cli.console import require_address_space
 from moe_runtime.config import (
+    ACTIVATIONS,
     CACHE_CODES,
     MISSES,
     SHARES,
@@ -156,6 +157,14 @@ CacheCode = Annotated[
         callback=_named("cache_code", lambda: CACHE_CODES),
         help="How bf16 experts lie in memory: none (as in the files), or planes, a code that loses "
         "nothing, so that a budget holds 1.4 times as many; on a CPU.",
+    ),
+]
+Activations = Annotated[
+    str,
+    typer.Option(
+        callback=_named("activations", lambda: ACTIVATIONS),
+        help="What is multiplied by quantised weights: exact, or int8, rounded to 8 bits, which is "
+        "faster and loses digits; on a CPU.",
     ),
 ]
 Misses = Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from moe_runtime.config import (
+    ACTIVATIONS,
     CACHE_CODES,
     SHARES,
     PrefetchMode,
@@ -38,7 +39,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "path_or_id": (str, Path),
     "device": (str, int, torch.device),
     "dtype": (str, torch.dtype),
-    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code", "misses"), (str,)),
+    **dict.fromkeys(
+        ("policy", "prefetch", "shares", "cache_code", "activations", "misses"), (str,)
+    ),
     "predictor": (str, Path),
     **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
     "max_tokens": (int, _NONE),
@@ -107,16 +110,23 @@ def check_types(given: Mapping[str, object]) -> None:
     require_types(_TYPES, given)
 
 
-def check_names(policy: str, shares: str, predictor: str | Path, cache_code: str) -> None:
+def check_names(
+    policy: str,
+    shares: str,
+    predictor: str | Path,
+    cache_code: str,
+    activations: str = "exact",
+) -> None:
     """Refuses names that nothing has, before anything is loaded.
 
     Raises:
         CheckpointError: the predictor's file is missing, or is not a predictor.
-        ValueError: no policy, predictor, code or kind of shares has it.
+        ValueError: no policy, predictor, code, kind of shares or of activations has it.
     """
     require_known("policy", policy, (AUTO, *LIVE_POLICIES))
     require_known("shares", shares, SHARES)
     require_known("cache_code", cache_code, CACHE_CODES)
+    require_known("activations", activations, ACTIVATIONS)
     if predictor != AUTO:
         options.check_predictor(predictor)
 

@@ -68,6 +68,7 @@ def load(
     predictor: str | Path = "next-gate",
     shares: str = "auto",
     cache_code: str = "none",
+    activations: str = "exact",
     misses: str = "device",
     trace: str | Path | None = None,
     timeline: str | Path | None = None,
@@ -106,6 +107,8 @@ def load(
             move to where misses cost most), or ``"auto"``: even, or what ``policy="auto"`` found.
         cache_code: how bf16 experts lie in memory: ``"none"``, as in the files, or ``"planes"``, in
             a code that loses nothing, so that a budget holds 1.4 times as many; only on a CPU.
+        activations: what is multiplied by quantised weights: ``"exact"``, or ``"int8"``: rounded to
+            8 bits, 32 values to a scale, which is faster and loses digits; only on a CPU.
         misses: who computes experts that a GPU lacks: ``"device"``, once they are copied;
             ``"cpu"``, where they lie in the host's memory, for steps of up to 16 tokens; or
             ``"auto"``, whichever measured speeds say. Except for ``"device"`` the last bits of a
@@ -142,7 +145,7 @@ def load(
         "host": parse_budget(host_memory, name="host_memory"),
         "device": parse_budget(device_memory, name="device_memory"),
     }
-    choosing.check_names(policy, shares, predictor, cache_code)
+    choosing.check_names(policy, shares, predictor, cache_code, activations)
     if io_threads < 1:
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
     mode = parse_mode(prefetch)
@@ -155,6 +158,8 @@ def load(
         options.check_misses(misses, place, is_alone=group is None and placement is None)
     transport = None if group is None and placement is None else options.as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
+    if activations != "exact":
+        checkpoint = checkpoint.with_int8_activations(place)
     if trace is not None or timeline is not None:
         inputs = [*files_of(checkpoint.folder), predictor, placement]
         options.check_records(trace, timeline, inputs)

@@ -188,9 +188,11 @@ static void multiply_int8(int kind, Matrix weight, int64_t num_weight_rows, int6
     memset(scales, 0, sizeof scales);
     for (int64_t n = 0; n < num_weight_rows; n++) {
         const char *codes = weight.data + n * weight.stride, *ahead = stream_row(&stream, n + rows_ahead);
-        Int8Row row = {.codes = codes, .ahead = ahead ? ahead : codes, .scales = scales};
+        const float *spread = weight.quantized->group_cols == INT8_GROUP ? groups.scales : scales;
+        Int8Row row = {.codes = codes, .ahead = ahead ? ahead : codes, .scales = spread};
         read_scales(weight.quantized, weight.first_row + n, groups.groups, groups.scales);
-        for (int64_t i = 0; i < num_groups; i++) scales[i] = groups.scales[i * INT8_GROUP >> how.shift];
+        if (weight.quantized->group_cols != INT8_GROUP)
+            for (int64_t i = 0; i < num_groups; i++) scales[i] = groups.scales[i * INT8_GROUP >> how.shift];
         for (int64_t p = 0; p < panels; p++) {
             const int64_t first = panel_start(p, panels, num_rows), last = panel_start(p + 1, panels, num_rows);
             int8_row_of(kind, (int)(last - first), &how, &row, k, packed + first * row_bytes, out + first * ldo + n, ldo);
