@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.arguments import positive
 from harness.machine import commit, describe_machine, machine_name, versions
 
 import moe_runtime
@@ -156,11 +157,11 @@ def _case(row: dict[str, Any]) -> tuple[Any, ...]:
 def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--tokens", nargs="+", type=positive, default=list(TOKENS))
     passes = ("forward", "forward+backward")
     parser.add_argument("--passes", nargs="+", choices=passes, default=list(passes))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of every implementation")
+    parser.add_argument("--rounds", type=positive, default=3, help="turns of every implementation")
     parser.add_argument("--block-s", type=float, default=0.5, help="seconds of one turn")
     parser.add_argument(
         "--all-peers", action="store_true", help="as many turns for peers that are far behind"

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.arguments import positive
 from harness.disk import mixed_seconds
 from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor
@@ -367,7 +368,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, help="only this one")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each system")
+    parser.add_argument("--steps", type=positive, default=5, help="timed steps of each system")
     parser.add_argument("--folder", type=Path, default=None, help="for the experts; a fast disk")
     parser.add_argument("--systems", default="", help="others to compare with, commas between")
     parser.add_argument(

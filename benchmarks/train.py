@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.arguments import positive
 from harness.machine import commit, describe_machine, machine_name, versions
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_runtime.files import write_text
+from moe_runtime.kernels.expert_mlp.op import IMPLS
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel, Losses
@@ -250,8 +252,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["grouped_mm"])
-    parser.add_argument("--impl", default="auto", help="what computes our experts")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each model")
+    parser.add_argument("--impl", choices=IMPLS, default="auto", help="what computes our experts")
+    parser.add_argument("--steps", type=positive, default=5, help="timed steps of each model")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0 leaves them")
     parser.add_argument("--device", default="cpu")

@@ -214,7 +214,9 @@ class MoELayer(nn.Module):
             `[..., D]` in the dtype of `x` (under autocast in autocast's).
 
         Raises:
-            ValueError: A width or batch that does not fit, or scores that are not numbers.
+            ValueError: A width, type or batch that does not fit, or scores that are not numbers.
+            RuntimeError: A second derivative or a transform of `torch.func` other than `jvp` and
+                `jacfwd` is asked of kernels: make the layer with `impl="reference"` for those.
         """
         routing = self.route(
             x, token_ids=token_ids, previous_logits=previous_logits, generator=generator
@@ -234,6 +236,8 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"{self.name}: expected [..., {self.hidden_size}], got {list(x.shape)}"
             )
+        if not x.is_floating_point():
+            raise ValueError(f"{self.name}: expected floating-point numbers, got {x.dtype}")
         if self.parts is not None:
             x = self.parts.gather(x)
         context = RoutingContext(
@@ -264,7 +268,9 @@ class MoELayer(nn.Module):
             out_TD = cast(Tensor, AttachLoss.apply(out_TD, loss, self.loss_scale))
             loss = loss.detach()
         self.aux = LayerAux(routing, routing.losses, loss)
-        return out_TD.to(compute_dtype(x)).view(x.shape)
+        out_TD = out_TD.to(compute_dtype(x))
+        # wrappers such as FSDP warn of views
+        return out_TD if x.ndim == 2 else out_TD.view(x.shape)
 
     def after_step(self, group: ProcessGroup | None = None) -> None:
         """What the gate does between optimizer steps (selection bias, annealing): call it after

@@ -68,7 +68,8 @@ def build_tree(cls: type[_Config], values: Mapping[str, Any], *, where: str = ""
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         )
         if required and name not in values:
-            raise ValueError(f"{place} lacks the key {_dotted(where, name)!r}")
+            missing = _first_required(hints[name], _dotted(where, name))
+            raise ValueError(f"{place} lacks the key {missing!r}")
     converted = {
         key: _convert(hints[key], value, _dotted(where, key)) for key, value in values.items()
     }
@@ -77,6 +78,17 @@ def build_tree(cls: type[_Config], values: Mapping[str, Any], *, where: str = ""
     except (ValueError, TypeError) as error:
         # The dataclass's own checks know their field, not the table it stands in.
         raise ValueError(f"{place}: {error}") from None
+
+
+def _first_required(hint: Any, name: str) -> str:
+    """What has to be given of a table that is missing: its first key without a default."""
+    if not dataclasses.is_dataclass(hint):
+        return name
+    hints = typing.get_type_hints(hint, include_extras=True)
+    for field in dataclasses.fields(hint):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            return _first_required(hints[field.name], _dotted(name, field.name))
+    return name
 
 
 def _override(tree: dict[str, Any], setting: str) -> None:

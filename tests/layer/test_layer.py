@@ -33,6 +33,17 @@ def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(out.reshape(-1, D), layer(x.reshape(-1, D)))
 
 
+def test_rows_come_back_as_they_are() -> None:
+    """Wrappers warn of views, whose changes in place they do not see."""
+    assert make_layer()(torch.randn(7, D))._base is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool], ids=str)
+def test_other_numbers_than_floating_point_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"floating-point numbers, got {dtype}"):
+        make_layer()(torch.ones(3, D, dtype=dtype))
+
+
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_activations(activation: str) -> None:
     """Against each formula written with torch's own functions."""

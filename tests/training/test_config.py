@@ -40,6 +40,7 @@ def test_settings_override_the_file(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("steps = 8", "stebs = 8", r"unknown key 'run.stebs'; did you mean 'steps'\?"),
+        ("[optimizer]\npeak_rate = 1e-2\n", "[run.more]\n", "lacks the key 'optimizer.peak_rate'"),
         ("[optimizer]", "[optimiser]", r"unknown key 'optimiser'; did you mean 'optimizer'\?"),
         ("top_k = 2", "topk = 2", r"unknown key 'model.moe.topk'; did you mean 'top_k'\?"),
         ("[data.sources.rules]", "[data.sources.rules.x]", "unknown key 'data.sources.rules.x'"),

@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_is_named(finished: Path, capsys: pytest.CaptureFix
         (["CONFIG", "--set", "run.stebs=2"], "did you mean 'steps'"),
         (
             ["CONFIG", "--set", "data.sources.rules.files=['nothing-*']"],
-            "no file matches 'nothing-*'",
+            "nothing-*'; make the text first",
         ),
         (["CONFIG", "--set", "model.moe.gate=softmaxtopk"], "did you mean 'softmax_topk'"),
         (["CONFIG", "--set", "model.moe.top_k=5"], "model.moe: top_k must be at most num_exp"),

@@ -96,8 +96,8 @@ def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
         files = [folder / match for match in matches if (folder / match).is_file()]
         if not files:
             raise ValueError(
-                f"source {name!r}: no file matches {pattern!r} in {folder}; make the text first (a "
-                "configuration file may say how at its head), or name another one"
+                f"source {name!r}: no file matches {str(folder / pattern)!r}; make the text first "
+                "(a configuration file may say how at its head), or name another one"
             )
         found.update(files)
     return sorted(found)
