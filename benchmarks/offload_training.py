@@ -4,10 +4,9 @@
 everything in memory and with a budget of a quarter of the experts' weights and fp32 states, and
 compares tokens per second and losses (they must be equal). Activations are computed again in the
 backward pass; beside that, training in memory keeps them. Shape `many` has over 2,000 tokens for
-every expert in a step, so that computation is the limit; `many-kept` keeps activations everywhere.
-Shape `few` has eight, so that the disk is; there the bound is the time that the same bytes take
-alone. Memory is measured in a process of its own, by the kernel's highest resident size less what
-was resident before the model was built.
+every expert in a step, so that computation is the limit. Shape `few` has eight, so that the disk
+is; there the bound is the time that the same bytes take alone. Memory is measured in a process of
+its own, by the kernel's highest resident size less what was resident before the model was built.
 
 `--systems transformers,accelerate,deepspeed:cpu,deepspeed:nvme` trains the same first weights and
 tokens in other systems, each in a process of its own; `--deepspeed-python` names the interpreter of
@@ -63,7 +62,6 @@ class Shape:
         hidden, intermediate, num_experts, top_k, num_layers, heads, vocab, context: sizes.
         sequences: of a step.
         activation_mib: set aside for activations; the peak shows whether it is enough.
-        recompute: whether activations are computed again in the backward pass instead of kept.
     """
 
     hidden: int
@@ -76,7 +74,6 @@ class Shape:
     context: int
     sequences: int
     activation_mib: int
-    recompute: bool = True
 
     @property
     def expert_bytes(self) -> int:
@@ -112,7 +109,6 @@ class Shape:
 
 SHAPES = {
     "many": Shape(128, 384, 32, 28, 7, 2, 256, 256, 9, 70),
-    "many-kept": Shape(128, 384, 32, 28, 7, 2, 256, 256, 9, 2048, recompute=False),
     "few": Shape(256, 1024, 16, 4, 4, 4, 256, 32, 1, 40),
 }
 
@@ -157,7 +153,7 @@ def offloaded(shape: Shape, folder: Path) -> Runner:
     torch.manual_seed(0)
     first = StreamedInit()
     with first:
-        model = shape.model(recompute=shape.recompute)
+        model = shape.model(recompute=True)
     training = offload_training(
         model,
         host_memory=shape.expert_bytes // 4,
@@ -178,8 +174,8 @@ def in_memory(shape: Shape, *, recompute: bool) -> Runner:
 
 def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
     """Steps in turn, the first not counted: offloaded, and in memory with and without recompute."""
-    ours, resident = offloaded(shape, folder), in_memory(shape, recompute=shape.recompute)
-    keeping = in_memory(shape, recompute=False) if shape.recompute else resident
+    ours, resident = offloaded(shape, folder), in_memory(shape, recompute=True)
+    keeping = in_memory(shape, recompute=False)
     training = ours.optimizer
     assert isinstance(training, OffloadedTraining)
     file, bounds = folder / "as-large", list[float]()
@@ -189,7 +185,7 @@ def compare(shape: Shape, steps: int, folder: Path) -> dict[str, Any]:
         if step == 1:
             before = training.stats().traffic
         ids, earlier = windows(shape, step), training.stats().traffic
-        for runner in dict.fromkeys((resident, keeping, ours)):
+        for runner in (resident, keeping, ours):
             runner.step(ids)
         moved = training.stats().traffic
         read = moved.read_bytes - earlier.read_bytes
