@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -79,29 +79,6 @@ class Checkpoint:
         runs = set() if self.runs is None else self.runs.names
         plain = _plain(self.entries, self.packed)
         return [*(entry for entry in plain if entry.name not in runs), *self.packed.values()]
-
-    def with_int8_activations(self, device: torch.device) -> Checkpoint:
-        """The same, whose products with quantised weights round their rows to int8.
-
-        Raises:
-            UnsupportedModelError: none of its weights takes such rows, or not on that device.
-        """
-        if device.type != "cpu":
-            raise UnsupportedModelError(
-                f"activations='int8' is for models on the CPU, got the device {device}"
-            )
-        rounding = {
-            name: replace(weight, format=replace(weight.format, int8_activations=True))
-            for name, weight in self.packed.items()
-            if weight.format.takes_int8_activations
-        }
-        if not rounding:
-            raise UnsupportedModelError(
-                "activations='int8' needs weights in MXFP4, or in int4 or int8 without zero "
-                f"points, in groups of 32, 64, 128, ... columns; {self.folder} has none: leave it "
-                "out"
-            )
-        return replace(self, packed=self.packed | rounding)
 
     @property
     def is_plain(self) -> bool:

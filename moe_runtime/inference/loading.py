@@ -159,7 +159,7 @@ def load(
     transport = None if group is None and placement is None else options.as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
     if activations != "exact":
-        checkpoint = checkpoint.with_int8_activations(place)
+        checkpoint = options.with_int8_activations(checkpoint, place)
     if trace is not None or timeline is not None:
         inputs = [*files_of(checkpoint.folder), predictor, placement]
         options.check_records(trace, timeline, inputs)

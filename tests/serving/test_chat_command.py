@@ -197,6 +197,7 @@ def test_options_arrive(
         **{"device_memory": "auto", "max_tokens": 237, "policy": "sieve", "shares": "adaptive"},
         **{
             "cache_code": "none",
+            "activations": "exact",
             "misses": "device",
             "prefetch": "observe",
             "predictor": "popularity",

@@ -142,7 +142,7 @@ def attend(
         return mixed, None
     scaling = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    parts = (query, key, value, attention_mask)
+    parts: list[Any] = [query, key, value, attention_mask]
     if keeps_code_of_length(query, key):
         parts = [widened(part) for part in parts]
     with torch_threads_for(query, key):

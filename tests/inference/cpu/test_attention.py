@@ -71,9 +71,12 @@ def test_everything_else_is_transformers_own(change):
 
 def test_options_that_ask_for_more_are_passed_on(monkeypatch: pytest.MonkeyPatch):
     passed: list[dict[str, object]] = []
-    monkeypatch.setattr(
-        transformers_private, "sdpa_attention_forward", lambda *_, **options: passed.append(options)
-    )
+
+    def sdpa(_: object, query: torch.Tensor, *__: object, **options: object):
+        passed.append(options)
+        return query, None
+
+    monkeypatch.setattr(transformers_private, "sdpa_attention_forward", sdpa)
     query, key, value = inputs(torch.float32)
     with torch.inference_mode():
         attend(Layer(3), query, key, value, None, scaling=0.3, softcap=20.0)
