@@ -142,11 +142,11 @@ def attend(
         return mixed, None
     scaling = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    parts: list[Any] = [query, key, value, attention_mask]
+    q, k, v, mask = query, key, value, attention_mask
     if keeps_code_of_length(query, key):
-        parts = [widened(part) for part in parts]
+        q, k, v, mask = (widened(part) for part in (q, k, v, mask))
     with torch_threads_for(query, key):
-        mixed = _fused_with_sinks(*parts, scale, sinks)
+        mixed = _fused_with_sinks(q, k, v, mask, scale, sinks)
     return mixed.transpose(1, 2).to(query.dtype), None
 
 
