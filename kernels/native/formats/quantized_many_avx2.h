@@ -4,7 +4,7 @@
  * Sums add up in the order of lanes_step and go from one part of k to the next as vectors: what a row of x gives does not
  * depend on how many others there are.
  */
-enum { MANY_WEIGHT_ROWS = 24, MANY_STEPS = 4, MANY_PANELS = 16 };
+enum { MANY_WEIGHT_ROWS = 24, MANY_STEPS = 4, MANY_PANELS = 16, MANY_GROUPS = 64 << 10 };
 
 /* Codes as fp32, and the scales of their groups by lanes. */
 typedef struct {
