@@ -306,10 +306,11 @@ static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int
     const int64_t rows_ahead = LANES_AHEAD / (code_row_bytes(format, k) + 1) + 1, scale_bytes = fetched_scale_bytes(format, k);
     const Stream stream = {.weight = weight, .next = next, .num_rows = num_weight_rows};
     const ManyRows many = {.packed = (const float *)packed, .num_rows = num_rows, .row_floats = row_bytes / 4, .ldo = ldo};
-    const int at_once = panels == 1 ? 1 : MANY_WEIGHT_ROWS;
     Lanes lanes;
     ROW_GROUPS(row, weight, k);
-    const int64_t padded_groups = row.groups + GROUP_PADDING;
+    /* Numbers of all their groups lie on the stack. */
+    const int64_t padded_groups = row.groups + GROUP_PADDING, fitting = MANY_GROUPS / padded_groups;
+    const int at_once = panels == 1 || fitting < 2 ? 1 : fitting < MANY_WEIGHT_ROWS ? (int)fitting : MANY_WEIGHT_ROWS;
     float scales[at_once * padded_groups], zeros[at_once * padded_groups];
     Source sources[MANY_WEIGHT_ROWS];
     memset(scales, 0, sizeof scales);

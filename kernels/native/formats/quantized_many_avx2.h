@@ -1,10 +1,10 @@
 /* Products of quantised matrices with more rows of x than a panel has, for vectors of eight; a part of quantized_avx2.h.
  *
- * A part of a few weight rows is decoded once and stays in the first-level cache while all panels are multiplied with it.
+ * A part of some weight rows is decoded once and stays in the nearest caches while the panels are multiplied with it.
  * Sums add up in the order of lanes_step and go from one part of k to the next as vectors: what a row of x gives does not
  * depend on how many others there are.
  */
-enum { MANY_WEIGHT_ROWS = 24, MANY_STEPS = 4, MANY_PANELS = 16 };
+enum { MANY_WEIGHT_ROWS = 24, MANY_STEPS = 4, MANY_PANELS = 16, MANY_GROUPS = 64 << 10 };
 
 /* Codes as fp32, and the scales of their groups by lanes. */
 typedef struct {

@@ -74,6 +74,13 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(
             assert torch.equal(found, expected[:num_rows])
 
 
+@pytest.mark.parametrize("kind", [NVFP4, AWQ], ids=["nvfp4", "awq"])
+def test_the_longest_rows(isa: str, kind: WeightFormat, generator: torch.Generator) -> None:
+    """Numbers of their groups lie on a thread's stack."""
+    weight = random_matrix(kind, 30, 2**17, generator)
+    assert_right(weight, torch.randn(9, 2**17, generator=generator))
+
+
 @pytest.mark.parametrize(
     "kind", [MXFP4, INT4, AWQ, FP8_CHANNEL], ids=["mxfp4", "int4", "awq", "fp8"]
 )
