@@ -179,7 +179,7 @@ static void int8_row_of(int kind, int panel_rows, const Int8Codes *how, const In
 static void multiply_int8(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                           float *out, int64_t ldo, Matrix next) {
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
-    const int64_t rows_ahead = (4 << 10) / (code_row_bytes(weight.quantized, k) + 1) + 1;
+    const int64_t rows_ahead = LANES_AHEAD / (code_row_bytes(weight.quantized, k) + 1) + 1;
     const Stream stream = {.weight = weight, .next = next, .num_rows = num_weight_rows};
     const Int8Codes how = int8_codes(weight.quantized);
     const int64_t num_groups = (k + INT8_GROUP - 1) / INT8_GROUP;

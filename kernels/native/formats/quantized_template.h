@@ -235,6 +235,9 @@ static void pack_quantized(int kind, const char *src, int dtype, int64_t count, 
     }
 }
 
+/* How far ahead of its use a line is fetched, in bytes. */
+enum { LANES_AHEAD = 4 << 10 };
+
 #if HAS_QUANT_LANES
 /* Groups of all columns count as the largest power of two. */
 static int group_shift(const Quantized *format) { return format->group_cols ? __builtin_ctzll((uint64_t)format->group_cols) : 62; }
@@ -249,9 +252,6 @@ static void fetch_scales(Matrix weight, int64_t row, int64_t bytes) {
     const char *scales = format->scales + group_of(weight.first_row + row, format->group_rows) * format->scale_stride;
     for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(scales + i, 0, 2);
 }
-
-/* How far ahead of its use a line is fetched, in bytes. */
-enum { LANES_AHEAD = 4 << 10 };
 
 #if LANES == 8
 #include "formats/quantized_avx2.h"

@@ -58,12 +58,12 @@ def torch_threads_for(query: torch.Tensor, key: torch.Tensor) -> AbstractContext
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
+    """So many, and one again."""
     torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(1)
 
 
 class _OneThread:
