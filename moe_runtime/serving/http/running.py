@@ -13,11 +13,14 @@ from typing import Any
 
 import uvicorn
 
+from moe_runtime.allocator import give_back_free_pages
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.serving.http.app import make_app
 from moe_runtime.serving.http.server import Server
 
 _LOOK_S = 0.05
+_GIVE_BACK_S = 1.0
+"""Seconds between two times that freed memory is given back, so that the budget holds for days."""
 _GOODBYE_S = 10
 """Seconds in which clients may take what was sent, once all answers are there."""
 
@@ -136,6 +139,7 @@ async def _serve(
     drain_s: float | None,
 ) -> None:
     serving = asyncio.ensure_future(uvicorn_server.serve([listening]))
+    giving = asyncio.ensure_future(_give_back_memory())
     while not is_stopping() and not serving.done():
         await asyncio.sleep(_LOOK_S)
     server.drain()
@@ -151,3 +155,10 @@ async def _serve(
     uvicorn_server.config.timeout_graceful_shutdown = left_s
     uvicorn_server.should_exit = True
     await serving
+    giving.cancel()
+
+
+async def _give_back_memory() -> None:
+    while True:
+        await asyncio.sleep(_GIVE_BACK_S)
+        await asyncio.to_thread(give_back_free_pages)
