@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import ctypes
+
 LARGE_BLOCK_BYTES = 2**19
 """Blocks from which on memory is given back when it is freed."""
 
@@ -35,17 +41,20 @@ def give_back_free_pages() -> None:
     The heap itself shrinks from its end alone: a block that lives long keeps everything below it,
     and a server whose requests have all sizes fills it with holes. Takes a few milliseconds.
     """
-    import ctypes
-
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _set(settings: dict[int, int]) -> None:
-    import ctypes
-
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_c_library(), "mallopt", None)
     if mallopt is not None:
         for setting, value in settings.items():
             mallopt(setting, value)
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    import ctypes
+
+    return ctypes.CDLL(None)

@@ -235,7 +235,7 @@ class Engine:
         while (sequence := self._scheduler.next_to_start()) is not None:
             with Failure() as failure:
                 self._start(sequence)
-            if failure.error is not None:
+            if failure.has_failed:
                 self._finish(sequence, "error", failure.message)
         decoding = self._scheduler.make_room(self._scheduler.decoding())
         divides = self._options.exact or not self._passes.can_join

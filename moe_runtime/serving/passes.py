@@ -224,7 +224,7 @@ class ModelPasses:
             )
             if torch.equal(together, torch.cat(alone)):
                 self.most_exact = max(1, _rows_with_own_bits(self._model))
-        if failure.error is not None:
+        if failure.has_failed:
             self.can_join = False
         for number in trials:
             self.requests.end(number)
@@ -238,7 +238,7 @@ class ModelPasses:
             self._call([ids[:3]], cache, keep=1)
             rest = self._call([ids[3:]], cache, keep=1)[:, -1]
             self.reads_in_pieces = torch.allclose(rest.float(), whole.float(), rtol=0.05, atol=0.05)
-        if failure.error is not None:
+        if failure.has_failed:
             self.reads_in_pieces = False
 
 

@@ -26,10 +26,21 @@ if TYPE_CHECKING:
 
 
 class Failure:
-    """Keeps what a block raises, so that only those whom it concerns fail with it."""
+    """Takes what a block raises, so that only those whom it concerns fail with it.
+
+    The error itself is let go of: its traceback has the frames of the pass and so this object too,
+    and the caches of all sequences would stay until Python looks for such cycles.
+
+    Attributes:
+        has_failed: whether the block raised.
+        message: the error in one line.
+        is_constrained: whether a request's own constraint is at fault.
+    """
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.has_failed = False
+        self.message = ""
+        self.is_constrained = False
 
     def __enter__(self) -> Failure:
         return self
@@ -40,21 +51,12 @@ class Failure:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if isinstance(error, Exception):
-            self.error = error
-            return True
-        return False
-
-    @property
-    def message(self) -> str:
-        """The error in one line."""
-        text = " ".join(str(self.error).split())
-        return text or type(self.error).__name__
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether a request's own constraint is at fault."""
-        return isinstance(self.error, ConstraintError)
+        if not isinstance(error, Exception):
+            return False
+        self.has_failed = True
+        self.message = " ".join(str(error).split()) or type(error).__name__
+        self.is_constrained = isinstance(error, ConstraintError)
+        return True
 
 
 class Sequence:
@@ -162,10 +164,15 @@ class Sequence:
             self.is_finished = True
             self.stop()
             self._tell(Finished(reason, message, is_constrained))
+            self._on_event = _hear_nothing  # who listens holds this sequence: neither would go
 
     def _tell(self, event: Event) -> None:
         # whoever cannot hear any more has gone away
         with Failure() as failure:
             self._on_event(event)
-        if failure.error is not None:
+        if failure.has_failed:
             self.is_cancelled = True
+
+
+def _hear_nothing(event: Event) -> None:
+    """Whom a finished sequence tells."""

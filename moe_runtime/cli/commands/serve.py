@@ -1,6 +1,7 @@
 """``moe-runtime serve``: answer requests over HTTP, as OpenAI's API does."""
 
 import contextlib
+import gc
 import importlib.util
 import json
 import sys
@@ -240,6 +241,10 @@ def serve(
         def begin(ready: "Ready") -> None:
             nonlocal stop
             stack.close()  # the loading bar
+            # What is loaded stays: passing over it, Python looks for cycles of requests often, and
+            # not for half a second at a time.
+            gc.collect()
+            gc.freeze()
             stop = stack.enter_context(stop_on_signals(_STOPPING))
             _announce(ready, settings, as_json=as_json)
 
