@@ -237,7 +237,7 @@ static const LanesRow LANES_ROWS[NUM_DECODERS][2][PANEL_ROWS] = {
 static int quantized_kind(const Quantized *format, int x_dtype) {
     const int64_t group = format->group_cols;
     (void)x_dtype;
-    return !is_in_blocks(format) && (!group || (group >= 16 && !(group & (group - 1)))) ? KIND_QUANT_F32 : KIND_QUANT;
+    return !is_in_blocks(format) && (!group || (group >= 16 && !(group & (group - 1)))) ? KIND_QUANT_F32 : KIND_F32;
 }
 
 static int decoder_of(const Quantized *format) {

@@ -5,7 +5,7 @@
  * sum runs over the blocks of one row from the first to the last, whatever the other rows are.
  *
  * Here are the parts that every instruction set has: the values of rows, and the product that first writes the
- * values of a row to memory (KIND_QUANT). A file that defines HAS_QUANT_LANES has decoded codes in registers.
+ * values of some rows to memory (KIND_F32, whose rows of x are packed as for a matrix of fp32). A file that defines HAS_QUANT_LANES has decoded codes in registers.
  */
 
 /* Numbers of groups are read as a whole vector at a time. */
@@ -148,53 +148,24 @@ static void dequantize(Matrix weight, int64_t num_rows, int64_t k, char *out, in
 
 /* ---- the product through memory ---- */
 
-INLINE void dot_values(int panel_rows, const float *values, int64_t blocks, const char *x, float *out, int64_t ldo) {
-    Vec acc[PANEL_ROWS][2];
-    UNROLL for (int m = 0; m < panel_rows; m++) acc[m][0] = acc[m][1] = vec_zero();
-    for (int64_t block = 0; block < blocks; block++) {
-        for (int i = 0; i < QUANT_BLOCK; i += 2 * LANES, values += 2 * LANES) {
-            const Vec low = vec_load_f32(values), high = vec_load_f32(values + LANES);
-            UNROLL for (int m = 0; m < panel_rows; m++) {
-                const float *row = (const float *)x + m * QUANT_BLOCK + i;
-                acc[m][0] = vec_fma(acc[m][0], low, vec_load_f32(row));
-                acc[m][1] = vec_fma(acc[m][1], high, vec_load_f32(row + LANES));
-            }
-        }
-        x += panel_rows * QUANT_BLOCK * 4;
-    }
-    UNROLL for (int m = 0; m < panel_rows; m++) {
-        float sums[4];
-        vec_four_sums(vec_add(acc[m][0], acc[m][1]), vec_zero(), vec_zero(), vec_zero(), sums);
-        out[m * ldo] = sums[0];
-    }
-}
+/* Most bytes of values at a time: they stay in the second-level cache while all rows of x are multiplied with them. */
+#define VALUE_BYTES (128 << 10)
 
-static void dot_values_of(int panel_rows, const float *values, int64_t blocks, const char *x, float *out, int64_t ldo) {
-    switch (panel_rows) {
-        case 1: dot_values(1, values, blocks, x, out, ldo); break;
-        case 2: dot_values(2, values, blocks, x, out, ldo); break;
-        case 3: dot_values(3, values, blocks, x, out, ldo); break;
-#if PANEL_ROWS == 6
-        case 4: dot_values(4, values, blocks, x, out, ldo); break;
-        case 5: dot_values(5, values, blocks, x, out, ldo); break;
-#endif
-        default: dot_values(PANEL_ROWS, values, blocks, x, out, ldo);
-    }
-}
-
+/* Values are multiplied as a matrix of fp32 is. With one panel only those of a tile are written before: they stay in the
+ * first-level cache. */
 static void multiply_values(Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows, float *out,
                             int64_t ldo) {
-    const int64_t blocks = (k + QUANT_BLOCK - 1) / QUANT_BLOCK, panels = num_panels(num_rows, PANEL_ROWS);
+    const int64_t tiles = num_rows > PANEL_ROWS ? VALUE_BYTES / (TILE_ROWS * 4 * (k + 1)) : 1;
+    const int64_t at_once = TILE_ROWS * (tiles ? tiles : 1);
     ROW_GROUPS(row, weight, k);
-    float values[blocks * QUANT_BLOCK];
-    memset(values + k, 0, (size_t)(blocks * QUANT_BLOCK - k) * 4);
-    for (int64_t n = 0; n < num_weight_rows; n++) {
-        read_groups(&row, weight.first_row + n);
-        row_values(&row, weight.data + n * weight.stride, values);
-        for (int64_t p = 0; p < panels; p++) {
-            const int64_t first = panel_start(p, panels, num_rows), last = panel_start(p + 1, panels, num_rows);
-            dot_values_of((int)(last - first), values, blocks, packed + first * blocks * QUANT_BLOCK * 4, out + first * ldo + n, ldo);
+    float values[at_once * k];
+    for (int64_t first = 0; first < num_weight_rows; first += at_once) {
+        const int64_t count = num_weight_rows - first < at_once ? num_weight_rows - first : at_once;
+        for (int64_t n = 0; n < count; n++) {
+            read_groups(&row, weight.first_row + first + n);
+            row_values(&row, weight.data + (first + n) * weight.stride, values + n * k);
         }
+        multiply_cached(KIND_F32, (Matrix){.data = (const char *)values, .stride = 4 * k}, count, k, packed, num_rows, out + first, ldo);
     }
 }
 
@@ -217,9 +188,7 @@ static void pack_quantized(int kind, const char *src, int dtype, int64_t count, 
         const int64_t filled = last_k - at < 8 ? last_k - at : 8;
         for (int64_t j = 0; j < filled; j++) values[j] = load_element(src, dtype, at - first_k + j);
         const int64_t block = (at / QUANT_BLOCK * panel_rows + row) * QUANT_BLOCK, lane = at % QUANT_BLOCK / 8;
-        if (kind == KIND_QUANT) {
-            memcpy((float *)panel + block + at % QUANT_BLOCK, values, sizeof values);
-        } else if (kind == KIND_QUANT_F32 && LANES == 8) {
+        if (kind == KIND_QUANT_F32 && LANES == 8) {
             float *place = (float *)panel + block + lane / 8 * 64 + lane / 2 % 2 * 32 + lane / 4 % 2 * 4 + lane % 2 * 2;
             for (int j = 0; j < 8; j++) place[j % 4 * 8 + j / 4] = values[j];
         } else if (kind == KIND_QUANT_F32) {
@@ -261,7 +230,7 @@ static void fetch_scales(Matrix weight, int64_t row, int64_t bytes) {
 #else
 static int quantized_kind(const Quantized *format, int x_dtype) {
     (void)format, (void)x_dtype;
-    return KIND_QUANT;
+    return KIND_F32;
 }
 #endif
 
@@ -273,12 +242,11 @@ static void multiply_quantized(int kind, Matrix weight, int64_t num_weight_rows,
         multiply_int8(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
         return;
     }
-#if HAS_QUANT_LANES
-    if (kind != KIND_QUANT) {
-        multiply_lanes(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
+    if (kind == KIND_F32) {
+        multiply_values(weight, num_weight_rows, k, packed, num_rows, out, ldo);
         return;
     }
+#if HAS_QUANT_LANES
+    multiply_lanes(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
 #endif
-    (void)kind, (void)next;
-    multiply_values(weight, num_weight_rows, k, packed, num_rows, out, ldo);
 }
