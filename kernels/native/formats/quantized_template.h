@@ -151,12 +151,16 @@ static void dequantize(Matrix weight, int64_t num_rows, int64_t k, char *out, in
 /* Most bytes of values at a time: they stay in the second-level cache while all rows of x are multiplied with them. */
 #define VALUE_BYTES (128 << 10)
 
-/* Values are multiplied as a matrix of fp32 is. With one panel only those of a tile are written before: they stay in the
- * first-level cache. */
+/* Rows whose values are written at a time. With one panel it is those of a tile: they stay in the first-level cache. */
+static int64_t rows_of_values(int64_t k, int64_t num_rows) {
+    const int64_t tiles = num_rows > PANEL_ROWS ? VALUE_BYTES / (TILE_ROWS * 4 * (k + 1)) : 1;
+    return TILE_ROWS * (tiles ? tiles : 1);
+}
+
+/* Values are multiplied as a matrix of fp32 is. */
 static void multiply_values(Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows, float *out,
                             int64_t ldo) {
-    const int64_t tiles = num_rows > PANEL_ROWS ? VALUE_BYTES / (TILE_ROWS * 4 * (k + 1)) : 1;
-    const int64_t at_once = TILE_ROWS * (tiles ? tiles : 1);
+    const int64_t at_once = rows_of_values(k, num_rows);
     ROW_GROUPS(row, weight, k);
     float values[at_once * k];
     for (int64_t first = 0; first < num_weight_rows; first += at_once) {
@@ -174,34 +178,6 @@ static void multiply_values(Matrix weight, int64_t num_weight_rows, int64_t k, c
 INLINE float load_element(const char *src, int dtype, int64_t i) {
     if (dtype == DTYPE_F32) return load_f32(src + 4 * i);
     return dtype == DTYPE_BF16 ? bf16_to_f32(load_u16(src + 2 * i)) : f16_to_f32(load_u16(src + 2 * i));
-}
-
-/* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group; but for DOT8, where
- * elements lie as interleaved bytes do: of every 16 the first eight in one vector, the last eight in the next; and but for
- * vectors of eight lanes, see quantized_avx2.h. */
-static void pack_quantized(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
-                           int panel_rows, int64_t k) {
-    const int64_t last_k = first_k + count;
-    const int64_t end = last_k == k ? (k + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK : last_k;
-    for (int64_t at = first_k; at < end; at += 8) {
-        float values[8] = {0};
-        const int64_t filled = last_k - at < 8 ? last_k - at : 8;
-        for (int64_t j = 0; j < filled; j++) values[j] = load_element(src, dtype, at - first_k + j);
-        const int64_t block = (at / QUANT_BLOCK * panel_rows + row) * QUANT_BLOCK, lane = at % QUANT_BLOCK / 8;
-        if (kind == KIND_QUANT_F32 && LANES == 8) {
-            float *place = (float *)panel + block + lane / 8 * 64 + lane / 2 % 2 * 32 + lane / 4 % 2 * 4 + lane % 2 * 2;
-            for (int j = 0; j < 8; j++) place[j % 4 * 8 + j / 4] = values[j];
-        } else if (kind == KIND_QUANT_F32) {
-            for (int j = 0; j < 8; j++) ((float *)panel)[block + 16 * j + lane] = values[j];
-        } else if (kind == KIND_QUANT_DOT4) {
-            for (int plane = 0; plane < 4; plane++)
-                for (int half = 0; half < 2; half++)
-                    ((uint16_t *)panel)[block + 32 * plane + 2 * lane + half] = f32_to_bf16(values[plane + 4 * half]);
-        } else {
-            uint16_t *place = (uint16_t *)panel + block + lane / 8 * 64 + lane % 2 * 32 + lane % 8 / 2 * 8;
-            for (int j = 0; j < 8; j++) place[j] = f32_to_bf16(values[j]);
-        }
-    }
 }
 
 /* How far ahead of its use a line is fetched, in bytes. */
@@ -234,6 +210,40 @@ static int quantized_kind(const Quantized *format, int x_dtype) {
 }
 #endif
 
+/* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group; but for DOT8, where
+ * elements lie as interleaved bytes do: of every 16 the first eight in one vector, the last eight in the next; and but for
+ * vectors of eight lanes, see quantized_avx2.h. */
+static void pack_quantized(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
+                           int panel_rows, int64_t k) {
+#if HAS_QUANT_LANES && LANES == 8
+    if (kind == KIND_QUANT_BLOCKS) {
+        pack_blocks(src, dtype, count, (float *)panel, first_k, row, panel_rows);
+        return;
+    }
+#endif
+    const int64_t last_k = first_k + count;
+    const int64_t end = last_k == k ? (k + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK : last_k;
+    for (int64_t at = first_k; at < end; at += 8) {
+        float values[8] = {0};
+        const int64_t filled = last_k - at < 8 ? last_k - at : 8;
+        for (int64_t j = 0; j < filled; j++) values[j] = load_element(src, dtype, at - first_k + j);
+        const int64_t block = (at / QUANT_BLOCK * panel_rows + row) * QUANT_BLOCK, lane = at % QUANT_BLOCK / 8;
+        if (kind == KIND_QUANT_F32 && LANES == 8) {
+            float *place = (float *)panel + block + lane / 8 * 64 + lane / 2 % 2 * 32 + lane / 4 % 2 * 4 + lane % 2 * 2;
+            for (int j = 0; j < 8; j++) place[j % 4 * 8 + j / 4] = values[j];
+        } else if (kind == KIND_QUANT_F32) {
+            for (int j = 0; j < 8; j++) ((float *)panel)[block + 16 * j + lane] = values[j];
+        } else if (kind == KIND_QUANT_DOT4) {
+            for (int plane = 0; plane < 4; plane++)
+                for (int half = 0; half < 2; half++)
+                    ((uint16_t *)panel)[block + 32 * plane + 2 * lane + half] = f32_to_bf16(values[plane + 4 * half]);
+        } else {
+            uint16_t *place = (uint16_t *)panel + block + lane / 8 * 64 + lane % 2 * 32 + lane % 8 / 2 * 8;
+            for (int j = 0; j < 8; j++) place[j] = f32_to_bf16(values[j]);
+        }
+    }
+}
+
 #include "formats/quantized_int8.h"
 
 static void multiply_quantized(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
@@ -246,6 +256,12 @@ static void multiply_quantized(int kind, Matrix weight, int64_t num_weight_rows,
         multiply_values(weight, num_weight_rows, k, packed, num_rows, out, ldo);
         return;
     }
+#if HAS_QUANT_LANES && LANES == 8
+    if (kind == KIND_QUANT_BLOCKS) {
+        multiply_blocks(weight, num_weight_rows, k, packed, num_rows, out, ldo);
+        return;
+    }
+#endif
 #if HAS_QUANT_LANES
     multiply_lanes(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
 #endif
