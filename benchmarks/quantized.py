@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from harness.machine import commit, describe_machine, machine_name, versions
 from harness.waiting_process import PeerEndedError, WaitingProcess, kt_kernel
-from torch import Tensor
+from torch import Generator, Tensor
 
 from moe_runtime.config import parse_bytes
 from moe_runtime.files import write_text
@@ -44,8 +44,14 @@ FORMATS = {
     "int4": WeightFormat("uint4", "bf16", group_cols=32, zero=8),
     "mxfp4-int8": WeightFormat("e2m1", "e8m0", group_cols=32, int8_activations=True),
     "int4-int8": WeightFormat("uint4", "bf16", group_cols=32, zero=8, int8_activations=True),
+    "q8_0": WeightFormat("q8_0"),
+    "q4_k": WeightFormat("q4_k"),
+    "q6_k": WeightFormat("q6_k"),
 }
-"""Those that end in `-int8` round activations, as `load(activations="int8")` does."""
+"""Those that end in `-int8` round activations, as `load(activations="int8")` does; the last are
+GGUF's, whose blocks divide the columns of no matrix of gpt-oss but for `q8_0`."""
+BLOCK_SCALES = {"q8_0": (0,), "q4_k": (0, 2), "q6_k": (208,)}
+"""Where the fp16 numbers of a block lie, in bytes."""
 CALLS = 8
 """Routings that are gone through in turn."""
 
@@ -84,6 +90,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in arguments.shapes:
         for kind in arguments.formats:
+            if not has_whole_blocks(SHAPES[name], FORMATS[kind]):
+                print(f"{name:>14} {kind:>5} has no whole blocks")
+                continue
             experts = make_experts(SHAPES[name], FORMATS[kind], parse_bytes(arguments.memory))
             for num_tokens in arguments.tokens:
                 folder = None if kind.endswith("-int8") else arguments.kt_kernel
@@ -98,6 +107,12 @@ def main() -> None:
         save(path, rows, now)
 
 
+def has_whole_blocks(shape: Shape, kind: WeightFormat | None) -> bool:
+    """Whether rows of both sizes can be written in the format."""
+    block = kind.block_codes if kind else 0
+    return not block or not (shape.dim_model % block or shape.dim_hidden % block)
+
+
 def make_experts(shape: Shape, kind: WeightFormat | None, memory: int) -> list[ExpertWeights]:
     """Random experts with their own memory, as many as there are or as fit."""
     sizes = (shape.dim_hidden, shape.dim_model), (shape.dim_model, shape.dim_hidden)
@@ -110,6 +125,8 @@ def _matrix(kind: WeightFormat | None, num_rows: int, num_cols: int) -> Tensor |
     generator = torch.Generator().manual_seed(0)
     if kind is None:
         return torch.randn(num_rows, num_cols, generator=generator).bfloat16() * num_cols**-0.5
+    if kind.block_codes:
+        return QuantizedMatrix(kind, num_cols, _blocks(kind, num_rows, num_cols, generator), None)
     codes = _codes(kind, torch.randn(num_rows, num_cols, generator=generator))
     scales = torch.full(kind.scales_shape(num_rows, num_cols), 2.0**-7)
     if kind.scales == "e8m0":
@@ -127,6 +144,16 @@ def _codes(kind: WeightFormat, values_NK: Tensor) -> Tensor:
         ends = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])  # between fp4 magnitudes
         codes_NK = torch.bucketize(values_NK.abs() * 1.5, ends).byte() | (values_NK < 0).byte() << 3
     return codes_NK[:, ::2] | codes_NK[:, 1::2] << 4
+
+
+def _blocks(kind: WeightFormat, num_rows: int, num_cols: int, generator: Generator) -> Tensor:
+    """Blocks of any bytes with one small scale."""
+    size = (num_rows, num_cols // kind.block_codes, kind.block_bytes)
+    blocks = torch.randint(256, size, generator=generator, dtype=torch.uint8)
+    scale = torch.tensor([2.0**-12], dtype=torch.float16).view(torch.uint8)
+    for first in BLOCK_SCALES[kind.codes]:
+        blocks[..., first : first + 2] = scale
+    return blocks.flatten(1)
 
 
 def _copied(matrix: Tensor | QuantizedMatrix) -> Tensor | QuantizedMatrix:

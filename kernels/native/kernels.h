@@ -41,8 +41,9 @@ enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED =
  *   KIND_F16      fp16 weights widened to fp32, x as fp32 in order
  *   KIND_BF16     bf16 weights widened to fp32, x as fp32, each group split into even and odd elements
  *   KIND_BF16_DOT bf16 weights in the instruction for pairs of bf16, x as bf16 in order
- * and of quantised weights, whose rows of x are packed in blocks of QUANT_BLOCK:
- *   KIND_QUANT      values written to memory as fp32, x as fp32 in order
+ * and of quantised weights, whose rows of x are packed in blocks of QUANT_BLOCK but for the first; those of no kind of
+ * their own are written to memory as fp32 a few rows at a time (KIND_F32):
+ *   KIND_QUANT_BLOCKS  codes in blocks decoded to fp32 in registers, x as fp32, permuted: see blocks_avx2.h
  *   KIND_QUANT_F32  codes decoded to fp32 in registers, x as fp32, transposed: see pack_quantized
  *   KIND_QUANT_DOT4, KIND_QUANT_DOT8  codes of 4 and 8 bits decoded to pairs of bf16, x as bf16, transposed
  *   KIND_QUANT_INT4, KIND_QUANT_INT8  codes of 4 and 8 bits as int8, x rounded to int8, see quantized_int8.h
@@ -53,7 +54,7 @@ enum {
     KIND_BF16 = 2,
     KIND_BF16_DOT = 3,
     NUM_KINDS,
-    KIND_QUANT = NUM_KINDS,
+    KIND_QUANT_BLOCKS = NUM_KINDS,
     KIND_QUANT_F32,
     KIND_QUANT_DOT4,
     KIND_QUANT_DOT8,
@@ -199,7 +200,7 @@ static inline int64_t panel_start(int64_t panel, int64_t panels, int64_t num_row
 }
 
 static inline int64_t packed_row_bytes(int kind, int64_t k, int k_step) {
-    const int64_t step = kind >= NUM_KINDS ? QUANT_BLOCK : k_step, padded = (k + step - 1) / step * step;
+    const int64_t step = kind > KIND_QUANT_BLOCKS ? QUANT_BLOCK : k_step, padded = (k + step - 1) / step * step;
     if (kind >= KIND_QUANT_INT4) return padded / QUANT_BLOCK * INT8_BLOCK_BYTES;
     return padded * (kind == KIND_BF16_DOT || kind >= KIND_QUANT_DOT4 ? 2 : 4);
 }

@@ -17,6 +17,9 @@ INLINE Bytes load_bytes(const uint8_t *src) {
 /* The bits of `mask` of every byte, from place `shift` on. */
 INLINE Bytes field(Bytes bytes, int shift, uint8_t mask) { return (Bytes)((Pairs)bytes >> shift) & mask; }
 
+/* Of codes that stay bytes. */
+INLINE Bytes raised_bytes(Bytes bytes, int shift) { return (Bytes)((Pairs)bytes << shift); }
+
 /* 16 values of codes that are signed bytes. A minimum of zero changes nothing: x - 0 is x. */
 INLINE void write_values(Bytes codes, float scale, float minimum, float *out) {
 #if defined(__AVX512F__)
@@ -103,7 +106,7 @@ INLINE void q3_k_block(const uint8_t *src, float *out) {
         const Bytes two = field(load_bytes(src + 32 + group / 8 * 32 + group % 2 * 16), group % 8 / 2 * 2, 3);
         const Bytes third = field(load_bytes(src + group % 2 * 16), group / 2, 1);
         const int factor = (low[group % 8] >> (group / 8 * 4) & 15) | (high[group % 4] >> (group / 4 * 2) & 3) << 4;
-        write_values((two | third << 2) - 4, scale * (float)(factor - 32), 0.0f, out + 16 * group);
+        write_values((two | raised_bytes(third, 2)) - 4, scale * (float)(factor - 32), 0.0f, out + 16 * group);
     }
 }
 
@@ -117,7 +120,7 @@ INLINE void q45_k_block(int has_fifth, const uint8_t *src, float *out) {
         const int least = group < 4 ? top[4] & 63 : top[8] >> 4 | top[4] >> 6 << 4;
         UNROLL for (int half = 0; half < 2; half++) {
             Bytes codes = field(load_bytes(nibbles + group / 2 * 32 + 16 * half), group % 2 * 4, 15);
-            if (has_fifth) codes |= field(load_bytes(src + 16 + 16 * half), group, 1) << 4;
+            if (has_fifth) codes |= raised_bytes(field(load_bytes(src + 16 + 16 * half), group, 1), 4);
             write_values(codes, scale * (float)factor, minimum * (float)least, out + 32 * group + 16 * half);
         }
     }
@@ -129,7 +132,7 @@ INLINE void q6_k_block(const uint8_t *src, float *out) {
         const int half = group / 8, quarter = group % 8 / 2, place = group % 2 * 16;
         const Bytes low = field(load_bytes(src + 64 * half + quarter % 2 * 32 + place), quarter / 2 * 4, 15);
         const Bytes high = field(load_bytes(src + 128 + 32 * half + place), 2 * quarter, 3);
-        write_values((low | high << 4) - 32, scale * (float)(int8_t)src[192 + group], 0.0f, out + 16 * group);
+        write_values((low | raised_bytes(high, 4)) - 32, scale * (float)(int8_t)src[192 + group], 0.0f, out + 16 * group);
     }
 }
 

@@ -231,13 +231,15 @@ static const LanesRow LANES_ROWS[NUM_DECODERS][2][PANEL_ROWS] = {
     NAME_DECODER(DECODE_TABLE4), NAME_DECODER(DECODE_ZEROS4), NAME_DECODER(DECODE_E4M3), NAME_DECODER(DECODE_BYTES)};
 
 #include "formats/quantized_many_avx2.h"
+#include "formats/blocks_avx2.h"
 
 /* ---- whole matrices ---- */
 
 static int quantized_kind(const Quantized *format, int x_dtype) {
     const int64_t group = format->group_cols;
     (void)x_dtype;
-    return !is_in_blocks(format) && (!group || (group >= 16 && !(group & (group - 1)))) ? KIND_QUANT_F32 : KIND_QUANT;
+    if (is_in_blocks(format)) return KIND_QUANT_BLOCKS;
+    return !group || (group >= 16 && !(group & (group - 1))) ? KIND_QUANT_F32 : KIND_F32;
 }
 
 static int decoder_of(const Quantized *format) {

@@ -280,7 +280,7 @@ static int quantized_kind(const Quantized *format, int x_dtype) {
     const int64_t group = format->group_cols;
     const int is_half = format->codes == CODE_E2M1 || format->codes == CODE_UINT4;
     const int has_lanes = !is_in_blocks(format) && (!group || (group >= 8 && !(group & (group - 1))));
-    if (!has_lanes) return KIND_QUANT;
+    if (!has_lanes) return KIND_F32;
     if (!HAS_BF16_DOT || x_dtype != DTYPE_BF16 || (group == 8 && !is_half)) return KIND_QUANT_F32;
     return is_half ? KIND_QUANT_DOT4 : KIND_QUANT_DOT8;
 }

@@ -5,7 +5,7 @@
  * sum runs over the blocks of one row from the first to the last, whatever the other rows are.
  *
  * Here are the parts that every instruction set has: the values of rows, and the product that first writes the
- * values of a row to memory (KIND_QUANT). A file that defines HAS_QUANT_LANES has decoded codes in registers.
+ * values of some rows to memory (KIND_F32, whose rows of x are packed as for a matrix of fp32). A file that defines HAS_QUANT_LANES has decoded codes in registers.
  */
 
 /* Numbers of groups are read as a whole vector at a time. */
@@ -148,53 +148,28 @@ static void dequantize(Matrix weight, int64_t num_rows, int64_t k, char *out, in
 
 /* ---- the product through memory ---- */
 
-INLINE void dot_values(int panel_rows, const float *values, int64_t blocks, const char *x, float *out, int64_t ldo) {
-    Vec acc[PANEL_ROWS][2];
-    UNROLL for (int m = 0; m < panel_rows; m++) acc[m][0] = acc[m][1] = vec_zero();
-    for (int64_t block = 0; block < blocks; block++) {
-        for (int i = 0; i < QUANT_BLOCK; i += 2 * LANES, values += 2 * LANES) {
-            const Vec low = vec_load_f32(values), high = vec_load_f32(values + LANES);
-            UNROLL for (int m = 0; m < panel_rows; m++) {
-                const float *row = (const float *)x + m * QUANT_BLOCK + i;
-                acc[m][0] = vec_fma(acc[m][0], low, vec_load_f32(row));
-                acc[m][1] = vec_fma(acc[m][1], high, vec_load_f32(row + LANES));
-            }
-        }
-        x += panel_rows * QUANT_BLOCK * 4;
-    }
-    UNROLL for (int m = 0; m < panel_rows; m++) {
-        float sums[4];
-        vec_four_sums(vec_add(acc[m][0], acc[m][1]), vec_zero(), vec_zero(), vec_zero(), sums);
-        out[m * ldo] = sums[0];
-    }
+/* Most bytes of values at a time: they stay in the second-level cache while all rows of x are multiplied with them. */
+#define VALUE_BYTES (128 << 10)
+
+/* Rows whose values are written at a time. With one panel it is those of a tile: they stay in the first-level cache. */
+static int64_t rows_of_values(int64_t k, int64_t num_rows) {
+    const int64_t tiles = num_rows > PANEL_ROWS ? VALUE_BYTES / (TILE_ROWS * 4 * (k + 1)) : 1;
+    return TILE_ROWS * (tiles ? tiles : 1);
 }
 
-static void dot_values_of(int panel_rows, const float *values, int64_t blocks, const char *x, float *out, int64_t ldo) {
-    switch (panel_rows) {
-        case 1: dot_values(1, values, blocks, x, out, ldo); break;
-        case 2: dot_values(2, values, blocks, x, out, ldo); break;
-        case 3: dot_values(3, values, blocks, x, out, ldo); break;
-#if PANEL_ROWS == 6
-        case 4: dot_values(4, values, blocks, x, out, ldo); break;
-        case 5: dot_values(5, values, blocks, x, out, ldo); break;
-#endif
-        default: dot_values(PANEL_ROWS, values, blocks, x, out, ldo);
-    }
-}
-
+/* Values are multiplied as a matrix of fp32 is. */
 static void multiply_values(Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows, float *out,
                             int64_t ldo) {
-    const int64_t blocks = (k + QUANT_BLOCK - 1) / QUANT_BLOCK, panels = num_panels(num_rows, PANEL_ROWS);
+    const int64_t at_once = rows_of_values(k, num_rows);
     ROW_GROUPS(row, weight, k);
-    float values[blocks * QUANT_BLOCK];
-    memset(values + k, 0, (size_t)(blocks * QUANT_BLOCK - k) * 4);
-    for (int64_t n = 0; n < num_weight_rows; n++) {
-        read_groups(&row, weight.first_row + n);
-        row_values(&row, weight.data + n * weight.stride, values);
-        for (int64_t p = 0; p < panels; p++) {
-            const int64_t first = panel_start(p, panels, num_rows), last = panel_start(p + 1, panels, num_rows);
-            dot_values_of((int)(last - first), values, blocks, packed + first * blocks * QUANT_BLOCK * 4, out + first * ldo + n, ldo);
+    float values[at_once * k];
+    for (int64_t first = 0; first < num_weight_rows; first += at_once) {
+        const int64_t count = num_weight_rows - first < at_once ? num_weight_rows - first : at_once;
+        for (int64_t n = 0; n < count; n++) {
+            read_groups(&row, weight.first_row + first + n);
+            row_values(&row, weight.data + (first + n) * weight.stride, values + n * k);
         }
+        multiply_cached(KIND_F32, (Matrix){.data = (const char *)values, .stride = 4 * k}, count, k, packed, num_rows, out + first, ldo);
     }
 }
 
@@ -203,36 +178,6 @@ static void multiply_values(Matrix weight, int64_t num_weight_rows, int64_t k, c
 INLINE float load_element(const char *src, int dtype, int64_t i) {
     if (dtype == DTYPE_F32) return load_f32(src + 4 * i);
     return dtype == DTYPE_BF16 ? bf16_to_f32(load_u16(src + 2 * i)) : f16_to_f32(load_u16(src + 2 * i));
-}
-
-/* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group; but for DOT8, where
- * elements lie as interleaved bytes do: of every 16 the first eight in one vector, the last eight in the next; and but for
- * vectors of eight lanes, see quantized_avx2.h. */
-static void pack_quantized(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
-                           int panel_rows, int64_t k) {
-    const int64_t last_k = first_k + count;
-    const int64_t end = last_k == k ? (k + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK : last_k;
-    for (int64_t at = first_k; at < end; at += 8) {
-        float values[8] = {0};
-        const int64_t filled = last_k - at < 8 ? last_k - at : 8;
-        for (int64_t j = 0; j < filled; j++) values[j] = load_element(src, dtype, at - first_k + j);
-        const int64_t block = (at / QUANT_BLOCK * panel_rows + row) * QUANT_BLOCK, lane = at % QUANT_BLOCK / 8;
-        if (kind == KIND_QUANT) {
-            memcpy((float *)panel + block + at % QUANT_BLOCK, values, sizeof values);
-        } else if (kind == KIND_QUANT_F32 && LANES == 8) {
-            float *place = (float *)panel + block + lane / 8 * 64 + lane / 2 % 2 * 32 + lane / 4 % 2 * 4 + lane % 2 * 2;
-            for (int j = 0; j < 8; j++) place[j % 4 * 8 + j / 4] = values[j];
-        } else if (kind == KIND_QUANT_F32) {
-            for (int j = 0; j < 8; j++) ((float *)panel)[block + 16 * j + lane] = values[j];
-        } else if (kind == KIND_QUANT_DOT4) {
-            for (int plane = 0; plane < 4; plane++)
-                for (int half = 0; half < 2; half++)
-                    ((uint16_t *)panel)[block + 32 * plane + 2 * lane + half] = f32_to_bf16(values[plane + 4 * half]);
-        } else {
-            uint16_t *place = (uint16_t *)panel + block + lane / 8 * 64 + lane % 2 * 32 + lane % 8 / 2 * 8;
-            for (int j = 0; j < 8; j++) place[j] = f32_to_bf16(values[j]);
-        }
-    }
 }
 
 /* How far ahead of its use a line is fetched, in bytes. */
@@ -261,9 +206,43 @@ static void fetch_scales(Matrix weight, int64_t row, int64_t bytes) {
 #else
 static int quantized_kind(const Quantized *format, int x_dtype) {
     (void)format, (void)x_dtype;
-    return KIND_QUANT;
+    return KIND_F32;
 }
 #endif
+
+/* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group; but for DOT8, where
+ * elements lie as interleaved bytes do: of every 16 the first eight in one vector, the last eight in the next; and but for
+ * vectors of eight lanes, see quantized_avx2.h. */
+static void pack_quantized(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
+                           int panel_rows, int64_t k) {
+#if HAS_QUANT_LANES && LANES == 8
+    if (kind == KIND_QUANT_BLOCKS) {
+        pack_blocks(src, dtype, count, (float *)panel, first_k, row, panel_rows);
+        return;
+    }
+#endif
+    const int64_t last_k = first_k + count;
+    const int64_t end = last_k == k ? (k + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK : last_k;
+    for (int64_t at = first_k; at < end; at += 8) {
+        float values[8] = {0};
+        const int64_t filled = last_k - at < 8 ? last_k - at : 8;
+        for (int64_t j = 0; j < filled; j++) values[j] = load_element(src, dtype, at - first_k + j);
+        const int64_t block = (at / QUANT_BLOCK * panel_rows + row) * QUANT_BLOCK, lane = at % QUANT_BLOCK / 8;
+        if (kind == KIND_QUANT_F32 && LANES == 8) {
+            float *place = (float *)panel + block + lane / 8 * 64 + lane / 2 % 2 * 32 + lane / 4 % 2 * 4 + lane % 2 * 2;
+            for (int j = 0; j < 8; j++) place[j % 4 * 8 + j / 4] = values[j];
+        } else if (kind == KIND_QUANT_F32) {
+            for (int j = 0; j < 8; j++) ((float *)panel)[block + 16 * j + lane] = values[j];
+        } else if (kind == KIND_QUANT_DOT4) {
+            for (int plane = 0; plane < 4; plane++)
+                for (int half = 0; half < 2; half++)
+                    ((uint16_t *)panel)[block + 32 * plane + 2 * lane + half] = f32_to_bf16(values[plane + 4 * half]);
+        } else {
+            uint16_t *place = (uint16_t *)panel + block + lane / 8 * 64 + lane % 2 * 32 + lane % 8 / 2 * 8;
+            for (int j = 0; j < 8; j++) place[j] = f32_to_bf16(values[j]);
+        }
+    }
+}
 
 #include "formats/quantized_int8.h"
 
@@ -273,12 +252,17 @@ static void multiply_quantized(int kind, Matrix weight, int64_t num_weight_rows,
         multiply_int8(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
         return;
     }
-#if HAS_QUANT_LANES
-    if (kind != KIND_QUANT) {
-        multiply_lanes(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
+    if (kind == KIND_F32) {
+        multiply_values(weight, num_weight_rows, k, packed, num_rows, out, ldo);
+        return;
+    }
+#if HAS_QUANT_LANES && LANES == 8
+    if (kind == KIND_QUANT_BLOCKS) {
+        multiply_blocks(weight, num_weight_rows, k, packed, num_rows, out, ldo);
         return;
     }
 #endif
-    (void)kind, (void)next;
-    multiply_values(weight, num_weight_rows, k, packed, num_rows, out, ldo);
+#if HAS_QUANT_LANES
+    multiply_lanes(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
+#endif
 }

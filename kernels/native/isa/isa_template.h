@@ -318,8 +318,6 @@ static void multiply_panels(int kind, const Stream *stream, int shape, int64_t k
     }
 }
 
-#include "formats/quantized_template.h"
-
 static int64_t weight_bytes(int kind) { return kind == KIND_F32 ? 4 : 2; }
 
 static void multiply_tiles(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
@@ -356,9 +354,17 @@ static void multiply_parts(int kind, Matrix weight, int64_t num_weight_rows, int
     }
 }
 
+/* Weights that are in the first-level cache: tiles have as many sums as there are registers, and nothing is fetched. */
+static void multiply_cached(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
+                            float *out, int64_t ldo) {
+    multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, (Matrix){0}, SHAPE_TALL, INT32_MAX);
+}
+
+#include "formats/quantized_template.h"
+
 static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next) {
-    if (kind >= NUM_KINDS) {
+    if (weight.quantized) {
         multiply_quantized(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
         return;
     }
@@ -369,12 +375,6 @@ static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k
     }
     const int shape = tile_shape(num_rows, panels);
     multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next, shape, ahead_distance(shape));
-}
-
-/* Weights that are in the first-level cache: tiles have as many sums as there are registers, and nothing is fetched. */
-static void multiply_cached(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
-                            float *out, int64_t ldo) {
-    multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, (Matrix){0}, SHAPE_TALL, INT32_MAX);
 }
 
 #include "isa/columns_template.h"
