@@ -15,6 +15,9 @@ MIN_TOKENS = 16
 """Tokens of prompts that a step may always have."""
 MAX_COST_RATIO = 2.0
 """A token takes at most so many times its time in the most efficient step, whoever waits."""
+FREE_GROWTH = 1.25
+"""Where steps take longer than they may in any case, more tokens may make them so much longer again:
+whoever decodes waits for fewer of them."""
 _NEW_SHARE = 0.3
 """Share of the latest time in a running mean."""
 
@@ -26,7 +29,9 @@ class StepSizes:
     as long as one without, as far as that is possible with `MAX_COST_RATIO`: where experts come
     from a disk, a step of few tokens reads nearly as much as one of many, and small steps would
     read for ever. A larger size is tried when twice the time of the one before would still be short
-    enough, which it cannot exceed: more tokens share what is read.
+    enough, which it cannot exceed: more tokens share what is read. Where no size is short enough
+    but for few tokens that would cost too much, all are read that take little longer than the
+    least that do not.
     """
 
     def __init__(
@@ -88,7 +93,29 @@ class StepSizes:
             if not self._is_short(found) and not self._is_inefficient(seconds / size):
                 break
             size = larger
+        if size in self._seconds and not self._is_short(self._seconds[size]):
+            return self._at_nearly_the_same_time(size)
         return size
+
+    def _at_nearly_the_same_time(self, size: int) -> int:
+        """The largest size whose steps take little longer, by measured times and their slope."""
+        most_s = FREE_GROWTH * self._seconds[size]
+        index = self._sizes.index(size)
+        while index + 1 < len(self._sizes):
+            larger = self._seconds.get(self._sizes[index + 1], self._expected(index))
+            if larger is None or larger > most_s:
+                break
+            index += 1
+        return self._sizes[index]
+
+    def _expected(self, index: int) -> float | None:
+        """Seconds of a step of the next size, if more tokens cost what the last ones did."""
+        smaller, size, larger = self._sizes[max(index - 1, 0)], *self._sizes[index : index + 2]
+        if smaller == size or not {smaller, size} <= self._seconds.keys():
+            return None
+        seconds = self._seconds[size]
+        token_s = max(seconds - self._seconds[smaller], 0.0) / (size - smaller)
+        return seconds + token_s * (larger - size)
 
     def _is_short(self, seconds: float) -> bool:
         if self._decode_s is None:

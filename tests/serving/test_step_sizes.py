@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from moe_runtime.serving.step_sizes import MAX_COST_RATIO, MIN_TOKENS, StepSizes
+from moe_runtime.serving.step_sizes import FREE_GROWTH, MAX_COST_RATIO, MIN_TOKENS, StepSizes
 
 MOST = 256
 DECODING = 4
@@ -66,11 +66,27 @@ def test_no_step_takes_longer_than_it_may(max_slowdown: float) -> None:
 def test_where_reading_takes_the_time_steps_do_not_read_for_ever() -> None:
     machine = Machine(seconds(read_all_s=6.0, token_s=0.02))
     found = after_a_prompt(machine, 1.5)
-    token_s = machine.seconds_of(found[-2], DECODING) / found[-2]
     cheapest = machine.seconds_of(300, 0) / 300
-    assert token_s <= MAX_COST_RATIO * cheapest
-    smaller = found[-2] // 2
-    assert machine.seconds_of(smaller, DECODING) / smaller > MAX_COST_RATIO * cheapest
+    costly = max(
+        size
+        for size in (16, 32, 64, 128)
+        if machine.seconds_of(size, DECODING) / size > MAX_COST_RATIO * cheapest
+    )
+    least = 2 * costly
+    largest = max(
+        size
+        for size in (16, 32, 64, 128, 256)
+        if machine.seconds_of(size, DECODING) <= FREE_GROWTH * machine.seconds_of(least, DECODING)
+    )
+    assert found[-2] == largest >= least
+
+
+def test_steps_that_are_too_long_in_any_case_read_all_that_takes_little_longer() -> None:
+    """A disk that binds: 256 tokens need the experts that 64 do."""
+    machine = Machine(seconds(read_all_s=6.0, token_s=0.002))
+    found = after_a_prompt(machine, 3.0)
+    assert found[-2] == MOST
+    assert machine.seconds_of(MOST, DECODING) <= FREE_GROWTH * machine.seconds_of(64, DECODING)
 
 
 def test_without_a_bound_steps_grow_to_the_most() -> None:
