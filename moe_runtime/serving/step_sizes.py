@@ -16,7 +16,7 @@ MIN_TOKENS = 16
 MAX_COST_RATIO = 2.0
 """A token takes at most so many times its time in the most efficient step, whoever waits."""
 FREE_GROWTH = 1.25
-"""Where steps take longer than they may in any case, more tokens may make them so much longer again:
+"""Where steps take longer than they may in any case, more tokens may make them so much longer:
 whoever decodes waits for fewer of them."""
 _NEW_SHARE = 0.3
 """Share of the latest time in a running mean."""
@@ -29,9 +29,8 @@ class StepSizes:
     as long as one without, as far as that is possible with `MAX_COST_RATIO`: where experts come
     from a disk, a step of few tokens reads nearly as much as one of many, and small steps would
     read for ever. A larger size is tried when twice the time of the one before would still be short
-    enough, which it cannot exceed: more tokens share what is read. Where no size is short enough
-    but for few tokens that would cost too much, all are read that take little longer than the
-    least that do not.
+    enough, which it cannot exceed: more tokens share what is read. Where every step that is
+    efficient takes longer than that, it takes as many tokens as cost little more time.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 /* Products of blocks that hold their scales, decoded in registers, for vectors of eight; a part of quantized_avx2.h.
  *
  * 32 codes, a byte each, become four vectors: vector 2 h + i has codes 8 h + i, 8 h + i + 2, + 4 and + 6 of the first 16 in
- * its lower lanes and of the last 16 in its upper lanes, as unpacking leaves them. Rows of x are packed in that order, else as for fp32. Values
- * are those of block_values.h, rounded once, and sums add up as in a tile of fp32: a row's bits are the same whether values are
- * multiplied in registers or from memory.
+ * its lower lanes and of the last 16 in its upper lanes, as unpacking leaves them. Rows of x are packed in that order, else
+ * as for fp32. Values are those of block_values.h, rounded once, and sums add up as in a tile of fp32: a row of x has the
+ * same bits whether values are multiplied in registers or from memory.
  */
 typedef uint8_t Codes __attribute__((vector_size(32)));
 typedef uint16_t CodePairs __attribute__((vector_size(32)));
