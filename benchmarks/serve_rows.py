@@ -282,19 +282,20 @@ def main() -> None:
     facts = {
         **run_facts(HERE.parent),
         "shape": shape.describe(),
-        "rounds": options.rounds,
     }
     name = f"serve-rows-{shape.name}-{machine_name(facts['machine'])}.json"
+    file = HERE / "results" / name
     caps: dict[str, Any] = {}
+    if options.keep and file.is_file():
+        caps = json.loads(file.read_text())["caps"]
     for cap in options.caps:
         rows = options.rows or (IN_MEMORY if cap is None else UNDER_A_CAP)
-        caps[cap_label(cap)] = found = run_under(cap, checkpoint, rows, options.rounds)
+        found = run_under(cap, checkpoint, rows, options.rounds)
         for row, numbers in found.items():
             print(f"cap {cap_label(cap)}, {row}: {json.dumps(numbers)}", flush=True)
+        caps[cap_label(cap)] = {"commit": facts["commit"], "rounds": options.rounds, **found}
         if options.save:
-            write_text(
-                HERE / "results" / name, json.dumps({**facts, "caps": caps}, indent=1) + "\n"
-            )
+            write_text(file, json.dumps({**facts, "caps": caps}, indent=1) + "\n")
 
 
 def run_under(
@@ -325,6 +326,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help="write this machine's results file")
+    parser.add_argument("--keep", action="store_true", help="keep the file's other caps")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
