@@ -121,7 +121,7 @@ INLINE Vec group_number(int code, const float *numbers, int group) {
     return _mm256_set_m128(_mm_broadcast_ss(numbers + 2 * group + 1), _mm_broadcast_ss(numbers + 2 * group));
 }
 
-/* What is subtracted from codes of more than four bits, and of formats whose codes have no table. */
+/* What is subtracted from codes that have no table. */
 INLINE float zero_of(int code) {
     return code == CODE_Q5_0 ? 16.0f : code == CODE_Q6_K ? 32.0f : code == CODE_Q3_K ? 4.0f : 0.0f;
 }

@@ -5,7 +5,8 @@
  * sum runs over the blocks of one row from the first to the last, whatever the other rows are.
  *
  * Here are the parts that every instruction set has: the values of rows, and the product that first writes the
- * values of some rows to memory (KIND_F32, whose rows of x are packed as for a matrix of fp32). A file that defines HAS_QUANT_LANES has decoded codes in registers.
+ * values of some rows to memory (KIND_F32, whose rows of x are packed as for a matrix of fp32). A file that defines
+ * HAS_QUANT_LANES has decoded codes in registers.
  */
 
 /* Numbers of groups are read as a whole vector at a time. */
