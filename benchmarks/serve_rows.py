@@ -8,6 +8,8 @@ length.
 - stall: the 99th percentile of the time between tokens of four answers while a long prompt
   arrives, over that without it;
 - turn: time to the first token of a conversation's second turn over that of its first;
+- restart: time to the first token of a prompt that an earlier server kept on the disk over that
+  server's;
 - decode: tokens a second of several answers at a time over those of one;
 - offline: tokens a second of many prompts at a time over those of one after another.
 """
@@ -18,6 +20,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -222,6 +225,26 @@ def offline(client: Client, model: Any, rounds: int) -> dict[str, Any]:
     return {"tokens_per_s": together, "alone_tokens_per_s": alone, "ratio": together / alone}
 
 
+def restart(checkpoint: Path, ids: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Prompts of 512 tokens to one server, and to the next one, which read none of them."""
+    first: Times = []
+    second: Times = []
+    for found in (first, second):
+
+        def ask(ready: Ready, found: Times = found) -> None:
+            client = Client(ready.address, ids)
+            for _ in range(rounds + 1):
+                found.append(client.ask(client.prompt(512), 1)[0][0])
+
+        serve_once(checkpoint, ask, prefix_disk_bytes=8 << 30)
+    ratios = [late / early for early, late in zip(first[1:], second[1:], strict=True)]
+    return {
+        "first_s": statistics.median(first[1:]),
+        "second_s": statistics.median(second[1:]),
+        "ratio": statistics.median(ratios),
+    }
+
+
 ROWS: dict[str, Callable[[Client, Any, int], dict[str, Any]]] = {
     "overhead": overhead,
     "stall": stall,
@@ -229,23 +252,40 @@ ROWS: dict[str, Callable[[Client, Any, int], dict[str, Any]]] = {
     "decode": decode,
     "offline": offline,
 }
-IN_MEMORY, UNDER_A_CAP = ("overhead", "stall", "turn"), ("decode", "offline")
+RESTART = "restart"
+IN_MEMORY, UNDER_A_CAP = ("overhead", "stall", "turn", RESTART), ("decode", "offline")
 
 
 def measure(checkpoint: Path, rows: Sequence[str], rounds: int, file: Path) -> None:
     """Serves a checkpoint, measures rows over loopback and writes them as JSON."""
     ids = load_tokenizer(checkpoint)(language_reference())["input_ids"]
-    begun: list[threading.Thread] = []
-    ended = threading.Event()
     found: dict[str, Any] = {}
 
     def run(ready: Ready) -> None:
-        try:
-            client = Client(ready.address, ids)
-            client.ask_all([client.prompt(32) for _ in range(4)], 16)  # memory is touched
-            for row in rows:
+        client = Client(ready.address, ids)
+        client.ask_all([client.prompt(32) for _ in range(4)], 16)  # memory is touched
+        for row in rows:
+            if row != RESTART:
                 found[row] = ROWS[row](client, ready.loaded[0], rounds)
                 file.write_text(json.dumps(found))
+
+    if set(rows) != {RESTART}:
+        serve_once(checkpoint, run)
+    if RESTART in rows:
+        found[RESTART] = restart(checkpoint, ids, rounds)
+        file.write_text(json.dumps(found))
+
+
+def serve_once(
+    checkpoint: Path, call: Callable[[Ready], None], prefix_disk_bytes: int | None = None
+) -> None:
+    """A server from its start to its end, which comes when ``call`` has returned."""
+    begun: list[threading.Thread] = []
+    ended = threading.Event()
+
+    def run(ready: Ready) -> None:
+        try:
+            call(ready)
         finally:
             ended.set()
 
@@ -264,6 +304,7 @@ def measure(checkpoint: Path, rows: Sequence[str], rounds: int, file: Path) -> N
         limits=Limits(),
         access=Access(),
         drain_s=None,
+        prefix_disk_bytes=prefix_disk_bytes,
     )
     run_server(settings, log=lambda *_, **__: None, on_ready=begin, is_stopping=ended.is_set)
     begun[0].join()
@@ -293,7 +334,8 @@ def main() -> None:
         found = run_under(cap, checkpoint, rows, options.rounds)
         for row, numbers in found.items():
             print(f"cap {cap_label(cap)}, {row}: {json.dumps(numbers)}", flush=True)
-        caps[cap_label(cap)] = {"commit": facts["commit"], "rounds": options.rounds, **found}
+            numbers |= {"commit": facts["commit"], "rounds": options.rounds}
+            caps.setdefault(cap_label(cap), {})[row] = numbers
         if options.save:
             write_text(file, json.dumps({**facts, "caps": caps}, indent=1) + "\n")
 
@@ -309,11 +351,15 @@ def run_under(
         command += ["--data", str(checkpoint), "--rounds", str(rounds)]
         command += ["--rows", *rows]
         with contextlib.nullcontext() if cap is None else memory_cap(cap) as group:
-            done = subprocess.run(group.wrap(command) if group else command, check=False)
-        found = json.loads(file.read_text()) if file.is_file() else {}
-    if done.returncode:
-        found["error"] = f"ended with exit code {done.returncode}"
-    return found
+            # what is kept on the disk goes with the folder
+            done = subprocess.run(
+                group.wrap(command) if group else command,
+                check=False,
+                env={**os.environ, "XDG_CACHE_HOME": folder},
+            )
+        if done.returncode:
+            print(f"cap {cap_label(cap)}: ended with exit code {done.returncode}", flush=True)
+        return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _arguments() -> argparse.Namespace:
@@ -322,11 +368,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of the weights")
     parser.add_argument("--caps", nargs="+", type=parse_cap, default=[None, 7 << 30])
     parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, help="default: what a cap matters to under one"
+        "--rows",
+        nargs="+",
+        choices=(*ROWS, RESTART),
+        help="default: what a cap matters to under one",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help="write this machine's results file")
-    parser.add_argument("--keep", action="store_true", help="keep the file's other caps")
+    parser.add_argument("--keep", action="store_true", help="keep the file's other rows")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 

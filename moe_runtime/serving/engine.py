@@ -15,6 +15,8 @@ from moe_runtime.serving.engine_options import EngineOptions, capacity_of
 from moe_runtime.serving.expert_statistics import expert_statistics
 from moe_runtime.serving.kv_account import PIECE, KVAccount
 from moe_runtime.serving.passes import ModelPasses
+from moe_runtime.serving.prefix_files import PrefixDisk
+from moe_runtime.serving.prefixes import Prefixes
 from moe_runtime.serving.requests import (
     EngineClosedError,
     EngineStatistics,
@@ -27,11 +29,7 @@ from moe_runtime.serving.requests import (
 )
 from moe_runtime.serving.sampling import Sampler
 from moe_runtime.serving.scheduling import Scheduler, beside_prompts, by_adapter
-from moe_runtime.serving.sequence_cache import (
-    BlockCopies,
-    keeps_every_token,
-    set_room,
-)
+from moe_runtime.serving.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.sequences import Failure, Sequence
 from moe_runtime.serving.step_sizes import StepSizes
 from moe_runtime.serving.turns import Turns
@@ -53,6 +51,7 @@ class Engine:
         max_tokens: int | None = None,
         turns: Turns | None = None,
         adapters: Adapters | None = None,
+        prefix_disk: PrefixDisk | None = None,
     ) -> None:
         """Begins to wait for requests.
 
@@ -63,10 +62,14 @@ class Engine:
                 aside for when omitted.
             turns: shared by the engines of several models, which then compute one at a time.
             adapters: that requests may name.
+            prefix_disk: where prefixes of requests without an adapter are kept too.
 
         Raises:
-            UnsupportedModelError: the model is none that generates text from tokens alone.
-            ValueError: ``max_tokens`` is more than memory was set aside for, or too few.
+            UnsupportedModelError: the model is none that generates text from tokens alone, or keeps
+                no prefixes for ``prefix_disk``.
+            ValueError: ``max_tokens`` is more than memory was set aside for, or too few;
+                ``prefix_disk`` has no room.
+            OSError: the folder of ``prefix_disk`` cannot be made or read.
         """
         self._options = options or EngineOptions()
         self._turns = turns or Turns()
@@ -78,7 +81,7 @@ class Engine:
         if self._options.reuses_prefixes and keeps_every_token(model.config):
             block = self._options.prompt_tokens if self._options.exact else PIECE
         self._account: KVAccount[torch.Tensor] = KVAccount(capacity, block_tokens=block)
-        self._copies = BlockCopies(block)
+        self._prefixes = Prefixes(self._account, self._passes, prefix_disk)
         self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
         self._scheduler = Scheduler(self._account, most_running=self._options.most_running)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -129,6 +132,8 @@ class Engine:
             preemptions=self._scheduler.num_preemptions,
             prompt_tokens=counts["prompt_tokens"],
             prefix_hit_tokens=counts["prefix_hit_tokens"],
+            prefix_disk_hit_tokens=self._prefixes.num_disk_tokens,
+            prefix_disk_failures=self._prefixes.num_disk_failures,
             generated_tokens=counts["generated_tokens"],
             finished=dict(self._finished),
             experts=expert_statistics(self._model),
@@ -267,19 +272,17 @@ class Engine:
         if sequence.sampler is None:
             sequence.sampler = Sampler(sequence.request)
             self._counts["prompt_tokens"] += len(sequence.tokens)
-        cache = self._passes.new_cache()
+        cache, room = self._passes.new_cache(), self._account.room_of(sequence)
         # the last token is computed in any case: it says what follows
         prompt = sequence.request.prompt_ids
         known = sequence.tokens if not self._options.exact else prompt
-        blocks: list[torch.Tensor] = []
+        num_cached = 0
         if not sequence.wants_prompt_logprobs:
-            blocks = self._account.find(known[:-1], sequence.root)
-        num_cached = len(blocks) * self._account.block_tokens
+            num_cached = self._prefixes.fill(cache, known[:-1], sequence.root, room)
         read_end = len(prompt) if self._options.exact else len(sequence.tokens)
         sequence.start(cache, num_cached, read_end)
-        if blocks:
-            self._copies.append(cache, blocks)
-            self._counts["prefix_hit_tokens"] += min(num_cached, len(prompt))
+        sequence.room = room if num_cached else 0
+        self._counts["prefix_hit_tokens"] += min(num_cached, len(prompt))
 
     def _decode(self, group: list[Sequence]) -> None:
         chosen = [(sequence, 1) for sequence in group]
@@ -350,11 +353,7 @@ class Engine:
         if self._options.exact:  # other kernels computed what was generated
             end = min(end, sequence.read_end)
         with Failure():  # whoever begins alike computes it anew
-            self._account.keep(
-                sequence.tokens[:end],
-                lambda index: self._copies.copy(cache, index),
-                sequence.root,
-            )
+            self._prefixes.keep(cache, sequence.tokens[:end], sequence.root)
 
     def _fail(self, sequences: list[Sequence], failure: Failure) -> None:
         """A pass failed: it was one sequence's, or each tries again alone."""

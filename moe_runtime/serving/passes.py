@@ -92,6 +92,15 @@ class ModelPasses:
         """An empty cache of one sequence."""
         return new_cache(self._model.config, grows=self._device.type == "cpu")
 
+    def cache_of_one_token(self) -> DynamicCache:
+        """A cache as the model fills it."""
+        trial = -1  # a number that no sequence gets
+        cache = self.requests.name(self.new_cache(), [trial], [1])
+        with torch.inference_mode():
+            self._call([[0]], cache, keep=1)
+        self.requests.end(trial)
+        return cache
+
     def most_together(self, adapter: str | None, *, exact: bool) -> int:
         """Sequences that may decode in one pass; ``exact``: with the bits of each alone."""
         if not self.can_join or (exact and adapter is not None):

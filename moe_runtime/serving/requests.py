@@ -300,6 +300,8 @@ class EngineStatistics:
         preemptions: times that a running request lost its KV cache to another.
         prompt_tokens: of all requests, cached ones included.
         prefix_hit_tokens: prompt tokens that were found in the prefix cache.
+        prefix_disk_hit_tokens: those of them that were found on the disk.
+        prefix_disk_failures: blocks of prefixes that could not be written to the disk.
         generated_tokens: of all requests.
         finished: requests by the reason with which they ended.
         experts: of the model.
@@ -314,6 +316,8 @@ class EngineStatistics:
     preemptions: int
     prompt_tokens: int
     prefix_hit_tokens: int
+    prefix_disk_hit_tokens: int
+    prefix_disk_failures: int
     generated_tokens: int
     finished: Mapping[FinishReason, int]
     experts: ExpertStatistics

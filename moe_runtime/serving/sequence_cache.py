@@ -105,31 +105,38 @@ class BlockCopies:
         self._num_tokens = num_tokens
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
 
-    def copy(self, cache: DynamicCache, index: int) -> torch.Tensor:
-        """The bytes of the block with a number, 0 the first."""
-        size = self._num_tokens
+    def learn(self, cache: DynamicCache) -> int:
+        """Looks at a cache with tokens in it; gives the bytes of a block."""
         cached = [part for pair in _filled(cache).values() for part in pair]
-        parts = [part.narrow(-2, index * size, size) for part in cached]
-        forms = [(part.shape, part.dtype) for part in parts]
+        size = self._num_tokens
+        forms = [
+            (torch.Size((*part.shape[:-2], size, part.shape[-1])), part.dtype) for part in cached
+        ]
         assert self._forms in ([], forms), "caches of one model have different layers"
         self._forms = forms
-        num_bytes = sum(part.nbytes for part in parts)
+        return sum(self._sizes())
+
+    def copy(self, cache: DynamicCache, index: int) -> torch.Tensor:
+        """The bytes of the block with a number, 0 the first."""
+        num_bytes, size = self.learn(cache), self._num_tokens
+        cached = [part for pair in _filled(cache).values() for part in pair]
         block = torch.empty(num_bytes, dtype=torch.uint8, device=cached[0].device)
-        for place, part in zip(self._parts(block), parts, strict=True):
-            place.copy_(part)
+        for place, part in zip(self._parts(block), cached, strict=True):
+            place.copy_(part.narrow(-2, index * size, size))
         return block
 
-    def append(self, cache: DynamicCache, blocks: Sequence[torch.Tensor]) -> None:
-        """Puts copied blocks, one behind another, into an empty cache."""
-        parts = zip(*map(self._parts, blocks), strict=True)
-        joined = [torch.cat(some, dim=-2) for some in parts]
+    def append(self, cache: DynamicCache, block: torch.Tensor) -> None:
+        """Puts a copied block behind what is in a cache."""
+        parts = self._parts(block)
         for place, index in enumerate(_filled(cache)):
-            cache.update(joined[2 * place], joined[2 * place + 1], index)
+            cache.update(parts[2 * place], parts[2 * place + 1], index)
 
     def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
-        sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._forms]
-        forms = zip(block.split(sizes), self._forms, strict=True)
+        forms = zip(block.split(self._sizes()), self._forms, strict=True)
         return [part.view(dtype).view(shape) for part, (shape, dtype) in forms]
+
+    def _sizes(self) -> list[int]:
+        return [shape.numel() * dtype.itemsize for shape, dtype in self._forms]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

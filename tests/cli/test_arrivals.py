@@ -65,6 +65,7 @@ CASES = {
             "max_slowdown": ("--max-slowdown 2.25", ("max_slowdown", 2.25)),
             "exact": ("--exact", ("exact", True)),
             "prefix_cache": ("--no-prefix-cache", ("reuses_prefixes", False)),
+            "prefix_disk": ("--prefix-disk 7MiB", ("prefix_disk_bytes", 7 * MIB)),
             "max_body": ("--max-body 5MiB", 5 * MIB),
             "max_seconds": ("--max-seconds 7.5", 7.5),
             "drain_seconds": ("--drain-seconds 2.5", 2.5),

@@ -90,9 +90,53 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
     (tmp_path / "keys").write_text("\n# one for each team\n")
     assert "expected a key" in refused("--api-keys", str(tmp_path / "keys"))
     assert "--max-body" in refused("--max-body", "much")
+    assert "--prefix-disk must be positive" in refused("--prefix-disk", "0")
+    both = ("--no-prefix-cache", "--prefix-disk", "1GiB")
+    assert "--prefix-disk keeps what --no-prefix-cache does not" in refused(*both)
     assert "no-model is not a directory" in refused("--port", "0")
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'moe-runtime[serve]'" in refused()
+
+
+def test_a_later_server_finds_prefixes_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same model in the same format; another dtype computes them anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    announce = command._announce
+    body = {"prompt": list(range(2, 42)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    threads: list[threading.Thread] = []
+    found: list[tuple[str, int]] = []
+
+    def ask(address: str) -> None:
+        request = urllib.request.Request(
+            f"{address}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request) as response:
+                answer = json.load(response)
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            found.append((answer["choices"][0]["text"], cached))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def ready(ready: Any, *args: Any, **options: Any) -> None:
+        announce(ready, *args, **options)
+        threads.append(threading.Thread(target=ask, args=(ready.address,)))
+        threads[-1].start()
+
+    monkeypatch.setattr(command, "_announce", ready)
+    for dtype in ("float32", "float32", "bfloat16"):
+        words = [*SMALL, "--prefix-disk", "64MiB", "--dtype", dtype]
+        assert main(["serve", str(pocket_path()), *words]) == 143
+        threads[-1].join()
+    assert found[0][0] == found[1][0]
+    assert [cached for _, cached in found] == [0, 32, 0]
+    capsys.readouterr()
+    assert main(["serve", str(pocket_path()), *SMALL, "--prefix-disk", "5", "--dry-run"]) == 2
+    assert "error: --prefix-disk must be at least" in capsys.readouterr().err
 
 
 def test_lines_of_a_file_of_keys_may_be_comments(tmp_path: Path) -> None:

@@ -220,6 +220,8 @@ class ScriptedEngine:
             preemptions=1,
             prompt_tokens=50,
             prefix_hit_tokens=20,
+            prefix_disk_hit_tokens=16,
+            prefix_disk_failures=1,
             generated_tokens=60,
             finished={"stop": 1},
             experts=experts,

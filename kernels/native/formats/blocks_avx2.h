@@ -168,6 +168,9 @@ INLINE void block_rows(int code, int is_dot, int count, const CodeTable *table, 
     UNROLL for (int n = 0; n < TILE_ROWS; n++) acc[0][n] = vec_zero();
     for (int64_t first = 0; first < k; first += codes, weight += bytes) {
         GroupNumbers numbers[TILE_ROWS];
+        /* the same block of the rows that are next; past the last row fetching is harmless */
+        UNROLL for (int n = 0; n < count; n++)
+            UNROLL for (int i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(weight + (count + n) * stride + i, 0, 3);
         UNROLL for (int n = 0; n < count; n++) block_numbers(code, (const uint8_t *)weight + n * stride, &numbers[n]);
         UNROLL for (int group = 0; group < codes / 32; group++) {
             const int64_t at = first + 32 * group;

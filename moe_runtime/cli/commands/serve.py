@@ -110,6 +110,14 @@ Exact = Annotated[
 PrefixCache = Annotated[
     bool, typer.Option(help="Keep what was computed of prompts for those that begin alike.")
 ]
+PrefixDisk = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Keep it on the disk too, in the user's cache and at most so much of it, for what "
+        "memory forgets and for later servers.",
+    ),
+]
 MaxBody = Annotated[str, typer.Option(help="Longest body of a request.")]
 MaxSeconds = Annotated[
     float, typer.Option(min=0.001, help="Seconds that a request may take, its wait included.")
@@ -149,6 +157,7 @@ def serve(
     max_slowdown: MaxSlowdown = 3.0,
     exact: Exact = False,
     prefix_cache: PrefixCache = True,
+    prefix_disk: PrefixDisk = None,
     max_body: MaxBody = "16MiB",
     max_seconds: MaxSeconds = 3600.0,
     drain_seconds: DrainSeconds = None,
@@ -181,6 +190,9 @@ def serve(
     _require_packages()
     keys = read_keys(api_keys)
     body_bytes = options.bytes_of(max_body, "--max-body")
+    disk_bytes = None
+    if prefix_disk is not None:
+        disk_bytes = options.bytes_of(prefix_disk, "--prefix-disk")
     if prefetch == "off" and policy not in ("auto", "predicted"):
         refuse_given(
             ctx,
@@ -233,6 +245,7 @@ def serve(
             hosts=(*_LOOPBACK, "[::1]") if host in _LOOPBACK and not keys else None,
         ),
         drain_s=drain_seconds,
+        prefix_disk_bytes=disk_bytes,
     )
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(loading_bar())

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import platformdirs
 
 import moe_runtime
 from moe_runtime.checkpoints.model_files import find_checkpoint, load_tokenizer
 from moe_runtime.errors import CapacityError, blamed_on
+from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
@@ -19,6 +23,7 @@ from moe_runtime.serving.http.models.served_model import ServedModel, serve_mode
 from moe_runtime.serving.http.models.slot_sharing import SlotSharing
 from moe_runtime.serving.http.running import accept_clients, address_of, listen, serve
 from moe_runtime.serving.http.server import Access, Limits, Log, Server
+from moe_runtime.serving.prefix_files import PrefixDisk, identity_of
 from moe_runtime.serving.turns import Turns
 
 _BACKLOG = 2048
@@ -39,6 +44,7 @@ class ServeSettings:
         limits: what one request may ask for.
         access: who may ask.
         drain_s: seconds for taken requests once the server stops; None for as long as they take.
+        prefix_disk_bytes: of prefixes in the user's cache; None for none.
     """
 
     models: Sequence[str]
@@ -51,6 +57,7 @@ class ServeSettings:
     limits: Limits
     access: Access
     drain_s: float | None
+    prefix_disk_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,8 @@ def run_server(
         MoERuntimeError: a model cannot be loaded, or the address be taken.
         ValueError: an option is out of range, or two models or adapters have one name.
     """
+    if settings.prefix_disk_bytes is not None and not settings.engine.reuses_prefixes:
+        raise ValueError("--prefix-disk keeps what --no-prefix-cache does not: give one of them")
     names = names_of(settings.models, settings.names)
     choices = adapters_of(settings.adapters, names)
     with contextlib.ExitStack() as stack:
@@ -116,7 +125,11 @@ def run_server(
             stack.enter_context(contextlib.closing(loaded.moe))
             turns = sharing.add(loaded.moe) if len(folders) > 1 else None
             engine = Engine(
-                loaded, settings.engine, turns=turns, adapters=Adapters(loaded, own[index])
+                loaded,
+                settings.engine,
+                turns=turns,
+                adapters=Adapters(loaded, own[index]),
+                prefix_disk=_prefix_disk(settings, folder, loaded),
             )
             stack.enter_context(engine)
             with blamed_on(f"{folder}: the chat template cannot be used"):
@@ -134,3 +147,18 @@ def run_server(
         accept_clients(listening, _BACKLOG)
         on_ready(Ready(address_of(listening), models, adapters, all_loaded))
         serve(server, listening, is_stopping=is_stopping, drain_s=settings.drain_s)
+
+
+def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> PrefixDisk | None:
+    if settings.prefix_disk_bytes is None:
+        return None
+    library = native_library()
+    computing = (
+        str(model.dtype),
+        str(model.device),
+        str(settings.loading["activations"]),
+        "torch" if library is None else library.isa,
+        "exact" if settings.engine.exact else "",
+    )
+    folder = platformdirs.user_cache_path("moe-runtime") / "prefixes"
+    return PrefixDisk(folder, settings.prefix_disk_bytes, identity_of(checkpoint, *computing))

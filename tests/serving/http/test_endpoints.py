@@ -167,6 +167,8 @@ def test_metrics_have_the_counts_of_the_engine_and_of_requests(tokenizer: Any) -
         f"vllm:kv_cache_usage_perc{label}": 0.2,
         f"vllm:generation_tokens_total{label}": 60,
         f"vllm:prefix_cache_hits_total{label}": 20,
+        f"moe:prefix_disk_hits_total{label}": 16,
+        f"moe:prefix_disk_failures_total{label}": 1,
         f"moe:expert_hits_total{label}": 7,
         f"moe:expert_stall_seconds_total{label}": 0.5,
         'moe:expert_bytes_read_total{engine="0",model_name="pocket",tier="disk"}': 4096,

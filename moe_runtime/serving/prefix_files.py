@@ -1,0 +1,240 @@
+"""Prefixes on the disk: keys and values of blocks of tokens, for later requests and processes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
+import os
+import re
+import warnings
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.files import make_folders
+from moe_runtime.places import PARTIAL_SUFFIX, partial_name
+
+_DIGEST_BYTES = 32
+_SUM_BYTES = 16
+_SHARE_WRITTEN = 16
+"""A sixteenth of the room is written before what was used longest ago is looked for."""
+_OURS = re.compile(rf"[0-9a-f]{{64}}(\.[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)})?")
+_CHECKPOINT_FILES = ("*.safetensors", "*.gguf", "*.json")
+_PACKAGES = ("moe-runtime", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixDisk:
+    """Where a model's prefixes lie.
+
+    Attributes:
+        folder: made when it is absent; models and processes may share it.
+        most_bytes: of all files in it, whoever wrote them.
+        identity: of all that computes keys and values; see `identity_of`.
+    """
+
+    folder: Path
+    most_bytes: int
+    identity: bytes
+
+
+def identity_of(checkpoint: str | os.PathLike[str], *settings: str) -> bytes:
+    """A digest of what keys and values depend on beside the tokens.
+
+    Args:
+        checkpoint: a folder or a GGUF file; names, sizes and times of its files count.
+        settings: whatever else does, such as the type of numbers.
+    """
+    place = Path(checkpoint)
+    files = [place]
+    if place.is_dir():
+        files = sorted(file for pattern in _CHECKPOINT_FILES for file in place.glob(pattern))
+    facts = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
+    for file in files:
+        found = file.stat()
+        facts.append(f"{file.name} {found.st_size} {found.st_mtime_ns}")
+    text = "\n".join((*facts, *settings))
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+class PrefixFiles:
+    """Blocks of tokens, each in a file that is named by a digest of all tokens up to its end.
+
+    What is there only the folder knows, so several processes may use it: a file is whole or absent,
+    and one that is damaged, or was removed by another, is a block that nobody knows. The files that
+    were used longest ago give way. A digest of 256 bits stands for a model and a text.
+
+    Attributes:
+        num_failures: blocks that could not be written.
+    """
+
+    def __init__(self, disk: PrefixDisk, *, block_tokens: int, block_bytes: int) -> None:
+        """Makes the folder, and removes from it what it has no room for.
+
+        Args:
+            disk: where, how much and of what.
+            block_tokens: tokens of a block.
+            block_bytes: of its keys and values.
+
+        Raises:
+            ValueError: there is no room for a single block.
+            OSError: the folder cannot be made or read.
+        """
+        self._folder = disk.folder
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
+        self._file_bytes = block_bytes + _SUM_BYTES
+        self._margin = max(disk.most_bytes // _SHARE_WRITTEN, self._file_bytes)
+        self._limit = disk.most_bytes - self._margin
+        self._most_blocks = max(1, self._limit // self._file_bytes)
+        if self._limit < 0:
+            raise ValueError(
+                f"--prefix-disk must be at least {format_bytes(self._file_bytes)}, which "
+                f"{block_tokens} tokens take, got {format_bytes(disk.most_bytes)}"
+            )
+        text = f"{block_tokens} {block_bytes}".encode()
+        self._root = hashlib.blake2b(disk.identity + text, digest_size=_DIGEST_BYTES).digest()
+        self._num_written = 0
+        self.num_failures = 0
+        make_folders(self._folder)
+        os.chmod(self._folder, 0o700)  # keys and values tell what was asked
+        self._make_place()
+
+    def find(self, tokens: Sequence[int], first: int) -> Iterator[torch.Tensor]:
+        """What is known of the beginning of some tokens, block by block; it is used now.
+
+        Args:
+            tokens: from the beginning of a text.
+            first: number of the first block that is wanted.
+
+        Yields:
+            Keys and values as bytes, ``[block_bytes]``, as they were kept.
+        """
+        path: list[Path] = []
+        for index, file in enumerate(self._files(tokens)):
+            if index < first:
+                continue
+            block = self._read(file)
+            if block is None:
+                break
+            path.append(file)
+            yield block
+        self._use(path)
+
+    def keep(self, tokens: Sequence[int], make: Callable[[int], torch.Tensor]) -> None:
+        """Writes the whole blocks of some tokens that are not there yet, as many as have place.
+
+        Args:
+            tokens: from the beginning of a text.
+            make: gives the bytes of the block with a number, 0 the first.
+        """
+        path = list(itertools.islice(self._files(tokens), self._most_blocks))
+        self._use([file for file in path if file.exists()])  # or they give way to what follows
+        for index, file in enumerate(path):
+            if file.exists():
+                continue
+            try:
+                self._write(file, make(index))
+            except OSError as error:
+                self.num_failures += 1
+                if self.num_failures == 1:
+                    message = f"prefixes are not kept on the disk: {error}"
+                    warnings.warn(message, MoERuntimeWarning, stacklevel=2)
+                break
+        self._use(path)
+
+    def _files(self, tokens: Sequence[int]) -> Iterator[Path]:
+        """Of the whole blocks, each with all before it."""
+        size, digest = self._block_tokens, self._root
+        for first in range(0, len(tokens) - size + 1, size):
+            block = array("q", tokens[first : first + size]).tobytes()
+            digest = hashlib.blake2b(digest + block, digest_size=_DIGEST_BYTES).digest()
+            yield self._folder / digest.hex()
+
+    def _read(self, file: Path) -> torch.Tensor | None:
+        """The bytes of a block; None where the file is absent or damaged, and is none any more."""
+        block = torch.empty(self._file_bytes, dtype=torch.uint8)
+        try:
+            with open(file, "rb", buffering=0) as source:
+                num_read = _read_into(source.fileno(), block.numpy().data)
+                is_whole = num_read == self._file_bytes and not source.read(1)
+        except OSError:
+            return None
+        data, found = block[: self._block_bytes], block[self._block_bytes :]
+        if is_whole and _sum(data) == found.numpy().tobytes():
+            return data
+        file.unlink(missing_ok=True)
+        return None
+
+    def _write(self, file: Path, block: torch.Tensor) -> None:
+        """A file is renamed when it is written; a sum tells what a power cut left of it."""
+        data = block.cpu()
+        if self._num_written + self._file_bytes > self._margin:
+            self._make_place()
+        self._num_written += self._file_bytes
+        partial = partial_name(file)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(descriptor, "wb", buffering=0) as target:
+                for part in (data.numpy().data, memoryview(_sum(data))):
+                    _write_all(target.fileno(), part)
+            os.replace(partial, file)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+    def _make_place(self) -> None:
+        """Removes what was used longest ago until a margin is free."""
+        files: list[tuple[int, int, str]] = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if _OURS.fullmatch(entry.name):
+                    with contextlib.suppress(FileNotFoundError):  # another process removed it
+                        found = entry.stat(follow_symlinks=False)
+                        files.append((found.st_mtime_ns, found.st_size, entry.path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if total <= self._limit:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            total -= size
+        self._num_written = 0
+
+    def _use(self, path: Sequence[Path]) -> None:
+        """The last block first, so that beginnings stay longest."""
+        for file in reversed(path):
+            with contextlib.suppress(OSError):
+                _set_time(file)
+
+
+def _set_time(file: Path) -> None:
+    """The file was used last."""
+    os.utime(file)
+
+
+def _sum(data: torch.Tensor) -> bytes:
+    return hashlib.blake2b(data.numpy().data, digest_size=_SUM_BYTES).digest()
+
+
+def _read_into(descriptor: int, data: memoryview) -> int:
+    """Fills a buffer as far as the file goes; gives the bytes read."""
+    done = 0
+    while done < len(data):
+        num_read = os.readv(descriptor, [data[done:]])
+        if not num_read:
+            break
+        done += num_read
+    return done
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
