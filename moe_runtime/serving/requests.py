@@ -144,7 +144,9 @@ class GenerationRequest:
             new one alone; None for no log-probabilities.
         num_prompt_logprobs: the same for the prompt's tokens. The whole prompt is computed then.
         constraint: what the answer may be made of; where nothing more may follow, it ends.
-        priority: higher ones go first; within a priority, by arrival.
+        priority: higher ones go first; within a priority, clients take turns, and the requests of
+            each go by arrival.
+        client: who asks.
         adapter: that the model has for this request; None for the model as it is.
     """
 
@@ -158,6 +160,7 @@ class GenerationRequest:
     num_prompt_logprobs: int | None = None
     constraint: TokenConstraint | None = None
     priority: int = 0
+    client: str = ""
     adapter: str | None = None
 
     def __post_init__(self) -> None:

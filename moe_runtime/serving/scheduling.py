@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from moe_runtime.serving.kv_account import PIECE, KVAccount
+from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.sequences import Sequence
 
 _ORDER = attrgetter("order")
@@ -41,7 +42,11 @@ def beside_prompts(
 
 
 class Scheduler:
-    """Sequences that wait and run, each list in the order of priority and arrival.
+    """Sequences that wait and run, each list in the order of priority, turn and arrival.
+
+    Clients take turns: a request gets the number of the turn that runs, or the next one behind its
+    client's last, so that whoever asks little does not wait for all that others asked (start-time
+    fair queueing, Goyal, Vin and Cheng 1996, within a priority, with a cost of one a request).
 
     A sequence runs when its whole prompt has room. When those that run need more room than there
     is, the last of them loses what it has, waits, and is computed again later.
@@ -62,8 +67,9 @@ class Scheduler:
         self._most_running = most_running
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence waits from now on."""
-        insort(self.waiting, sequence, key=_ORDER)
+        """A sequence waits from now on, for the first time."""
+        sequence.turn = self._turn_of(sequence.request)
+        self._wait(sequence)
 
     def next_to_start(self) -> Sequence | None:
         """The first of those who wait, if it may run now; it has its room then.
@@ -102,7 +108,21 @@ class Scheduler:
         """A sequence that runs loses its cache and waits."""
         self.remove(sequence)
         sequence.stop()
-        self.add(sequence)
+        self._wait(sequence)
+
+    def _turn_of(self, request: GenerationRequest) -> int:
+        running, waiting = (
+            [other for other in some if other.request.priority == request.priority]
+            for some in (self.running, self.waiting)
+        )
+        now = max((other.turn for other in running), default=None)
+        if now is None:
+            now = min((other.turn for other in waiting), default=0)
+        own = (o.turn + 1 for o in (*running, *waiting) if o.request.client == request.client)
+        return max(now, max(own, default=0))
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_ORDER)
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence neither waits nor runs any more."""

@@ -65,6 +65,7 @@ class Sequence:
     Attributes:
         request: what is asked.
         number: counts requests as they arrive.
+        turn: counts those of its client; see `Scheduler`.
         tokens: of the prompt and of the answer.
         answer: the tokens of the answer.
         num_computed: tokens whose keys and values are cached.
@@ -84,6 +85,7 @@ class Sequence:
         self.request = request
         self.root = root
         self.number = number
+        self.turn = 0
         self.tokens = list(request.prompt_ids)
         self.answer: list[int] = []
         self.num_computed = 0
@@ -100,9 +102,9 @@ class Sequence:
         self._logprobs: list[TokenLogprob | None] = [None]
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Sorts sequences: the one to go first has the least."""
-        return -self.request.priority, self.number
+        return -self.request.priority, self.turn, self.number
 
     @property
     def is_reading(self) -> bool:

@@ -43,6 +43,25 @@ def test_nobody_is_overtaken_within_a_priority() -> None:
     scheduler.check()
 
 
+def test_clients_take_turns_within_a_priority() -> None:
+    """Who asks once waits for one request of each other client, not for all of them."""
+    scheduler = scheduler_of(1024, most_running=1)
+    arrivals = ["a"] * 4 + ["b", "a", "c", "b"]
+    for number, client in enumerate(arrivals):
+        scheduler.add(sequence_of(number, 5, client=client))
+    scheduler.add(sequence_of(8, 5, priority=1, client="a"))
+    started: list[int] = []
+    while scheduler.waiting:
+        started += start_all(scheduler)
+        if len(started) == 5:
+            # a newcomer, who gets nothing for the time when it asked nothing
+            for number in (9, 10):
+                scheduler.add(sequence_of(number, 5, client="d"))
+        scheduler.check()
+        scheduler.remove(scheduler.running[0])
+    assert started == [8, 0, 4, 6, 1, 7, 9, 2, 10, 3, 5]
+
+
 def test_the_last_gives_way_until_there_is_room() -> None:
     scheduler = scheduler_of(112)
     for number in range(3):

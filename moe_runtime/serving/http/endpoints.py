@@ -77,7 +77,7 @@ class Endpoints:
             self._most_choices,
             has_grammar=bool(body.response_format or body.tools),
         )
-        generation = self._server.begin(model, plan.choices)
+        generation = self._server.begin(model, plan.choices, self._client(request))
         return await _answer(request, body, generation, ChatAnswer(body, generation, plan))
 
     async def complete(self, request: Request) -> Response:
@@ -91,7 +91,7 @@ class Endpoints:
             self._most_choices,
             has_grammar=bool(body.response_format),
         )
-        generation = self._server.begin(model, choices)
+        generation = self._server.begin(model, choices, self._client(request))
         answer = CompletionAnswer(body, generation, echoed)
         return await _answer(request, body, generation, answer)
 
@@ -176,6 +176,13 @@ class Endpoints:
                 "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
             },
         )
+
+    def _client(self, request: Request) -> str:
+        """Who takes turns with others: the number of a key, or an address where there are none."""
+        keys = self._server.access.keys
+        if keys:
+            return str(keys.index(request.headers["authorization"].removeprefix("Bearer ")))
+        return request.client.host if request.client else ""
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
         media = request.headers.get("content-type", "application/json").partition(";")[0].strip()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -164,13 +164,15 @@ class Server:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(worker, partial(work, *args))
 
-    def begin(self, model: ServedModel, choices: Sequence[AnswerChoice]) -> Generation:
-        """Hands a request to the engine.
+    def begin(self, model: ServedModel, choices: Sequence[AnswerChoice], client: str) -> Generation:
+        """Hands the request of a client to the engine.
 
         Raises:
             ApiError: it is not taken.
         """
         times = RequestTimes(self.metrics, model.parent or model.name)
+        for choice in choices:
+            choice.request = replace(choice.request, client=client)
         generation = Generation(model, choices, times, self.limits.seconds)
         generation.submit()
         self._generations.add(generation)

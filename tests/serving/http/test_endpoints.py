@@ -240,6 +240,17 @@ def test_keys_bodies_and_names_are_checked(tokenizer: Any) -> None:
         assert site.ask("/v1/completions", b"{}", headers=text)[0] == 415
 
 
+@pytest.mark.parametrize(
+    ("keys", "client"), [(("one", "two"), "1"), ((), "127.0.0.1")], ids=["key", "address"]
+)
+def test_clients_are_told_apart(tokenizer: Any, keys: Any, client: str) -> None:
+    asked: list[GenerationRequest] = []
+    with scripted(tokenizer, [], access=Access(keys=keys)) as (site, engine):
+        engine.script = lambda request: asked.append(request) or [Finished("length")]
+        assert site.ask("/v1/completions", BODY, headers={"authorization": "Bearer two"})[0] == 200
+    assert [request.client for request in asked] == [client]
+
+
 def test_pages_of_other_origins_read_nothing_unless_they_may(tokenizer: Any) -> None:
     with scripted(tokenizer, [], access=Access(origins=["http://page"])) as (site, _):
         asked = {"access-control-request-method": "POST"}
