@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.inference.budget import rows_of_logits
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.engine_options import EngineOptions, capacity_of
 from moe_runtime.serving.expert_statistics import expert_statistics
@@ -84,6 +85,7 @@ class Engine:
         self._prefixes = Prefixes(
             self._account, self._passes, exact=self._options.exact, disk=prefix_disk
         )
+        self._most_logprobs = rows_of_logits(model.config, model.dtype, capacity)
         self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
         self._scheduler = Scheduler(self._account, most_running=self._options.most_running)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -269,7 +271,7 @@ class Engine:
             most = options.prompt_tokens
         else:
             most = self._sizes.most_tokens() if is_beside else options.idle_prompt_tokens
-        return most, self._passes.most_logprob_tokens
+        return most, self._most_logprobs
 
     def _start(self, sequence: Sequence) -> None:
         """A sequence that has room gets a cache, and what is known of its beginning."""
