@@ -41,6 +41,8 @@ OURS, LLAMA_CPP, TRANSFORMERS = "ours", "llama.cpp", "transformers"
 PROGRAM = Path(sys.executable).with_name("moe-runtime")
 READY_S = 900
 CHARACTERS_PER_TOKEN = 4
+BLOCK_TOKENS = 32
+"""Of a block of keys and values, in `transformers serve`."""
 
 
 class Load(NamedTuple):
@@ -177,8 +179,12 @@ def server_command(
         command = [str(options.llama_server), "--model", str(gguf), "--port", port]
         command += ["--threads", threads, "--threads-batch", threads, "--parallel", str(most)]
         return [*command, "--ctx-size", str(room), "--no-webui", "--no-warmup"]
-    command = [str(Path(sys.executable).with_name("transformers")), "serve", "--port", port]
-    return [*command, "--force-model", str(checkpoint), "--continuous-batching", "--device", "cpu"]
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(checkpoint)]
+    command += ["--port", port, "--continuous-batching", "--device", "cpu"]
+    # it would take half of the memory for keys and values
+    blocks = str(2 * room // BLOCK_TOKENS)
+    command += ["--cb-block-size", str(BLOCK_TOKENS), "--cb-num-blocks", blocks]
+    return [*command, "--cb-max-batch-tokens", "512"]
 
 
 def press(

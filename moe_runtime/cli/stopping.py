@@ -18,11 +18,13 @@ class StopRequest:
     """Whether somebody asked the command to stop, and how.
 
     Attributes:
-        signal_number: the signal that came; None while none has.
+        signal_number: the last signal that came; None while none has.
+        num_signals: that came and interrupted nothing.
     """
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
+        self.num_signals = 0
 
     @property
     def is_set(self) -> bool:
@@ -39,13 +41,13 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_on_signals(message: str) -> Iterator[StopRequest]:
-    """Within the block the first signal only sets the request; the second one acts at once.
+def stop_on_signals(*messages: str) -> Iterator[StopRequest]:
+    """Within the block the first signals only set the request; the next one acts at once.
 
     The signals are SIGINT, SIGTERM and SIGHUP; one that is ignored, as under ``nohup``, stays so.
 
     Args:
-        message: shown on stderr when the first one comes.
+        messages: shown on stderr when the first ones come, one for each.
     """
     request = StopRequest()
     found = {number: signal.getsignal(number) for number in (signal.SIGINT, *_TERMINATING)}
@@ -53,8 +55,11 @@ def stop_on_signals(message: str) -> Iterator[StopRequest]:
 
     def note(number: int, frame: FrameType | None) -> None:
         request.signal_number = number
-        for watched, old in before.items():
-            signal.signal(watched, old)
+        message = messages[request.num_signals]
+        request.num_signals += 1
+        if request.num_signals == len(messages):
+            for watched, old in before.items():
+                signal.signal(watched, old)
         print(message, file=sys.stderr, flush=True)
 
     for number in before:

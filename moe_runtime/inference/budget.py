@@ -144,6 +144,19 @@ def reserve_for(
     return tokens + logits + buffers + entries + code + written
 
 
+def rows_of_logits(config: PreTrainedConfig, dtype: torch.dtype, max_tokens: int) -> int:
+    """Rows of logits in fp32 that fit, with their activations, into those set aside; at least four.
+
+    Args:
+        config: of the model.
+        dtype: of its activations.
+        max_tokens: that the reserve was made for.
+    """
+    activations = _bytes_per_token(config, dtype)[1]
+    logits = 4 * config.get_text_config().vocab_size
+    return max(4, max_tokens * activations // (activations + logits))
+
+
 def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
     """Those of the weights of attention and experts."""
     text = config.get_text_config()

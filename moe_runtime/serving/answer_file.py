@@ -52,6 +52,7 @@ class AnswerFile:
         with named_file(path), contextlib.ExitStack() as stack:
             self._file = stack.enter_context(_open(self._place))
             self._read()
+            self._cut()  # a line that a kill cut short
             stack.pop_all()
 
     @property
@@ -73,8 +74,12 @@ class AnswerFile:
         assert line.startswith(BEGINNING.encode())
         with named_file(self._path):
             done = 0
-            while done < len(line):
-                done += os.pwrite(self._file.fileno(), line[done:], self._end + done)
+            try:
+                while done < len(line):
+                    done += os.pwrite(self._file.fileno(), line[done:], self._end + done)
+            except OSError:
+                self._cut()  # or a shorter line would leave an end of this one behind itself
+                raise
         self._note(record, len(line))
 
     def finish(self) -> None:
@@ -101,11 +106,15 @@ class AnswerFile:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            os.ftruncate(self._file.fileno(), self._end)
+            self._cut()
             if self._is_new and not self._end and self._place is not None:
                 self._place.unlink(missing_ok=True)
         finally:
             self._file.close()
+
+    def _cut(self) -> None:
+        """Nothing lies behind the last whole line."""
+        os.ftruncate(self._file.fileno(), self._end)
 
     def _note(self, record: Mapping[str, Any], num_bytes: int) -> None:
         """The next line is this one."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.inference.budget import rows_of_logits
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.engine_options import EngineOptions, capacity_of
 from moe_runtime.serving.expert_statistics import expert_statistics
@@ -81,7 +82,10 @@ class Engine:
         if self._options.reuses_prefixes and keeps_every_token(model.config):
             block = self._options.prompt_tokens if self._options.exact else PIECE
         self._account: KVAccount[torch.Tensor] = KVAccount(capacity, block_tokens=block)
-        self._prefixes = Prefixes(self._account, self._passes, prefix_disk)
+        self._prefixes = Prefixes(
+            self._account, self._passes, exact=self._options.exact, disk=prefix_disk
+        )
+        self._most_logprobs = rows_of_logits(model.config, model.dtype, capacity)
         self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
         self._scheduler = Scheduler(self._account, most_running=self._options.most_running)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -103,7 +107,8 @@ class Engine:
         with self._changed:
             if not self._is_open:
                 raise EngineClosedError("the server is shutting down and takes no more requests")
-            if self._num_waiting() >= self._options.most_waiting:
+            places = self._options.most_running - len(self._scheduler.running)
+            if self._num_waiting() >= self._options.most_waiting + max(places, 0):
                 raise QueueFullError(
                     f"{self._options.most_waiting} requests wait already, as many as may; try "
                     "again later"
@@ -184,8 +189,9 @@ class Engine:
         num_tokens = len(request.prompt_ids) + max(request.max_new_tokens, 1)
         if num_tokens > self.most_request_tokens:
             raise RequestTooLongError(
-                f"the prompt has {len(request.prompt_ids)} tokens and {request.max_new_tokens} new "
-                f"ones are asked for, but a request may have {self.most_request_tokens} in all",
+                f"the prompt has {len(request.prompt_ids)} tokens and needs room for "
+                f"{max(request.max_new_tokens, 1)} more, but a request may have "
+                f"{self.most_request_tokens} in all",
                 num_tokens=num_tokens,
                 most_tokens=self.most_request_tokens,
             )
@@ -237,7 +243,7 @@ class Engine:
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
             if sequence.is_cancelled:
                 self._finish(sequence, "cancelled")
-        while (sequence := self._scheduler.next_to_start()) is not None:
+        while (sequence := self._scheduler.next_to_start(self._prefixes.look_up)) is not None:
             with Failure() as failure:
                 self._start(sequence)
             if failure.has_failed:
@@ -265,7 +271,7 @@ class Engine:
             most = options.prompt_tokens
         else:
             most = self._sizes.most_tokens() if is_beside else options.idle_prompt_tokens
-        return most, self._passes.most_logprob_tokens
+        return most, self._most_logprobs
 
     def _start(self, sequence: Sequence) -> None:
         """A sequence that has room gets a cache, and what is known of its beginning."""
@@ -273,12 +279,8 @@ class Engine:
             sequence.sampler = Sampler(sequence.request)
             self._counts["prompt_tokens"] += len(sequence.tokens)
         cache, room = self._passes.new_cache(), self._account.room_of(sequence)
-        # the last token is computed in any case: it says what follows
         prompt = sequence.request.prompt_ids
-        known = sequence.tokens if not self._options.exact else prompt
-        num_cached = 0
-        if not sequence.wants_prompt_logprobs:
-            num_cached = self._prefixes.fill(cache, known[:-1], sequence.root, room)
+        num_cached = self._prefixes.fill(sequence, cache, room)
         read_end = len(prompt) if self._options.exact else len(sequence.tokens)
         sequence.start(cache, num_cached, read_end)
         sequence.room = room if num_cached else 0
@@ -316,7 +318,8 @@ class Engine:
         if sequence.num_computed == len(sequence.tokens):
             self._go_on(sequence, logits_V)
         if was_reading and not sequence.is_reading and not sequence.is_finished:
-            self._keep(sequence)
+            with Failure():  # whoever begins alike computes it anew
+                self._prefixes.keep(sequence)
 
     def _fit(self, sequence: Sequence) -> None:
         """Its cache gets just the room that the account gave it."""
@@ -344,17 +347,6 @@ class Engine:
         if reason is not None:
             self._finish(sequence, reason)
 
-    def _keep(self, sequence: Sequence) -> None:
-        """What is computed of a sequence is kept for those that begin alike."""
-        cache = sequence.cache
-        if cache is None or not self._account.block_tokens:
-            return
-        end = sequence.num_computed
-        if self._options.exact:  # other kernels computed what was generated
-            end = min(end, sequence.read_end)
-        with Failure():  # whoever begins alike computes it anew
-            self._prefixes.keep(cache, sequence.tokens[:end], sequence.root)
-
     def _fail(self, sequences: list[Sequence], failure: Failure) -> None:
         """A pass failed: it was one sequence's, or each tries again alone."""
         self._sizes.ignore_step()
@@ -373,8 +365,9 @@ class Engine:
         *,
         is_constrained: bool = False,
     ) -> None:
-        if reason in ("stop", "length"):
-            self._keep(sequence)
+        if reason != "error" and not self._is_closed:
+            with Failure():
+                self._prefixes.take_over(sequence, lambda: self._account.release(sequence))
         self._scheduler.remove(sequence)
         self._passes.requests.end(sequence.number)
         self._finished[reason] += 1

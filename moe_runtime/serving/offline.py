@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -69,6 +70,9 @@ def answer_all(
         MoERuntimeError: the engine failed.
         ValueError: a request has tokens that the model does not know.
     """
+    # all that may be open are the engine's at once
+    most_open = max(options.most_waiting, options.most_running)
+    options = dataclasses.replace(options, most_waiting=most_open)
     with contextlib.ExitStack() as stack:
         flow = _Flow(requests, options, on_token, on_answer)
         # behind the engine's end: whatever it told until then
@@ -99,6 +103,28 @@ def tokens_of(request: GenerationRequest) -> int:
     return len(request.prompt_ids) + request.max_new_tokens
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended, and what the engine told of it.
+
+    Events are added by the engine's thread and taken one by one by the caller's, where Ctrl-C may
+    come between any two instructions.
+
+    Attributes:
+        answer: as far as events are taken.
+        events: in their order.
+        num_taken: of the events, those that are in the answer.
+        is_taking: whether one of them may be in it by half.
+        handle: once the engine has it.
+    """
+
+    answer: Answer = field(default_factory=Answer)
+    events: list[Event] = field(default_factory=list)
+    num_taken: int = 0
+    is_taking: bool = False
+    handle: RequestHandle | None = None
+
+
 class _Flow:
     """Requests on their way into the engine, and what it tells of them."""
 
@@ -121,9 +147,8 @@ class _Flow:
                 self._followers[first] = others
             else:
                 self._ready.extend(others)
-        self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        self._open: dict[int, Answer] = {}
-        self._handles: dict[int, RequestHandle] = {}
+        self._news: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._open: dict[int, _Open] = {}
         self._open_tokens = 0
 
     def run(self, engine: Engine) -> None:
@@ -132,15 +157,16 @@ class _Flow:
         while self._ready or self._open:
             while self._ready and self._fits(self._ready[0], capacity):
                 self._submit(engine, self._ready.popleft())
-            self._take(*self._events.get())
+            self._take(self._news.get())
 
     def take_the_rest(self) -> None:
-        """Answers that ended before the engine did."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                number, event = self._events.get_nowait()
-                if not (isinstance(event, Finished) and event.reason == "cancelled"):
-                    self._take(number, event)
+        """Answers that ended before the engine did, but for one that an interrupt left by half."""
+        for number, request in list(self._open.items()):
+            if request.is_taking or not request.events:
+                continue
+            last = request.events[-1]
+            if isinstance(last, Finished) and last.reason != "cancelled":
+                self._take(number)
 
     def _fits(self, number: int, capacity: int) -> bool:
         """Whether it can go on to its end without taking room from others."""
@@ -150,23 +176,33 @@ class _Flow:
 
     def _submit(self, engine: Engine, number: int) -> None:
         request = self._requests[number]
-        self._open[number] = Answer()
+        self._open[number] = opened = _Open()
         self._open_tokens += rounded_up(tokens_of(request))
-        self._handles[number] = engine.submit(
-            request, lambda event: self._events.put((number, event))
-        )
 
-    def _take(self, number: int, event: Event) -> None:
-        answer = self._open.get(number)
-        if answer is None:  # it was over before the engine knew
-            return
+        def hear(event: Event) -> None:
+            opened.events.append(event)
+            self._news.put(number)
+
+        opened.handle = engine.submit(request, hear)
+
+    def _take(self, number: int) -> None:
+        """Everything that was told of a request; nothing if it was over before the engine knew."""
+        while (request := self._open.get(number)) and request.num_taken < len(request.events):
+            request.is_taking = True
+            self._take_event(number, request, request.events[request.num_taken])
+            request.num_taken += 1
+            request.is_taking = False
+
+    def _take_event(self, number: int, request: _Open, event: Event) -> None:
+        answer = request.answer
         if isinstance(event, PromptRead):
             answer.cached_tokens = event.cached_tokens
             self._release_followers(number)
         elif isinstance(event, NewToken):
             answer.token_ids.append(event.token_id)
             if self._on_token(number, answer):
-                self._handles[number].cancel()
+                assert request.handle is not None
+                request.handle.cancel()
                 self._end(number, answer, "stop", None)
         elif isinstance(event, Finished) and event.reason == "cancelled":
             raise EngineClosedError(event.message or "the engine was closed")

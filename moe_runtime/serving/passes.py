@@ -31,8 +31,6 @@ from moe_runtime.serving.sequence_cache import (
 )
 from moe_runtime.serving.sequences import Failure, Sequence
 
-LOGPROB_BYTES = 2**28
-"""Logits of so many bytes in fp32 are held at once where a prompt's log-probabilities are asked."""
 LOGPROB_ROWS = 32
 """Rows of which log-probabilities are computed at once."""
 
@@ -169,11 +167,6 @@ class ModelPasses:
             found += token_logprobs(logits_RV[row : row + len(some)], some, wanted)
         sequence.add_logprobs(found)
         return logits_RV[-1:]
-
-    @property
-    def most_logprob_tokens(self) -> int:
-        """Tokens of a prompt that are read at once where log-probabilities are asked."""
-        return max(1, LOGPROB_BYTES // (4 * self.vocab_size))
 
     def _step(self, ids: Items[int], cache: Any, places: Items[int]) -> torch.Tensor:
         """Logits ``[B, V]`` behind one token of each sequence."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -12,6 +13,10 @@ from moe_runtime.serving.kv_account import KVAccount
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.prefix_files import PrefixDisk, PrefixFiles
 from moe_runtime.serving.sequence_cache import BlockCopies, set_room
+from moe_runtime.serving.sequences import Sequence
+
+_PARTS = 8
+"""Keys and values that move from one place to another do so in so many parts."""
 
 
 class Prefixes:
@@ -22,13 +27,19 @@ class Prefixes:
     """
 
     def __init__(
-        self, account: KVAccount[torch.Tensor], passes: ModelPasses, disk: PrefixDisk | None
+        self,
+        account: KVAccount[torch.Tensor],
+        passes: ModelPasses,
+        *,
+        exact: bool,
+        disk: PrefixDisk | None,
     ) -> None:
         """Knows what the disk has.
 
         Args:
             account: of the memory, which knows how many tokens a block has.
             passes: of the model.
+            exact: leaves out answers, which other kernels compute.
             disk: where blocks are kept too, but for those of adapters.
 
         Raises:
@@ -37,6 +48,7 @@ class Prefixes:
             OSError: its folder cannot be made or read.
         """
         self._account = account
+        self._exact = exact
         self._copies = BlockCopies(account.block_tokens)
         self._files: PrefixFiles | None = None
         self.num_disk_tokens = 0
@@ -55,22 +67,35 @@ class Prefixes:
         """Blocks that could not be written to the disk."""
         return 0 if self._files is None else self._files.num_failures
 
-    def fill(self, cache: DynamicCache, tokens: Sequence[int], root: int, room: int) -> int:
-        """Puts the longest known beginning of some tokens into an empty cache.
+    def look_up(self, sequence: Sequence) -> None:
+        """Finds a sequence's beginning before it gets room, which may be that very memory."""
+        sequence.found = self._account.find(self._wanted(sequence), sequence.root)
+
+    def fill(self, sequence: Sequence, cache: DynamicCache, room: int) -> int:
+        """Puts the longest known beginning of a sequence into its empty cache.
+
+        Where the cache's room was taken from the very blocks that were found, it grows as these are
+        let go of: both are never there at once.
 
         Args:
-            cache: of the sequence.
-            tokens: from its beginning.
-            root: 0, or another number of what else computes them.
+            sequence: what memory had of it was looked up, and is let go of.
+            cache: the sequence's.
             room: tokens that the cache is given room for, if anything is put into it.
 
         Returns:
             Tokens that it has now.
         """
+        tokens, root = self._wanted(sequence), sequence.root
+        found, sequence.found = sequence.found[::-1], []
         size, num_cached = self._account.block_tokens, 0
-        for block in self._account.find(tokens, root):
-            self._append(cache, block, num_cached, room)
-            num_cached += size
+        is_given_up = len(self._account.find(tokens, root)) < len(found)
+        at_once = -(-len(found) // _PARTS) if is_given_up else len(found)
+        while found:
+            grown = num_cached + at_once * size if len(found) > at_once else room
+            set_room(cache, grown)
+            for _ in range(min(at_once, len(found))):
+                self._append(cache, found.pop(), num_cached, grown)
+                num_cached += size
         if self._files is not None and not root:
             for block in self._files.find(tokens, num_cached // size):
                 self._append(cache, block, num_cached, room)
@@ -78,15 +103,55 @@ class Prefixes:
                 self.num_disk_tokens += size
         return num_cached
 
-    def keep(self, cache: DynamicCache, tokens: Sequence[int], root: int) -> None:
-        """Keeps the whole blocks of some tokens of a cache, as far as there is place for them."""
+    def keep(self, sequence: Sequence) -> None:
+        """Keeps the whole blocks that are computed of a sequence, as far as there is place."""
+        cache, tokens = sequence.cache, self._computed(sequence)
+        if cache is None or not self._account.block_tokens:
+            return
+        self._account.keep(tokens, lambda index: self._copies.copy(cache, index), sequence.root)
+        self._write(cache, tokens, sequence.root)
 
-        def copy(index: int) -> torch.Tensor:
-            return self._copies.copy(cache, index)
+    def take_over(self, sequence: Sequence, release: Callable[[], None]) -> None:
+        """Keeps the whole blocks of a sequence that ends, whose room becomes theirs.
 
-        self._account.keep(tokens, copy, root)
+        Where there is no other place for them, the cache shrinks as they are copied, from its end.
+
+        Args:
+            sequence: needs its cache no more.
+            release: takes its room back.
+        """
+        cache, size = sequence.cache, self._account.block_tokens
+        if cache is None or not size:
+            return
+        tokens, root = self._computed(sequence), sequence.root
+        count, known = len(tokens) // size, len(self._account.find(tokens, root))
+        if count * size <= self._account.available:
+            self.keep(sequence)
+            return
+        self._write(cache, tokens, root)
+        blocks: dict[int, torch.Tensor] = {}
+        at_once = -(-(count - known) // _PARTS)
+        for end in range(count, known, -at_once):
+            first = max(end - at_once, known)
+            blocks |= {index: self._copies.copy(cache, index) for index in range(first, end)}
+            set_room(cache, first * size)
+        release()
+        self._account.keep(tokens, blocks.__getitem__, root)
+
+    def _wanted(self, sequence: Sequence) -> Items[int]:
+        """Tokens that may be known: the last one is computed in any case, for what follows it."""
+        if sequence.wants_prompt_logprobs:
+            return ()
+        whole = sequence.request.prompt_ids if self._exact else sequence.tokens
+        return whole[:-1]
+
+    def _computed(self, sequence: Sequence) -> Items[int]:
+        end = sequence.num_computed
+        return sequence.tokens[: min(end, sequence.read_end) if self._exact else end]
+
+    def _write(self, cache: DynamicCache, tokens: Items[int], root: int) -> None:
         if self._files is not None and not root:
-            self._files.keep(tokens, copy)
+            self._files.keep(tokens, lambda index: self._copies.copy(cache, index))
 
     def _append(self, cache: DynamicCache, block: torch.Tensor, num_cached: int, room: int) -> None:
         self._copies.append(cache, block)

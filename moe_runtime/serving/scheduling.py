@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from operator import attrgetter
 from typing import Any
@@ -71,10 +71,13 @@ class Scheduler:
         sequence.turn = self._turn_of(sequence.request)
         self._wait(sequence)
 
-    def next_to_start(self) -> Sequence | None:
+    def next_to_start(self, look_up: Callable[[Sequence], None]) -> Sequence | None:
         """The first of those who wait, if it may run now; it has its room then.
 
         Nobody overtakes it: it starts as soon as there is room.
+
+        Args:
+            look_up: called before room is taken from prefixes for it.
         """
         if not self.waiting or len(self.running) >= self._most_running:
             return None
@@ -82,7 +85,11 @@ class Scheduler:
         needed = len(first.tokens) + 1
         # those that run grow too, and would take it away again at once
         spare = PIECE * len(self.running)
-        if needed + spare > self.account.available or not self.account.reserve(first, needed):
+        if needed + spare > self.account.available:
+            return None
+        look_up(first)
+        if not self.account.reserve(first, needed):
+            first.found = []
             return None
         self.running.append(self.waiting.pop(0))
         self.running.sort(key=_ORDER)

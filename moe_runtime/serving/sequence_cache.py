@@ -76,7 +76,7 @@ def keeps_every_token(config: Any) -> bool:
 def set_room(cache: DynamicCache, num_tokens: int) -> None:
     """Gives what a sequence keeps of all its tokens room for so many, and no more.
 
-    Windows, which keep fewer, grow by themselves.
+    Tokens beyond are lost. Windows, which keep fewer, grow by themselves.
     """
     for layer in cache.layers:
         grown: Any = layer
@@ -87,8 +87,9 @@ def set_room(cache: DynamicCache, num_tokens: int) -> None:
 
 def _with_room(growing: Any, cached: Any, num_tokens: int) -> torch.Tensor:
     room = cached.new_empty((*cached.shape[:-2], num_tokens, cached.shape[-1]))
-    view = room.narrow(-2, 0, cached.shape[-2])
-    view.copy_(cached)
+    kept = min(cached.shape[-2], num_tokens)
+    view = room.narrow(-2, 0, kept)
+    view.copy_(cached.narrow(-2, 0, kept))
     growing.room, growing.view, growing.start = room, view, 0
     return view
 

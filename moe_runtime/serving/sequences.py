@@ -20,6 +20,7 @@ from moe_runtime.serving.requests import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from transformers.cache_utils import DynamicCache
 
     from moe_runtime.serving.sampling import Sampler
@@ -72,6 +73,7 @@ class Sequence:
         read_end: tokens that are read as prompts are; those behind go one by one.
         cache: while it runs.
         room: tokens that the cache was given room for; 0 for as many as it has.
+        found: blocks of its beginning that are known, from when it gets room until it has a cache.
         sampler: while it runs for the first time, and from then on.
         root: of the prefixes that it may find.
         is_alone: it goes through the model alone, since a pass together with others failed.
@@ -92,6 +94,7 @@ class Sequence:
         self.read_end = len(self.tokens)
         self.cache: DynamicCache | None = None
         self.room = 0
+        self.found: list[torch.Tensor] = []
         self.sampler: Sampler | None = None
         self.is_alone = False
         self.is_cancelled = False

@@ -48,6 +48,19 @@ def test_what_is_ignored_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
+def test_each_message_is_one_signal_more_that_interrupts_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with terminable(), stop_on_signals("finishing", "cutting off") as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert (stop.num_signals, stop.exit_code) == (1, 143)
+        signal.raise_signal(signal.SIGINT)
+        assert (stop.num_signals, stop.exit_code) == (2, 130)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().err == "finishing\ncutting off\n"
+
+
 def test_work_in_hand_is_finished_at_the_first_and_interrupted_at_the_second(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

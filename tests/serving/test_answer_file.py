@@ -1,5 +1,6 @@
 """A file of answers keeps whole lines, whatever interrupts it, and nothing that is not its own."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -45,6 +46,31 @@ def test_a_torn_last_line_is_repaired(tmp_path: Path) -> None:
         with AnswerFile(path, ASKED) as answers:
             assert answers.answered == {0}
         assert path.read_text() == whole
+
+
+def test_nothing_is_left_behind_the_last_whole_line_while_more_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill may come at any time: a shorter line must not leave an end of a longer one."""
+    path = tmp_path / "out.jsonl"
+    whole = json.dumps(record(0)) + "\n"
+    path.write_text(whole + json.dumps(record(1, text="x" * 500))[:400])
+    with AnswerFile(path, ASKED) as answers:
+        assert path.read_text() == whole
+
+        def fail(descriptor: int, data: bytes, offset: int) -> int:
+            if len(data) > 200:
+                return pwrite(descriptor, data[:100], offset)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        pwrite = os.pwrite
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", fail)
+            with pytest.raises(OSError, match="No space"):
+                answers.add(record(2, text="y" * 200))
+        assert path.read_text() == whole
+        answers.add(record(3))
+        assert numbers_of(path) == [0, 3]
 
 
 def test_a_failed_request_is_asked_again_and_has_one_line_in_the_end(tmp_path: Path) -> None:

@@ -149,6 +149,21 @@ def test_lines_of_a_pipe_are_answered_as_run_answers_and_commands_obeyed(
     assert answered == {"role": "assistant", "content": content}
 
 
+def test_the_penalty_of_the_checkpoint_holds_as_for_run(
+    model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    for penalty in (1.0, 1.5):
+        config = {"eos_token_id": 1, "repetition_penalty": penalty}
+        (model / "generation_config.json").write_text(json.dumps(config))
+        assert main(["run", str(model), "--chat", "-p", FIRST, *OPTIONS]) == 0
+        expected = capsys.readouterr().out
+        assert say(model, [FIRST]) == 0
+        assert capsys.readouterr().out == expected
+        told.append(expected)
+    assert told[0] != told[1]
+
+
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(
     model: Path,
     say: Callable[..., int],

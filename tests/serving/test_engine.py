@@ -9,6 +9,7 @@ from engine_events import Answer, ask, ask_all, greedy, hold, request_of
 
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.passes import ModelPasses
 
 NEW = 12
 
@@ -119,6 +120,28 @@ def test_log_probabilities_are_the_models(pocket: Any, prompts: list[tuple[int, 
             assert [pair[0] for pair in top] == best.indices.tolist()
             assert [pair[1] for pair in top] == pytest.approx(best.values.tolist(), abs=1e-4)
         assert [len(token.top_logprobs) for token in answer.tokens] == [2] * 4
+
+
+def test_logits_of_a_prompt_fit_into_what_is_set_aside_for_activations(
+    pocket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    call = ModelPasses._call
+
+    def spied(self: ModelPasses, ids: Any, cache: Any, *, keep: Any, **options: Any) -> Any:
+        kept.append(keep)
+        return call(self, ids, cache, keep=keep, **options)
+
+    prompt = tuple(range(2, 402))
+    with Engine(pocket) as engine:
+        monkeypatch.setattr(ModelPasses, "_call", spied)
+        answer = ask(engine, request_of(prompt, 1, num_prompt_logprobs=0))[0].wait()
+    assert answer.read.logprobs is not None
+    assert len(answer.read.logprobs) == len(prompt)
+    config = pocket.config
+    activations = config.hidden_size * (12 * 4 + config.num_experts_per_tok * 4)
+    assert sum(kept) == len(prompt)
+    assert max(kept) * (activations + 4 * config.vocab_size) <= 512 * activations
 
 
 def test_prompt_can_be_read_without_an_answer(pocket: Any, prompts: list[tuple[int, ...]]) -> None:

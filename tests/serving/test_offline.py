@@ -114,6 +114,36 @@ def test_answers_that_were_done_before_an_interrupt_are_told(
     assert found.keys() == {1}
 
 
+def test_an_answer_that_an_interrupt_left_by_half_is_not_told(
+    pocket: Any, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is known when Ctrl-C comes while a token of it is looked at."""
+    found: dict[int, Answer] = {}
+    has_ended = threading.Event()
+    real = Sequence.finish
+
+    def finish(self: Sequence, *words: Any, **options: Any) -> None:
+        real(self, *words, **options)
+        has_ended.set()
+
+    def interrupt(number: int, one: Answer) -> bool:
+        if len(one.token_ids) == 2:
+            assert has_ended.wait(PATIENCE_S)
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(Sequence, "finish", finish)
+    with pytest.raises(KeyboardInterrupt):
+        answer_all(
+            pocket,
+            {0: request_of(prompts[0], NEW)},
+            EngineOptions(),
+            on_token=interrupt,
+            on_answer=found.__setitem__,
+        )
+    assert not found
+
+
 def test_a_request_that_fails_fails_alone(
     pocket: Any, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ def sequence_of(number: int, length: int, priority: int = 0, **options: Any) -> 
 def start_all(scheduler: Scheduler) -> list[int]:
     """Starts those who may run; gives their numbers."""
     started = []
-    while (sequence := scheduler.next_to_start()) is not None:
+    while (sequence := scheduler.next_to_start(lambda _: None)) is not None:
         sequence.start(CACHE, 0, len(sequence.tokens))
         started.append(sequence.number)
     return started

@@ -14,6 +14,7 @@ import pytest
 from moe_runtime.cli.commands import serve as command
 from moe_runtime.cli.main import main
 from moe_runtime.models.pocket import pocket_path
+from moe_runtime.serving.sampling import Sampler
 
 SMALL = ["--host-memory", "256MiB", "--max-tokens", "512", "--port", "0", "--policy", "lru"]
 
@@ -66,6 +67,49 @@ def test_a_termination_lets_the_running_answer_finish(
     log = [json.loads(line) for line in said.err.splitlines() if line.startswith("{")]
     assert [line["event"] for line in log] == ["draining", "request"]
     assert log[1]["new_tokens"] == 200
+
+
+def test_a_second_signal_cuts_answers_off_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The client hears of it while the engine is still in a step."""
+    announce, choose = command._announce, Sampler.choose
+    is_told = threading.Event()
+    told: list[bytes] = []
+    threads: list[threading.Thread] = []
+
+    def slow(self: Sampler, logits_V: Any, answer_ids: Any) -> Any:
+        assert len(answer_ids) < 3 or is_told.wait(120)
+        return choose(self, logits_V, answer_ids)
+
+    def ask(address: str) -> None:
+        body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{address}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request) as response:
+                told.append(response.readline())
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGINT)
+                told.append(response.read())
+        finally:
+            is_told.set()
+
+    def ready(found: Any, *args: Any, **options: Any) -> None:
+        announce(found, *args, **options)
+        threads.append(threading.Thread(target=ask, args=(found.address,)))
+        threads[0].start()
+
+    monkeypatch.setattr(Sampler, "choose", slow)
+    monkeypatch.setattr(command, "_announce", ready)
+    assert main(["serve", str(pocket_path()), *SMALL]) in (130, 143)
+    threads[0].join()
+    assert told[0].startswith(b"data: {")
+    assert b'"code":"shutting_down"' in told[1]
+    assert "cutting answers off" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_how_to_call_the_server(capsys: pytest.CaptureFixture[str]) -> None:

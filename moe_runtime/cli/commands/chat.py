@@ -136,7 +136,12 @@ def chat(
             tokenizer,
             end_ids=frozenset(end_token_ids(loaded)),
             stops=stop_strings_of(loaded.generation_config),
-            sampling=SamplingOptions(temperature=temperature, top_p=top_p, seed=seed),
+            sampling=SamplingOptions(
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                repetition_penalty=loaded.generation_config.repetition_penalty or 1.0,
+            ),
             max_new_tokens=max_new_tokens,
             system=system,
         )

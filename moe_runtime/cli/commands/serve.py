@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 _NEEDED = ("starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance")
 _MOST_KEY_BYTES = 1 << 20
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_STOPPING = "finishing running answers; Ctrl-C or SIGTERM once more stops at once"
+_DRAINING = "finishing running answers; Ctrl-C or SIGTERM once more cuts them off"
+_CUTTING_OFF = "cutting answers off; ends with the step that runs, once more stops at once"
 
 Models = Annotated[
     list[str],
@@ -183,7 +184,7 @@ def serve(
     and to watch hit rate and reads is at the address itself, metrics for Prometheus at /metrics.
 
     The first Ctrl-C or SIGTERM takes no more requests and lets running answers finish; a second
-    one stops at once. docs/serving.md has units, containers, dashboards and sizes.
+    one cuts them off with an error. docs/serving.md has units, containers, dashboards and sizes.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
@@ -258,7 +259,7 @@ def serve(
             # not for half a second at a time.
             gc.collect()
             gc.freeze()
-            stop = stack.enter_context(stop_on_signals(_STOPPING))
+            stop = stack.enter_context(stop_on_signals(_DRAINING, _CUTTING_OFF))
             _announce(ready, settings, as_json=as_json)
 
         run_server(
@@ -266,6 +267,7 @@ def serve(
             log=log,
             on_ready=begin,
             is_stopping=lambda: dry_run or (stop is not None and stop.is_set),
+            is_cut_off=lambda: stop is not None and stop.num_signals > 1,
             progress=progress,
         )
     if stop is not None and stop.is_set:

@@ -110,6 +110,7 @@ def serve(
     *,
     is_stopping: Callable[[], bool],
     drain_s: float | None,
+    is_cut_off: Callable[[], bool] = lambda: False,
 ) -> None:
     """Answers requests until it is told to stop, then those that were taken.
 
@@ -118,6 +119,7 @@ def serve(
         listening: a socket that is bound.
         is_stopping: whether to take no more requests; looked at all the time.
         drain_s: seconds that taken requests may still need; None for as long as they take.
+        is_cut_off: whether they get no more time; looked at all the time then.
     """
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
@@ -128,7 +130,8 @@ def serve(
         server_header=False,
     )
     with server.worker, server.grammar_worker:
-        asyncio.run(_serve(_Uvicorn(config), server, listening, is_stopping, drain_s))
+        uvicorn_server = _Uvicorn(config)
+        asyncio.run(_serve(uvicorn_server, server, listening, is_stopping, drain_s, is_cut_off))
 
 
 async def _serve(
@@ -137,6 +140,7 @@ async def _serve(
     listening: socket.socket,
     is_stopping: Callable[[], bool],
     drain_s: float | None,
+    is_cut_off: Callable[[], bool],
 ) -> None:
     serving = asyncio.ensure_future(uvicorn_server.serve([listening]))
     giving = asyncio.ensure_future(_give_back_memory())
@@ -148,6 +152,8 @@ async def _serve(
     clock = asyncio.get_running_loop().time
     end_s = math.inf if drain_s is None else clock() + drain_s
     while uvicorn_server.server_state.tasks and not serving.done() and clock() < end_s:
+        if is_cut_off():
+            end_s = clock()
         await asyncio.sleep(_LOOK_S)
     server.shut_down()
     # Without an end of its own, it is clients who do not take the rest that are waited for now.

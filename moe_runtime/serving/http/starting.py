@@ -83,6 +83,7 @@ def run_server(
     log: Log,
     on_ready: Callable[[Ready], None],
     is_stopping: Callable[[], bool],
+    is_cut_off: Callable[[], bool] = lambda: False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
     """Loads models and answers requests until it is told to stop.
@@ -92,6 +93,7 @@ def run_server(
         log: takes one event for each request.
         on_ready: called once, when requests are answered from now on.
         is_stopping: whether to take no more requests; looked at all the time.
+        is_cut_off: whether to end those that were taken too; likewise.
         progress: of loading.
 
     Raises:
@@ -146,7 +148,13 @@ def run_server(
         # Who calls from now on is answered, if a moment later.
         accept_clients(listening, _BACKLOG)
         on_ready(Ready(address_of(listening), models, adapters, all_loaded))
-        serve(server, listening, is_stopping=is_stopping, drain_s=settings.drain_s)
+        serve(
+            server,
+            listening,
+            is_stopping=is_stopping,
+            is_cut_off=is_cut_off,
+            drain_s=settings.drain_s,
+        )
 
 
 def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> PrefixDisk | None:

@@ -1,0 +1,113 @@
+"""Prefixes in memory: a conversation goes on from what it computed, in the room that there is."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+from engine_events import ask, greedy, hold, request_of
+
+from moe_runtime.serving import prefixes
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.sequence_cache import BlockCopies
+
+CAPACITY = 512
+NEW = 14
+
+
+class Memory:
+    """Tokens that blocks and the cache that is worked on have room for, at the most."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = 0
+        self._blocks: list[weakref.ref[Any]] = []
+        self._cache: Any = None
+        copy, append, set_room = BlockCopies.copy, BlockCopies.append, prefixes.set_room
+
+        def copied(copies: BlockCopies, cache: Any, index: int) -> Any:
+            block = copy(copies, cache, index)
+            self._blocks.append(weakref.ref(block))
+            self._look(cache)
+            return block
+
+        def appended(copies: BlockCopies, cache: Any, block: Any) -> None:
+            append(copies, cache, block)
+            self._look(cache)
+
+        def given(cache: Any, num_tokens: int) -> None:
+            set_room(cache, num_tokens)
+            self._look(cache)
+
+        monkeypatch.setattr(BlockCopies, "copy", copied)
+        monkeypatch.setattr(BlockCopies, "append", appended)
+        monkeypatch.setattr(prefixes, "set_room", given)
+
+    def _look(self, cache: Any) -> None:
+        room = cache.layers[-1].growing_keys.room
+        blocks = sum(block() is not None for block in self._blocks)
+        self.most = max(self.most, 16 * blocks + (0 if room is None else room.shape[-2]))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_conversation_is_found_again_as_long_as_it_fits(
+    pocket: Any, prompts: list[tuple[int, ...]], exact: bool
+) -> None:
+    """Its next turn may need more than half of the memory, where its beginning lies already."""
+    options = EngineOptions(exact=exact, prompt_tokens=16 if exact else 256)
+    conversation: tuple[int, ...] = ()
+    with Engine(pocket, options) as engine:
+        known = 0
+        while len(conversation) + 40 + NEW < CAPACITY:
+            conversation += prompts[4]
+            answer = ask(engine, request_of(conversation, NEW))[0].wait()
+            assert answer.read.cached_tokens == known // 16 * 16
+            assert answer.ids == greedy(pocket, conversation, NEW)
+            # the last token of an answer goes through the model with the next turn
+            known = len(conversation) + (0 if exact else NEW - 1)
+            conversation += tuple(answer.ids)
+        assert engine.drain(10.0)
+        engine.check()
+        found = engine.statistics()
+    assert known > 0.75 * CAPACITY
+    assert found.kv_tokens <= CAPACITY
+
+
+def test_keys_and_values_are_never_there_twice(
+    pocket: Any, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for an eighth of them, which is on its way, and what is left of the beginning."""
+    long = (prompts[4] * 11)[:420]
+    memory = Memory(monkeypatch)
+    gc.collect()
+    with Engine(pocket) as engine:
+        first = ask(engine, request_of(long, NEW))[0].wait()
+        second = ask(engine, request_of((*long, *first.ids, 7), NEW))[0].wait()
+        assert engine.drain(10.0)
+        engine.check()
+    assert second.read.cached_tokens == 432
+    assert second.ids == greedy(pocket, (*long, *first.ids, 7), NEW)
+    assert 432 < memory.most <= CAPACITY + CAPACITY // 4
+
+
+def test_what_is_computed_of_an_answer_that_is_given_up_is_found_again(
+    pocket: Any, prompts: list[tuple[int, ...]]
+) -> None:
+    """A client that goes away often asks the same again; a stop string ends answers like this."""
+    with Engine(pocket) as engine:
+        held, handle = hold(engine, request_of(prompts[4], 40))
+        handle.cancel()
+        held.release()
+        assert held.wait().finished.reason == "cancelled"
+        again = ask(engine, request_of(prompts[4], NEW))[0].wait()
+    assert again.read.cached_tokens == 32
+    assert again.ids == greedy(pocket, prompts[4], NEW)
+
+
+def test_an_idle_engine_takes_as_many_as_may_run_beside_those_that_may_wait(
+    pocket: Any, prompts: list[tuple[int, ...]]
+) -> None:
+    options = EngineOptions(most_waiting=1, most_running=4)
+    with Engine(pocket, options) as engine:
+        answers = [ask(engine, request_of(prompts[2], 2))[0] for _ in range(5)]
+        assert all(answer.wait().finished.reason == "length" for answer in answers)
