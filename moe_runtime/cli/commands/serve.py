@@ -118,7 +118,9 @@ PrefixDisk = Annotated[
         "memory forgets and for later servers.",
     ),
 ]
-MaxBody = Annotated[str, typer.Option(help="Longest body of a request.")]
+MaxBody = Annotated[
+    str, typer.Option(help="Longest body of a request; 1MiB is a text of 200,000 tokens.")
+]
 MaxSeconds = Annotated[
     float, typer.Option(min=0.001, help="Seconds that a request may take, its wait included.")
 ]
@@ -158,7 +160,7 @@ def serve(
     exact: Exact = False,
     prefix_cache: PrefixCache = True,
     prefix_disk: PrefixDisk = None,
-    max_body: MaxBody = "16MiB",
+    max_body: MaxBody = "1MiB",
     max_seconds: MaxSeconds = 3600.0,
     drain_seconds: DrainSeconds = None,
     policy: options.Policy = "auto",

@@ -36,6 +36,9 @@ from moe_runtime.serving.http.schema import (
 )
 from moe_runtime.serving.http.server import Server
 
+_QUICK_BYTES = 1 << 14
+"""Bodies up to here are read in the loop, within a millisecond or two; others would hold it up."""
+
 
 class Endpoints:
     """Answers requests.
@@ -197,7 +200,10 @@ class Endpoints:
                 raw = await request.body()
         except ClientDisconnect:
             raise ApiError("the client went away", status=499) from None
-        body = parse_body(kind, raw)
+        if len(raw) <= _QUICK_BYTES:
+            body = parse_body(kind, raw)
+        else:
+            body = await self._server.aside(parse_body, kind, raw)
         if isinstance(body, GenerationFields):
             request.scope["log"]["user"] = body.user or body.safety_identifier
             if body.stream_options is not None and not body.stream:

@@ -172,7 +172,7 @@ class _Body:
 
 
 def _too_long(most: int) -> ApiError:
-    message = f"the body is longer than the {most} bytes that it may have"
+    message = f"the body is longer than the {most} bytes that serve's --max-body lets it have"
     return ApiError(message, status=413, code="body_too_long", headers={"connection": "close"})
 
 

@@ -44,7 +44,7 @@ class Limits:
         seconds: from its arrival to the end of its answer.
     """
 
-    body_bytes: int = 16 << 20
+    body_bytes: int = 1 << 20
     body_seconds: float = 60.0
     sending_seconds: float = 60.0
     choices: int = 256
