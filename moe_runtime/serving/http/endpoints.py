@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -22,6 +23,7 @@ from moe_runtime.serving.http.models.chat_template import without_template
 from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.responding import (
     EventStream,
+    client_went_away,
     json_response,
     whole,
 )
@@ -199,11 +201,10 @@ class Endpoints:
             async with self._server.arrival():
                 raw = await request.body()
         except ClientDisconnect:
-            raise ApiError("the client went away", status=499) from None
-        if len(raw) <= _QUICK_BYTES:
-            body = parse_body(kind, raw)
-        else:
-            body = await self._server.aside(parse_body, kind, raw)
+            raise client_went_away() from None
+        is_quick = len(raw) <= _QUICK_BYTES
+        read = partial(parse_body, kind, raw)
+        body = read() if is_quick else await self._server.aside(read)
         if isinstance(body, GenerationFields):
             request.scope["log"]["user"] = body.user or body.safety_identifier
             if body.stream_options is not None and not body.stream:

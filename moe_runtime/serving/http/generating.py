@@ -190,9 +190,8 @@ class Generation:
                 code="invalid_grammar",
             )
         if event.reason == "error":
-            raise ApiError(
-                event.message or "the model failed", status=500, code="generation_failed"
-            )
+            problem = event.message or "the model failed"
+            raise ApiError(problem, status=500, code="generation_failed", logged=problem)
         if event.reason == "cancelled":
             raise ApiError("the server is shutting down", status=503, code="shutting_down")
         return choice.text.end(event.reason)

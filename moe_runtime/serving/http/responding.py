@@ -19,6 +19,12 @@ CLIENT_CLOSED_REQUEST = 499
 """What the log says where nobody waited for the response."""
 
 
+def client_went_away() -> ApiError:
+    """What becomes of a request whose client waits no longer."""
+    message = "the client went away"
+    return ApiError(message, status=CLIENT_CLOSED_REQUEST, logged=message)
+
+
 def json_bytes(value: Any) -> bytes:
     """JSON in UTF-8, in one line."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -65,7 +71,7 @@ class EventStream(StreamingResponse):
     async def _encoded(
         self, chunks: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[bytes, None]:
-        failure: ApiError | None = ApiError("the client went away", status=CLIENT_CLOSED_REQUEST)
+        failure: ApiError | None = client_went_away()
         try:
             try:
                 async with contextlib.aclosing(chunks):

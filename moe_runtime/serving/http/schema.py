@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -255,6 +257,21 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
         return kind.model_validate(given)
     except ValidationError as error:
         raise _first_problem(error, kind) from None
+
+
+def known_place(param: str) -> str:
+    """The beginning of a field's place that is made of names of ours, and of numbers."""
+    known = itertools.takewhile(lambda part: part.isdigit() or part in _NAMES, param.split("."))
+    return ".".join(known)
+
+
+def _names(kind: type[_Body]) -> Iterator[str]:
+    yield from kind.model_fields
+    for narrower in kind.__subclasses__():
+        yield from _names(narrower)
+
+
+_NAMES = _KNOWN_BUT_UNSUPPORTED.union(_names(_Body))
 
 
 def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
