@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from moe_runtime.serving.http.api_errors import ApiError
+from moe_runtime.serving.http.api_errors import ApiError, internal_error
 from moe_runtime.serving.http.generating import Generation
 
 CLIENT_CLOSED_REQUEST = 499
@@ -78,9 +78,9 @@ class EventStream(StreamingResponse):
                     async for chunk in chunks:
                         yield b"data: " + json_bytes(chunk) + b"\n\n"
                 failure = None
-            except ApiError as error:
-                failure = error
-                yield b"data: " + json_bytes(error.body()) + b"\n\n"
+            except Exception as error:
+                failure = error if isinstance(error, ApiError) else internal_error(error)
+                yield b"data: " + json_bytes(failure.body()) + b"\n\n"
             yield b"data: [DONE]\n\n"
         finally:
             self._generation.failure = failure
