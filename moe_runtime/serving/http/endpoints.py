@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from moe_runtime.serving.http.answers.chat_answer import ChatAnswer
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.asking import check_tokens, encode_text
 from moe_runtime.serving.http.completions import CompletionAnswer
-from moe_runtime.serving.http.generating import Generation
+from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.models.chat_template import without_template
 from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.responding import (
@@ -80,9 +80,10 @@ class Endpoints:
             body,
             model,
             self._most_choices,
+            deadline_s=request.scope["deadline_s"],
             has_grammar=bool(body.response_format or body.tools),
         )
-        generation = self._server.begin(model, plan.choices, self._client(request))
+        generation = self._begin(request, model, plan.choices)
         return await _answer(request, body, generation, ChatAnswer(body, generation, plan))
 
     async def complete(self, request: Request) -> Response:
@@ -94,9 +95,10 @@ class Endpoints:
             body,
             model,
             self._most_choices,
+            deadline_s=request.scope["deadline_s"],
             has_grammar=bool(body.response_format),
         )
-        generation = self._server.begin(model, choices, self._client(request))
+        generation = self._begin(request, model, choices)
         answer = CompletionAnswer(body, generation, echoed)
         return await _answer(request, body, generation, answer)
 
@@ -113,7 +115,9 @@ class Endpoints:
         """The tokens of a text or a conversation."""
         body = await self._body(request, TokenizeBody)
         model = self._server.model(body.model)
-        ids = await self._server.aside(_tokens_of, body, model)
+        ids = await self._server.aside(
+            _tokens_of, body, model, deadline_s=request.scope["deadline_s"]
+        )
         shown = {
             "tokens": ids,
             "count": len(ids),
@@ -130,7 +134,9 @@ class Endpoints:
         model = self._server.model(body.model)
         if body.tokens:
             check_tokens(body.tokens, model, "tokens")
-        text = await self._server.aside(model.vocabulary.decode, body.tokens)
+        text = await self._server.aside(
+            model.vocabulary.decode, body.tokens, deadline_s=request.scope["deadline_s"]
+        )
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -189,6 +195,12 @@ class Endpoints:
             return str(keys.index(request.headers["authorization"].removeprefix("Bearer ")))
         return request.client.host if request.client else ""
 
+    def _begin(
+        self, request: Request, model: ServedModel, choices: Sequence[AnswerChoice]
+    ) -> Generation:
+        deadline_s = request.scope["deadline_s"]
+        return self._server.begin(model, choices, self._client(request), deadline_s)
+
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
         media = request.headers.get("content-type", "application/json").partition(";")[0].strip()
         if media.lower() != "application/json":
@@ -204,7 +216,8 @@ class Endpoints:
             raise client_went_away() from None
         is_quick = len(raw) <= _QUICK_BYTES
         read = partial(parse_body, kind, raw)
-        body = read() if is_quick else await self._server.aside(read)
+        deadline_s = request.scope["deadline_s"]
+        body = read() if is_quick else await self._server.aside(read, deadline_s=deadline_s)
         if isinstance(body, GenerationFields):
             request.scope["log"]["user"] = body.user or body.safety_identifier
             if body.stream_options is not None and not body.stream:

@@ -49,6 +49,7 @@ class RequestGate:
         body = _Body(self._server)
         details: dict[str, Any] = {}
         scope["log"] = details
+        scope["deadline_s"] = asyncio.get_running_loop().time() + self._server.limits.seconds
 
         async def answer(message: Message) -> None:
             nonlocal status
