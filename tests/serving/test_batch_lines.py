@@ -74,6 +74,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         ({"prompt": "a", "max_tokens": 0}, "max_tokens must be at least 1"),
         ({"prompt": "a", "max_tokens": True}, "max_tokens: expected a whole number, got true"),
         ({"prompt": "a", "temperature": -1}, "temperature must be 0"),
+        ({"prompt": "a", "repetition_penalty": 1e-300}, "repetition_penalty must lie in [1e-20"),
         ({"prompt": "a", "top_k": -2}, "top_k must be at least 0"),
         ({"prompt": "a", "min_tokens": -1}, "min_tokens must be at least 0"),
         ({"prompt": "a", "stop": [""]}, "stop: expected a text"),

@@ -1,4 +1,4 @@
-"""Requests that are made ready for the engine: their time counts, and the server's end ends them."""
+"""Requests that are made ready for the engine: their time counts, and the end ends them."""
 
 import contextlib
 import threading
