@@ -185,6 +185,8 @@ def choices_for(
                 )
             except ValueError as error:
                 raise of_engine(error) from None
-            text = AnswerText(vocabulary.incremental(shown_tokens), stops, stop_ids)
+            text = AnswerText(
+                vocabulary.incremental(shown_tokens), stops, stop_ids, request.min_new_tokens
+            )
             choices.append(AnswerChoice(request, text, is_first=number == 0))
     return choices

@@ -33,6 +33,7 @@ from moe_runtime.serving.http.schema import (
     CompletionBody,
     DetokenizeBody,
     GenerationFields,
+    StreamOptions,
     TokenizeBody,
     parse_body,
 )
@@ -81,7 +82,7 @@ class Endpoints:
             model,
             self._most_choices,
             deadline_s=request.scope["deadline_s"],
-            has_grammar=bool(body.response_format or body.tools),
+            has_grammar=body.response_format is not None or bool(body.tools),
         )
         generation = self._begin(request, model, plan.choices)
         return await _answer(request, body, generation, ChatAnswer(body, generation, plan))
@@ -96,7 +97,7 @@ class Endpoints:
             model,
             self._most_choices,
             deadline_s=request.scope["deadline_s"],
-            has_grammar=bool(body.response_format),
+            has_grammar=body.response_format is not None,
         )
         generation = self._begin(request, model, choices)
         answer = CompletionAnswer(body, generation, echoed)
@@ -222,6 +223,7 @@ class Endpoints:
             request.scope["log"]["user"] = body.user or body.safety_identifier
             if body.stream_options is not None and not body.stream:
                 raise FieldError("stream_options", "needs stream: true")
+            _check_usage(body.stream_options)
         return body
 
 
@@ -237,10 +239,18 @@ async def _answer(
     return await whole(request, generation, answer.whole())
 
 
+def _check_usage(options: StreamOptions | None) -> None:
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise FieldError("stream_options.continuous_usage_stats", "needs include_usage: true")
+
+
 def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "expected either prompt or messages")
     if body.messages is None:
+        for name in ("tools", "add_generation_prompt"):
+            if getattr(body, name) is not None:
+                raise FieldError(name, "needs messages")
         adds = body.add_special_tokens is not False
         return encode_text(body.prompt or "", model, "prompt", add_special_tokens=adds)
     if model.template is None:

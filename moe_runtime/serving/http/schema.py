@@ -80,6 +80,16 @@ def _biases(given: dict[str, Any]) -> dict[str, float]:
     return given
 
 
+def _known_fields(given: dict[str, Any]) -> dict[str, Any]:
+    schema = given.get("json_schema")
+    known = ("name", "description", "schema", "strict")
+    for name in schema if isinstance(schema, dict) else ():
+        if name not in known:
+            place = f"response_format.json_schema.{_cut(name)}"
+            raise FieldError(place, f"is no field of it; known are {', '.join(known)}")
+    return given
+
+
 def _texts(given: dict[str, Any]) -> dict[str, str]:
     for name, value in given.items():
         if not isinstance(value, str):
@@ -126,7 +136,7 @@ class GenerationFields(_Body):
     stop_token_ids: Annotated[list[Count], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any], AfterValidator(_known_fields)] | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

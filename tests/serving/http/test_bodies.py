@@ -125,3 +125,32 @@ def test_messages_may_be_dumped_as_openais_client_has_them() -> None:
         parse_body(ChatBody, raw.replace(b'"annotations":null', b'"annotations":[1]'))
     with pytest.raises(ApiError, match="bogus: is no field"):
         parse_body(ChatBody, b'{"bogus":null,"messages":[' + TEXT_MESSAGE + b"]}")
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "junk": 1}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "param"),
+    [
+        (
+            "/v1/completions",
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        ("/v1/completions", {"response_format": {}}, "response_format.type"),
+        ("/v1/completions", {"response_format": SCHEMA}, "response_format.json_schema.junk"),
+        ("/tokenize", {"tools": [TOOL]}, "tools"),
+        ("/tokenize", {"add_generation_prompt": True}, "add_generation_prompt"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(
+    tokenizer: Any, path: str, given: dict[str, Any], param: str
+) -> None:
+    with served([model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]) as site:
+        status, found = site.ask(path, {"prompt": "a", **given})
+        assert (status, found["error"]["param"]) == (400, param)
+        chat = {"messages": [{"role": "user", "content": "a"}], "response_format": {}}
+        status, found = site.ask("/v1/chat/completions", chat)
+        assert (status, found["error"]["param"]) == (400, "response_format.type")
