@@ -302,6 +302,15 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
 
 def _announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> None:
     """The first screen: what is served, where, and how to call it."""
+    if settings.host not in _LOOPBACK and not settings.access.keys:
+        warning = (
+            f"whoever reaches {settings.host} may ask, and so may pages that browsers there open; "
+            "give --api-keys"
+        )
+        if as_json:
+            _Log(as_json=True)("warning", {"message": warning})
+        else:
+            print(f"moe-runtime: warning: {warning}", file=sys.stderr, flush=True)
     models = ready.models
     stats = [loaded.moe.stats() for loaded in ready.loaded]
     if as_json:
