@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from moe_runtime.serving.requests import (
@@ -99,6 +100,26 @@ def internal_error(error: Exception) -> ApiError:
         code="internal_error",
         logged=" < ".join((name, *places)),
     )
+
+
+class raised_as_api_error:
+    """Within the block, a mistake of the server's own is one that a client can be told of.
+
+    Raises:
+        ApiError: instead of any other ``Exception``.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ApiError):
+            raise internal_error(error) from error
 
 
 def of_engine(error: Exception) -> ApiError:

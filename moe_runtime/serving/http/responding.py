@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from moe_runtime.serving.http.api_errors import ApiError, internal_error
+from moe_runtime.serving.http.api_errors import ApiError, raised_as_api_error
 from moe_runtime.serving.http.generating import Generation
 
 CLIENT_CLOSED_REQUEST = 499
@@ -74,13 +74,14 @@ class EventStream(StreamingResponse):
         failure: ApiError | None = client_went_away()
         try:
             try:
-                async with contextlib.aclosing(chunks):
-                    async for chunk in chunks:
-                        yield b"data: " + json_bytes(chunk) + b"\n\n"
+                with raised_as_api_error():
+                    async with contextlib.aclosing(chunks):
+                        async for chunk in chunks:
+                            yield b"data: " + json_bytes(chunk) + b"\n\n"
                 failure = None
-            except Exception as error:
-                failure = error if isinstance(error, ApiError) else internal_error(error)
-                yield b"data: " + json_bytes(failure.body()) + b"\n\n"
+            except ApiError as error:
+                failure = error
+                yield b"data: " + json_bytes(error.body()) + b"\n\n"
             yield b"data: [DONE]\n\n"
         finally:
             self._generation.failure = failure
