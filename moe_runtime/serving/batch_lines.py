@@ -134,7 +134,12 @@ def _read_line(
         custom_id, asked, body = _unwrap(value)
     given: dict[str, Any] = {name: item for name, item in body.items() if item is not None}
     _check_fields(given, asked)
+    if "max_tokens" in given and "max_completion_tokens" in given:
+        raise ValueError("max_tokens is the old name of max_completion_tokens; give one")
     limits = [given.get(name) for name in ("max_completion_tokens", "max_tokens")]
+    most_new = _at_least_1(next((n for n in limits if n is not None), max_new_tokens))
+    if (least := given.get("min_tokens", 0)) > most_new:
+        raise ValueError(f"min_tokens: expected at most the {most_new} of the answer, got {least}")
     return PromptLine(
         number=number,
         place=place,
@@ -143,8 +148,8 @@ def _read_line(
         custom_id=custom_id,
         model=given.get("model"),
         sampling=_sampling_of(given, sampling),
-        max_new_tokens=_at_least_1(next((n for n in limits if n is not None), max_new_tokens)),
-        min_new_tokens=given.get("min_tokens", 0),
+        max_new_tokens=most_new,
+        min_new_tokens=least,
         stops=_stops_of(given.get("stop", [])),
         stop_ids=frozenset(_ids_of(given.get("stop_token_ids", []), "stop_token_ids")),
         ignore_eos=given.get("ignore_eos", False),
@@ -175,9 +180,10 @@ def _check_fields(given: Mapping[str, Any], asked: str) -> None:
     if asked not in given:
         raise ValueError(f"{asked} is missing")
     for name, value in given.items():
-        if name in _WITHOUT_EFFECT and value == _WITHOUT_EFFECT[name]:
-            continue
         if name in _WITHOUT_EFFECT:
+            # 0 is no false, and true is no 1: log-probabilities may be asked for by a 0.
+            if type(value) is type(_WITHOUT_EFFECT[name]) and value == _WITHOUT_EFFECT[name]:
+                continue
             only = json.dumps(_WITHOUT_EFFECT[name])
             raise ValueError(f"{name} may only be {only} here, got {_shown(value)}")
         if name not in known:

@@ -17,6 +17,10 @@ from moe_runtime.inference.generation import COLDEST
 if TYPE_CHECKING:
     from torch import Tensor
 
+LEAST_PENALTY = 1e-20
+"""Logits of 1e18 stay finite in fp32 when they are divided by it, or multiplied by its inverse. The
+penalties that anybody uses lie between a half and two."""
+
 
 class QueueFullError(MoERuntimeError):
     """As many requests wait as may; a later attempt may succeed."""
@@ -112,9 +116,10 @@ class SamplingOptions:
             raise ValueError(f"top_k must be at least 0 (all tokens), got {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not LEAST_PENALTY <= self.repetition_penalty <= 1 / LEAST_PENALTY:
             raise ValueError(
-                f"repetition_penalty must be a positive number, got {self.repetition_penalty}"
+                f"repetition_penalty must lie in [{LEAST_PENALTY:g}, {1 / LEAST_PENALTY:g}], "
+                f"got {self.repetition_penalty}"
             )
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):

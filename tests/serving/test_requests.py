@@ -21,6 +21,8 @@ from moe_runtime.serving.requests import GenerationRequest, SamplingOptions
         {"min_p": -0.1},
         {"min_p": 1.1},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e300},
         {"presence_penalty": math.nan},
         {"frequency_penalty": math.inf},
         {"seed": 2**63},

@@ -120,6 +120,25 @@ def test_a_dry_run_shows_how_to_call_the_server(capsys: pytest.CaptureFixture[st
     assert "mine" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "0.0.0.0", "--json"), True),
+        (("--host", "0.0.0.0", "--api-keys", "keys"), False),
+        ((), False),
+    ],
+)
+def test_a_server_that_anybody_may_ask_warns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], warns: bool
+) -> None:
+    (tmp_path / "keys").write_text("key\n")
+    words = tuple(str(tmp_path / word) if word == "keys" else word for word in words)
+    assert main(["serve", str(pocket_path()), *SMALL, "--dry-run", *words]) == 0
+    said = capsys.readouterr().err
+    assert ("whoever reaches 0.0.0.0 may ask" in said) == warns
+
+
 def test_what_cannot_work_is_said_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

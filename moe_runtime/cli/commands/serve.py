@@ -119,7 +119,9 @@ PrefixDisk = Annotated[
         "memory forgets and for later servers.",
     ),
 ]
-MaxBody = Annotated[str, typer.Option(help="Longest body of a request.")]
+MaxBody = Annotated[
+    str, typer.Option(help="Longest body of a request; 1MiB is a text of 200,000 tokens.")
+]
 MaxSeconds = Annotated[
     float, typer.Option(min=0.001, help="Seconds that a request may take, its wait included.")
 ]
@@ -159,7 +161,7 @@ def serve(
     exact: Exact = False,
     prefix_cache: PrefixCache = True,
     prefix_disk: PrefixDisk = None,
-    max_body: MaxBody = "16MiB",
+    max_body: MaxBody = "1MiB",
     max_seconds: MaxSeconds = 3600.0,
     drain_seconds: DrainSeconds = None,
     policy: options.Policy = "auto",
@@ -302,6 +304,15 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
 
 def _announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> None:
     """The first screen: what is served, where, and how to call it."""
+    if settings.host not in _LOOPBACK and not settings.access.keys:
+        warning = (
+            f"whoever reaches {settings.host} may ask, and so may pages that browsers there open; "
+            "give --api-keys"
+        )
+        if as_json:
+            _Log(as_json=True)("warning", {"message": warning})
+        else:
+            print(f"moe-runtime: warning: {warning}", file=sys.stderr, flush=True)
     models = ready.models
     stats = [loaded.moe.stats() for loaded in ready.loaded]
     if as_json:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
+from collections import deque
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from moe_runtime.serving.requests import (
@@ -10,6 +14,7 @@ from moe_runtime.serving.requests import (
     RequestTooLongError,
 )
 
+_MOST_FRAMES = 4
 _STATUS_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -34,6 +39,7 @@ class ApiError(Exception):
         param: the field of the request that is at fault.
         code: a word for programs.
         headers: of the response.
+        logged: what the log says instead of the code; nothing that a client sent.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        logged: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -51,13 +58,19 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = headers or {}
+        self.logged = logged
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's word for errors of this status."""
+        return _STATUS_TYPES.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
         """The JSON object that OpenAI's clients know."""
         return {
             "error": {
                 "message": self.message,
-                "type": _STATUS_TYPES.get(self.status, "invalid_request_error"),
+                "type": self.kind,
                 "param": self.param,
                 "code": self.code,
             }
@@ -69,6 +82,44 @@ class FieldError(ApiError):
 
     def __init__(self, param: str, problem: str, *, code: str | None = None) -> None:
         super().__init__(f"{param}: {problem}", param=param, code=code)
+
+
+def internal_error(error: Exception) -> ApiError:
+    """What a client is told of a mistake of the server's own.
+
+    The log gets its class and where it came from: the message may quote a request.
+    """
+    frames = deque(traceback.walk_tb(error.__traceback__), maxlen=_MOST_FRAMES)
+    name, places = (
+        type(error).__name__,
+        (f"{Path(frame.f_code.co_filename).name}:{line}" for frame, line in reversed(frames)),
+    )
+    return ApiError(
+        f"{name}: {error}",
+        status=500,
+        code="internal_error",
+        logged=" < ".join((name, *places)),
+    )
+
+
+class raised_as_api_error:
+    """Within the block, a mistake of the server's own is one that a client can be told of.
+
+    Raises:
+        ApiError: instead of any other ``Exception``.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ApiError):
+            raise internal_error(error) from error
 
 
 def of_engine(error: Exception) -> ApiError:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from moe_runtime.serving.http.api_errors import ApiError
+from moe_runtime.serving.http.api_errors import ApiError, internal_error
 from moe_runtime.serving.http.endpoints import Endpoints
 from moe_runtime.serving.http.gate import RequestGate
 from moe_runtime.serving.http.responding import error_response
@@ -20,7 +20,7 @@ def make_app(server: Server) -> ASGIApp:
 
     def failed(request: Request, error: Exception) -> Response:
         api_error = _as_api_error(request, error)
-        request.scope["log"]["error"] = api_error.message
+        request.scope["log"]["failure"] = api_error
         return error_response(api_error)
 
     app = Starlette(
@@ -47,4 +47,4 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
             code="unknown_url",
             headers=dict(error.headers or {}),
         )
-    return ApiError(f"{type(error).__name__}: {error}", status=500, code="internal_error")
+    return internal_error(error)

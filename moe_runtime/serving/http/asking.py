@@ -65,8 +65,8 @@ def encode_prompt(
 ) -> list[int]:
     """Tokens of a prompt.
 
-    One that is too long whatever its tokens are is refused before it is encoded, which takes
-    hundreds of bytes a token that no budget has.
+    One that is far too long is refused before the whole of it is encoded, which takes hundreds of
+    bytes a token that no budget has.
 
     Raises:
         ApiError: it cannot be encoded, or there are none or too many.
@@ -82,12 +82,17 @@ def encode_text(
     """Tokens of a text that may be empty.
 
     Raises:
-        ApiError: it cannot be encoded, or is too long whatever its tokens are.
+        ApiError: it cannot be encoded, or is far too long.
     """
     most = model.engine.most_request_tokens
-    if len(text) > most * model.vocabulary.longest_token:
+    vocabulary = model.vocabulary
+    # A character has a byte at least: most texts that are too long are seen without a copy.
+    is_too_long = len(text) > most * vocabulary.longest_token or (
+        len(text.encode(errors="replace")) > most * vocabulary.longest_token
+    )
+    if is_too_long or vocabulary.is_longer(text, most):
         raise _too_long(f"{param}: has {len(text)} characters", most, param)
-    return model.vocabulary.encode(text, add_special_tokens=add_special_tokens)
+    return vocabulary.encode(text, add_special_tokens=add_special_tokens)
 
 
 def check_choices(body: GenerationFields, num_prompts: int, most: int) -> None:
@@ -180,6 +185,8 @@ def choices_for(
                 )
             except ValueError as error:
                 raise of_engine(error) from None
-            text = AnswerText(vocabulary.incremental(shown_tokens), stops, stop_ids)
+            text = AnswerText(
+                vocabulary.incremental(shown_tokens), stops, stop_ids, request.min_new_tokens
+            )
             choices.append(AnswerChoice(request, text, is_first=number == 0))
     return choices

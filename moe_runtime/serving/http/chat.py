@@ -150,7 +150,8 @@ def _grammar(
     """The grammar that the answer keeps to and the field that asks for it."""
     needs_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
     asked = body.response_format
-    grammar, param = grammars.of_response_format(asked) if asked else None, "response_format"
+    param = "response_format"
+    grammar = None if asked is None else grammars.of_response_format(asked)
     is_strict = any(function.strict for function in functions)
     # In channels a call ends the answer: there is one at most.
     is_alone = body.parallel_tool_calls is False and not template.is_harmony

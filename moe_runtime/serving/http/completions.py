@@ -64,7 +64,8 @@ def prepare(
         prompts.append(ids)
         if body.echo:
             texts.append(one if isinstance(one, str) else vocabulary.decode(one))
-    grammar = of_response_format(body.response_format) if body.response_format else None
+    asked = body.response_format
+    grammar = None if asked is None else of_response_format(asked)
     choices = choices_for(
         body,
         model,

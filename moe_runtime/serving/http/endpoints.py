@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -17,11 +18,12 @@ from moe_runtime.serving.http.answers.chat_answer import ChatAnswer
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.asking import check_tokens, encode_text
 from moe_runtime.serving.http.completions import CompletionAnswer
-from moe_runtime.serving.http.generating import Generation
+from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.models.chat_template import without_template
 from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.responding import (
     EventStream,
+    client_went_away,
     json_response,
     whole,
 )
@@ -31,10 +33,14 @@ from moe_runtime.serving.http.schema import (
     CompletionBody,
     DetokenizeBody,
     GenerationFields,
+    StreamOptions,
     TokenizeBody,
     parse_body,
 )
 from moe_runtime.serving.http.server import Server
+
+_QUICK_BYTES = 1 << 14
+"""Bodies up to here are read in the loop, within a millisecond or two; others would hold it up."""
 
 
 class Endpoints:
@@ -75,9 +81,10 @@ class Endpoints:
             body,
             model,
             self._most_choices,
-            has_grammar=bool(body.response_format or body.tools),
+            deadline_s=request.scope["deadline_s"],
+            has_grammar=body.response_format is not None or bool(body.tools),
         )
-        generation = self._server.begin(model, plan.choices, self._client(request))
+        generation = self._begin(request, model, plan.choices)
         return await _answer(request, body, generation, ChatAnswer(body, generation, plan))
 
     async def complete(self, request: Request) -> Response:
@@ -89,9 +96,10 @@ class Endpoints:
             body,
             model,
             self._most_choices,
-            has_grammar=bool(body.response_format),
+            deadline_s=request.scope["deadline_s"],
+            has_grammar=body.response_format is not None,
         )
-        generation = self._server.begin(model, choices, self._client(request))
+        generation = self._begin(request, model, choices)
         answer = CompletionAnswer(body, generation, echoed)
         return await _answer(request, body, generation, answer)
 
@@ -108,7 +116,9 @@ class Endpoints:
         """The tokens of a text or a conversation."""
         body = await self._body(request, TokenizeBody)
         model = self._server.model(body.model)
-        ids = await self._server.aside(_tokens_of, body, model)
+        ids = await self._server.aside(
+            _tokens_of, body, model, deadline_s=request.scope["deadline_s"]
+        )
         shown = {
             "tokens": ids,
             "count": len(ids),
@@ -125,7 +135,9 @@ class Endpoints:
         model = self._server.model(body.model)
         if body.tokens:
             check_tokens(body.tokens, model, "tokens")
-        text = await self._server.aside(model.vocabulary.decode, body.tokens)
+        text = await self._server.aside(
+            model.vocabulary.decode, body.tokens, deadline_s=request.scope["deadline_s"]
+        )
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -184,6 +196,12 @@ class Endpoints:
             return str(keys.index(request.headers["authorization"].removeprefix("Bearer ")))
         return request.client.host if request.client else ""
 
+    def _begin(
+        self, request: Request, model: ServedModel, choices: Sequence[AnswerChoice]
+    ) -> Generation:
+        deadline_s = request.scope["deadline_s"]
+        return self._server.begin(model, choices, self._client(request), deadline_s)
+
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
         media = request.headers.get("content-type", "application/json").partition(";")[0].strip()
         if media.lower() != "application/json":
@@ -196,12 +214,16 @@ class Endpoints:
             async with self._server.arrival():
                 raw = await request.body()
         except ClientDisconnect:
-            raise ApiError("the client went away", status=499) from None
-        body = parse_body(kind, raw)
+            raise client_went_away() from None
+        is_quick = len(raw) <= _QUICK_BYTES
+        read = partial(parse_body, kind, raw)
+        deadline_s = request.scope["deadline_s"]
+        body = read() if is_quick else await self._server.aside(read, deadline_s=deadline_s)
         if isinstance(body, GenerationFields):
             request.scope["log"]["user"] = body.user or body.safety_identifier
             if body.stream_options is not None and not body.stream:
                 raise FieldError("stream_options", "needs stream: true")
+            _check_usage(body.stream_options)
         return body
 
 
@@ -217,10 +239,18 @@ async def _answer(
     return await whole(request, generation, answer.whole())
 
 
+def _check_usage(options: StreamOptions | None) -> None:
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise FieldError("stream_options.continuous_usage_stats", "needs include_usage: true")
+
+
 def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "expected either prompt or messages")
     if body.messages is None:
+        for name in ("tools", "add_generation_prompt"):
+            if getattr(body, name) is not None:
+                raise FieldError(name, "needs messages")
         adds = body.add_special_tokens is not False
         return encode_text(body.prompt or "", model, "prompt", add_special_tokens=adds)
     if model.template is None:

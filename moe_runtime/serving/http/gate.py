@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.generating import Generation
+from moe_runtime.serving.http.logged import MOST_USER, log_fields
 from moe_runtime.serving.http.responding import error_response
 from moe_runtime.serving.http.server import Server
 
@@ -48,6 +49,7 @@ class RequestGate:
         body = _Body(self._server)
         details: dict[str, Any] = {}
         scope["log"] = details
+        scope["deadline_s"] = asyncio.get_running_loop().time() + self._server.limits.seconds
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -59,8 +61,9 @@ class RequestGate:
                 async with asyncio.timeout(self._server.limits.sending_seconds):
                     await send(message)
             except TimeoutError:
-                details["error"] = "the client takes nothing of the answer"
-                raise ConnectionError(details["error"]) from None
+                problem = "the client takes nothing of the answer"
+                details["failure"] = ApiError(problem, status=499, logged=problem)
+                raise ConnectionError(problem) from None
 
         try:
             refused = self._refusal(request, origin)
@@ -112,7 +115,7 @@ class RequestGate:
         if generation is not None and generation.failure is not None:
             # a stream had begun as a success; what became of it counts
             status = generation.failure.status
-            details.setdefault("error", generation.failure.message)
+            details.setdefault("failure", generation.failure)
         self._server.metrics.responses.labels(path, str(status)).inc()
         fields: dict[str, Any] = {
             "method": request.method,
@@ -129,9 +132,10 @@ class RequestGate:
                 "new_tokens": usage.completion_tokens,
                 "finish": ",".join(generation.finish_reasons) or "none",
             }
-        for name in ("user", "error"):
-            if details.get(name):
-                fields[name] = details[name]
+        if details.get("user"):
+            fields["user"] = details["user"][:MOST_USER]
+        if "failure" in details:
+            fields |= log_fields(details["failure"])
         if status >= 400 or path not in _QUIET_PATHS:
             self._server.log("request", fields)
 
@@ -172,7 +176,7 @@ class _Body:
 
 
 def _too_long(most: int) -> ApiError:
-    message = f"the body is longer than the {most} bytes that it may have"
+    message = f"the body is longer than the {most} bytes that serve's --max-body lets it have"
     return ApiError(message, status=413, code="body_too_long", headers={"connection": "close"})
 
 

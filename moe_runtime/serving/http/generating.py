@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +21,15 @@ from moe_runtime.serving.requests import (
     RequestHandle,
     Started,
 )
+
+
+def too_slow(limit_s: float) -> ApiError:
+    """What is said of a request whose time is over."""
+    return ApiError(
+        f"the answer took longer than the {limit_s:g} seconds that a request may",
+        status=408,
+        code="timeout",
+    )
 
 
 @dataclass(slots=True)
@@ -75,7 +83,8 @@ class Generation:
         model: that answers.
         choices: by index.
         times: where they are counted.
-        limit_s: seconds that all may take.
+        limit_s: seconds that the request may take.
+        deadline_s: when they are over, by the loop's clock.
         usage: tokens so far.
         failure: what cut short a stream whose status was sent already; None where nothing did.
     """
@@ -84,12 +93,12 @@ class Generation:
     choices: Sequence[AnswerChoice]
     times: RequestTimes
     limit_s: float
+    deadline_s: float
     usage: Usage = field(default_factory=Usage)
     finish_reasons: list[str] = field(default_factory=list)
     failure: ApiError | None = None
     _events: asyncio.Queue[tuple[int, Event, float]] = field(default_factory=asyncio.Queue)
     _handles: list[RequestHandle] = field(default_factory=list)
-    _started_s: float = field(default_factory=time.monotonic)
 
     def submit(self) -> None:
         """Hands all sequences to the engine, or none.
@@ -157,17 +166,12 @@ class Generation:
                 yield index, piece
 
     async def _next(self) -> tuple[int, Event, float]:
-        left_s = max(self._started_s + self.limit_s - time.monotonic(), 0)
         try:
             # Not `wait_for`, which forgets a cancellation that comes together with an event.
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout_at(self.deadline_s):
                 return await self._events.get()
         except TimeoutError:
-            raise ApiError(
-                f"the answer took longer than the {self.limit_s:g} seconds that a request may",
-                status=408,
-                code="timeout",
-            ) from None
+            raise too_slow(self.limit_s) from None
 
     def _take(self, index: int, choice: AnswerChoice, event: Event, now_s: float) -> Piece | None:
         if isinstance(event, Started):
@@ -190,9 +194,8 @@ class Generation:
                 code="invalid_grammar",
             )
         if event.reason == "error":
-            raise ApiError(
-                event.message or "the model failed", status=500, code="generation_failed"
-            )
+            problem = event.message or "the model failed"
+            raise ApiError(problem, status=500, code="generation_failed", logged=problem)
         if event.reason == "cancelled":
             raise ApiError("the server is shutting down", status=503, code="shutting_down")
         return choice.text.end(event.reason)

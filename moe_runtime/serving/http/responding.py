@@ -12,11 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from moe_runtime.serving.http.api_errors import ApiError
+from moe_runtime.serving.http.api_errors import ApiError, raised_as_api_error
 from moe_runtime.serving.http.generating import Generation
 
 CLIENT_CLOSED_REQUEST = 499
 """What the log says where nobody waited for the response."""
+
+
+def client_went_away() -> ApiError:
+    """What becomes of a request whose client waits no longer."""
+    message = "the client went away"
+    return ApiError(message, status=CLIENT_CLOSED_REQUEST, logged=message)
 
 
 def json_bytes(value: Any) -> bytes:
@@ -65,12 +71,13 @@ class EventStream(StreamingResponse):
     async def _encoded(
         self, chunks: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[bytes, None]:
-        failure: ApiError | None = ApiError("the client went away", status=CLIENT_CLOSED_REQUEST)
+        failure: ApiError | None = client_went_away()
         try:
             try:
-                async with contextlib.aclosing(chunks):
-                    async for chunk in chunks:
-                        yield b"data: " + json_bytes(chunk) + b"\n\n"
+                with raised_as_api_error():
+                    async with contextlib.aclosing(chunks):
+                        async for chunk in chunks:
+                            yield b"data: " + json_bytes(chunk) + b"\n\n"
                 failure = None
             except ApiError as error:
                 failure = error

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import json
-from typing import Annotated, Any, Literal, TypeVar
+import itertools
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from moe_runtime.checkpoints.strict_json import unique_keys
+from moe_runtime.checkpoints.strict_json import clipped, nests_deeper, parse_value
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 
-_MOST_SHOWN = 200
+_DEEPEST = 200
+"""Levels of a body; what renders, dumps or compiles a part of it goes down by recursion."""
+_MOST_NAME = 64
+"""Characters of a field's name in a message; the longest name that is known has fewer."""
 MOST_LOGPROBS = 20
 _MOST_STOPS = 16
 
@@ -39,7 +43,58 @@ _KNOWN_BUT_UNSUPPORTED = frozenset(
 
 
 class _Body(BaseModel):
+    """A JSON object. Every list in it stops at its first wrong element (``fail_fast``).
+
+    Attributes:
+        droppable: unknown fields that may be null, which asks for nothing; None for any.
+    """
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    droppable: ClassVar[frozenset[str] | None] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, given: Any) -> Any:
+        """Leaves out nulls that ask for nothing, and all unknown fields but the first.
+
+        Each unknown field would be an error with hundreds of bytes; one is enough to refuse all.
+        """
+        if not isinstance(given, dict):
+            return given
+        kept, has_unknown = {}, False
+        for name, value in given.items():
+            if name not in cls.model_fields:
+                is_nothing = cls.droppable is None or name in cls.droppable
+                if has_unknown or (value is None and is_nothing):
+                    continue
+                has_unknown = True
+            kept[name] = value
+        return kept
+
+
+def _biases(given: dict[str, Any]) -> dict[str, float]:
+    for token, bias in given.items():
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            problem = f"expected a number from -100 to 100, got {clipped(bias)}"
+            raise FieldError(f"logit_bias.{_cut(token)}", problem)
+    return given
+
+
+def _known_fields(given: dict[str, Any]) -> dict[str, Any]:
+    schema = given.get("json_schema")
+    known = ("name", "description", "schema", "strict")
+    for name in schema if isinstance(schema, dict) else ():
+        if name not in known:
+            place = f"response_format.json_schema.{_cut(name)}"
+            raise FieldError(place, f"is no field of it; known are {', '.join(known)}")
+    return given
+
+
+def _texts(given: dict[str, Any]) -> dict[str, str]:
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise FieldError(f"metadata.{_cut(name)}", f"expected a text, got {clipped(value)}")
+    return given
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -55,47 +110,41 @@ class GenerationFields(_Body):
     """What completions and chats have in common.
 
     ``user``, ``metadata``, ``safety_identifier`` and ``prompt_cache_key`` name a request; they
-    ask for nothing and stand in the log. ``store`` may only be false: nothing is kept.
+    ask for nothing. ``store`` may only be false: nothing is kept.
     """
+
+    droppable = _KNOWN_BUT_UNSUPPORTED
 
     model: str | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: float | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Any], AfterValidator(_biases)] | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
-    stop_token_ids: list[Count] | None = None
+    stop: (
+        StopString
+        | Annotated[list[StopString], Field(max_length=_MOST_STOPS, fail_fast=True)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[Count], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any], AfterValidator(_known_fields)] | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, Any], AfterValidator(_texts)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        """Leaves out fields that are not supported where they are null, which asks for nothing."""
-        if not isinstance(given, dict):
-            return given
-        return {
-            name: value
-            for name, value in given.items()
-            if value is not None or name not in _KNOWN_BUT_UNSUPPORTED
-        }
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -130,11 +179,15 @@ class ToolCall(_Body):
 
 
 class Message(_Body):
+    """A message; OpenAI's client dumps those of answers with fields that are null."""
+
+    droppable = None
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
 
@@ -163,11 +216,11 @@ class NamedTool(_Body):
 class ChatBody(GenerationFields):
     """``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -181,9 +234,9 @@ class TokenizeBody(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
@@ -192,27 +245,43 @@ class DetokenizeBody(_Body):
     """``/detokenize``."""
 
     model: str | None = None
-    tokens: list[Count]
+    tokens: Annotated[list[Count], Field(fail_fast=True)]
 
 
 BodyT = TypeVar("BodyT", bound=_Body)
 
 
 def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
-    """Reads a request.
+    """Reads a request. Long bodies take a while: not in the loop.
 
     Raises:
         ApiError: it is no JSON, lacks a field, has one too many, twice, or out of range.
     """
     try:
-        body = kind.model_validate_json(raw)
+        given = parse_value(raw)
+    except ValueError as error:
+        raise ApiError(f"the body is no JSON that is taken: {error}") from None
+    if nests_deeper((given,), _DEEPEST):
+        raise ApiError(f"the body nests deeper than {_DEEPEST} levels")
+    try:
+        return kind.model_validate(given)
     except ValidationError as error:
         raise _first_problem(error, kind) from None
-    try:
-        json.loads(raw, object_pairs_hook=unique_keys)  # of two values pydantic takes the last
-    except ValueError as error:
-        raise ApiError(f"the body has {error}") from None
-    return body
+
+
+def known_place(param: str) -> str:
+    """The beginning of a field's place that is made of names of ours, and of numbers."""
+    known = itertools.takewhile(lambda part: part.isdigit() or part in _NAMES, param.split("."))
+    return ".".join(known)
+
+
+def _names(kind: type[_Body]) -> Iterator[str]:
+    yield from kind.model_fields
+    for narrower in kind.__subclasses__():
+        yield from _names(narrower)
+
+
+_NAMES = _KNOWN_BUT_UNSUPPORTED.union(_names(_Body))
 
 
 def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
@@ -225,22 +294,20 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
     # Alternatives of a type are named in the place too: `stop.str`.
     inner = [part for part in problem["loc"][1:] if not _names_a_type(part)]
     place = [*problem["loc"][:1], *inner]
-    if problem["type"] == "json_invalid":
-        return ApiError(f"the body is no JSON: {problem['msg'].removeprefix('Invalid JSON: ')}")
     if not place:
-        return ApiError(f"the body must be a JSON object, got {_shown(problem['input'])}")
-    name = ".".join(map(str, place))
+        return ApiError(f"the body must be a JSON object, got {clipped(problem['input'])}")
+    name = ".".join(_cut(str(part)) for part in place)
     if problem["type"] == "missing":
         return FieldError(name, "is missing")
     if problem["type"] == "extra_forbidden":
-        field = str(place[-1])
+        field = _cut(str(place[-1]))
         near = difflib.get_close_matches(field, kind.model_fields, n=1) if len(place) == 1 else []
         if field in _KNOWN_BUT_UNSUPPORTED:
             return FieldError(name, "is not supported by this server", code="unsupported_parameter")
         ending = f"; did you mean {near[0]}?" if near else ""
         return FieldError(name, f"is no field of this request{ending}", code="unknown_parameter")
     message = problem["msg"][:1].lower() + problem["msg"][1:]
-    return FieldError(name, f"{message}, got {_shown(problem['input'])}")
+    return FieldError(name, f"{message}, got {clipped(problem['input'])}")
 
 
 def _names_a_type(part: int | str) -> bool:
@@ -248,6 +315,5 @@ def _names_a_type(part: int | str) -> bool:
     return isinstance(part, str) and (part == "str" or part.startswith(names))
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+def _cut(name: str) -> str:
+    return name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}..."

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from moe_runtime.serving.http.api_errors import ApiError
-from moe_runtime.serving.http.generating import AnswerChoice, Generation
+from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
 from moe_runtime.serving.http.models.served_model import ServedModel
 
@@ -44,7 +44,7 @@ class Limits:
         seconds: from its arrival to the end of its answer.
     """
 
-    body_bytes: int = 16 << 20
+    body_bytes: int = 1 << 20
     body_seconds: float = 60.0
     sending_seconds: float = 60.0
     choices: int = 256
@@ -76,6 +76,7 @@ class Server:
         access: who may ask.
         log: takes one event for each request.
         is_draining: takes no more requests.
+        has_ended: what is not answered by now is not answered.
         num_body_bytes: of the bodies that are held now.
     """
 
@@ -84,6 +85,7 @@ class Server:
     access: Access
     log: Log
     is_draining: bool = False
+    has_ended: bool = False
     num_body_bytes: int = 0
     metrics: Metrics = field(init=False)
     # Tokenizers are slow with long texts; one thread keeps them out of the loop. Grammars take
@@ -91,6 +93,7 @@ class Server:
     worker: ThreadPoolExecutor = field(init=False)
     grammar_worker: ThreadPoolExecutor = field(init=False)
     _arriving: set[asyncio.Timeout] = field(default_factory=set, init=False)
+    _preparing: set[asyncio.Timeout] = field(default_factory=set, init=False)
     _generations: WeakSet[Generation] = field(default_factory=WeakSet, init=False)
 
     def __post_init__(self) -> None:
@@ -127,9 +130,7 @@ class Server:
     def drain(self) -> None:
         """Takes no more requests, and waits for no more bodies."""
         self.is_draining = True
-        for arrival in self._arriving:
-            if not arrival.expired():
-                arrival.reschedule(0)
+        _expire(self._arriving)
 
     @contextlib.asynccontextmanager
     async def arrival(self) -> AsyncGenerator[None, None]:
@@ -157,14 +158,44 @@ class Server:
             ) from None
 
     async def aside(
-        self, work: Callable[..., ValueT], *args: Any, has_grammar: bool = False
+        self, work: Callable[..., ValueT], *args: Any, deadline_s: float, has_grammar: bool = False
     ) -> ValueT:
-        """Runs what takes a while in the thread for texts, or in that for grammars."""
+        """Runs what takes a while in the thread for texts, or in that for grammars.
+
+        Work that has begun goes on behind the deadline, and nobody hears of it.
+
+        Args:
+            work: what to do.
+            *args: of it.
+            deadline_s: until when the request may take, by the loop's clock.
+            has_grammar: whether it is work of a request with a grammar.
+
+        Raises:
+            ApiError: the time is over, or the server ends.
+        """
         worker = self.grammar_worker if has_grammar else self.worker
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(worker, partial(work, *args))
+        if self.has_ended:
+            raise shutting_down()
+        try:
+            async with asyncio.timeout_at(deadline_s) as preparation:
+                self._preparing.add(preparation)
+                try:
+                    return await loop.run_in_executor(worker, partial(work, *args))
+                finally:
+                    self._preparing.discard(preparation)
+        except TimeoutError:
+            if self.has_ended:
+                raise shutting_down() from None
+            raise too_slow(self.limits.seconds) from None
 
-    def begin(self, model: ServedModel, choices: Sequence[AnswerChoice], client: str) -> Generation:
+    def begin(
+        self,
+        model: ServedModel,
+        choices: Sequence[AnswerChoice],
+        client: str,
+        deadline_s: float,
+    ) -> Generation:
         """Hands the request of a client to the engine.
 
         Raises:
@@ -173,12 +204,21 @@ class Server:
         times = RequestTimes(self.metrics, model.parent or model.name)
         for choice in choices:
             choice.request = replace(choice.request, client=client)
-        generation = Generation(model, choices, times, self.limits.seconds)
+        generation = Generation(model, choices, times, self.limits.seconds, deadline_s)
         generation.submit()
         self._generations.add(generation)
         return generation
 
     def shut_down(self) -> None:
-        """Ends the answers that are being made with an error."""
+        """Ends the answers that are being made or prepared with an error."""
+        self.has_ended = True
+        _expire(self._preparing)
         for generation in list(self._generations):
             generation.shut_down()
+
+
+def _expire(timeouts: set[asyncio.Timeout]) -> None:
+    """Ends what waits within them."""
+    for timeout in timeouts:
+        if not timeout.expired():
+            timeout.reschedule(0)

@@ -87,3 +87,30 @@ def test_a_stop_token_ends_the_text_and_is_reported(tokenizer: Any) -> None:
     pieces = [*(answer.add(NewToken(token, -1.0)) for token in [*ids, 7]), answer.end("stop")]
     assert "".join(piece.text for piece in pieces) == "one"
     assert [token.token_id for piece in pieces for token in piece.tokens] == [*ids, 7]
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(0, "a"), (2, "a"), (3, "abca"), (5, "abca"), (6, "abcabca")]
+)
+def test_a_stop_string_ends_no_answer_before_its_least_tokens(
+    min_tokens: int, expected: str
+) -> None:
+    """It may begin before them, and does not end the answer where it is whole by then."""
+    text = IncrementalText(lambda ids: "".join(map(chr, ids)))
+    answer = AnswerText(text, ["bc"], frozenset(), min_tokens)
+    pieces = []
+    for letter in "abcabcabc":
+        pieces.append(answer.add(NewToken(ord(letter))))
+        if pieces[-1].finish is not None:
+            break
+    assert pieces[-1].finish == "stop"
+    assert "".join(piece.text for piece in pieces) == expected
+
+
+def test_a_stop_string_that_comes_too_early_is_text(tokenizer: Any) -> None:
+    ids = tokenizer("one two three")["input_ids"]
+    answer = AnswerText(IncrementalText(tokenizer.decode), ["two", "o t"], frozenset(), len(ids))
+    pieces = [*(answer.add(NewToken(token, -1.0)) for token in ids), answer.end("length")]
+    assert "".join(piece.text for piece in pieces) == "one two three"
+    assert [token.token_id for piece in pieces for token in piece.tokens] == ids
+    assert pieces[-1].finish == "length"

@@ -284,37 +284,6 @@ def test_a_model_without_a_template_has_no_chats(tokenizer: Any) -> None:
         assert (status, answer["error"]["code"]) == (400, "unsupported_model")
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_text_too_long_for_any_tokens_is_refused_before_it_is_encoded(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    """Encoding takes hundreds of bytes a token, and a body may have megabytes of text."""
-    longest = max(tokenizer.get_vocab(), key=len)
-    with scripted(tokenizer, QueueFullError("many wait")) as (site, engine):
-        vocabulary, encoded = site.server.models["pocket"].vocabulary, []
-        real = vocabulary.encode
-
-        def encode(text: str, **options: Any) -> list[int]:
-            encoded.append(text)
-            return real(text, **options)
-
-        monkeypatch.setattr(vocabulary, "encode", encode)
-
-        def ask(text: str) -> tuple[int, Any]:
-            messages = [{"role": "user", "content": text}]
-            body = {"prompt": text} if path == "completions" else {"messages": messages}
-            return site.ask(f"/v1/{path}", {**body, "max_tokens": 1})
-
-        # As many of the longest tokens as may be, less a few for the conversation's own.
-        fits = tokenizer.convert_tokens_to_string([longest] * (engine.most_request_tokens - 20))
-        status, found = ask(fits)
-        assert (status, len(encoded)) == (429, 1), found
-        status, found = ask("a" * (len(longest) * engine.most_request_tokens + 1))
-        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
-        assert "characters; prompt and answer may have 1000 tokens" in found["error"]["message"]
-        assert len(encoded) == 1
-
-
 @pytest.mark.parametrize(
     ("given", "param", "complaint"),
     [
@@ -329,6 +298,9 @@ def test_a_text_too_long_for_any_tokens_is_refused_before_it_is_encoded(
         ({"structure": 1}, "structure", "no field"),
         ({"str": 1}, "str", "no field"),
         ({"temperature": 1e-300}, "temperature", "at least 1e-20"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty", "must lie in [1e-20, 1e+20]"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must lie in [1e-20, 1e+20]"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty", "must lie in [1e-20, 1e+20]"),
         ({"logit_bias": {"4096": 1}}, "logit_bias", "ids below 4096"),
         ({"n": 0}, "n", "greater than"),
         ({"seed": "x"}, "seed", "integer"),

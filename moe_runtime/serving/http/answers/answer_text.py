@@ -149,14 +149,20 @@ class AnswerText:
         text: decodes the answer.
         stops: strings that end it; they are no part of it.
         stop_ids: tokens that end it; their text is no part of it.
+        min_tokens: ``stops`` that are whole within so many tokens do not end it, as in vLLM.
     """
 
     def __init__(
-        self, text: IncrementalText, stops: Sequence[str], stop_ids: frozenset[int]
+        self,
+        text: IncrementalText,
+        stops: Sequence[str],
+        stop_ids: frozenset[int],
+        min_tokens: int = 0,
     ) -> None:
         self._text = text
         self._stops = MarkSearch(stops)
         self._stop_ids = stop_ids
+        self._min_tokens = min_tokens
         self._num_decoded = 0
         self._num_sent = 0
         self._waiting: deque[AnswerToken] = deque()
@@ -181,7 +187,10 @@ class AnswerText:
 
     def _grow(self, text: str) -> Piece:
         self._num_decoded += len(text)
-        free, stop, _ = self._stops.add(text)
+        free, stop, rest = self._stops.add(text)
+        while stop is not None and self.num_tokens <= self._min_tokens:
+            more, later, rest = self._stops.add(rest)
+            free, stop = free + stop + more, later
         self._num_sent += len(free)
         tokens = []
         while self._waiting and (

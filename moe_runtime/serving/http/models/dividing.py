@@ -16,7 +16,10 @@ from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.adapters import AdapterFolder
 
 _OWN_BYTES = 6 * 2**20
-"""Set aside for connections, requests and their texts: 15 minutes with 8 clients took 4 MiB."""
+"""Set aside for connections, requests and their texts: 15 minutes with 8 clients took 4 MiB.
+
+The bodies that are held at a time have at most 4 MiB unless ``--max-body`` says otherwise. One of
+1 MiB takes 2 to 8 MiB more while it is read where it is text or token ids, and 35 MiB at worst."""
 
 _TOKEN_BYTES = 64
 """Set aside for each token of a KV cache: what finds a kept prefix again, and its tensor's own."""

@@ -13,6 +13,10 @@ from moe_runtime.serving.http.api_errors import ApiError
 
 _UNKNOWN = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SLICE = 2048
+"""Characters that are encoded at a time where a text may be too long."""
+_MOST_CHARACTER_BYTES = 4
+"""Of UTF-8; a character has no more tokens than bytes."""
 _SPACE = "\u2581"
 """How SentencePiece writes a space."""
 
@@ -27,7 +31,7 @@ class Vocabulary:
         stop_strings: strings with which it does.
 
     Attributes:
-        longest_token: characters of the longest token; of bytes, where tokens are of bytes.
+        longest_token: bytes of the longest token's text in UTF-8, or more.
     """
 
     def __init__(
@@ -39,9 +43,14 @@ class Vocabulary:
         self.stop_strings = tuple(stop_strings)
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self._ids_by_token: dict[str, int] = tokenizer.get_vocab()
-        self.longest_token = max(map(len, self._ids_by_token), default=1)
         self._bytes: dict[int, bytes] = {}
         self._bytes_by_char = {char: byte for byte, char in enumerate(_byte_level_alphabet())}
+        is_of_bytes = self._bytes_by_char.keys() <= self._ids_by_token.keys()
+        self.longest_token = max(
+            # Where each byte has a token, a character of a token stands for a byte.
+            (len(token if is_of_bytes else token.encode()) for token in self._ids_by_token),
+            default=1,
+        )
         # Encoding may set how a tokenizer cuts and pads, which must not happen twice at a time.
         self._encoding = threading.Lock()
 
@@ -51,8 +60,29 @@ class Vocabulary:
         Raises:
             ApiError: the text cannot be encoded.
         """
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with blamed_on("the text cannot be encoded", ApiError), self._encoding:
             return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def is_longer(self, text: str, num_tokens: int) -> bool:
+        """Whether a text surely has more than so many tokens.
+
+        Encoding takes hundreds of bytes a token, so a long text is counted in slices up to the
+        limit. A cut makes a few tokens more; twice as many would take a cut in every token.
+
+        Raises:
+            ApiError: the text cannot be encoded.
+        """
+        if len(text) * _MOST_CHARACTER_BYTES <= 2 * num_tokens:
+            return False
+        found = 0
+        for start in range(0, len(text), _SLICE):
+            found += len(self._encode(text[start : start + _SLICE], add_special_tokens=False))
+            if found > 2 * num_tokens:
+                return True
+        return False
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of tokens, spaces as they are."""

@@ -1,0 +1,156 @@
+"""Bodies of requests: what reading one may cost, and what is said of those that are refused."""
+
+import threading
+import tracemalloc
+from typing import Any
+
+import pytest
+from http_server import ScriptedEngine, model_of, served
+
+from moe_runtime.serving.http import endpoints
+from moe_runtime.serving.http.api_errors import ApiError
+from moe_runtime.serving.http.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    parse_body,
+)
+from moe_runtime.serving.requests import Finished, PromptRead
+
+MANY = 20_000
+TEXT_MESSAGE = b'{"role":"user","content":"x"}'
+
+
+def filled(unit: bytes, begin: bytes, end: bytes) -> bytes:
+    return begin + b",".join([unit] * MANY) + end
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "param"),
+    [
+        (ChatBody, filled(b"0", b'{"messages":[', b"]}"), "messages.0"),
+        (CompletionBody, filled(b"-1", b'{"prompt":"a","stop_token_ids":[', b"]}"), None),
+        (CompletionBody, filled(b"0", b'{"prompt":"a","stop":[', b"]}"), "stop.0"),
+        (DetokenizeBody, filled(b'"a"', b'{"tokens":[', b"]}"), "tokens.0"),
+        (
+            CompletionBody,
+            b'{"prompt":"a",' + b",".join(b'"%d":0' % at for at in range(MANY)) + b"}",
+            "0",
+        ),
+        (
+            CompletionBody,
+            b'{"prompt":"a","metadata":{' + b",".join(b'"%d":0' % at for at in range(MANY)) + b"}}",
+            "metadata.0",
+        ),
+        (
+            CompletionBody,
+            b'{"prompt":"a","logit_bias":{'
+            + b",".join(b'"%d":"x"' % at for at in range(MANY))
+            + b"}}",
+            "logit_bias.0",
+        ),
+    ],
+)
+def test_of_many_mistakes_the_first_is_enough(kind: Any, raw: bytes, param: str | None) -> None:
+    """Each that is collected takes hundreds of bytes, and its part of a body takes two."""
+    tracemalloc.start()
+    with pytest.raises(ApiError) as caught:
+        parse_body(kind, raw)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 60 * len(raw)
+    assert caught.value.param == (param or "stop_token_ids.0")
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("name", ["a" * 100_000, "temperaturf" + "x" * 100_000])
+def test_a_name_that_is_long_is_not_repeated(name: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_body(CompletionBody, b'{"prompt":"a","%s":1}' % name.encode())
+    assert caught.value.code == "unknown_parameter"
+    assert len(caught.value.message) < 200
+    assert len(caught.value.param or "") < 80
+
+
+@pytest.mark.parametrize(
+    ("raw", "complaint"),
+    [
+        (b'{"prompt":[' + b"[]," * 100_000 + b"[]]}", "mostly brackets"),
+        (b'{"prompt":' + b"[" * 300 + b"]" * 300 + b"}", "deeper than 200 levels"),
+        (b'{"prompt":' + b"9" * 2000 + b"}", "a number of 2000 characters"),
+        (b'{"prompt":"a","temperature":NaN}', "NaN"),
+        (b'{"prompt":"\xff"}', "no JSON"),
+    ],
+)
+def test_what_is_no_json_that_is_taken(raw: bytes, complaint: str) -> None:
+    with pytest.raises(ApiError, match=complaint) as caught:
+        parse_body(CompletionBody, raw)
+    assert caught.value.status == 400
+
+
+def test_a_value_that_is_long_is_cut() -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_body(ChatBody, b'{"messages":"%s"}' % (b"x" * 100_000))
+    assert len(caught.value.message) < 400
+
+
+def test_long_bodies_are_read_outside_the_loop(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def parse(kind: Any, raw: bytes) -> Any:
+        threads.append(threading.current_thread().name)
+        return parse_body(kind, raw)
+
+    monkeypatch.setattr(endpoints, "parse_body", parse)
+    engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
+    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
+        for prompt in ([5], [5] * 900):
+            body = {"prompt": prompt, "metadata": {"a": "x" * (len(prompt) * 20)}}
+            assert site.ask("/v1/completions", body)[0] == 200
+    assert [name.startswith("texts") for name in threads] == [False, True]
+
+
+def test_messages_may_be_dumped_as_openais_client_has_them() -> None:
+    """It has fields that no message of this server has, and leaves them null."""
+    raw = (
+        b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b",'
+        b'"refusal":null,"annotations":null,"audio":null,"function_call":null,"tool_calls":null}]}'
+    )
+    (_, found) = parse_body(ChatBody, raw).messages
+    assert found == Message(role="assistant", content="b")
+    with pytest.raises(ApiError, match=r"messages.1.annotations: is no field"):
+        parse_body(ChatBody, raw.replace(b'"annotations":null', b'"annotations":[1]'))
+    with pytest.raises(ApiError, match="bogus: is no field"):
+        parse_body(ChatBody, b'{"bogus":null,"messages":[' + TEXT_MESSAGE + b"]}")
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "junk": 1}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "param"),
+    [
+        (
+            "/v1/completions",
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        ("/v1/completions", {"response_format": {}}, "response_format.type"),
+        ("/v1/completions", {"response_format": SCHEMA}, "response_format.json_schema.junk"),
+        ("/tokenize", {"tools": [TOOL]}, "tools"),
+        ("/tokenize", {"add_generation_prompt": True}, "add_generation_prompt"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(
+    tokenizer: Any, path: str, given: dict[str, Any], param: str
+) -> None:
+    with served([model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]) as site:
+        status, found = site.ask(path, {"prompt": "a", **given})
+        assert (status, found["error"]["param"]) == (400, param)
+        chat = {"messages": [{"role": "user", "content": "a"}], "response_format": {}}
+        status, found = site.ask("/v1/chat/completions", chat)
+        assert (status, found["error"]["param"]) == (400, "response_format.type")
