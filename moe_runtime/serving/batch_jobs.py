@@ -19,8 +19,9 @@ from moe_runtime.inference.generation import (
     encode_messages,
     encode_prompt,
 )
+from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.serving.batch_lines import PromptLine
-from moe_runtime.serving.http.answers.answer_text import AnswerText, IncrementalText, Piece
+from moe_runtime.serving.http.answers.answer_text import AnswerText, Piece
 from moe_runtime.serving.offline import Answer
 from moe_runtime.serving.requests import FinishReason, GenerationRequest, NewToken
 
@@ -212,7 +213,11 @@ class Batch:
         text = self._texts.get(job.id)
         if text is None:
             decoded = IncrementalText(self._decode, frozenset(self._tokenizer.all_special_ids))
-            text = _GrowingText(AnswerText(decoded, job.stops, job.line.stop_ids))
+            answered = AnswerText(decoded, job.stops, job.line.stop_ids)
+            given = job.line.prompt
+            if isinstance(given, list) or (given is not None and not self._chat):
+                answered.follow(job.request.prompt_ids, is_whole=isinstance(given, str))
+            text = _GrowingText(answered)
             self._texts[job.id] = text
         text.take(answer)
         return text

@@ -93,6 +93,9 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
         matcher=grammar and model.grammars.compile(*grammar),
         shown_tokens=_shown_tokens(template, has_tools=bool(tools)),
     )
+    if continues:
+        for choice in choices:
+            choice.text.follow(ids, is_whole=True)
     return ChatPlan(choices, functions, template, prompt, opens_reasoning, bool(tools))
 
 
