@@ -151,7 +151,7 @@ class Conversation:
         is_stopped: Callable[[], bool],
     ) -> tuple[str, Turn]:
         decoded = IncrementalText(self._decode, self._skipped)
-        text, reason = AnswerText(decoded, self._stops, frozenset()), None
+        text, reason = AnswerText(decoded, self._stops, self._end_ids), None
         answer = _Answer(on_text, HarmonySections() if self._is_harmony else None)
 
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
