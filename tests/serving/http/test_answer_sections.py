@@ -14,6 +14,27 @@ WEATHER = Function(
     name="weather",
     parameters={"type": "object", "properties": {"city": {"type": "string"}, "days": {}}},
 )
+TEXT_OR_NONE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+TYPED = Function(
+    name="typed",
+    parameters={
+        "type": "object",
+        "properties": {
+            "zip": {"type": ["string", "null"]},
+            "either": TEXT_OR_NONE,
+            "one": {"enum": ["1", "2"]},
+            "far": {"$ref": "#/$defs/code"},
+            "gone": TEXT_OR_NONE,
+            "word": {"type": "string"},
+            "number": {"type": ["integer", "null"]},
+        },
+        "$defs": {"code": {"oneOf": [{"type": "integer"}, {"type": "string"}]}},
+    },
+)
+TYPED_VALUES = [
+    *(("zip", "12345"), ("either", "12345"), ("one", "1"), ("far", "7"), ("gone", "null")),
+    *(("word", "null"), ("number", "5"), ("odd", "NaN")),
+]
 CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
     ("plain \n\n", None, "content", [("content", "plain \n\n")]),
     ("  plain\n", "hermes", "content", [("content", "  plain\n")]),
@@ -53,6 +74,25 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
         [ParsedCall("weather", '{"city": "12", "days": 12}')],
     ),
     (
+        "<tool_call><function=typed>"
+        + "".join(f"<parameter={key}>{value}</parameter>" for key, value in TYPED_VALUES)
+        + "</function></tool_call>",
+        "qwen-xml",
+        "content",
+        [
+            ParsedCall(
+                "typed",
+                '{"zip": "12345", "either": "12345", "one": "1", "far": "7", "gone": null, '
+                '"word": "null", "number": 5, "odd": "NaN"}',
+            )
+        ],
+    ),
+    *(
+        (text, "hermes", "content", [("content", text)])
+        for value in ("NaN", "-Infinity", "1e999", '{"a": [-1e999]}')
+        for text in [f'<tool_call>{{"name": "weather", "arguments": {{"x": {value}}}}}</tool_call>']
+    ),
+    (
         'ok [TOOL_CALLS] [{"name": "weather", "arguments": {"days": 2}}]',
         "mistral",
         "content",
@@ -78,7 +118,7 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
 @pytest.mark.parametrize("step", [1, 2, 7, 10_000])
 @pytest.mark.parametrize(("text", "tools", "begins", "expected"), CASES)
 def test_sections(text: str, tools: str | None, begins: Kind, expected: Any, step: int) -> None:
-    sections = AnswerSections(THINK, tools and FORMATS[tools], [WEATHER], begins)
+    sections = AnswerSections(THINK, tools and FORMATS[tools], [WEATHER, TYPED], begins)
     parts: list[Any] = []
     for at in range(0, len(text), step):
         parts += sections.add(text[at : at + step])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from moe_runtime.serving.http.schema import Function
 
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+_CHOICES = ("anyOf", "oneOf", "allOf")
+"""Keys of a schema that have others from which a value may have its types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +62,37 @@ class ToolFormat:
         return (self.opens,) if self.closes is None else (self.opens, self.closes)
 
 
+def read_json(text: str) -> Any:
+    """A JSON value, without the numbers that Python reads and JSON does not have.
+
+    Raises:
+        ValueError: the text is none.
+        RecursionError: values lie too deep in one another.
+    """
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+
+
+def json_text(value: Any) -> str:
+    """A value as the text of a call's arguments."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
+
+
 def _json_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
     """JSON objects, one after another or in lists, with ``;`` or spaces between them."""
     return [_json_call(value) for value in _json_values(text)]
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
     rest = text.strip(" \t\r\n;")
     while rest:
         value, end = decoder.raw_decode(rest)
@@ -77,10 +105,10 @@ def _json_call(value: Any) -> ParsedCall:
         raise ValueError("expected an object with a name")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = read_json(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("expected the arguments to be an object")
-    return ParsedCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ParsedCall(value["name"], json_text(arguments))
 
 
 def _xml_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
@@ -88,28 +116,59 @@ def _xml_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
     found = _FUNCTION.fullmatch(text)
     if found is None:
         raise ValueError("expected <function=...>")
-    types = _parameter_types(found[1], functions)
-    arguments = {key: _typed(value, types.get(key)) for key, value in _PARAMETER.findall(found[2])}
-    return [ParsedCall(found[1], json.dumps(arguments, ensure_ascii=False))]
+    schema = next((one.parameters for one in functions if one.name == found[1]), None) or {}
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, dict) else {}
+    arguments = {
+        key: _typed(value, known.get(key), schema) for key, value in _PARAMETER.findall(found[2])
+    }
+    return [ParsedCall(found[1], json_text(arguments))]
 
 
-def _parameter_types(name: str, functions: Sequence[Function]) -> Mapping[str, Any]:
-    for function in functions:
-        if function.name == name and function.parameters is not None:
-            properties = function.parameters.get("properties")
-            if isinstance(properties, dict):
-                return {key: of.get("type") for key, of in properties.items() if type(of) is dict}
-    return {}
+def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """A value as its schema has it: text where it may be one, and where it is no JSON.
 
-
-def _typed(value: str, kind: Any) -> Any:
-    """A value as its schema has it; text where it is no JSON."""
-    if kind == "string":
+    ``null`` is none where the schema allows that too.
+    """
+    if _allows(schema, "string", root) and not (value == "null" and _allows(schema, "null", root)):
         return value
     try:
-        return json.loads(value)
+        return read_json(value)
     except ValueError:
         return value
+
+
+def _allows(schema: Any, kind: str, root: Mapping[str, Any]) -> bool:
+    """Whether a schema names a type as one of those that a value may have."""
+    pending, seen = [schema], set()
+    while pending:
+        one = pending.pop()
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        types = one.get("type")
+        if types is not None:
+            if types == kind or (isinstance(types, list) and kind in types):
+                return True
+            continue
+        values = one["enum"] if isinstance(one.get("enum"), list) else []
+        values = [*values, *([one["const"]] if "const" in one else [])]
+        if any(isinstance(value, str) if kind == "string" else value is None for value in values):
+            return True
+        for key in _CHOICES:
+            pending += one[key] if isinstance(one.get(key), list) else []
+        pending.append(_referred(one.get("$ref"), root))
+    return False
+
+
+def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
+    """What a reference within a schema leads to; None where it leads elsewhere."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for key in reference.removeprefix("#/").split("/"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 TOOL_FORMATS = (
