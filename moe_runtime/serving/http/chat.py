@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from moe_runtime.serving.http import grammars
 from moe_runtime.serving.http.answers.answer_sections import AnswerSections
 from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections
+from moe_runtime.serving.http.answers.tool_formats import ToolFormat
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.asking import check_choices, choices_for, encode_prompt
 from moe_runtime.serving.http.generating import AnswerChoice
@@ -27,7 +29,7 @@ class ChatPlan:
         template: of the conversation.
         prompt: the conversation as the template writes it.
         opens_reasoning: the prompt ends with the mark that opens reasoning.
-        calls_tools: the answer is searched for calls.
+        tools: how calls are written that the answer is searched for; None where it has none.
     """
 
     choices: list[AnswerChoice]
@@ -35,7 +37,7 @@ class ChatPlan:
     template: ChatTemplate
     prompt: str
     opens_reasoning: bool
-    calls_tools: bool
+    tools: ToolFormat | None
 
     def sections(self) -> AnswerSections | HarmonySections:
         """Splits one of the answers."""
@@ -43,7 +45,7 @@ class ChatPlan:
             return HarmonySections(self.functions, self.prompt)
         return AnswerSections(
             self.template.reasoning,
-            self.template.tools if self.calls_tools else None,
+            self.tools,
             self.functions,
             "reasoning" if self.opens_reasoning else "content",
         )
@@ -96,7 +98,19 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
     if continues:
         for choice in choices:
             choice.text.follow(ids, is_whole=True)
-    return ChatPlan(choices, functions, template, prompt, opens_reasoning, bool(tools))
+    how = _format_of_calls(body, template) if tools else None
+    return ChatPlan(choices, functions, template, prompt, opens_reasoning, how)
+
+
+def _format_of_calls(body: ChatBody, template: ChatTemplate) -> ToolFormat | None:
+    """How calls are written where the model may write any.
+
+    JSON that a response format asks for is the answer; a grammar of one's own may be of calls.
+    """
+    kind = (body.response_format or {}).get("type", "text")
+    if template.tools is None or kind in ("json_object", "json_schema"):
+        return None
+    return template.tools if kind == "text" else dataclasses.replace(template.tools, bare=False)
 
 
 def _check_combinations(body: ChatBody) -> None:

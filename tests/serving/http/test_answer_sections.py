@@ -1,12 +1,15 @@
 """Reasoning, content and calls of tools, however the text of an answer is cut."""
 
+import copy
 from typing import Any
 
 import pytest
+from http_server import ScriptedEngine, model_of, served
 
 from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections, Kind
 from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, ParsedCall, tool_format_of
 from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
 FORMATS = {one.name: one for one in TOOL_FORMATS}
 THINK = REASONING_MARKS[0]
@@ -65,6 +68,29 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
         [("content", "see <tool_call>{no json}</tool_call> here")],
     ),
     ("<tool_call>" + "[" * 5000, "hermes", "content", [("content", "<tool_call>" + "[" * 5000)]),
+    (
+        '<tool_call>{"name": "weather", "arguments": {"city": "a</tool_call>\\\\"}}</tool_call> b'
+        '<tool_call>{"name": "weather", "arguments": {"city": "\\"</tool_call>"}}',
+        "hermes",
+        "content",
+        [
+            ParsedCall("weather", '{"city": "a</tool_call>\\\\"}'),
+            ("content", "b"),
+            ParsedCall("weather", '{"city": "\\"</tool_call>"}'),
+        ],
+    ),
+    # a string without an end
+    (
+        '<tool_call>{"name": "weath</tool_call>c<tool_call>{"name": "weather"}</tool_call>'
+        '<tool_call>{"name</tool_call>d',
+        "hermes",
+        "content",
+        [
+            ("content", '<tool_call>{"name": "weath</tool_call>c'),
+            ParsedCall("weather", "{}"),
+            ("content", '<tool_call>{"name</tool_call>d'),
+        ],
+    ),
     ('<tool_call>{"name": 7}', "hermes", "content", [("content", '<tool_call>{"name": 7}')]),
     (
         "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n12\n"
@@ -104,6 +130,21 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
         "content",
         [ParsedCall("weather", '{"days": 1}'), ParsedCall("weather", "{}")],
     ),
+    *(
+        (text, "llama-json", "content", [("content", text)])
+        for text in (
+            '{"name": "Ann", "age": 3}',
+            '{"name": "Ann", "parameters": {}}',
+            '{"name": "weather", "age": 3}',
+            '{"name": ["weather"], "parameters": {}}',
+        )
+    ),
+    (
+        '<|python_tag|>{"name": 3}',
+        "llama-json",
+        "content",
+        [("content", '<|python_tag|>{"name": 3}')],
+    ),
     ('{"days": 1}', "llama-json", "content", [("content", '{"days": 1}')]),
     ('Not {"name": "x"}', "llama-json", "content", [("content", 'Not {"name": "x"}')]),
     (
@@ -124,7 +165,8 @@ def test_sections(text: str, tools: str | None, begins: Kind, expected: Any, ste
         parts += sections.add(text[at : at + step])
     found: list[Any] = []
     for part in [*parts, *sections.end()]:
-        if isinstance(part, tuple) and found and found[-1][:1] == part[:1]:
+        last = found[-1] if found and isinstance(found[-1], tuple) else None
+        if last and isinstance(part, tuple) and last[0] == part[0]:
             found[-1] = (part[0], found[-1][1] + part[1])
         else:
             found.append(part)
@@ -145,3 +187,30 @@ def test_sections(text: str, tools: str | None, begins: Kind, expected: Any, ste
 def test_a_template_tells_how_its_model_calls_tools(source: str, name: str | None) -> None:
     found = tool_format_of(source)
     assert (found and found.name) == name
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "grammar", None])
+def test_json_that_was_asked_for_is_no_call(tokenizer: Any, kind: str | None) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = '{% if tools %}{"name": 1, "parameters": 2}{% endif %}Who?'
+    text = '{"name": "weather", "parameters": {"city": "<|python_tag|>"}}'
+    tokens = [NewToken(token) for token in tokenizer(text)["input_ids"]]
+    engine = ScriptedEngine(lambda _: [PromptRead(0), *tokens, Finished("stop")])
+    formats = {
+        "json_schema": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+        "grammar": {"type": "grammar", "grammar": "start: /.*/"},
+        None: None,
+    }
+    tools = [{"type": "function", "function": WEATHER.model_dump(exclude_none=True)}]
+    asked = {"messages": [{"role": "user", "content": ""}], "tools": tools}
+    with served([model_of("m", engine, tokenizer, 4096)]) as site:
+        status, answer = site.ask(
+            "/v1/chat/completions", {**asked, "response_format": formats[kind]}
+        )
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    if kind == "json_schema":
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+        assert "tool_calls" not in choice["message"]
+    else:
+        assert ("tool_calls" in choice["message"]) == (kind is None)

@@ -58,6 +58,35 @@ class MarkSearch:
         return held
 
 
+class JsonMarkSearch(MarkSearch):
+    """As `MarkSearch` for a mark behind JSON: within its strings the mark is text.
+
+    Args:
+        mark: begins with what JSON has in strings alone.
+    """
+
+    def __init__(self, mark: str) -> None:
+        super().__init__((mark,))
+        self._mark = mark
+        self._is_within_string = self._is_escaped = False
+
+    def add(self, piece: str) -> tuple[str, str | None, str]:
+        """Takes text; see `MarkSearch.add`."""
+        text, self._held = self._held + piece, ""
+        for at, char in enumerate(text):
+            if self._is_within_string:
+                self._is_within_string = self._is_escaped or char != '"'
+                self._is_escaped = not self._is_escaped and char == "\\"
+            elif char == '"':
+                self._is_within_string = True
+            elif text.startswith(self._mark, at):
+                return text[:at], self._mark, text[at + len(self._mark) :]
+            elif self._mark.startswith(text[at:]):
+                self._held = text[at:]
+                return text[:at], None, ""
+        return text, None, ""
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerToken:
     """A token of an answer.

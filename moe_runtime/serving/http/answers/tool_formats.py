@@ -45,7 +45,7 @@ class ToolFormat:
         closes: ends it; None where it goes on to the end of the answer.
         parse: reads the text between; raises ``ValueError`` or ``KeyError`` where it is no call.
         arguments_key: of the JSON object that a call is, where it is one.
-        bare: an answer that begins with ``{`` is a call without ``opens``.
+        bare: an answer that begins with ``{`` may be a call without ``opens``.
     """
 
     name: str
@@ -89,6 +89,22 @@ def _finite(text: str) -> float:
 def _json_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
     """JSON objects, one after another or in lists, with ``;`` or spaces between them."""
     return [_json_call(value) for value in _json_values(text)]
+
+
+def bare_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
+    """JSON objects without a mark before them, which may as well be the answer itself.
+
+    Raises:
+        ValueError: one of them does not name a tool that was given, and arguments for it.
+    """
+    names = [function.name for function in functions]
+    values = list(_json_values(text))
+    for value in values:
+        if not isinstance(value, dict) or value.get("name") not in names:
+            raise ValueError("expected the name of a tool")
+        if not value.keys() & {"arguments", "parameters"}:
+            raise ValueError("expected arguments")
+    return [_json_call(value) for value in values]
 
 
 def _json_values(text: str) -> Iterator[Any]:
