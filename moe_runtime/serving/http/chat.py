@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,12 +79,15 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
     ids = encode_prompt(prompt, model, "messages", add_special_tokens=False)
     opens_reasoning = template.opens_reasoning(prompt)
     functions = [tool.function for tool in tools]
-    grammar = _grammar(body, template, functions)
+    special = model.vocabulary.special_tokens
+    grammar = _grammar(body, template, functions, special)
     if grammar is not None and template.is_harmony:
         if not HarmonySections(prompt=prompt).is_within_message:
             grammar = _in_channels(grammar, body)
     elif grammar is not None and not template.closes_reasoning(prompt):
-        grammar = _after_reasoning(grammar, body, template, opens_reasoning=opens_reasoning)
+        grammar = _after_reasoning(
+            grammar, body, template, special, opens_reasoning=opens_reasoning
+        )
     given = body.max_completion_tokens
     choices = choices_for(
         body,
@@ -162,7 +165,10 @@ def _shown_tokens(template: ChatTemplate, *, has_tools: bool) -> tuple[str, ...]
 
 
 def _grammar(
-    body: ChatBody, template: ChatTemplate, functions: list[Function]
+    body: ChatBody,
+    template: ChatTemplate,
+    functions: list[Function],
+    special: Mapping[str, int],
 ) -> tuple[str, str] | None:
     """The grammar that the answer keeps to and the field that asks for it."""
     needs_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
@@ -181,6 +187,7 @@ def _grammar(
             grammar = grammars.of_tools(
                 functions,
                 template.tools,
+                special,
                 is_needed=needs_call,
                 may_repeat=body.parallel_tool_calls is not False,
             )
@@ -203,7 +210,12 @@ def _in_channels(grammar: tuple[str, str], body: ChatBody) -> tuple[str, str]:
 
 
 def _after_reasoning(
-    grammar: tuple[str, str], body: ChatBody, template: ChatTemplate, *, opens_reasoning: bool
+    grammar: tuple[str, str],
+    body: ChatBody,
+    template: ChatTemplate,
+    special: Mapping[str, int],
+    *,
+    opens_reasoning: bool,
 ) -> tuple[str, str]:
     """The grammar where reasoning may come first."""
     text, param = grammar
@@ -212,4 +224,5 @@ def _after_reasoning(
         return grammar
     if is_own:
         raise FieldError(param, "a grammar of one's own cannot follow reasoning; turn it off")
-    return grammars.after_reasoning(text, template.reasoning, is_open=opens_reasoning), param
+    marks = template.reasoning
+    return grammars.after_reasoning(text, marks, special, is_open=opens_reasoning), param

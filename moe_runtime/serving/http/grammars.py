@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -158,13 +158,19 @@ def _with_backslash(found: re.Match[str]) -> str:
 
 
 def of_tools(
-    functions: Sequence[Function], how: ToolFormat, *, is_needed: bool, may_repeat: bool
+    functions: Sequence[Function],
+    how: ToolFormat,
+    special: Mapping[str, int],
+    *,
+    is_needed: bool,
+    may_repeat: bool,
 ) -> str | None:
     """A grammar of answers that call tools as their schemas say.
 
     Args:
         functions: the tools.
         how: the family's way of writing calls.
+        special: the vocabulary's special tokens; no regular expression has them in its texts.
         is_needed: the answer is nothing but calls; text may stand around them otherwise.
         may_repeat: several calls may come.
 
@@ -192,20 +198,31 @@ def of_tools(
         schema = {"type": "array", "items": schema, "minItems": 1}
         if not may_repeat:
             schema["maxItems"] = 1
-    gap, closing = (' "\\n"', f' "\\n" {_text(how.closes)}') if how.closes else ("", "")
+    opens = _mark(how.opens, special)
+    gap, closing = (' "\\n"', f' "\\n" {_mark(how.closes, special)}') if how.closes else ("", "")
     call = f"{gap} {_json(schema, **_ONE_LINE)}{closing}"
-    more = f' ("\\n" {_text(how.opens)} call)*' if may_repeat and how.closes else ""
+    more = f' ("\\n" {opens} call)*' if may_repeat and how.closes else ""
     if is_needed:
-        return f"start: {_text(how.opens)} call{more}\ncall:{call}"
+        return f"start: {opens} call{more}\ncall:{call}"
     free = f"FREE: {_without(how.opens)}\n"
-    return f"start: FREE | opening call{more}\n{_up_to('opening', how.opens)}{free}call:{call}"
+    opening = _up_to("opening", how.opens, special)
+    return f"start: FREE | opening call{more}\n{opening}{free}call:{call}"
 
 
-def after_reasoning(grammar: str, marks: ReasoningMarks, *, is_open: bool) -> str:
-    """A grammar whose text may follow reasoning; must, where the prompt has opened it."""
+def after_reasoning(
+    grammar: str, marks: ReasoningMarks, special: Mapping[str, int], *, is_open: bool
+) -> str:
+    """A grammar whose text may follow reasoning; must, where the prompt has opened it.
+
+    Args:
+        grammar: of the answer.
+        marks: of reasoning.
+        special: as for `of_tools`.
+        is_open: the prompt has opened it.
+    """
     body = grammar.replace("start:", "answer:", 1)
-    first = "thought GAP" if is_open else f"({_text(marks.opens)} thought GAP)?"
-    thought = _up_to("thought", marks.closes)
+    first = "thought GAP" if is_open else f"({_mark(marks.opens, special)} thought GAP)?"
+    thought = _up_to("thought", marks.closes, special)
     return f"start: {first} answer\n{thought}GAP: /\\s*/\n{body}"
 
 
@@ -259,8 +276,15 @@ def _text(text: str) -> str:
     return json.dumps(text)
 
 
-def _up_to(rule: str, mark: str) -> str:
+def _mark(text: str, special: Mapping[str, int]) -> str:
+    """A mark: the special token of this name, or its text."""
+    return f"<[{special[text]}]>" if text in special else _text(text)
+
+
+def _up_to(rule: str, mark: str, special: Mapping[str, int]) -> str:
     """A rule of any text that ends with the first mark."""
+    if mark in special:
+        return f"{rule}: BEFORE {_mark(mark, special)}\nBEFORE: {_without(mark)}\n"
     return f"{rule}[lazy]: /(.|\\n)*{_escaped(mark)}/\n"
 
 

@@ -27,6 +27,7 @@ class Vocabulary:
         stop_strings: strings with which it does.
 
     Attributes:
+        special_tokens: ids of the tokens that are never read out of text, by their names.
         longest_token: characters of the longest token; of bytes, where tokens are of bytes.
     """
 
@@ -38,6 +39,8 @@ class Vocabulary:
         self.end_ids = frozenset(end_ids)
         self.stop_strings = tuple(stop_strings)
         self.special_ids = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_tokens = {token.content: at for at, token in added if token.special}
         self._ids_by_token: dict[str, int] = tokenizer.get_vocab()
         self.longest_token = max(map(len, self._ids_by_token), default=1)
         self._bytes: dict[int, bytes] = {}
