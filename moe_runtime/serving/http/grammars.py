@@ -177,6 +177,10 @@ def of_tools(
     Returns:
         None where the format is not JSON.
     """
+    if how.before_arguments is not None:
+        call = _named_call(functions, how, how.before_arguments, special)
+        between = "" if may_repeat else None
+        return _calls(call, between, how, special, is_needed=is_needed)
     if how.arguments_key is None:
         return None
     calls = [
@@ -198,15 +202,47 @@ def of_tools(
         schema = {"type": "array", "items": schema, "minItems": 1}
         if not may_repeat:
             schema["maxItems"] = 1
-    opens = _mark(how.opens, special)
     gap, closing = (' "\\n"', f' "\\n" {_mark(how.closes, special)}') if how.closes else ("", "")
     call = f"{gap} {_json(schema, **_ONE_LINE)}{closing}"
-    more = f' ("\\n" {opens} call)*' if may_repeat and how.closes else ""
+    more = '"\\n"' if may_repeat and how.closes else None
+    return _calls(call, more, how, special, is_needed=is_needed)
+
+
+def _calls(
+    call: str, between: str | None, how: ToolFormat, special: Mapping[str, int], *, is_needed: bool
+) -> str:
+    """A grammar of calls.
+
+    Args:
+        call: what stands behind the mark that opens one.
+        between: what stands between two of them; None where there is one at most.
+        how: the family's way of writing calls.
+        special: as for `of_tools`.
+        is_needed: the answer is nothing but calls.
+    """
+    opens = _mark(how.opens, special)
+    more = "" if between is None else f" ({between} {opens} call)*"
     if is_needed:
-        return f"start: {opens} call{more}\ncall:{call}"
-    free = f"FREE: {_without(how.opens)}\n"
-    opening = _up_to("opening", how.opens, special)
-    return f"start: FREE | opening call{more}\n{opening}{free}call:{call}"
+        return f"start: {opens} call{more}\ncall: {call}"
+    opening, free = _up_to("opening", how.opens, special), f"FREE: {_without(how.opens)}\n"
+    return f"start: FREE | opening call{more}\n{opening}{free}call: {call}"
+
+
+def _named_call(
+    functions: Sequence[Function],
+    how: ToolFormat,
+    before_arguments: str,
+    special: Mapping[str, int],
+) -> str:
+    """A rule's body: name and arguments of one of the functions, with a mark between them."""
+    before = _mark(before_arguments, special)
+    if how.before_id is not None and how.before_id in special:
+        before = f"({_mark(how.before_id, special)} /[a-zA-Z0-9]{{9}}/)? {before}"
+    calls = [
+        f"{_text(function.name)} {before} {_json(function.parameters or _ANY_OBJECT, **_ONE_LINE)}"
+        for function in functions
+    ]
+    return " | ".join(f"({call})" for call in calls)
 
 
 def after_reasoning(

@@ -125,6 +125,26 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
         [("content", "ok"), ParsedCall("weather", '{"days": 2}')],
     ),
     (
+        'ok [TOOL_CALLS]weather[ARGS]{"city": "[TOOL_CALLS]x[ARGS]"}[TOOL_CALLS]weather[CALL_ID]'
+        "123456789[ARGS]{}\n",
+        "mistral-args",
+        "content",
+        [
+            ("content", "ok"),
+            ParsedCall("weather", '{"city": "[TOOL_CALLS]x[ARGS]"}'),
+            ParsedCall("weather", "{}"),
+        ],
+    ),
+    *(
+        (text, "mistral-args", "content", [("content", text)])
+        for text in (
+            "[TOOL_CALLS]",
+            "[TOOL_CALLS]weather[ARGS][7]",
+            "[TOOL_CALLS]weather[ARGS]{} and",
+            '[TOOL_CALLS]weather[ARGS]{"days": NaN}',
+        )
+    ),
+    (
         '{"name": "weather", "parameters": {"days": 1}}; {"name": "weather", "parameters": {}}',
         "llama-json",
         "content",
@@ -179,6 +199,7 @@ def test_sections(text: str, tools: str | None, begins: Kind, expected: Any, ste
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ("{% if tools %}<tool_call><function=example>{% endif %}", "qwen-xml"),
         ("{% for tool in tools %}[TOOL_CALLS]", "mistral"),
+        ("{% if tools %}[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments }}", "mistral-args"),
         ('{% if tools %}{"name": name, "parameters": {}}', "llama-json"),
         ("<tool_call> is only mentioned", None),
         ("{% if tools %}do as you like", None),

@@ -31,6 +31,7 @@ CITY = Function(name="city", parameters={**SIZE, "additionalProperties": False})
 
 CALLS = {
     "hermes": '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>',
+    "mistral-args": '[TOOL_CALLS]city[ARGS]{"size": %s}',
     "mistral": '[TOOL_CALLS][{"name": "city", "arguments": {"size": %s}}]',
 }
 
@@ -92,7 +93,7 @@ def test_texts_are_of_the_response_format(
 def test_required_calls_can_be_read(grammars: Grammars, tokenizer: Any, how: Any) -> None:
     grammar = of_tools([CITY], how, {}, is_needed=True, may_repeat=False)
     if grammar is None:
-        assert how.arguments_key is None
+        assert how.name == "qwen-xml"
         return
     for text in texts(grammars, tokenizer, grammar):
         sections = AnswerSections(None, how, [CITY])
@@ -245,3 +246,19 @@ def test_calls_are_opened_by_a_special_token(marking: Any, how: Any, is_needed: 
     assert not writes(vocabulary, grammar, call % 3)
     assert writes(vocabulary, grammar, "well " + call % 2) != is_needed
     assert writes(vocabulary, grammar, "no call") != is_needed
+
+
+def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking: Any) -> None:
+    vocabulary = Vocabulary(marking, len(marking), [0])
+    (how,) = (one for one in TOOL_FORMATS if one.name == "mistral-args")
+    call = CALLS[how.name] % 1
+    both = call + call.replace("[ARGS]", "[CALL_ID]a1b2c3d4e[ARGS]")
+    for may_repeat in (True, False):
+        grammar = of_tools(
+            [CITY], how, vocabulary.special_tokens, is_needed=True, may_repeat=may_repeat
+        )
+        assert grammar is not None
+        assert writes(vocabulary, grammar, call)
+        assert writes(vocabulary, grammar, both) == may_repeat
+    sections = AnswerSections(None, how, [CITY])
+    assert [*sections.add(both), *sections.end()] == [ParsedCall("city", '{"size": 1}')] * 2

@@ -14,6 +14,9 @@ from moe_runtime.serving.http.schema import Function
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
+_NAMED = re.compile(
+    r"\s*(?P<opens>\[TOOL_CALLS\]\s*)?(?P<name>[^\s\[{]+)\s*(\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*"
+)
 _CHOICES = ("anyOf", "oneOf", "allOf")
 """Keys of a schema that have others from which a value may have its types."""
 
@@ -45,6 +48,9 @@ class ToolFormat:
         closes: ends it; None where it goes on to the end of the answer.
         parse: reads the text between; raises ``ValueError`` or ``KeyError`` where it is no call.
         arguments_key: of the JSON object that a call is, where it is one.
+        before_arguments: stands between a function's name and the JSON object of its arguments,
+            where a call is not one object with both.
+        before_id: stands before an id, which may come between the two.
         bare: an answer that begins with ``{`` may be a call without ``opens``.
     """
 
@@ -54,12 +60,15 @@ class ToolFormat:
     closes: str | None
     parse: Parser
     arguments_key: str | None = "arguments"
+    before_arguments: str | None = None
+    before_id: str | None = None
     bare: bool = False
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
         """Special tokens that the parser must see."""
-        return (self.opens,) if self.closes is None else (self.opens, self.closes)
+        marks = (self.opens, self.closes, self.before_arguments, self.before_id)
+        return tuple(mark for mark in marks if mark is not None)
 
 
 def read_json(text: str) -> Any:
@@ -86,6 +95,9 @@ def _finite(text: str) -> float:
     return number if math.isfinite(number) else _no_number(text)
 
 
+_DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
+
+
 def _json_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
     """JSON objects, one after another or in lists, with ``;`` or spaces between them."""
     return [_json_call(value) for value in _json_values(text)]
@@ -108,10 +120,9 @@ def bare_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    decoder = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
     rest = text.strip(" \t\r\n;")
     while rest:
-        value, end = decoder.raw_decode(rest)
+        value, end = _DECODER.raw_decode(rest)
         yield from value if isinstance(value, list) else [value]
         rest = rest[end:].strip(" \t\r\n;")
 
@@ -125,6 +136,21 @@ def _json_call(value: Any) -> ParsedCall:
     if not isinstance(arguments, dict):
         raise ValueError("expected the arguments to be an object")
     return ParsedCall(value["name"], json_text(arguments))
+
+
+def _named_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
+    """``NAME[ARGS]{...}``, and more of them behind ``[TOOL_CALLS]``."""
+    calls, end = [], 0
+    rest = text.rstrip()
+    while not calls or end < len(rest):
+        found = _NAMED.match(rest, end)
+        if found is None or (found["opens"] is None) != (not calls):
+            raise ValueError("expected the name of a function")
+        value, end = _DECODER.raw_decode(rest, found.end())
+        if not isinstance(value, dict):
+            raise ValueError("expected the arguments to be an object")
+        calls.append(ParsedCall(found["name"], json_text(value)))
+    return calls
 
 
 def _xml_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
@@ -192,6 +218,16 @@ TOOL_FORMATS = (
         "qwen-xml", ("<function=",), "<tool_call>", "</tool_call>", _xml_calls, arguments_key=None
     ),
     ToolFormat("hermes", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_calls),
+    ToolFormat(
+        "mistral-args",
+        ("[ARGS]",),
+        "[TOOL_CALLS]",
+        None,
+        _named_calls,
+        arguments_key=None,
+        before_arguments="[ARGS]",
+        before_id="[CALL_ID]",
+    ),
     ToolFormat("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", None, _json_calls),
     ToolFormat(
         "llama-json",
