@@ -7,14 +7,15 @@ the limits. It works with any ``transformers`` language model, offloaded or not.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers.generation.streamers import TextStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from moe_runtime.errors import CheckpointError, blamed_on
+from moe_runtime.inference.incremental_text import IncrementalText
 
 COLDEST = 1e-20
 """Lowest temperature but 0: logits, which are divided by it in fp32, stay finite below 1e18."""
@@ -27,7 +28,7 @@ class GenerationResult:
     """What was generated, and how long it took.
 
     Attributes:
-        text: the new tokens as text, without special tokens.
+        text: the new tokens as text that goes on with the prompt's, without special tokens.
         token_ids: ids of the new tokens, the end-of-text token included.
         prompt_tokens: number of tokens of the prompt, special tokens included.
         new_tokens: number of tokens generated.
@@ -96,7 +97,8 @@ def generate_text(
     num_prompt_tokens = inputs["input_ids"].shape[1]
     check_length(model.config, num_prompt_tokens, max_new_tokens)
     check_vocabulary(model.config, inputs["input_ids"])
-    stream = _TimedStreamer(tokenizer, on_text)
+    before = None if chat else inputs["input_ids"][0].tolist()
+    stream = _TimedStreamer(tokenizer, on_text, before)
 
     options: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
@@ -179,27 +181,57 @@ def _tensors(encoded: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
 
 
-class _TimedStreamer(TextStreamer):
-    """Hands on finished text and keeps ids and times of the new tokens."""
+class _TimedStreamer(BaseStreamer):
+    """Hands on finished text and keeps ids and times of the new tokens.
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    Args:
+        tokenizer: of the model.
+        on_text: called with each piece of text.
+        prompt_ids: what the text goes on with; None where it stands alone, as the answer of a chat.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        on_text: Callable[[str], None] | None,
+        prompt_ids: Sequence[int] | None,
+    ) -> None:
         self.token_ids: list[int] = []
+        self._tokenizer = tokenizer
         self._on_text = on_text
+        self._text = IncrementalText(self._decode, frozenset(tokenizer.all_special_ids))
+        if prompt_ids is not None:
+            self._text.follow(prompt_ids, is_whole=True)
+        self._parts: list[str] = []
+        self._is_prompt = True
         self._first_s = 0.0
         self._last_s = 0.0
 
     def put(self, value: torch.Tensor) -> None:
-        if not self.next_tokens_are_prompt:
-            self._last_s = time.perf_counter()
-            if not self.token_ids:
-                self._first_s = self._last_s
-            self.token_ids.extend(value.flatten().tolist())
-        super().put(value)
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self._last_s = time.perf_counter()
+        if not self.token_ids:
+            self._first_s = self._last_s
+        for token_id in value.flatten().tolist():
+            self.token_ids.append(token_id)
+            self._show(self._text.add(token_id))
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text and self._on_text is not None:
-            self._on_text(text)
+    def end(self) -> None:
+        self._show(self._text.end())
+
+    def _show(self, piece: str) -> None:
+        self._parts.append(piece)
+        if piece and self._on_text is not None:
+            self._on_text(piece)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     def result(
         self, num_prompt_tokens: int, started_s: float, finish_reason: FinishReason
@@ -207,7 +239,7 @@ class _TimedStreamer(TextStreamer):
         num_new = len(self.token_ids)
         decode_s = self._last_s - self._first_s
         return GenerationResult(
-            text=str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True)),
+            text="".join(self._parts),
             token_ids=tuple(self.token_ids),
             prompt_tokens=num_prompt_tokens,
             new_tokens=num_new,

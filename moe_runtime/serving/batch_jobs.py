@@ -19,8 +19,9 @@ from moe_runtime.inference.generation import (
     encode_messages,
     encode_prompt,
 )
+from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.serving.batch_lines import PromptLine
-from moe_runtime.serving.http.answers.answer_text import AnswerText, IncrementalText, Piece
+from moe_runtime.serving.http.answers.answer_text import AnswerText, Piece
 from moe_runtime.serving.offline import Answer
 from moe_runtime.serving.requests import FinishReason, GenerationRequest, NewToken
 
@@ -42,11 +43,6 @@ class Job:
     request: GenerationRequest
     id: str
     stops: tuple[str, ...]
-
-    def request_for(self, end_ids: Sequence[int]) -> GenerationRequest:
-        """What the engine is asked of a model that ends its texts with these tokens."""
-        own = frozenset() if self.line.ignore_eos else frozenset(end_ids)
-        return dataclasses.replace(self.request, stop_ids=self.request.stop_ids | own)
 
 
 @dataclass(slots=True)
@@ -100,6 +96,7 @@ class Batch:
 
     Attributes:
         jobs: one for each line.
+        end_ids: tokens with which the model ends its texts; known when it is loaded.
 
     Raises:
         ValueError: a line asks for another model, or more than the model can do; with its number.
@@ -124,11 +121,12 @@ class Batch:
         self._chat = chat
         self._arithmetic = arithmetic
         self._texts: dict[str, _GrowingText] = {}
+        self.end_ids: frozenset[int] = frozenset()
         times: Counter[str] = Counter()
         self.jobs: list[Job] = []
         for line in lines:
             try:
-                request = self._request_of(line)
+                request = self._read(line)
             except ValueError as error:
                 raise ValueError(f"{line.place}: {error}") from None
             except CheckpointError as error:
@@ -138,6 +136,10 @@ class Batch:
             times[key] += 1
             job_id = self._hash(line, ends, request, times[key] - 1)
             self.jobs.append(Job(line, request, job_id, ends))
+
+    def request_of(self, job: Job) -> GenerationRequest:
+        """What the engine is asked."""
+        return dataclasses.replace(job.request, stop_ids=self._stop_ids(job))
 
     def is_over(self, job: Job, answer: Answer) -> bool:
         """Whether an answer ends with its newest token, by a stop string."""
@@ -168,7 +170,7 @@ class Batch:
             "new_tokens": len(answer.token_ids),
         }
 
-    def _request_of(self, line: PromptLine) -> GenerationRequest:
+    def _read(self, line: PromptLine) -> GenerationRequest:
         if line.model is not None and line.model not in self._names:
             raise ValueError(f"asks for model {line.model!r}, but this one is {self._name!r}")
         ids = self._encode(line)
@@ -186,6 +188,10 @@ class Batch:
             stop_ids=line.stop_ids,
             sampling=line.sampling,
         )
+
+    def _stop_ids(self, job: Job) -> frozenset[int]:
+        own = frozenset() if job.line.ignore_eos else self.end_ids
+        return job.request.stop_ids | own
 
     def _encode(self, line: PromptLine) -> list[int]:
         if isinstance(line.prompt, list):
@@ -212,7 +218,12 @@ class Batch:
         text = self._texts.get(job.id)
         if text is None:
             decoded = IncrementalText(self._decode, frozenset(self._tokenizer.all_special_ids))
-            text = _GrowingText(AnswerText(decoded, job.stops, job.line.stop_ids))
+            least = job.request.min_new_tokens
+            answered = AnswerText(decoded, job.stops, self._stop_ids(job), least)
+            given = job.line.prompt
+            if isinstance(given, list) or (given is not None and not self._chat):
+                answered.follow(job.request.prompt_ids, is_whole=isinstance(given, str))
+            text = _GrowingText(answered)
             self._texts[job.id] = text
         text.take(answer)
         return text

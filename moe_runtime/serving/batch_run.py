@@ -203,7 +203,8 @@ def _answer(
     outcome: BatchOutcome,
     on_done: Callable[[BatchOutcome], None],
 ) -> None:
-    jobs, end_ids = batch.jobs, end_token_ids(loaded)
+    jobs = batch.jobs
+    batch.end_ids = frozenset(end_token_ids(loaded))
 
     def take(number: int, answer: Answer) -> None:
         answers.add(batch.record(jobs[number], answer))
@@ -215,7 +216,7 @@ def _answer(
     with contextlib.suppress(KeyboardInterrupt):
         outcome.engine = answer_all(
             loaded,
-            {number: jobs[number].request_for(end_ids) for number in left},
+            {number: batch.request_of(jobs[number]) for number in left},
             options,
             on_token=lambda number, answer: batch.is_over(jobs[number], answer),
             on_answer=take,

@@ -10,8 +10,9 @@ from typing import Any
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import encode_messages
+from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.serving.http.answers.answer_sections import Kind
-from moe_runtime.serving.http.answers.answer_text import AnswerText, IncrementalText, Piece
+from moe_runtime.serving.http.answers.answer_text import AnswerText, Piece
 from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections, is_harmony
 from moe_runtime.serving.requests import (
     Event,
@@ -150,7 +151,7 @@ class Conversation:
         is_stopped: Callable[[], bool],
     ) -> tuple[str, Turn]:
         decoded = IncrementalText(self._decode, self._skipped)
-        text, reason = AnswerText(decoded, self._stops, frozenset()), None
+        text, reason = AnswerText(decoded, self._stops, self._end_ids), None
         answer = _Answer(on_text, HarmonySections() if self._is_harmony else None)
 
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerator import accelerator
+from sentencepiece_tokenizer import sentencepiece_tokenizer
 from text_checkpoint import MAX_POSITIONS, tiny_text_model, tiny_tokenizer
 
 from moe_runtime.inference.generation import (
@@ -60,6 +61,35 @@ def test_greedy_text_is_that_of_plain_decoding(model: Any, tokenizer: Any) -> No
     assert result.new_tokens == 30
     assert result.prompt_tokens == len(tokenizer(PROMPT)["input_ids"])
     assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_text_goes_on_with_its_prompt_but_the_answer_of_a_chat_stands_alone(chat: bool) -> None:
+    """With a tokenizer whose decoding drops the first space, after line breaks too."""
+    llama = sentencepiece_tokenizer()
+    llama.chat_template = "{{ messages[0].content }}"
+    answer = llama("Once a\n a time\n\n a", add_special_tokens=False)["input_ids"]
+
+    def generate(streamer: Any, input_ids: torch.Tensor, **_: Any) -> None:
+        for ids in (input_ids[0], *torch.tensor([*answer, llama.eos_token_id])[:, None]):
+            streamer.put(ids)
+        streamer.end()
+
+    model = SimpleNamespace(
+        generate=generate,
+        config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=len(llama))),
+        device="cpu",
+        generation_config=SimpleNamespace(eos_token_id=None, stop_strings=None),
+        register_forward_pre_hook=lambda _: SimpleNamespace(remove=lambda: None),
+    )
+    pieces: list[str] = []
+    result = generate_text(
+        model, llama, "Once upon", max_new_tokens=50, chat=chat, on_text=pieces.append
+    )
+    before = [] if chat else llama("Once upon")["input_ids"]
+    expected = llama.decode([*before, *answer], skip_special_tokens=True)
+    assert result.text == "".join(pieces) == expected.removeprefix("" if chat else "Once upon")
+    assert result.text.startswith("Once" if chat else " Once")
 
 
 def test_sampling_repeats_with_its_seed_and_leaves_the_global_state(

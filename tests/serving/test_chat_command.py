@@ -62,6 +62,22 @@ def test_analysis_of_gpt_oss_is_shown_and_not_remembered(tokenizer: Any) -> None
     assert talking.messages[-1] == {"role": "assistant", "content": "Ho."}
 
 
+def test_the_text_of_an_end_token_is_neither_shown_nor_remembered(tokenizer: Any) -> None:
+    ids = tokenizer("Yes.")["input_ids"]
+    assert tokenizer.decode(ids[-1:]) == "."
+    engine: Any = ScriptedEngine(lambda request: [*map(NewToken, ids), Finished("stop")])
+    talking = Conversation(
+        engine,
+        tokenizer,
+        end_ids=frozenset(ids[-1:]),
+        sampling=SamplingOptions(),
+        max_new_tokens=9,
+    )
+    pieces: list[str] = []
+    talking.ask("Well?", pieces.append, never)
+    assert "".join(pieces) == talking.messages[-1]["content"] == "Yes"
+
+
 def test_a_turn_goes_on_from_what_the_last_one_computed(talking: Conversation) -> None:
     pieces: list[str] = []
     first = talking.ask(FIRST, pieces.append, never)

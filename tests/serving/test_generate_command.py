@@ -122,6 +122,29 @@ def test_stop_strings_of_the_checkpoint_end_answers_as_those_of_a_line_do(
     assert "expected stop_strings to be texts" in capsys.readouterr().err
 
 
+def test_the_text_of_an_end_token_is_no_part_of_an_answer(
+    tmp_path: Path, tokenizer: Any, pocket: Any
+) -> None:
+    """A token that is not special, as a full stop may be; the server's answers are the same."""
+    ids = tokenizer(TEXTS[0], return_tensors="pt")["input_ids"]
+    tokens = pocket.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :].tolist()
+    end = next(token for at, token in enumerate(tokens) if at > 3 and token not in tokens[:at])
+    before = tokens[: tokens.index(end)]
+    assert end not in tokenizer.all_special_ids
+    model = tmp_path / "pocket"
+    model.mkdir()
+    for file in pocket_path().iterdir():
+        if file.name != "generation_config.json":
+            (model / file.name).symlink_to(file)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
+    prompts = write_prompts(tmp_path, [TEXTS[0], {"prompt": TEXTS[0], "ignore_eos": True}])
+    assert generate(prompts, tmp_path / "out.jsonl", model=model) == 0
+    cut, ignored = records(tmp_path / "out.jsonl")
+    assert (cut["text"], cut["finish_reason"]) == (tokenizer.decode(before), "stop")
+    assert cut["new_tokens"] == len(before) + 1
+    assert (ignored["text"], ignored["finish_reason"]) == (tokenizer.decode(tokens), "length")
+
+
 @pytest.fixture
 def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     import moe_runtime

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.serving.http import grammars
 from moe_runtime.serving.http.answers.answer_sections import AnswerSections
 from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections
+from moe_runtime.serving.http.answers.tool_formats import ToolFormat
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.asking import check_choices, choices_for, encode_prompt
 from moe_runtime.serving.http.generating import AnswerChoice
@@ -27,7 +29,7 @@ class ChatPlan:
         template: of the conversation.
         prompt: the conversation as the template writes it.
         opens_reasoning: the prompt ends with the mark that opens reasoning.
-        calls_tools: the answer is searched for calls.
+        tools: how calls are written that the answer is searched for; None where it has none.
     """
 
     choices: list[AnswerChoice]
@@ -35,7 +37,7 @@ class ChatPlan:
     template: ChatTemplate
     prompt: str
     opens_reasoning: bool
-    calls_tools: bool
+    tools: ToolFormat | None
 
     def sections(self) -> AnswerSections | HarmonySections:
         """Splits one of the answers."""
@@ -43,7 +45,7 @@ class ChatPlan:
             return HarmonySections(self.functions, self.prompt)
         return AnswerSections(
             self.template.reasoning,
-            self.template.tools if self.calls_tools else None,
+            self.tools,
             self.functions,
             "reasoning" if self.opens_reasoning else "content",
         )
@@ -77,12 +79,15 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
     ids = encode_prompt(prompt, model, "messages", add_special_tokens=False)
     opens_reasoning = template.opens_reasoning(prompt)
     functions = [tool.function for tool in tools]
-    grammar = _grammar(body, template, functions)
+    special = model.vocabulary.special_tokens
+    grammar = _grammar(body, template, functions, special)
     if grammar is not None and template.is_harmony:
         if not HarmonySections(prompt=prompt).is_within_message:
             grammar = _in_channels(grammar, body)
     elif grammar is not None and not template.closes_reasoning(prompt):
-        grammar = _after_reasoning(grammar, body, template, opens_reasoning=opens_reasoning)
+        grammar = _after_reasoning(
+            grammar, body, template, special, opens_reasoning=opens_reasoning
+        )
     given = body.max_completion_tokens
     choices = choices_for(
         body,
@@ -93,7 +98,22 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
         matcher=grammar and model.grammars.compile(*grammar),
         shown_tokens=_shown_tokens(template, has_tools=bool(tools)),
     )
-    return ChatPlan(choices, functions, template, prompt, opens_reasoning, bool(tools))
+    if continues:
+        for choice in choices:
+            choice.text.follow(ids, is_whole=True)
+    how = _format_of_calls(body, template) if tools else None
+    return ChatPlan(choices, functions, template, prompt, opens_reasoning, how)
+
+
+def _format_of_calls(body: ChatBody, template: ChatTemplate) -> ToolFormat | None:
+    """How calls are written where the model may write any.
+
+    JSON that a response format asks for is the answer; a grammar of one's own may be of calls.
+    """
+    kind = (body.response_format or {}).get("type", "text")
+    if template.tools is None or kind in ("json_object", "json_schema"):
+        return None
+    return template.tools if kind == "text" else dataclasses.replace(template.tools, bare=False)
 
 
 def _check_combinations(body: ChatBody) -> None:
@@ -145,7 +165,10 @@ def _shown_tokens(template: ChatTemplate, *, has_tools: bool) -> tuple[str, ...]
 
 
 def _grammar(
-    body: ChatBody, template: ChatTemplate, functions: list[Function]
+    body: ChatBody,
+    template: ChatTemplate,
+    functions: list[Function],
+    special: Mapping[str, int],
 ) -> tuple[str, str] | None:
     """The grammar that the answer keeps to and the field that asks for it."""
     needs_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
@@ -165,6 +188,7 @@ def _grammar(
             grammar = grammars.of_tools(
                 functions,
                 template.tools,
+                special,
                 is_needed=needs_call,
                 may_repeat=body.parallel_tool_calls is not False,
             )
@@ -187,7 +211,12 @@ def _in_channels(grammar: tuple[str, str], body: ChatBody) -> tuple[str, str]:
 
 
 def _after_reasoning(
-    grammar: tuple[str, str], body: ChatBody, template: ChatTemplate, *, opens_reasoning: bool
+    grammar: tuple[str, str],
+    body: ChatBody,
+    template: ChatTemplate,
+    special: Mapping[str, int],
+    *,
+    opens_reasoning: bool,
 ) -> tuple[str, str]:
     """The grammar where reasoning may come first."""
     text, param = grammar
@@ -196,4 +225,5 @@ def _after_reasoning(
         return grammar
     if is_own:
         raise FieldError(param, "a grammar of one's own cannot follow reasoning; turn it off")
-    return grammars.after_reasoning(text, template.reasoning, is_open=opens_reasoning), param
+    marks = template.reasoning
+    return grammars.after_reasoning(text, marks, special, is_open=opens_reasoning), param

@@ -6,6 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.serving.http.answers.answer_text import AnswerToken
@@ -15,6 +16,7 @@ from moe_runtime.serving.http.asking import check_choices, check_tokens, choices
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.grammars import of_response_format
 from moe_runtime.serving.http.models.served_model import ServedModel
+from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import CompletionBody
 
 DEFAULT_MAX_TOKENS = 16
@@ -44,26 +46,37 @@ def _is_tokens(value: Any) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as it is repeated before its answers.
+
+    Attributes:
+        text: of it.
+        offsets: where in the text each token begins; empty where no probabilities are asked for.
+    """
+
+    text: str
+    offsets: Sequence[int]
+
+
 def prepare(
     body: CompletionBody, model: ServedModel, most_choices: int
-) -> tuple[list[str], list[AnswerChoice]]:
-    """What the engine is asked, and the texts of the prompts. Takes a while: not in the loop.
+) -> tuple[list[Echo], list[AnswerChoice]]:
+    """What the engine is asked, and the prompts to repeat. Takes a while: not in the loop.
 
     Raises:
         ApiError: the prompts or a grammar cannot be used, or there are too many.
     """
-    given, vocabulary = read_prompts(body.prompt), model.vocabulary
+    given = read_prompts(body.prompt)
     check_choices(body, len(given), most_choices)
     adds = body.add_special_tokens is not False
-    prompts, texts = [], []
+    prompts = []
     for one in given:
         if isinstance(one, str):
             ids = encode_prompt(one, model, "prompt", add_special_tokens=adds)
         else:
             check_tokens(ids := one, model, "prompt")
         prompts.append(ids)
-        if body.echo:
-            texts.append(one if isinstance(one, str) else vocabulary.decode(one))
     asked = body.response_format
     grammar = None if asked is None else of_response_format(asked)
     choices = choices_for(
@@ -75,7 +88,35 @@ def prepare(
         num_prompt_logprobs=body.logprobs if body.echo else None,
         matcher=None if grammar is None else model.grammars.compile(grammar, "response_format"),
     )
-    return texts, choices
+    echoes = []
+    for number, one in enumerate(given):
+        answers = choices[number * (body.n or 1) :][: body.n or 1]
+        held = [
+            answer.text.follow(prompts[number], is_whole=isinstance(one, str)) for answer in answers
+        ]
+        if body.echo:
+            echoes.append(_echo(one, prompts[number], held[0], body, model.vocabulary))
+    return echoes, choices
+
+
+def _echo(
+    given: str | list[int],
+    ids: Sequence[int],
+    num_held: int,
+    body: CompletionBody,
+    vocabulary: Vocabulary,
+) -> Echo:
+    """A prompt without the tokens at its end whose character its answer completes."""
+    has_offsets = body.logprobs is not None
+    if isinstance(given, str):
+        adds = body.add_special_tokens is not False
+        offsets = (
+            vocabulary.offsets_of_text(given, ids, add_special_tokens=adds) if has_offsets else ()
+        )
+        return Echo(given, offsets)
+    text = vocabulary.decode(given[: len(given) - num_held])
+    offsets = vocabulary.offsets_of_tokens(given) if has_offsets else ()
+    return Echo(text, [min(offset, len(text)) for offset in offsets])
 
 
 class CompletionAnswer:
@@ -84,10 +125,12 @@ class CompletionAnswer:
     Args:
         body: of the request.
         generation: its answers.
-        echoed: texts of the prompts, where they are to be repeated.
+        echoed: the prompts, where they are to be repeated.
     """
 
-    def __init__(self, body: CompletionBody, generation: Generation, echoed: Sequence[str]) -> None:
+    def __init__(
+        self, body: CompletionBody, generation: Generation, echoed: Sequence[Echo]
+    ) -> None:
         self.body = body
         self.generation = generation
         self.echoed = echoed
@@ -152,18 +195,17 @@ class CompletionAnswer:
         return {**own, "prompt_token_ids": prompt} if is_first else own
 
     def _prompt_text(self, index: int) -> str:
-        return self.echoed[index // (self.body.n or 1)] if self.body.echo else ""
+        return self.echoed[index // (self.body.n or 1)].text if self.body.echo else ""
 
     def _echo(self, index: int) -> tuple[str, tuple[AnswerToken, ...]]:
         """The prompt's text and tokens, where they are repeated before the answer."""
         if not self.body.echo:
             return "", ()
-        choice, vocabulary = self.generation.choices[index], self.generation.model.vocabulary
+        choice, echo = self.generation.choices[index], self.echoed[index // (self.body.n or 1)]
         if self.body.logprobs is None:
-            return self._prompt_text(index), ()
+            return echo.text, ()
         logprobs = choice.prompt and choice.prompt.logprobs
-        tokens = prompt_tokens(choice.request.prompt_ids, logprobs, vocabulary)
-        return self._prompt_text(index), tokens
+        return echo.text, prompt_tokens(choice.request.prompt_ids, echo.offsets, logprobs)
 
     def _logprobs(
         self, before: Sequence[AnswerToken], tokens: Sequence[AnswerToken], offset: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -158,19 +158,29 @@ def _with_backslash(found: re.Match[str]) -> str:
 
 
 def of_tools(
-    functions: Sequence[Function], how: ToolFormat, *, is_needed: bool, may_repeat: bool
+    functions: Sequence[Function],
+    how: ToolFormat,
+    special: Mapping[str, int],
+    *,
+    is_needed: bool,
+    may_repeat: bool,
 ) -> str | None:
     """A grammar of answers that call tools as their schemas say.
 
     Args:
         functions: the tools.
         how: the family's way of writing calls.
+        special: the vocabulary's special tokens; no regular expression has them in its texts.
         is_needed: the answer is nothing but calls; text may stand around them otherwise.
         may_repeat: several calls may come.
 
     Returns:
         None where the format is not JSON.
     """
+    if how.before_arguments is not None:
+        call = _named_call(functions, how, how.before_arguments, special)
+        between = "" if may_repeat else None
+        return _calls(call, between, how, special, is_needed=is_needed)
     if how.arguments_key is None:
         return None
     calls = [
@@ -192,20 +202,63 @@ def of_tools(
         schema = {"type": "array", "items": schema, "minItems": 1}
         if not may_repeat:
             schema["maxItems"] = 1
-    gap, closing = (' "\\n"', f' "\\n" {_text(how.closes)}') if how.closes else ("", "")
+    gap, closing = (' "\\n"', f' "\\n" {_mark(how.closes, special)}') if how.closes else ("", "")
     call = f"{gap} {_json(schema, **_ONE_LINE)}{closing}"
-    more = f' ("\\n" {_text(how.opens)} call)*' if may_repeat and how.closes else ""
+    more = '"\\n"' if may_repeat and how.closes else None
+    return _calls(call, more, how, special, is_needed=is_needed)
+
+
+def _calls(
+    call: str, between: str | None, how: ToolFormat, special: Mapping[str, int], *, is_needed: bool
+) -> str:
+    """A grammar of calls.
+
+    Args:
+        call: what stands behind the mark that opens one.
+        between: what stands between two of them; None where there is one at most.
+        how: the family's way of writing calls.
+        special: as for `of_tools`.
+        is_needed: the answer is nothing but calls.
+    """
+    opens = _mark(how.opens, special)
+    more = "" if between is None else f" ({between} {opens} call)*"
     if is_needed:
-        return f"start: {_text(how.opens)} call{more}\ncall:{call}"
-    free = f"FREE: {_without(how.opens)}\n"
-    return f"start: FREE | opening call{more}\n{_up_to('opening', how.opens)}{free}call:{call}"
+        return f"start: {opens} call{more}\ncall: {call}"
+    opening, free = _up_to("opening", how.opens, special), f"FREE: {_without(how.opens)}\n"
+    return f"start: FREE | opening call{more}\n{opening}{free}call: {call}"
 
 
-def after_reasoning(grammar: str, marks: ReasoningMarks, *, is_open: bool) -> str:
-    """A grammar whose text may follow reasoning; must, where the prompt has opened it."""
+def _named_call(
+    functions: Sequence[Function],
+    how: ToolFormat,
+    before_arguments: str,
+    special: Mapping[str, int],
+) -> str:
+    """A rule's body: name and arguments of one of the functions, with a mark between them."""
+    before = _mark(before_arguments, special)
+    if how.before_id is not None and how.before_id in special:
+        before = f"({_mark(how.before_id, special)} /[a-zA-Z0-9]{{9}}/)? {before}"
+    calls = [
+        f"{_text(function.name)} {before} {_json(function.parameters or _ANY_OBJECT, **_ONE_LINE)}"
+        for function in functions
+    ]
+    return " | ".join(f"({call})" for call in calls)
+
+
+def after_reasoning(
+    grammar: str, marks: ReasoningMarks, special: Mapping[str, int], *, is_open: bool
+) -> str:
+    """A grammar whose text may follow reasoning; must, where the prompt has opened it.
+
+    Args:
+        grammar: of the answer.
+        marks: of reasoning.
+        special: as for `of_tools`.
+        is_open: the prompt has opened it.
+    """
     body = grammar.replace("start:", "answer:", 1)
-    first = "thought GAP" if is_open else f"({_text(marks.opens)} thought GAP)?"
-    thought = _up_to("thought", marks.closes)
+    first = "thought GAP" if is_open else f"({_mark(marks.opens, special)} thought GAP)?"
+    thought = _up_to("thought", marks.closes, special)
     return f"start: {first} answer\n{thought}GAP: /\\s*/\n{body}"
 
 
@@ -259,8 +312,15 @@ def _text(text: str) -> str:
     return json.dumps(text)
 
 
-def _up_to(rule: str, mark: str) -> str:
+def _mark(text: str, special: Mapping[str, int]) -> str:
+    """A mark: the special token of this name, or its text."""
+    return f"<[{special[text]}]>" if text in special else _text(text)
+
+
+def _up_to(rule: str, mark: str, special: Mapping[str, int]) -> str:
     """A rule of any text that ends with the first mark."""
+    if mark in special:
+        return f"{rule}: BEFORE {_mark(mark, special)}\nBEFORE: {_without(mark)}\n"
     return f"{rule}[lazy]: /(.|\\n)*{_escaped(mark)}/\n"
 
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 
+from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections
 from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, ParsedCall
 from moe_runtime.serving.http.api_errors import FieldError
@@ -25,6 +28,12 @@ from moe_runtime.serving.requests import ConstraintError
 THINK = REASONING_MARKS[0]
 SIZE = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
 CITY = Function(name="city", parameters={**SIZE, "additionalProperties": False})
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>',
+    "mistral-args": '[TOOL_CALLS]city[ARGS]{"size": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "city", "arguments": {"size": %s}}]',
+}
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +91,9 @@ def test_texts_are_of_the_response_format(
 
 @pytest.mark.parametrize("how", TOOL_FORMATS, ids=lambda how: how.name)
 def test_required_calls_can_be_read(grammars: Grammars, tokenizer: Any, how: Any) -> None:
-    grammar = of_tools([CITY], how, is_needed=True, may_repeat=False)
+    grammar = of_tools([CITY], how, {}, is_needed=True, may_repeat=False)
     if grammar is None:
-        assert how.arguments_key is None
+        assert how.name == "qwen-xml"
         return
     for text in texts(grammars, tokenizer, grammar):
         sections = AnswerSections(None, how, [CITY])
@@ -95,7 +104,7 @@ def test_required_calls_can_be_read(grammars: Grammars, tokenizer: Any, how: Any
 
 
 def test_open_reasoning_is_closed_before_the_answer(grammars: Grammars, tokenizer: Any) -> None:
-    grammar = after_reasoning('start: "yes" | "no"', THINK, is_open=True)
+    grammar = after_reasoning('start: "yes" | "no"', THINK, {}, is_open=True)
     constraint = grammars.constraint(grammars.compile(grammar, "it"))
     thought = tokenizer("I think so </think> y")["input_ids"]
     for end in range(len(thought)):
@@ -103,7 +112,7 @@ def test_open_reasoning_is_closed_before_the_answer(grammars: Grammars, tokenize
         assert mask is not None
         assert mask[thought[end]]
         assert not mask[0]
-    free = after_reasoning('start: "yes" | "no"', THINK, is_open=False)
+    free = after_reasoning('start: "yes" | "no"', THINK, {}, is_open=False)
     assert drawn(grammars, tokenizer, free, 0) is not None
 
 
@@ -125,7 +134,7 @@ def test_formats_that_are_none_are_refused(grammars: Grammars, asked: dict[str, 
 
 def test_calls_in_free_text_keep_to_the_schema(grammars: Grammars, tokenizer: Any) -> None:
     (how,) = (one for one in TOOL_FORMATS if one.name == "hermes")
-    grammar = of_tools([CITY], how, is_needed=False, may_repeat=True)
+    grammar = of_tools([CITY], how, {}, is_needed=False, may_repeat=True)
     assert grammar is not None
     call = '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>'
     for text, is_right in (
@@ -188,3 +197,68 @@ def test_answer_that_cannot_become_whole_is_said_to_be_none(grammars: Grammars) 
     constraint = grammars.constraint(grammars.compile("start: /a+/", "it"))
     with pytest.raises(ConstraintError):
         constraint.allowed([only])
+
+
+@pytest.fixture(scope="module")
+def marking() -> Any:
+    """A tokenizer whose marks are special tokens."""
+    made = load_tokenizer(pocket_path())
+    marks = [mark for one in REASONING_MARKS for mark in (one.opens, one.closes)]
+    marks += [mark for how in TOOL_FORMATS for mark in how.shown_tokens]
+    added = [AddedToken(mark, special=True, normalized=False) for mark in dict.fromkeys(marks)]
+    made.add_tokens(added, special_tokens=True)
+    return made
+
+
+def writes(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
+    """Whether a grammar lets a text through, its marks as special tokens, and may end there."""
+    maker = Grammars(vocabulary)
+    constraint = maker.constraint(maker.compile(grammar, "it"))
+    ids = [*vocabulary.encode(text, add_special_tokens=False), 0]
+    masks = list(masks_before(constraint, ids))
+    return len(masks) == len(ids) and bool(masks[-1][0])
+
+
+@pytest.mark.parametrize("marks", REASONING_MARKS, ids=lambda marks: marks.opens)
+def test_reasoning_is_closed_by_a_special_token(marking: Any, marks: Any) -> None:
+    vocabulary = Vocabulary(marking, len(marking), [0])
+    special = vocabulary.special_tokens
+    thought = f"I think so [/THINK {marks.closes}\n\nyes"
+    assert special[marks.closes] in marking(thought)["input_ids"]
+    for is_open in (True, False):
+        grammar = after_reasoning('start: "yes" | "no"', marks, special, is_open=is_open)
+        assert writes(vocabulary, grammar, ("" if is_open else marks.opens) + thought)
+        assert writes(vocabulary, grammar, "yes") != is_open
+        assert not writes(vocabulary, grammar, "I think so yes")
+
+
+@pytest.mark.parametrize("how", TOOL_FORMATS, ids=lambda how: how.name)
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_calls_are_opened_by_a_special_token(marking: Any, how: Any, is_needed: bool) -> None:
+    vocabulary = Vocabulary(marking, len(marking), [0])
+    special = vocabulary.special_tokens
+    grammar = of_tools([CITY], how, special, is_needed=is_needed, may_repeat=True)
+    if grammar is None or how.bare:
+        return
+    call = CALLS[how.name]
+    assert special[how.opens] in marking(call % 1)["input_ids"]
+    assert writes(vocabulary, grammar, call % 1)
+    assert not writes(vocabulary, grammar, call % 3)
+    assert writes(vocabulary, grammar, "well " + call % 2) != is_needed
+    assert writes(vocabulary, grammar, "no call") != is_needed
+
+
+def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking: Any) -> None:
+    vocabulary = Vocabulary(marking, len(marking), [0])
+    (how,) = (one for one in TOOL_FORMATS if one.name == "mistral-args")
+    call = CALLS[how.name] % 1
+    both = call + call.replace("[ARGS]", "[CALL_ID]a1b2c3d4e[ARGS]")
+    for may_repeat in (True, False):
+        grammar = of_tools(
+            [CITY], how, vocabulary.special_tokens, is_needed=True, may_repeat=may_repeat
+        )
+        assert grammar is not None
+        assert writes(vocabulary, grammar, call)
+        assert writes(vocabulary, grammar, both) == may_repeat
+    sections = AnswerSections(None, how, [CITY])
+    assert [*sections.add(both), *sections.end()] == [ParsedCall("city", '{"size": 1}')] * 2

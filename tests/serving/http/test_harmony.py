@@ -53,6 +53,8 @@ CASES: list[tuple[str, list[Any]]] = [
     ),
     (f'{CALL}{{"city": "Ro', [("content", '{"city": "Ro')]),
     (f"{CALL}[7]<|call|>", [("content", "[7]")]),
+    (f'{CALL}{{"city": NaN}}<|call|>', [("content", '{"city": NaN}')]),
+    (f'{CALL}{{"city": 1e999}}<|call|>', [("content", '{"city": 1e999}')]),
     (f"{CALL}{'[' * 5000}", [("content", "[" * 5000)]),
     ("<|channel|>analysis to=python code<|message|>1+1<|call|>", [("reasoning", "1+1")]),
     # an end that is missing

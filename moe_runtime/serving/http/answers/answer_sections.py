@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_runtime.serving.http.answers.answer_text import MarkSearch
-from moe_runtime.serving.http.answers.tool_formats import ParsedCall, ToolFormat
+from moe_runtime.serving.http.answers.answer_text import JsonMarkSearch, MarkSearch
+from moe_runtime.serving.http.answers.tool_formats import ParsedCall, ToolFormat, bare_calls
 from moe_runtime.serving.http.schema import Function
 
 
@@ -58,11 +58,12 @@ class AnswerSections:
         self._functions = functions
         self._section: _Section = begins_with
         self._call = ""
+        self._is_bare = False
         self._has_content = False
         # White space at an end is text where text follows, and nothing where a mark does.
         self._spaces = ""
         self._is_behind_mark = begins_with == "reasoning"
-        self._search = MarkSearch(self._marks())
+        self._search = self._new_search()
 
     def add(self, text: str) -> Iterator[Part]:
         """Takes text, and gives the parts that are final."""
@@ -71,37 +72,48 @@ class AnswerSections:
                 yield "content", text
             return
         while True:
+            self._begin_bare(text)
             free, mark, text = self._search.add(text)
             yield from self._take(free)
             if mark is None:
                 return
-            yield from self._pass(mark)
-            self._search = MarkSearch(self._marks())
+            text = (yield from self._pass(mark)) + text
+            self._search = self._new_search()
 
     def end(self) -> Iterator[Part]:
         """No more text comes."""
         yield from self._take(self._search.end())
-        if self._section == "call":
-            yield from self._finish_call("")
+        while self._section == "call":
+            text = yield from self._finish_call("")
+            self._search = self._new_search()
+            yield from self.add(text)
+            yield from self._take(self._search.end())
         if self._spaces and not self._is_behind_mark and self._section == "content":
             yield "content", self._spaces
 
-    def _marks(self) -> list[str]:
-        """What may end the section that the text is in."""
+    def _new_search(self) -> MarkSearch:
+        """Looks for what may end the section that the text is in."""
         marks: list[str | None] = []
         if self._section == "call":
-            marks = [self._tools and self._tools.closes]
+            closes = self._tools and self._tools.closes
+            if self._tools and self._tools.arguments_key is not None and closes:
+                return JsonMarkSearch(closes)
+            marks = [closes]
         elif self._section == "reasoning":
             marks = [self._reasoning and self._reasoning.closes]
         else:
             marks = [self._tools and self._tools.opens, self._reasoning and self._reasoning.opens]
-        return [mark for mark in marks if mark is not None]
+        return MarkSearch([mark for mark in marks if mark is not None])
+
+    def _begin_bare(self, text: str) -> None:
+        """Enters a call where the content begins as one without a mark does."""
+        may_be = self._section == "content" and not self._has_content and not self._search.holds
+        if self._tools and self._tools.bare and may_be and text.lstrip().startswith("{"):
+            self._section, self._is_bare = "call", True
+            self._search = self._new_search()
 
     def _take(self, text: str) -> Iterator[Part]:
         """Text of the section."""
-        is_bare = self._tools is not None and self._tools.bare and not self._has_content
-        if is_bare and self._section == "content" and text.lstrip().startswith("{"):
-            self._section = "call"
         if self._section == "call":
             self._call += text
             return
@@ -115,11 +127,11 @@ class AnswerSections:
             self._has_content = self._has_content or self._section == "content"
             yield self._section, body
 
-    def _pass(self, mark: str) -> Iterator[Part]:
-        """A mark ends the section."""
+    def _pass(self, mark: str) -> Generator[Part, None, str]:
+        """A mark ends the section; gives text before it that is to be split again."""
         if self._section == "call":
-            yield from self._finish_call(mark)
-        elif self._section == "reasoning":
+            return (yield from self._finish_call(mark))
+        if self._section == "reasoning":
             self._enter("content")
         elif self._tools is not None and mark == self._tools.opens:
             self._enter("call")
@@ -128,22 +140,30 @@ class AnswerSections:
             yield from self._take(mark)
         else:
             self._enter("reasoning")
+        return ""
 
     def _enter(self, section: _Section) -> None:
         # What stands before a call is wanted if it turns out to be none.
         self._spaces = self._spaces if section == "call" else ""
         self._section, self._is_behind_mark = section, True
 
-    def _finish_call(self, mark: str) -> Iterator[Part]:
-        """Gives the calls that were written, or the text where it is none."""
+    def _finish_call(self, mark: str) -> Generator[Part, None, str]:
+        """Gives the calls that were written, or the text where it is none.
+
+        Returns:
+            Text behind a mark that seemed to lie in a string, where that was no call.
+        """
         assert self._tools is not None
         text, spaces, self._call = self._call, self._spaces, ""
+        is_bare, self._is_bare = self._is_bare, False
         self._enter("content")
         try:
-            calls = self._tools.parse(text, self._functions)
+            calls = (bare_calls if is_bare else self._tools.parse)(text, self._functions)
         except (ValueError, RecursionError):
-            opens = "" if self._tools.bare and text.lstrip().startswith("{") else self._tools.opens
+            opens, closes = "" if is_bare else self._tools.opens, self._tools.closes
+            first, found, rest = (text + mark).partition(closes) if closes else (text, mark, "")
             self._has_content, self._is_behind_mark = True, False
-            yield "content", spaces + opens + text + mark
-            return
+            yield "content", spaces + opens + first + found
+            return rest
         yield from calls
+        return ""

@@ -3,63 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.serving.requests import FinishReason, NewToken
-
-_UNKNOWN = "\ufffd"
-_MOST_HELD = 16
-"""Tokens without a whole character that are waited for; a character has four bytes at most."""
-
-
-class IncrementalText:
-    """Decodes tokens one by one; the pieces together are the text of all of them.
-
-    A character whose bytes lie in several tokens comes when it is whole.
-
-    Args:
-        decode: the text of tokens, special ones included, without tidying spaces.
-        skipped: tokens that have no text.
-    """
-
-    def __init__(
-        self, decode: Callable[[list[int]], str], skipped: frozenset[int] = frozenset()
-    ) -> None:
-        self._decode = decode
-        self._skipped = skipped
-        # Tokens since the last place but one where a character ended: those before `_settled` are
-        # what a tokenizer must see to know whether a space belongs between.
-        self._window: list[int] = []
-        self._settled = 0
-        self._num_sent = 0
-
-    def add(self, token_id: int) -> str:
-        """The text that the token completes; empty where none."""
-        if token_id in self._skipped:
-            return ""
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        if text.endswith(_UNKNOWN):
-            if len(self._window) - self._settled <= _MOST_HELD:
-                return ""
-            # No character begins that long ago: these bytes are none. The last may begin one.
-            piece = text[self._num_sent : -1]
-            self._num_sent += len(piece)
-            return piece
-        piece = text[self._num_sent :]
-        del self._window[: self._settled]
-        self._settled = len(self._window)
-        self._num_sent = len(self._decode(self._window))
-        return piece
-
-    def end(self) -> str:
-        """What is left: bytes that never became a character."""
-        if self._settled == len(self._window):
-            return ""
-        piece = self._decode(self._window)[self._num_sent :]
-        self._window, self._settled, self._num_sent = [], 0, 0
-        return piece
 
 
 class MarkSearch:
@@ -108,6 +56,35 @@ class MarkSearch:
         """What was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
+
+
+class JsonMarkSearch(MarkSearch):
+    """As `MarkSearch` for a mark behind JSON: within its strings the mark is text.
+
+    Args:
+        mark: begins with what JSON has in strings alone.
+    """
+
+    def __init__(self, mark: str) -> None:
+        super().__init__((mark,))
+        self._mark = mark
+        self._is_within_string = self._is_escaped = False
+
+    def add(self, piece: str) -> tuple[str, str | None, str]:
+        """Takes text; see `MarkSearch.add`."""
+        text, self._held = self._held + piece, ""
+        for at, char in enumerate(text):
+            if self._is_within_string:
+                self._is_within_string = self._is_escaped or char != '"'
+                self._is_escaped = not self._is_escaped and char == "\\"
+            elif char == '"':
+                self._is_within_string = True
+            elif text.startswith(self._mark, at):
+                return text[:at], self._mark, text[at + len(self._mark) :]
+            elif self._mark.startswith(text[at:]):
+                self._held = text[at:]
+                return text[:at], None, ""
+        return text, None, ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +144,10 @@ class AnswerText:
         self._num_sent = 0
         self._waiting: deque[AnswerToken] = deque()
         self.num_tokens = 0
+
+    def follow(self, prompt_ids: Sequence[int], *, is_whole: bool) -> int:
+        """The answer goes on with the text of its prompt; see `IncrementalText.follow`."""
+        return self._text.follow(prompt_ids, is_whole=is_whole)
 
     def add(self, new: NewToken) -> Piece:
         """Takes a token; the answer ends here where the piece has a ``finish``."""

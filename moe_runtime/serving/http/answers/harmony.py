@@ -7,13 +7,12 @@ A message is ``<|start|>assistant<|channel|>CHANNEL<|message|>TEXT<|end|>``; the
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 
 from moe_runtime.serving.http.answers.answer_sections import Kind, Part
 from moe_runtime.serving.http.answers.answer_text import MarkSearch
-from moe_runtime.serving.http.answers.tool_formats import ParsedCall
+from moe_runtime.serving.http.answers.tool_formats import ParsedCall, json_text, read_json
 from moe_runtime.serving.http.schema import Function
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -117,11 +116,11 @@ class HarmonySections:
         if self._kind is not None:
             return
         try:
-            arguments = json.loads(self._call or "{}")
+            arguments = read_json(self._call or "{}")
         except (ValueError, RecursionError):
             arguments = None
         if isinstance(arguments, dict):
-            yield ParsedCall(self._called, json.dumps(arguments, ensure_ascii=False))
+            yield ParsedCall(self._called, json_text(arguments))
         else:
             yield from self._say("content", self._call)
 

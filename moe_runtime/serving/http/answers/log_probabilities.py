@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,15 +44,13 @@ def _top(token: AnswerToken, vocabulary: Vocabulary) -> dict[str, float] | None:
 
 
 def prompt_tokens(
-    ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None, vocabulary: Vocabulary
+    ids: Sequence[int], offsets: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None
 ) -> tuple[AnswerToken, ...]:
     """The tokens of an echoed prompt with their places in its text."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    found, offset = [], 0
-    for token_id, one in zip(ids, logprobs or [None] * len(ids), strict=True):
-        found.append(AnswerToken(token_id, one and one.logprob, one.top if one else (), offset))
-        offset += len(decoder.decode(vocabulary.token_bytes(token_id)))
-    return tuple(found)
+    return tuple(
+        AnswerToken(token_id, one and one.logprob, one.top if one else (), offset)
+        for token_id, offset, one in zip(ids, offsets, logprobs or [None] * len(ids), strict=True)
+    )
 
 
 def chat_logprobs(tokens: Iterable[AnswerToken], vocabulary: Vocabulary) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,12 @@ from moe_runtime.serving.http.schema import Function
 
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+_NAMED = re.compile(
+    r"\s*(?P<opens>\[TOOL_CALLS\]\s*)?(?P<name>[^\s\[{]+)\s*(\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*"
+)
+_CHOICES = ("anyOf", "oneOf", "allOf")
+"""Keys of a schema that have others from which a value may have its types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,10 @@ class ToolFormat:
         closes: ends it; None where it goes on to the end of the answer.
         parse: reads the text between; raises ``ValueError`` or ``KeyError`` where it is no call.
         arguments_key: of the JSON object that a call is, where it is one.
-        bare: an answer that begins with ``{`` is a call without ``opens``.
+        before_arguments: stands between a function's name and the JSON object of its arguments,
+            where a call is not one object with both.
+        before_id: stands before an id, which may come between the two.
+        bare: an answer that begins with ``{`` may be a call without ``opens``.
     """
 
     name: str
@@ -50,12 +60,42 @@ class ToolFormat:
     closes: str | None
     parse: Parser
     arguments_key: str | None = "arguments"
+    before_arguments: str | None = None
+    before_id: str | None = None
     bare: bool = False
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
         """Special tokens that the parser must see."""
-        return (self.opens,) if self.closes is None else (self.opens, self.closes)
+        marks = (self.opens, self.closes, self.before_arguments, self.before_id)
+        return tuple(mark for mark in marks if mark is not None)
+
+
+def read_json(text: str) -> Any:
+    """A JSON value, without the numbers that Python reads and JSON does not have.
+
+    Raises:
+        ValueError: the text is none.
+        RecursionError: values lie too deep in one another.
+    """
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+
+
+def json_text(value: Any) -> str:
+    """A value as the text of a call's arguments."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 
 def _json_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
@@ -63,11 +103,26 @@ def _json_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
     return [_json_call(value) for value in _json_values(text)]
 
 
+def bare_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
+    """JSON objects without a mark before them, which may as well be the answer itself.
+
+    Raises:
+        ValueError: one of them does not name a tool that was given, and arguments for it.
+    """
+    names = [function.name for function in functions]
+    values = list(_json_values(text))
+    for value in values:
+        if not isinstance(value, dict) or value.get("name") not in names:
+            raise ValueError("expected the name of a tool")
+        if not value.keys() & {"arguments", "parameters"}:
+            raise ValueError("expected arguments")
+    return [_json_call(value) for value in values]
+
+
 def _json_values(text: str) -> Iterator[Any]:
-    decoder = json.JSONDecoder()
     rest = text.strip(" \t\r\n;")
     while rest:
-        value, end = decoder.raw_decode(rest)
+        value, end = _DECODER.raw_decode(rest)
         yield from value if isinstance(value, list) else [value]
         rest = rest[end:].strip(" \t\r\n;")
 
@@ -77,10 +132,25 @@ def _json_call(value: Any) -> ParsedCall:
         raise ValueError("expected an object with a name")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = read_json(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("expected the arguments to be an object")
-    return ParsedCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ParsedCall(value["name"], json_text(arguments))
+
+
+def _named_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
+    """``NAME[ARGS]{...}``, and more of them behind ``[TOOL_CALLS]``."""
+    calls, end = [], 0
+    rest = text.rstrip()
+    while not calls or end < len(rest):
+        found = _NAMED.match(rest, end)
+        if found is None or (found["opens"] is None) != (not calls):
+            raise ValueError("expected the name of a function")
+        value, end = _DECODER.raw_decode(rest, found.end())
+        if not isinstance(value, dict):
+            raise ValueError("expected the arguments to be an object")
+        calls.append(ParsedCall(found["name"], json_text(value)))
+    return calls
 
 
 def _xml_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
@@ -88,28 +158,59 @@ def _xml_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
     found = _FUNCTION.fullmatch(text)
     if found is None:
         raise ValueError("expected <function=...>")
-    types = _parameter_types(found[1], functions)
-    arguments = {key: _typed(value, types.get(key)) for key, value in _PARAMETER.findall(found[2])}
-    return [ParsedCall(found[1], json.dumps(arguments, ensure_ascii=False))]
+    schema = next((one.parameters for one in functions if one.name == found[1]), None) or {}
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, dict) else {}
+    arguments = {
+        key: _typed(value, known.get(key), schema) for key, value in _PARAMETER.findall(found[2])
+    }
+    return [ParsedCall(found[1], json_text(arguments))]
 
 
-def _parameter_types(name: str, functions: Sequence[Function]) -> Mapping[str, Any]:
-    for function in functions:
-        if function.name == name and function.parameters is not None:
-            properties = function.parameters.get("properties")
-            if isinstance(properties, dict):
-                return {key: of.get("type") for key, of in properties.items() if type(of) is dict}
-    return {}
+def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """A value as its schema has it: text where it may be one, and where it is no JSON.
 
-
-def _typed(value: str, kind: Any) -> Any:
-    """A value as its schema has it; text where it is no JSON."""
-    if kind == "string":
+    ``null`` is none where the schema allows that too.
+    """
+    if _allows(schema, "string", root) and not (value == "null" and _allows(schema, "null", root)):
         return value
     try:
-        return json.loads(value)
+        return read_json(value)
     except ValueError:
         return value
+
+
+def _allows(schema: Any, kind: str, root: Mapping[str, Any]) -> bool:
+    """Whether a schema names a type as one of those that a value may have."""
+    pending, seen = [schema], set()
+    while pending:
+        one = pending.pop()
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        types = one.get("type")
+        if types is not None:
+            if types == kind or (isinstance(types, list) and kind in types):
+                return True
+            continue
+        values = one["enum"] if isinstance(one.get("enum"), list) else []
+        values = [*values, *([one["const"]] if "const" in one else [])]
+        if any(isinstance(value, str) if kind == "string" else value is None for value in values):
+            return True
+        for key in _CHOICES:
+            pending += one[key] if isinstance(one.get(key), list) else []
+        pending.append(_referred(one.get("$ref"), root))
+    return False
+
+
+def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
+    """What a reference within a schema leads to; None where it leads elsewhere."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for key in reference.removeprefix("#/").split("/"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 TOOL_FORMATS = (
@@ -117,6 +218,16 @@ TOOL_FORMATS = (
         "qwen-xml", ("<function=",), "<tool_call>", "</tool_call>", _xml_calls, arguments_key=None
     ),
     ToolFormat("hermes", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_calls),
+    ToolFormat(
+        "mistral-args",
+        ("[ARGS]",),
+        "[TOOL_CALLS]",
+        None,
+        _named_calls,
+        arguments_key=None,
+        before_arguments="[ARGS]",
+        before_id="[CALL_ID]",
+    ),
     ToolFormat("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", None, _json_calls),
     ToolFormat(
         "llama-json",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_runtime.errors import blamed_on
-from moe_runtime.serving.http.answers.answer_text import IncrementalText
+from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.serving.http.api_errors import ApiError
 
 _UNKNOWN = "\ufffd"
@@ -31,6 +31,7 @@ class Vocabulary:
         stop_strings: strings with which it does.
 
     Attributes:
+        special_tokens: ids of the tokens that are never read out of text, by their names.
         longest_token: bytes of the longest token's text in UTF-8, or more.
     """
 
@@ -42,6 +43,8 @@ class Vocabulary:
         self.end_ids = frozenset(end_ids)
         self.stop_strings = tuple(stop_strings)
         self.special_ids = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_tokens = {token.content: at for at, token in added if token.special}
         self._ids_by_token: dict[str, int] = tokenizer.get_vocab()
         self._bytes: dict[int, bytes] = {}
         self._bytes_by_char = {char: byte for byte, char in enumerate(_byte_level_alphabet())}
@@ -91,6 +94,41 @@ class Vocabulary:
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
+
+    def offsets_of_text(
+        self, text: str, ids: Sequence[int], *, add_special_tokens: bool
+    ) -> list[int]:
+        """Where in a text each of its tokens begins, spaces before a word included.
+
+        Args:
+            text: that was encoded.
+            ids: its tokens.
+            add_special_tokens: whether it was encoded with them; they have no place of their own.
+        """
+        if not self.tokenizer.is_fast:
+            # Nothing but the tokens says where they come from.
+            return [min(at, len(text)) for at in self._offsets(ids, self.incremental())]
+        with self._encoding:
+            spans = self.tokenizer(
+                text, add_special_tokens=add_special_tokens, return_offsets_mapping=True
+            )["offset_mapping"]
+        offsets, end = [], 0
+        for begins, ends in spans:
+            # Some tokenizers leave the space out; tokens that are parts of a character share it.
+            offsets.append(min(begins, end) if ends > begins else end)
+            end = max(end, ends)
+        return offsets
+
+    def offsets_of_tokens(self, ids: Sequence[int]) -> list[int]:
+        """Where in the text of tokens, special ones included, each of them begins."""
+        return self._offsets(ids, IncrementalText(self.decode))
+
+    def _offsets(self, ids: Sequence[int], text: IncrementalText) -> list[int]:
+        offsets, end = [], 0
+        for token_id in ids:
+            offsets.append(end)
+            end += len(text.add(token_id))
+        return offsets
 
     def incremental(self, shown: Sequence[str] = ()) -> IncrementalText:
         """Decodes an answer token by token.
