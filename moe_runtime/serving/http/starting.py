@@ -164,7 +164,7 @@ def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> Prefi
     computing = (
         str(model.dtype),
         str(model.device),
-        str(settings.loading["activations"]),
+        str(settings.loading.get("activations", "exact")),
         "torch" if library is None else library.isa,
         "exact" if settings.engine.exact else "",
     )
