@@ -78,7 +78,8 @@ def main() -> None:
         for _ in range(options.rounds):
             for system in options.systems:
                 command = server_command(system, options, checkpoint, gguf)
-                for row in press(command, options.port, pressing, cap_bytes):
+                asked = load_options(system, checkpoint)
+                for row in press(command, options.port, pressing, cap_bytes, asked):
                     cap, head = cap_label(cap_bytes), facts["commit"]
                     rows.append({"system": system, "cap": cap, "commit": head, **row})
                     print(_line(rows[-1]), flush=True)
@@ -150,13 +151,13 @@ def _prompts(words: Iterator[str], tokens: int, count: int) -> list[str]:
     return lines
 
 
-def load_command(port: int, load: Load, prompts: Path) -> list[str]:
+def load_command(port: int, load: Load, prompts: Path, options: Sequence[str] = ()) -> list[str]:
     """How clients press a server with all prompts of a file but the last."""
     number = len(prompts.read_text().splitlines()) - 1
     command = [str(PROGRAM), "bench", "serve", "--url", f"http://127.0.0.1:{port}"]
     command += ["--prompts", str(prompts), "--concurrency", str(load.clients)]
     command += ["--requests", str(number), "--json", "--timeout", str(READY_S)]
-    return [*command, "--output-tokens", str(load.answer_length)]
+    return [*command, "--output-tokens", str(load.answer_length), *options]
 
 
 def num_requests(clients: int, options: argparse.Namespace) -> int:
@@ -187,11 +188,17 @@ def server_command(
     return [*command, "--cb-max-batch-tokens", "512"]
 
 
+def load_options(system: str, checkpoint: Path) -> list[str]:
+    """What a server has to be asked in its own way: answers may end before their length then."""
+    return ["--model", str(checkpoint), "--no-ignore-eos"] if system == TRANSFORMERS else []
+
+
 def press(
     command: Sequence[str],
     port: int,
     pressing: Sequence[tuple[Load, Path]],
     cap_bytes: int | None,
+    options: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """One server's life: a row for each load, or one that says why there is none."""
     drop_page_cache()
@@ -203,7 +210,10 @@ def press(
             return
         for place, (load, path) in enumerate(pressing):
             done = subprocess.run(
-                load_command(port, load, path), capture_output=True, text=True, check=False
+                load_command(port, load, path, options),
+                capture_output=True,
+                text=True,
+                check=False,
             )
             if done.returncode:
                 said = done.stderr.strip().splitlines() or ["the load ended without a word"]

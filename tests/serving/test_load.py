@@ -165,6 +165,13 @@ def test_failures_are_told_apart(name: str) -> None:
     assert row["goodput"]["share"] == 0.0
 
 
+def test_an_answer_that_says_why_it_ends_is_whole() -> None:
+    """transformers' own server sends no [DONE] behind it."""
+    last = {"choices": [{"text": "b", "finish_reason": "length"}]}
+    measured = measured_level(lambda _: events(TEXT, last), Level(1, None), num_requests=2)
+    assert (summarize(measured, {})["answered"], measured.answers[0].output_tokens) == (2, 2)
+
+
 def test_a_lost_connection_is_a_failure_of_its_own() -> None:
     def lost(body: dict[str, Any]) -> Any:
         raise (httpx2.ConnectError if body["prompt"] == "0" else httpx2.ReadError)("gone")

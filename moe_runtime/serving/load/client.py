@@ -34,6 +34,7 @@ class TimedAnswer:
         prompt_tokens: as the server counts them; 0 where it does not say.
         output_tokens: likewise; the pieces where it does not say.
         is_counted: whether the server said how many tokens there were.
+        is_finished: whether it said why the answer ends; some end their streams with no more.
         error: what kind of failure; None where there is none.
         message: of the failure.
     """
@@ -44,6 +45,7 @@ class TimedAnswer:
     prompt_tokens: int = 0
     output_tokens: int = 0
     is_counted: bool = False
+    is_finished: bool = False
     error: str | None = None
     message: str = ""
 
@@ -164,7 +166,7 @@ class LoadClient:
                 if is_whole:
                     break
                 _take(event.data, answer, loop.time())
-        if not is_whole:
+        if not (is_whole or answer.is_finished):
             raise RequestFailed("cut off", "the stream ended without [DONE]")
         if not answer.pieces_s:
             raise RequestFailed("no text", "the answer is empty")
@@ -209,6 +211,7 @@ def _take(data: str, answer: TimedAnswer, now_s: float) -> None:
             answer.prompt_tokens = int(usage["prompt_tokens"])
             answer.output_tokens = int(usage["completion_tokens"])
             answer.is_counted = True
+        answer.is_finished |= any(choice.get("finish_reason") for choice in choices or ())
         parts = [choice.get("delta") or choice for choice in choices or ()]
         if any(part.get(name) for part in parts for name in _TEXTS):
             answer.pieces_s.append(now_s)
