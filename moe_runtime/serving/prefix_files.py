@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import itertools
 import os
 import re
+import stat
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +25,13 @@ from moe_runtime.places import PARTIAL_SUFFIX, partial_name
 
 _DIGEST_BYTES = 32
 _SUM_BYTES = 16
-_SHARE_WRITTEN = 16
-"""A sixteenth of the room is written before what was used longest ago is looked for."""
+_DISK_BLOCK = 4096
+"""Files take a multiple of so many bytes of a disk."""
+_SHARE = 16
+"""A sixteenth of the room is made where there is none left."""
+_COUNT = "bytes"
+"""The file that says how much all the others take."""
+_MOST_DIGITS = 20
 _OURS = re.compile(rf"[0-9a-f]{{64}}(\.[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)})?")
 _CHECKPOINT_FILES = ("*.safetensors", "*.gguf", "*.json")
 _PACKAGES = ("moe-runtime", "torch", "transformers")
@@ -72,11 +79,11 @@ class PrefixFiles:
     were used longest ago give way. A digest of 256 bits stands for a model and a text.
 
     Attributes:
-        num_failures: blocks that could not be written.
+        num_failures: times that blocks could not be written or looked for.
     """
 
     def __init__(self, disk: PrefixDisk, *, block_tokens: int, block_bytes: int) -> None:
-        """Makes the folder, and removes from it what it has no room for.
+        """Makes the folder.
 
         Args:
             disk: where, how much and of what.
@@ -84,28 +91,26 @@ class PrefixFiles:
             block_bytes: of its keys and values.
 
         Raises:
-            ValueError: there is no room for a single block.
-            OSError: the folder cannot be made or read.
+            ValueError: there is no room for a single block, or the folder cannot be made.
         """
         self._folder = disk.folder
+        self._most_bytes = disk.most_bytes
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
-        self._file_bytes = block_bytes + _SUM_BYTES
-        self._margin = max(disk.most_bytes // _SHARE_WRITTEN, self._file_bytes)
-        self._limit = disk.most_bytes - self._margin
-        self._most_blocks = max(1, self._limit // self._file_bytes)
-        if self._limit < 0:
+        self._file_bytes = -(-(block_bytes + _SUM_BYTES) // _DISK_BLOCK) * _DISK_BLOCK
+        self._most_blocks = disk.most_bytes // self._file_bytes
+        if not self._most_blocks:
             raise ValueError(
                 f"--prefix-disk must be at least {format_bytes(self._file_bytes)}, which "
                 f"{block_tokens} tokens take, got {format_bytes(disk.most_bytes)}"
             )
         text = f"{block_tokens} {block_bytes}".encode()
         self._root = hashlib.blake2b(disk.identity + text, digest_size=_DIGEST_BYTES).digest()
-        self._num_written = 0
         self.num_failures = 0
-        make_folders(self._folder)
-        os.chmod(self._folder, 0o700)  # keys and values tell what was asked
-        self._make_place()
+        try:
+            self._make_folder()
+        except OSError as error:
+            raise ValueError(f"--prefix-disk: {error.filename}: {error.strerror}") from None
 
     def find(self, tokens: Sequence[int], first: int) -> Iterator[torch.Tensor]:
         """What is known of the beginning of some tokens, block by block; it is used now.
@@ -136,19 +141,21 @@ class PrefixFiles:
             make: gives the bytes of the block with a number, 0 the first.
         """
         path = list(itertools.islice(self._files(tokens), self._most_blocks))
-        self._use([file for file in path if file.exists()])  # or they give way to what follows
-        for index, file in enumerate(path):
-            if file.exists():
-                continue
-            try:
-                self._write(file, make(index))
-            except OSError as error:
-                self.num_failures += 1
-                if self.num_failures == 1:
-                    message = f"prefixes are not kept on the disk: {error}"
-                    warnings.warn(message, MoERuntimeWarning, stacklevel=2)
-                break
+        try:
+            self._use([file for file in path if file.exists()])  # or they give way to what follows
+            for index, file in enumerate(path):
+                if not file.exists():
+                    self._write(file, make(index))
+        except OSError as error:
+            self.num_failures += 1
+            if self.num_failures == 1:
+                message = f"prefixes are not kept on the disk: {error}"
+                warnings.warn(message, MoERuntimeWarning, stacklevel=2)
         self._use(path)
+
+    def _make_folder(self) -> None:
+        make_folders(self._folder)
+        os.chmod(self._folder, 0o700)  # keys and values tell what was asked
 
     def _files(self, tokens: Sequence[int]) -> Iterator[Path]:
         """Of the whole blocks, each with all before it."""
@@ -160,53 +167,73 @@ class PrefixFiles:
 
     def _read(self, file: Path) -> torch.Tensor | None:
         """The bytes of a block; None where the file is absent or damaged, and is none any more."""
-        block = torch.empty(self._file_bytes, dtype=torch.uint8)
+        num_bytes = self._block_bytes + _SUM_BYTES
+        block = torch.empty(num_bytes, dtype=torch.uint8)
         try:
-            with open(file, "rb", buffering=0) as source:
-                num_read = _read_into(source.fileno(), block.numpy().data)
-                is_whole = num_read == self._file_bytes and not source.read(1)
+            # what is no regular file must not be waited for
+            with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", 0) as source:
+                found = os.fstat(source.fileno())
+                is_whole = stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
+                is_whole = is_whole and _read_into(source.fileno(), block.numpy().data) == num_bytes
         except OSError:
             return None
-        data, found = block[: self._block_bytes], block[self._block_bytes :]
-        if is_whole and _sum(data) == found.numpy().tobytes():
+        data, told = block[: self._block_bytes], block[self._block_bytes :]
+        if is_whole and _sum(file, data) == told.numpy().tobytes():
             return data
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.unlink()
         return None
 
     def _write(self, file: Path, block: torch.Tensor) -> None:
         """A file is renamed when it is written; a sum tells what a power cut left of it."""
         data = block.cpu()
-        if self._num_written + self._file_bytes > self._margin:
-            self._make_place()
-        self._num_written += self._file_bytes
+        try:
+            self._take_place()
+        except FileNotFoundError:  # somebody emptied the cache
+            self._make_folder()
+            self._take_place()
         partial = partial_name(file)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(descriptor, "wb", buffering=0) as target:
-                for part in (data.numpy().data, memoryview(_sum(data))):
+                for part in (data.numpy().data, memoryview(_sum(file, data))):
                     _write_all(target.fileno(), part)
             os.replace(partial, file)
         except OSError:
             partial.unlink(missing_ok=True)
             raise
 
-    def _make_place(self) -> None:
-        """Removes what was used longest ago until a margin is free."""
+    def _take_place(self) -> None:
+        """Counts one file more; all who write here add to the same number, one at a time."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        with open(os.open(self._folder / _COUNT, flags, 0o600), "r+b", buffering=0) as count:
+            fcntl.flock(count.fileno(), fcntl.LOCK_EX)
+            told = count.read(_MOST_DIGITS)
+            total = int(told) if told.isdigit() else self._most_bytes
+            if total + self._file_bytes > self._most_bytes:
+                # more than one, since looking at all of them takes a while
+                spare = max(self._most_bytes // _SHARE, self._file_bytes)
+                total = self._remove_down_to(self._most_bytes - spare)
+            os.pwrite(count.fileno(), b"%0*d" % (_MOST_DIGITS, total + self._file_bytes), 0)
+
+    def _remove_down_to(self, limit: int) -> int:
+        """Removes what was used longest ago; gives the bytes on the disk that are left."""
         files: list[tuple[int, int, str]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 if _OURS.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):  # another process removed it
                         found = entry.stat(follow_symlinks=False)
-                        files.append((found.st_mtime_ns, found.st_size, entry.path))
+                        size = -(-found.st_size // _DISK_BLOCK) * _DISK_BLOCK
+                        files.append((found.st_mtime_ns, size, entry.path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
-            if total <= self._limit:
+            if total <= limit:
                 break
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             total -= size
-        self._num_written = 0
+        return total
 
     def _use(self, path: Sequence[Path]) -> None:
         """The last block first, so that beginnings stay longest."""
@@ -220,8 +247,10 @@ def _set_time(file: Path) -> None:
     os.utime(file)
 
 
-def _sum(data: torch.Tensor) -> bytes:
-    return hashlib.blake2b(data.numpy().data, digest_size=_SUM_BYTES).digest()
+def _sum(file: Path, data: torch.Tensor) -> bytes:
+    """Of a block, which is none under another name."""
+    key = bytes.fromhex(file.name)
+    return hashlib.blake2b(data.numpy().data, digest_size=_SUM_BYTES, key=key).digest()
 
 
 def _read_into(descriptor: int, data: memoryview) -> int:

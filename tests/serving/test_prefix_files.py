@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.prefix_files import PrefixDisk, PrefixFiles, identity_of
 
-BLOCK, BYTES, FILE = 4, 100, 116
+BLOCK, BYTES, FILE = 4, 4080, 4096
 NEW = 6
 
 
@@ -44,6 +45,10 @@ def found(files: PrefixFiles, tokens: list[int], first: int = 0) -> int:
     for index, block in enumerate(blocks, start=first):
         assert torch.equal(block, block_of(tokens, index))
     return len(blocks)
+
+
+def blocks_in(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if len(file.name) == 64]
 
 
 def texts_of(chance: random.Random, count: int) -> list[list[int]]:
@@ -96,10 +101,10 @@ def test_folder_keeps_within_its_size_and_beginnings_outlive_what_continues_them
         else:
             number = found(files, text)
             assert found(files, text, number) == 0
-        # each process looks once it has written a sixteenth: two of them may exceed it by that
-        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= (40 + 3) * FILE
-    files_in(tmp_path, num_files=10)
-    assert len(list(tmp_path.iterdir())) <= 10
+        assert sum(file.stat().st_size for file in blocks_in(tmp_path)) <= 40 * FILE
+    # one whose limit is lower makes room with its next block
+    keep(files_in(tmp_path, num_files=10), [9] * BLOCK)
+    assert len(blocks_in(tmp_path)) <= 10
 
 
 @pytest.mark.parametrize(
@@ -107,6 +112,7 @@ def test_folder_keeps_within_its_size_and_beginnings_outlive_what_continues_them
     [
         lambda data: data[:-1],
         lambda data: data[:50],
+        lambda data: data[:BYTES],
         lambda data: b"",
         lambda data: data + b"x",
         lambda data: bytes([data[0] ^ 1]) + data[1:],
@@ -158,20 +164,86 @@ def test_full_disk_is_said_once_and_nothing_half_stays(
             warnings.simplefilter("error")
             keep(files, tokens)
     assert files.num_failures == 2
-    assert list(tmp_path.iterdir()) == []
+    assert [file.name for file in tmp_path.iterdir()] == ["bytes"]
     keep(files, tokens)
     assert found(files, tokens) == 2
+
+
+def test_a_block_under_another_name_is_unknown(tmp_path: Path) -> None:
+    """As a mixed-up restore leaves it: its sum is right, and its keys are another text's."""
+    files = files_in(tmp_path)
+    texts = [[first] * BLOCK for first in range(2)]
+    for text in texts:
+        keep(files, text)
+    one, other = (next(files._files(text)) for text in texts)
+    one.rename(tmp_path / "aside")
+    other.rename(one)
+    (tmp_path / "aside").rename(other)
+    assert [found(files, text) for text in texts] == [0, 0]
+
+
+def test_what_cannot_be_read_or_removed_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe is not waited for; a damaged file of a read-only disk stays and disturbs nobody."""
+    files, tokens = files_in(tmp_path), list(range(2 * BLOCK))
+    first, second = files._files(tokens)
+    os.mkfifo(first)
+    assert found(files, tokens) == 0
+    keep(files, tokens)
+    assert found(files, tokens) == 2
+    second.write_bytes(bytes(FILE))
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        patch.setattr(os, "utime", fail)
+        assert found(files, tokens) == 1
+    assert second.exists()
+
+
+def test_an_emptied_cache_is_filled_again(tmp_path: Path) -> None:
+    folder = tmp_path / "prefixes"
+    files, tokens = files_in(folder), list(range(2 * BLOCK))
+    keep(files, tokens)
+    shutil.rmtree(folder)
+    assert found(files, tokens) == 0
+    keep(files, tokens)
+    assert found(files, tokens) == 2
+    assert files.num_failures == 0
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ValueError, match=r"--prefix-disk: .*taken"):
+        files_in(tmp_path / "taken")
+
+
+def test_a_folder_that_cannot_be_looked_into_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    files = files_in(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", fail)
+        with pytest.warns(MoERuntimeWarning, match="Permission denied"):
+            keep(files, list(range(BLOCK)))
+    assert files.num_failures == 1
 
 
 def test_only_its_user_may_read_it(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "prefixes"
     keep(files_in(folder), list(range(BLOCK)))
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert [file.stat().st_mode & 0o777 for file in folder.iterdir()] == [0o600]
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
 
 
 def test_room_for_no_block_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--prefix-disk must be at least 116 B, .* got 115 B"):
+    with pytest.raises(ValueError, match=r"--prefix-disk must be at least 4 KiB, which 4 tokens"):
         PrefixFiles(PrefixDisk(tmp_path, FILE - 1, b""), block_tokens=BLOCK, block_bytes=BYTES)
 
 
