@@ -69,8 +69,7 @@ class Engine:
             UnsupportedModelError: the model is none that generates text from tokens alone, or keeps
                 no prefixes for ``prefix_disk``.
             ValueError: ``max_tokens`` is more than memory was set aside for, or too few;
-                ``prefix_disk`` has no room.
-            OSError: the folder of ``prefix_disk`` cannot be made or read.
+                ``prefix_disk`` has no room, or its folder cannot be made.
         """
         self._options = options or EngineOptions()
         self._turns = turns or Turns()

@@ -44,8 +44,7 @@ class Prefixes:
 
         Raises:
             UnsupportedModelError: the account keeps no prefixes, and there is a disk for them.
-            ValueError: the disk has no room for a block.
-            OSError: its folder cannot be made or read.
+            ValueError: the disk has no room for a block, or its folder cannot be made.
         """
         self._account = account
         self._exact = exact
@@ -64,7 +63,7 @@ class Prefixes:
 
     @property
     def num_disk_failures(self) -> int:
-        """Blocks that could not be written to the disk."""
+        """Times that blocks could not be written to the disk."""
         return 0 if self._files is None else self._files.num_failures
 
     def look_up(self, sequence: Sequence) -> None:

@@ -309,7 +309,7 @@ class EngineStatistics:
         prompt_tokens: of all requests, cached ones included.
         prefix_hit_tokens: prompt tokens that were found in the prefix cache.
         prefix_disk_hit_tokens: those of them that were found on the disk.
-        prefix_disk_failures: blocks of prefixes that could not be written to the disk.
+        prefix_disk_failures: times that prefixes could not be written to the disk.
         generated_tokens: of all requests.
         finished: requests by the reason with which they ended.
         experts: of the model.

@@ -228,6 +228,8 @@ class _Terminal:
         check_output_path(path, "conversation")
         if path.exists() and path.resolve() not in self._saved:
             raise ValueError(f"/save {name}: is there already; give another name")
+        if not self._conversation.turns:
+            raise ValueError("/save: there is no message to write yet")
         messages = {"messages": self._conversation.messages}
         write_text(path, f"{json.dumps(messages, ensure_ascii=False)}\n")
         self._saved.add(path.resolve())

@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import json
 import sys
+import warnings
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
 _NEEDED = ("starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance")
 _MOST_KEY_BYTES = 1 << 20
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_DRAINING = "finishing running answers; Ctrl-C or SIGTERM once more cuts them off"
-_CUTTING_OFF = "cutting answers off; ends with the step that runs, once more stops at once"
+_STOPPING = (
+    "finishing running answers; Ctrl-C or SIGTERM once more cuts them off",
+    "cutting answers off; ends with the step that runs, once more stops at once",
+)
+"""What is said at the first signal, and at the second one."""
 
 Models = Annotated[
     list[str],
@@ -115,8 +119,8 @@ PrefixDisk = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Keep it on the disk too, in the user's cache and at most so much of it, for what "
-        "memory forgets and for later servers.",
+        help="Keep it on the disk too, at most so much of it, for what memory forgets and for "
+        "later servers: in $XDG_CACHE_HOME/moe-runtime/prefixes, or ~/.cache/...",
     ),
 ]
 MaxBody = Annotated[
@@ -193,9 +197,7 @@ def serve(
     _require_packages()
     keys = read_keys(api_keys)
     body_bytes = options.bytes_of(max_body, "--max-body")
-    disk_bytes = None
-    if prefix_disk is not None:
-        disk_bytes = options.bytes_of(prefix_disk, "--prefix-disk")
+    disk_bytes = None if prefix_disk is None else options.bytes_of(prefix_disk, "--prefix-disk")
     if prefetch == "off" and policy not in ("auto", "predicted"):
         refuse_given(
             ctx,
@@ -212,6 +214,8 @@ def serve(
 
     use_one_heap()
     log = _Log(as_json=as_json)
+    if as_json:
+        warnings.showwarning = lambda message, *_, **__: log("warning", {"message": str(message)})
     settings = ServeSettings(
         models=models,
         names=name or (),
@@ -261,7 +265,8 @@ def serve(
             # not for half a second at a time.
             gc.collect()
             gc.freeze()
-            stop = stack.enter_context(stop_on_signals(_DRAINING, _CUTTING_OFF))
+            stack.callback(gc.unfreeze)  # libraries report what is left at the end of Python
+            stop = stack.enter_context(stop_on_signals(*map(log.line_of, _STOPPING)))
             _announce(ready, settings, as_json=as_json)
 
         run_server(
@@ -371,6 +376,10 @@ class _Log:
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
+
+    def line_of(self, message: str) -> str:
+        """A line that says something to people, whenever it is printed."""
+        return json.dumps({"event": "signal", "message": message}) if self._as_json else message
 
     def __call__(self, event: str, fields: Mapping[str, Any]) -> None:
         now = datetime.now(UTC)

@@ -190,7 +190,8 @@ def _grammar(
                 template.tools,
                 special,
                 is_needed=needs_call,
-                may_repeat=body.parallel_tool_calls is not False,
+                may_repeat=body.parallel_tool_calls is not False
+                and not isinstance(body.tool_choice, NamedTool),
             )
         if grammar is None:
             name = "harmony" if template.tools is None else template.tools.name

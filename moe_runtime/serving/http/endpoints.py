@@ -18,6 +18,7 @@ from moe_runtime.serving.http.answers.chat_answer import ChatAnswer
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.asking import check_tokens, encode_text
 from moe_runtime.serving.http.completions import CompletionAnswer
+from moe_runtime.serving.http.gate import given_key
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.models.chat_template import without_template
 from moe_runtime.serving.http.models.served_model import ServedModel
@@ -193,7 +194,7 @@ class Endpoints:
         """Who takes turns with others: the number of a key, or an address where there are none."""
         keys = self._server.access.keys
         if keys:
-            return str(keys.index(request.headers["authorization"].removeprefix("Bearer ")))
+            return str(keys.index(given_key(request)))
         return request.client.host if request.client else ""
 
     def _begin(

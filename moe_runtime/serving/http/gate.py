@@ -89,7 +89,7 @@ class RequestGate:
         if length.isdigit() and int(length) > self._server.limits.body_bytes:
             return error_response(_too_long(self._server.limits.body_bytes))
         if access.keys and request.scope["path"] not in _OPEN_PATHS:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            given = given_key(request).encode()
             if not any(hmac.compare_digest(given, key.encode()) for key in access.keys):
                 message = "expected one of the server's keys: Authorization: Bearer KEY"
                 return error_response(
@@ -173,6 +173,12 @@ class _Body:
         """The request is over."""
         self._server.num_body_bytes -= self._num_bytes
         self._num_bytes = 0
+
+
+def given_key(request: Request) -> str:
+    """The key that a request came with, empty without one."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else scheme
 
 
 def _too_long(most: int) -> ApiError:

@@ -43,8 +43,8 @@ _COUNTERS = {
     "vllm:generation_tokens": ("generated_tokens", "Tokens generated."),
     "vllm:prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": ("prefix_hit_tokens", "Prompt tokens found there."),
-    "moe:prefix_disk_hits": ("prefix_disk_hit_tokens", "Those that were found on the disk."),
-    "moe:prefix_disk_failures": ("prefix_disk_failures", "Prefixes that could not be written."),
+    "moe:prefix_disk_hits": ("prefix_disk_hit_tokens", "Prompt tokens read from the disk."),
+    "moe:prefix_disk_failures": ("prefix_disk_failures", "Times that prefixes were not written."),
     "moe:steps": ("steps", "Forward passes."),
 }
 _EXPERT_COUNTERS = {

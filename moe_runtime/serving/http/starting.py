@@ -139,9 +139,10 @@ def run_server(
             models.append(model)
             adapters += [replace(model, name=name, parent=model.name) for name in own[index]]
             all_loaded.append(loaded)
+        most_open = settings.engine.most_running + settings.engine.most_waiting
         server = Server(
             models={model.name: model for model in (*models, *adapters)},
-            limits=settings.limits,
+            limits=replace(settings.limits, choices=min(settings.limits.choices, most_open)),
             access=settings.access,
             log=log,
         )

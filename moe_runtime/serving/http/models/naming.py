@@ -58,7 +58,8 @@ def adapters_of(words: Sequence[str], models: Sequence[str]) -> list[AdapterChoi
         model = next((model for model in models if name.startswith(f"{model}:")), None)
         if model is not None:
             name = name.removeprefix(f"{model}:")
-        if not (name and equals and folder) or (model is None and len(models) > 1):
+        is_other = model is None and (len(models) > 1 or ":" in name)
+        if not (name and equals and folder) or is_other:
             form = "NAME=FOLDER" if len(models) == 1 else "MODEL:NAME=FOLDER"
             raise ValueError(
                 f"--adapter {word}: expected {form}, with a model of {', '.join(models)}"
