@@ -165,6 +165,15 @@ def test_lines_of_a_pipe_are_answered_as_run_answers_and_commands_obeyed(
     assert answered == {"role": "assistant", "content": content}
 
 
+def test_a_conversation_without_a_message_is_not_written(
+    model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`generate` would refuse it."""
+    assert say(model, [f"/save {tmp_path / 'empty.jsonl'}"]) == 2
+    assert "there is no message to write yet" in capsys.readouterr().err
+    assert not (tmp_path / "empty.jsonl").exists()
+
+
 def test_the_penalty_of_the_checkpoint_holds_as_for_run(
     model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,6 +309,7 @@ def test_a_name_with_spaces_is_taken_as_it_is_or_in_quotes(
 ) -> None:
     from moe_runtime.cli.commands.chat import _Terminal
 
+    talking.ask(FIRST, lambda piece: None, never)
     monkeypatch.setattr(sys, "stdin", io.StringIO(line.format(tmp_path / "its own name")))
     _Terminal(talking, None).run()
     assert [path.name for path in tmp_path.iterdir()] == ["its own name"]

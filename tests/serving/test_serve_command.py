@@ -65,8 +65,8 @@ def test_a_termination_lets_the_running_answer_finish(
     ready_line = json.loads(said.out)
     assert (ready_line["address"], ready_line["model"]) == (address[0], "pocket")
     log = [json.loads(line) for line in said.err.splitlines() if line.startswith("{")]
-    assert [line["event"] for line in log] == ["draining", "request"]
-    assert log[1]["new_tokens"] == 200
+    assert [line["event"] for line in log] == ["signal", "draining", "request"]
+    assert log[2]["new_tokens"] == 200
 
 
 def test_a_second_signal_cuts_answers_off_with_an_error(

@@ -247,7 +247,7 @@ def test_clients_are_told_apart(tokenizer: Any, keys: Any, client: str) -> None:
     asked: list[GenerationRequest] = []
     with scripted(tokenizer, [], access=Access(keys=keys)) as (site, engine):
         engine.script = lambda request: asked.append(request) or [Finished("length")]
-        assert site.ask("/v1/completions", BODY, headers={"authorization": "Bearer two"})[0] == 200
+        assert site.ask("/v1/completions", BODY, headers={"authorization": "bearer two"})[0] == 200
     assert [request.client for request in asked] == [client]
 
 
