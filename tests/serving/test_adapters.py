@@ -238,7 +238,13 @@ def test_names_of_adapters_are_read_with_their_models(
         AdapterChoice("b", "m", Path("y=z")),
     ]
     assert adapters_of(["n:a=x"], ["m", "n"]) == [AdapterChoice("a", "n", Path("x"))]
-    for word, models in (("a=x", ["m", "n"]), ("a", ["m"]), ("=x", ["m"]), ("n:a=x", ["m"])):
+    for word, models in (
+        ("a=x", ["m", "n"]),
+        ("a", ["m"]),
+        ("=x", ["m"]),
+        ("m:=x", ["m"]),
+        ("n:a=x", ["m"]),
+    ):
         with pytest.raises(ValueError, match=r"expected .*NAME=FOLDER"):
             adapters_of([word], models)
     with pytest.raises(ValueError, match="'m' is the name of two"):

@@ -90,6 +90,12 @@ def _known_fields(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _few(given: list[str]) -> list[str]:
+    if len(given) > _MOST_STOPS:
+        raise FieldError("stop", f"expected at most {_MOST_STOPS} strings, got {len(given)}")
+    return given
+
+
 def _texts(given: dict[str, Any]) -> dict[str, str]:
     for name, value in given.items():
         if not isinstance(value, str):
@@ -99,6 +105,7 @@ def _texts(given: dict[str, Any]) -> dict[str, str]:
 
 Count = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+StopStrings = Annotated[list[StopString], Field(fail_fast=True), AfterValidator(_few)]
 
 
 class StreamOptions(_Body):
@@ -129,9 +136,7 @@ class GenerationFields(_Body):
     min_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: (
-        StopString
-        | Annotated[list[StopString], Field(max_length=_MOST_STOPS, fail_fast=True)]
-        | None
+        StopString | Annotated[list[StopString], Field(fail_fast=True), AfterValidator(_few)] | None
     ) = None
     stop_token_ids: Annotated[list[Count], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None

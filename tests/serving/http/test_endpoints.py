@@ -290,6 +290,7 @@ def test_a_model_without_a_template_has_no_chats(tokenizer: Any) -> None:
         ({"stream": "maybe"}, "stream", "boolean"),
         ({"stream": [1]}, "stream", "boolean"),
         ({"stop": {"a": 1}}, "stop", "got"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16 strings, got 17"),
         ({"stop": ["a", {}]}, "stop.1", "string"),
         ({"stop_token_ids": [4096]}, "stop_token_ids", "has token 4096, expected ids below 4096"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids.0", "integer"),
