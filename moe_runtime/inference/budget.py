@@ -133,7 +133,7 @@ def reserve_for(
     largest quantised matrix, whose values are written out for products with many rows;
     ``scratch_bytes`` are copied aside while one is put in order that was read.
     """
-    kv_token, activations = _bytes_per_token(config, dtype)
+    kv_token, activations = bytes_per_token(config, dtype)
     logits = 4 * config.get_text_config().vocab_size * 4
     buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
     num_experts = signature.num_layers * signature.num_experts
@@ -142,19 +142,6 @@ def reserve_for(
     tokens = room_for(max_tokens) * kv_token + max_tokens * activations
     written = written_values * dtype.itemsize + scratch_bytes
     return tokens + logits + buffers + entries + code + written
-
-
-def rows_of_logits(config: PreTrainedConfig, dtype: torch.dtype, max_tokens: int) -> int:
-    """Rows of logits in fp32 that fit, with their activations, into those set aside; at least four.
-
-    Args:
-        config: of the model.
-        dtype: of its activations.
-        max_tokens: that the reserve was made for.
-    """
-    activations = _bytes_per_token(config, dtype)[1]
-    logits = 4 * config.get_text_config().vocab_size
-    return max(4, max_tokens * activations // (activations + logits))
 
 
 def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
@@ -171,10 +158,10 @@ def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
 
 def reserve_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Bytes by which the reserve is smaller, at least, for each token less."""
-    return sum(_bytes_per_token(config, dtype))
+    return sum(bytes_per_token(config, dtype))
 
 
-def _bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
+def bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
     """Of the KV cache, and of activations."""
     text = config.get_text_config()
     hidden = text.hidden_size

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from moe_runtime.inference.budget import rows_of_logits
 from moe_runtime.serving.adapters import Adapters
-from moe_runtime.serving.engine_options import EngineOptions, capacity_of
+from moe_runtime.serving.engine_options import EngineOptions, capacity_of, rows_of_logits
 from moe_runtime.serving.expert_statistics import expert_statistics
 from moe_runtime.serving.kv_account import PIECE, KVAccount
 from moe_runtime.serving.passes import ModelPasses

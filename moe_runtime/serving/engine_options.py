@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from moe_runtime.inference.budget import bytes_per_token
 from moe_runtime.serving.kv_account import PIECE
 
 
@@ -64,3 +67,16 @@ def capacity_of(model: Any, max_tokens: int | None) -> int:
     if found < PIECE:
         raise ValueError(f"max_tokens must be at least {PIECE}, got {found}")
     return int(found)
+
+
+def rows_of_logits(config: Any, dtype: torch.dtype, max_tokens: int) -> int:
+    """Rows of logits in fp32 that fit, with their activations, into those set aside; at least four.
+
+    Args:
+        config: of the model.
+        dtype: of its activations.
+        max_tokens: that the reserve was made for.
+    """
+    activations = bytes_per_token(config, dtype)[1]
+    logits = 4 * config.get_text_config().vocab_size
+    return max(4, max_tokens * activations // (activations + logits))
