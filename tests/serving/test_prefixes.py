@@ -56,20 +56,21 @@ def test_a_conversation_is_found_again_as_long_as_it_fits(
     """Its next turn may need more than half of the memory, where its beginning lies already."""
     options = EngineOptions(exact=exact, prompt_tokens=16 if exact else 256)
     conversation: tuple[int, ...] = ()
+    asked, told = conversation, list[int]()
     with Engine(pocket, options) as engine:
         known = 0
         while len(conversation) + 40 + NEW < CAPACITY:
             conversation += prompts[4]
             answer = ask(engine, request_of(conversation, NEW))[0].wait()
             assert answer.read.cached_tokens == known // 16 * 16
-            asked = conversation
+            asked, told = conversation, answer.ids
             # the last token of an answer goes through the model with the next turn
             known = len(conversation) + (0 if exact else NEW - 1)
             conversation += tuple(answer.ids)
         assert engine.drain(10.0)
         engine.check()
         found = engine.statistics()
-    assert answer.ids == greedy(pocket, asked, NEW)
+    assert told == greedy(pocket, asked, NEW)
     assert known > 0.75 * CAPACITY
     assert found.kv_tokens <= CAPACITY
 
