@@ -171,10 +171,10 @@ class PrefixFiles:
         block = torch.empty(num_bytes, dtype=torch.uint8)
         try:
             # what is no regular file must not be waited for
-            with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", 0) as source:
+            with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:
                 found = os.fstat(source.fileno())
                 is_whole = stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
-                is_whole = is_whole and _read_into(source.fileno(), block.numpy().data) == num_bytes
+                is_whole = is_whole and source.readinto(block.numpy().data) == num_bytes
         except OSError:
             return None
         data, told = block[: self._block_bytes], block[self._block_bytes :]
@@ -251,17 +251,6 @@ def _sum(file: Path, data: torch.Tensor) -> bytes:
     """Of a block, which is none under another name."""
     key = bytes.fromhex(file.name)
     return hashlib.blake2b(data.numpy().data, digest_size=_SUM_BYTES, key=key).digest()
-
-
-def _read_into(descriptor: int, data: memoryview) -> int:
-    """Fills a buffer as far as the file goes; gives the bytes read."""
-    done = 0
-    while done < len(data):
-        num_read = os.readv(descriptor, [data[done:]])
-        if not num_read:
-            break
-        done += num_read
-    return done
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -86,25 +86,31 @@ def test_an_answer_that_the_caller_finds_over_ends_there(
     assert (found[1].token_ids, found[1].reason) == (greedy(pocket, prompts[1], 4), "stop")
 
 
-def test_answers_that_were_done_before_an_interrupt_are_told(
-    pocket: Any, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The short one has ended in the engine while the first token of the long one is looked at."""
-    found: dict[int, Answer] = {}
-    has_ended = threading.Event()
+@pytest.fixture
+def has_ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a request has ended in the engine."""
+    event = threading.Event()
     real = Sequence.finish
 
     def finish(self: Sequence, *words: Any, **options: Any) -> None:
         real(self, *words, **options)
-        has_ended.set()
+        event.set()
+
+    monkeypatch.setattr(Sequence, "finish", finish)
+    return event
+
+
+def test_answers_that_were_done_before_an_interrupt_are_told(
+    pocket: Any, prompts: list[tuple[int, ...]], has_ended: threading.Event
+) -> None:
+    """The short one has ended in the engine while the first token of the long one is looked at."""
+    found: dict[int, Answer] = {}
 
     def interrupt(number: int, one: Answer) -> bool:
         if number:
             return False
         assert has_ended.wait(PATIENCE_S)
         raise KeyboardInterrupt
-
-    monkeypatch.setattr(Sequence, "finish", finish)
 
     requests = {0: request_of(prompts[0], 400), 1: request_of(prompts[1], 1)}
     with pytest.raises(KeyboardInterrupt):
@@ -115,16 +121,10 @@ def test_answers_that_were_done_before_an_interrupt_are_told(
 
 
 def test_an_answer_that_an_interrupt_left_by_half_is_not_told(
-    pocket: Any, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    pocket: Any, prompts: list[tuple[int, ...]], has_ended: threading.Event
 ) -> None:
     """Its end is known when Ctrl-C comes while a token of it is looked at."""
     found: dict[int, Answer] = {}
-    has_ended = threading.Event()
-    real = Sequence.finish
-
-    def finish(self: Sequence, *words: Any, **options: Any) -> None:
-        real(self, *words, **options)
-        has_ended.set()
 
     def interrupt(number: int, one: Answer) -> bool:
         if len(one.token_ids) == 2:
@@ -132,7 +132,6 @@ def test_an_answer_that_an_interrupt_left_by_half_is_not_told(
             raise KeyboardInterrupt
         return False
 
-    monkeypatch.setattr(Sequence, "finish", finish)
     with pytest.raises(KeyboardInterrupt):
         answer_all(
             pocket,

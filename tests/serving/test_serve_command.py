@@ -19,6 +19,16 @@ from moe_runtime.serving.sampling import Sampler
 SMALL = ["--host-memory", "256MiB", "--max-tokens", "512", "--port", "0", "--policy", "lru"]
 
 
+def completion(address: str, body: dict[str, Any]) -> Any:
+    """The open response to a request."""
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    return urllib.request.urlopen(request)
+
+
 def test_a_termination_lets_the_running_answer_finish(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -35,16 +45,9 @@ def test_a_termination_lets_the_running_answer_finish(
 
     def ask() -> None:
         assert is_ready.wait(120)
-        body = json.dumps(
-            {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True, "seed": 1}
-        )
-        request = urllib.request.Request(
-            f"{address[0]}/v1/completions",
-            body.encode(),
-            {"content-type": "application/json"},
-        )
+        body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True, "seed": 1}
         try:
-            with urllib.request.urlopen(request) as response:
+            with completion(address[0], body) as response:
                 answers.append(response.readline())
                 os.kill(os.getpid(), signal.SIGTERM)
                 answers.append(response.read())
@@ -84,13 +87,8 @@ def test_a_second_signal_cuts_answers_off_with_an_error(
 
     def ask(address: str) -> None:
         body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"{address}/v1/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
-        )
         try:
-            with urllib.request.urlopen(request) as response:
+            with completion(address, body) as response:
                 told.append(response.readline())
                 os.kill(os.getpid(), signal.SIGTERM)
                 os.kill(os.getpid(), signal.SIGINT)
@@ -172,13 +170,8 @@ def test_a_later_server_finds_prefixes_on_the_disk(
     found: list[tuple[str, int]] = []
 
     def ask(address: str) -> None:
-        request = urllib.request.Request(
-            f"{address}/v1/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
-        )
         try:
-            with urllib.request.urlopen(request) as response:
+            with completion(address, body) as response:
                 answer = json.load(response)
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             found.append((answer["choices"][0]["text"], cached))

@@ -90,10 +90,8 @@ def internal_error(error: Exception) -> ApiError:
     The log gets its class and where it came from: the message may quote a request.
     """
     frames = deque(traceback.walk_tb(error.__traceback__), maxlen=_MOST_FRAMES)
-    name, places = (
-        type(error).__name__,
-        (f"{Path(frame.f_code.co_filename).name}:{line}" for frame, line in reversed(frames)),
-    )
+    name = type(error).__name__
+    places = (f"{Path(frame.f_code.co_filename).name}:{line}" for frame, line in reversed(frames))
     return ApiError(
         f"{name}: {error}",
         status=500,
