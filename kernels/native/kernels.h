@@ -62,8 +62,8 @@ enum {
     KIND_QUANT_INT8
 };
 enum { QUANT_BLOCK = 128 };
-/* Columns of x rounded to int8 that share a scale, and bytes of a packed block: codes, then scales. */
-enum { INT8_GROUP = 32, INT8_BLOCK_BYTES = QUANT_BLOCK + 4 * QUANT_BLOCK / INT8_GROUP };
+/* Columns of x rounded to int8 that share a scale, and bytes of a packed block: codes, scales, and sums of codes. */
+enum { INT8_GROUP = 32, INT8_BLOCK_BYTES = QUANT_BLOCK + 8 * QUANT_BLOCK / INT8_GROUP };
 
 typedef struct Quantized Quantized;
 

@@ -118,7 +118,7 @@ class WeightFormat:
         if self.int8_activations and not self.takes_int8_activations:
             raise ValueError(
                 "rows are rounded to int8 for e2m1 and integers in groups of 32, 64, 128, ... "
-                f"columns or all, without zero points of their own, not for {self}"
+                f"columns or all, and with zero points of 4-bit codes only, not for {self}"
             )
         if self.codes in BLOCKS:
             others = (self.scales, self.group_rows, self.group_cols, self.zero)
@@ -140,8 +140,10 @@ class WeightFormat:
     def takes_int8_activations(self) -> bool:
         """Whether codes are int8 numbers, or e2m1, whose groups are those of int8 rows or more."""
         group = self.group_cols
-        if self.has_zero_points or group % INT8_GROUP or group & (group - 1):
+        if group % INT8_GROUP or group & (group - 1):
             return False
+        if self.has_zero_points:
+            return self.codes == "uint4"
         zeros = {"e2m1": (0,), "uint4": range(16), "uint8": (128,), "int8": (0,)}
         return self.zero in zeros.get(self.codes, ())
 

@@ -27,7 +27,7 @@ def with_int8_activations(checkpoint: Checkpoint, device: torch.device) -> Check
     }
     if not rounding:
         raise UnsupportedModelError(
-            "activations='int8' needs weights in MXFP4, or in int4 or int8 without zero points, in "
-            f"groups of 32, 64, 128, ... columns; {checkpoint.folder} has none: leave it out"
+            "activations='int8' needs weights in MXFP4, in int4, or in int8 without zero points, "
+            f"in groups of 32, 64, 128, ... columns; {checkpoint.folder} has none: leave it out"
         )
     return replace(checkpoint, packed=checkpoint.packed | rounding)

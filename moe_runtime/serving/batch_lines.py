@@ -179,6 +179,8 @@ def _check_fields(given: Mapping[str, Any], asked: str) -> None:
     known = {**_SAMPLING, **_OTHERS, asked: (object,)}
     if asked not in given:
         raise ValueError(f"{asked} is missing")
+    if {"prompt", "messages"} <= given.keys():
+        raise ValueError("has a prompt and messages, expected one of the two")
     for name, value in given.items():
         if name in _WITHOUT_EFFECT:
             # 0 is no false, and true is no 1: log-probabilities may be asked for by a 0.

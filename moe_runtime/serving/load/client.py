@@ -115,7 +115,8 @@ class LoadClient:
                 raise _refusal(response)
             name = response.json()["data"][0]["id"]
         except httpx2.HTTPError as error:
-            raise LoadError(f"{self._http.base_url}: {_kind(error)}: {error}") from None
+            said = ": ".join(filter(None, (_kind(error), str(error))))
+            raise LoadError(f"{self._http.base_url}: {said}") from None
         except RequestFailed as failure:
             raise LoadError(f"{self._http.base_url}: {failure.kind}: {failure.message}") from None
         except (ValueError, KeyError, IndexError, TypeError):

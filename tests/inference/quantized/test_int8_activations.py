@@ -17,7 +17,7 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.models.pocket import pocket_path
 
-NAMES = ("gpt_oss-mxfp4", "deepseek_v3-int4")
+NAMES = ("gpt_oss-mxfp4", "deepseek_v3-int4", "glm4_moe-awq")
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from moe_runtime.kernels.native import NativeLibrary
 from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
 from moe_runtime.kernels.quantized.reference import int8_values
 
+KINDS = {"mxfp4": MXFP4, "int4": INT4, "awq": PUBLISHED["awq"], "int8": INT8}
+
 
 def rounding(kind: WeightFormat) -> WeightFormat:
     return replace(kind, int8_activations=True)
@@ -44,7 +46,7 @@ def test_every_format_that_takes_them_against_fp64(isa: str, generator: torch.Ge
             assert_right(torch.randn(x_rows, num_cols, generator=generator).to(dtype), weight)
 
 
-@pytest.mark.parametrize("kind", [MXFP4, INT4, INT8], ids=["mxfp4", "int4", "int8"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(("num_rows", "num_cols"), [(1, 1), (130, 160), (3, 2880)])
 def test_sizes_and_other_implementations(
     isa: str, kind: WeightFormat, num_rows: int, num_cols: int, generator: torch.Generator
@@ -59,16 +61,16 @@ def test_sizes_and_other_implementations(
     )
 
 
-@pytest.mark.parametrize("kind", [MXFP4, INT8], ids=["mxfp4", "int8"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_row_has_the_same_bits_whatever_the_others_are(
     isa: str, library: NativeLibrary, kind: WeightFormat, generator: torch.Generator
 ) -> None:
     weight = random_matrix(rounding(kind), 150, 272, generator)
-    x_RK = torch.randn(40, 272, generator=generator).bfloat16()
+    x_RK = torch.randn(200, 272, generator=generator).bfloat16()
     expected = torch.cat([quantized_linear(row, weight) for row in x_RK.split(1)])
     for num_threads in (1, 3):
         library.set_num_threads(num_threads)
-        for num_rows in (*range(1, 10), 17, 40):
+        for num_rows in (*range(1, 10), 17, 40, 200):
             assert torch.equal(quantized_linear(x_RK[:num_rows], weight), expected[:num_rows])
 
 
@@ -89,6 +91,18 @@ def test_numbers_at_the_ends(isa: str, generator: torch.Generator) -> None:
     assert int8_values(x_RK)[0, 32:].isfinite().all()
 
 
+def test_the_largest_products_of_int4_are_summed_exactly(isa: str) -> None:
+    """15 and -16, a zero point of 16 that GPTQ's first version has, by 127 in every place."""
+    kind = rounding(WeightFormat("uint4", "f32", group_cols=32, has_zero_points=True))
+    for code, zero in ((15, 0), (0, 16)):
+        codes = torch.full((9, 128), code * 17, dtype=torch.uint8)
+        zeros = torch.full((9, 8), zero, dtype=torch.uint8)
+        weight = QuantizedMatrix(kind, 256, codes, torch.ones(9, 8), zeros)
+        for sign in (1.0, -1.0):
+            found = quantized_linear(torch.full((5, 256), 127 * sign), weight, impl="native")
+            assert (found == (code - zero) * 127 * 256 * sign).all()
+
+
 def test_the_largest_products_of_int8_are_summed_exactly(isa: str) -> None:
     """-128 by -127 in every place: pairs of them just fit into 16 bits."""
     kind = rounding(WeightFormat("int8", "f32"))
@@ -99,7 +113,7 @@ def test_the_largest_products_of_int8_are_summed_exactly(isa: str) -> None:
         assert (found == -128 * 127 * 256 * sign).all()
 
 
-@pytest.mark.parametrize("kind", [MXFP4, INT4, INT8], ids=["mxfp4", "int4", "int8"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("num_rows", [1, 9, 80])
 def test_experts_round_their_hidden_values_too(
     isa: str, kind: WeightFormat, num_rows: int, generator: torch.Generator
@@ -125,7 +139,13 @@ def make_exact(weights):
 
 
 @pytest.mark.parametrize(
-    "kind", [FP8_BLOCK, PUBLISHED["nvfp4"], PUBLISHED["awq"], WeightFormat("q8_0")]
+    "kind",
+    [
+        FP8_BLOCK,
+        PUBLISHED["nvfp4"],
+        WeightFormat("uint8", "f32", group_cols=32, has_zero_points=True),
+        WeightFormat("q8_0"),
+    ],
 )
 def test_formats_that_do_not_take_them_are_refused(kind: WeightFormat) -> None:
     assert not kind.takes_int8_activations
