@@ -44,7 +44,8 @@ EXAMPLES = """examples:
       make the files now, measure later
 
 systems: ours, transformers (also transformers:eager, transformers:grouped_mm), accelerate,
-llama.cpp; ours:planes reads the checkpoint that `moe-runtime pack --code planes` made of it.
+llama.cpp; ours:planes reads the checkpoint that `moe-runtime pack --code planes` made of it;
+ours:int8 rounds activations to 8 bits, as llama.cpp does (`--activations int8`).
 Peers need `pip install '.[peers]'`; those not installed are left out with a word."""
 
 

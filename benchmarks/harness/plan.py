@@ -14,6 +14,7 @@ from moe_runtime.config import parse_bytes
 
 GIB = 1 << 30
 OURS_PACKED = "ours:planes"
+OURS_INT8 = "ours:int8"
 NEEDED_PACKAGES = {
     "ours": "moe_runtime",
     "transformers": "transformers",
@@ -98,6 +99,8 @@ def cannot_work(system: str, cap_bytes: int | None, shape: Shape) -> str | None:
         return f"{NEEDED_PACKAGES[name]} is not installed (pip install {extra})"
     if system == OURS_PACKED and isinstance(shape, GroupedShape | Qwen3Fp8Shape):
         return "packs experts in bf16 alone"
+    if system == OURS_INT8 and not isinstance(shape, GroupedShape):
+        return "rounds rows for MXFP4 and integers alone"
     if name in ("transformers", "accelerate") and isinstance(shape, GroupedShape):
         return "has no code for these quantised experts on a CPU"
     if name == "accelerate" and cap_bytes is None:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.plan import OURS_PACKED
+from harness.plan import OURS_INT8, OURS_PACKED
 from harness.processes import RunSpec
 
 SYSTEM_NAMES = ("ours", "transformers", "accelerate", "llama.cpp")
 # Systems that run only when they are named.
-VARIANTS = (OURS_PACKED, "transformers:eager", "transformers:grouped_mm")
+VARIANTS = (OURS_PACKED, OURS_INT8, "transformers:eager", "transformers:grouped_mm")
 UBATCH_TOKENS = 512
 # What accelerate must leave free of a cap: interpreter and libraries, one layer's experts twice
 # (as read and as fused), activations.
@@ -59,6 +59,7 @@ def make_system(spec: RunSpec) -> System:
     systems = {
         "ours": Ours,
         OURS_PACKED: Ours,
+        OURS_INT8: Ours,
         "accelerate": AccelerateOffload,
         "llama.cpp": LlamaCpp,
     }
@@ -160,6 +161,7 @@ class Ours(TorchModel):
             dtype="auto",
             host_memory=self._spec.host_memory,
             policy="lru",
+            activations="int8" if self._spec.system == OURS_INT8 else "exact",
             trace=self._spec.trace,
             max_tokens=len(self._spec.prompt_ids) + len(self._spec.decode_ids) + 1,
         )
