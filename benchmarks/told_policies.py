@@ -61,8 +61,8 @@ def main() -> None:
         write(arguments, trace, [train.num_sequences, test.num_sequences], kept_rows, cost_rows)
 
 
-def record(path: Path) -> Path:
-    """Routing of the pocket model over the documentation of Python's own modules."""
+def record(path: Path, texts: Sequence[str] | None = None) -> Path:
+    """Routing of the pocket model over texts, the documentation of Python's own modules if none."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(pocket_path())
@@ -71,7 +71,7 @@ def record(path: Path) -> Path:
     )
     torch.manual_seed(0)
     with model.moe:
-        for text in documents():
+        for text in documents() if texts is None else texts:
             prompt = tokenizer(text, return_tensors="pt").input_ids[:, :PROMPT_TOKENS]
             model.generate(
                 prompt, max_new_tokens=NEW_TOKENS, do_sample=True, pad_token_id=0, temperature=0.8
@@ -79,19 +79,29 @@ def record(path: Path) -> Path:
     return path
 
 
-def documents() -> list[str]:
-    """Docstrings and beginnings of sources, of as many modules as there are requests."""
+def documents(pattern: str = "*.py", most: int = NUM_REQUESTS) -> list[str]:
+    """Docstrings and second halves of sources, of as many modules as there are requests.
+
+    Args:
+        pattern: of the modules' files in the standard library.
+        most: texts.
+    """
     import ast
     import sysconfig
 
     found: list[str] = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.glob(pattern)):
+        if {"site-packages", "test", "tests"} & {*path.relative_to(library).parts}:
+            continue
         source = path.read_text(encoding="utf-8", errors="replace")
         text = ast.get_docstring(ast.parse(source)) or ""
         if len(text) > 200:
             found.append(inspect.cleandoc(text))
             found.append(source[len(source) // 2 :])
-    return found[:NUM_REQUESTS]
+        if len(found) >= most:
+            break
+    return found[:most]
 
 
 def kept_start(

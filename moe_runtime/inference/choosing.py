@@ -28,7 +28,6 @@ from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
-    from moe_runtime.inference.learning import KeptLearning
     from moe_runtime.policies.prediction import Estimator
 
 AUTO = "auto"
@@ -135,6 +134,7 @@ def resolve_policy(
     policy: str,
     shares: str,
     signature: ModelSignature,
+    checkpoint: Path,
     num_slots: int,
     trained: Estimator | None = None,
     expert_bytes: int | None = None,
@@ -145,13 +145,14 @@ def resolve_policy(
         policy: a name, or ``auto``.
         shares: ``even``, ``adaptive``, or ``auto``: even unless the policy's choice says otherwise.
         signature: the model.
+        checkpoint: its folder or file.
         num_slots: experts that fit where they are computed from.
         trained: a predictor of routing that was given, for the policy ``predicted``.
         expert_bytes: bytes of an expert.
     """
     chosen = PolicyChoice(policy=policy, adaptive=False, reason="")
     if policy == AUTO:
-        recent = options.read_recent(signature)
+        recent = options.read_recent(signature, checkpoint)
         chosen = options.choose_policy(signature, recent, num_slots, trained, expert_bytes)
     elif policy == "predicted":
         name = COUNTS if trained is None else trained.name
@@ -182,7 +183,6 @@ def policy_maker(
     signature: ModelSignature,
     policy_estimator: Estimator | None,
     layouts: Mapping[ExpertKey, ExpertLayout],
-    learning: KeptLearning | None = None,
 ) -> Callable[[MemoryPlan], LayerShares]:
     """Makes the chosen policy for a tier; each has a memory of its own.
 
@@ -191,7 +191,6 @@ def policy_maker(
         signature: the model.
         policy_estimator: the predictor, if it is not one that needs no training.
         layouts: what each expert reads, for the policies that go by costs.
-        learning: what the policies begin with, and who keeps what they learn.
     """
     shape, costs = shape_of(signature), read_costs(layouts)
 
@@ -203,16 +202,13 @@ def policy_maker(
             if not is_given:
                 estimator = prediction.make_estimator(choice.predictor, shape)
             predictor = prediction.TrackedPredictor(cast("Estimator", estimator))
-        made = make_policy(
+        return make_policy(
             choice.policy,
             num_slots=plan.num_slots,
             setting=Setting(shape=shape, predictor=predictor, costs=costs),
             adaptive=choice.adaptive,
             reserve=plan.stream_slots,
         )
-        if learning is not None:
-            learning.keep(*made.watchers)
-        return made
 
     return make
 

@@ -78,8 +78,9 @@ class CheckpointSummary:
 
     def choice_for(self, num_slots: int) -> PolicyChoice:
         """The eviction policy that ``policy="auto"`` takes where so many experts fit, and why."""
+        auto, size = choosing.AUTO, self.slot_bytes
         return choosing.resolve_policy(
-            choosing.AUTO, choosing.AUTO, self.signature, num_slots, expert_bytes=self.slot_bytes
+            auto, auto, self.signature, self.path, num_slots, expert_bytes=size
         )
 
     def slots_for(self, budget_bytes: int) -> int:

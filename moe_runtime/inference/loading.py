@@ -35,7 +35,7 @@ from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.inference.handle import LoadedFacts, RuntimeHandle
 from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
-from moe_runtime.inference.learning import KeptLearning, PolicyListener
+from moe_runtime.inference.learning import PolicyListener
 from moe_runtime.inference.libraries import set_up_libraries
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
@@ -96,8 +96,8 @@ def load(
             what a backward pass needs, activations and gradients.
         device_memory: the same for the memory of a GPU; only there.
         policy: the eviction policy, by name; ``"auto"`` replays what was kept of the model's latest
-            routing, if anything was, takes the policy that misses least, and keeps the routing of
-            this run for the next one (unless a ``trace`` is recorded).
+            routing, if anything was, takes the policy that misses least, and keeps the latest
+            routing of this run for the next one.
         prefetch: whether experts are read before they are asked for: ``"off"``; ``"observe"``
             guesses and counts, but reads nothing; ``"enforce"`` reads what is likely, as far as the
             link is idle; ``"auto"`` does so as long as it is faster than not doing it.
@@ -202,16 +202,14 @@ def load(
 
     # Before weights are there: what the choice needs is free again for them.
     fastest = plans.get("device", plans["host"])
+    folder, trained = checkpoint.folder, guessers.policy_estimator
     choice = choosing.resolve_policy(
-        policy, shares, signature, fastest.num_slots, guessers.policy_estimator, experts.slot_bytes
+        policy, shares, signature, folder, fastest.num_slots, trained, experts.slot_bytes
     )
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
-    learning = KeptLearning(signature, predictor, writes=is_first)
-    new_policy = choosing.policy_maker(
-        choice, signature, guessers.policy_estimator, experts.layouts, learning
-    )
+    new_policy = choosing.policy_maker(choice, signature, trained, experts.layouts)
     times = None
     if timeline is not None and is_first:
         times = options.StepTimes(options.Timeline(timeline))
@@ -224,7 +222,7 @@ def load(
         module.list_parameters(checkpoint.dtype, place)
     if misses != "device":
         options.open_misses(misses, modules, store, host_store, bind_slots(cached["host"]))
-    as_loaded_model(model, checkpoint.folder, source.versions(), steps, max_tokens)
+    as_loaded_model(model, folder, source.versions(), steps, max_tokens)
     facts = LoadedFacts(
         signature=signature,
         host_plan=plans["host"],
@@ -235,13 +233,17 @@ def load(
         load_s=time.perf_counter() - start,
         choice=choice,
     )
+    learning = None
+    if guessers.reader is not None or any(each.watchers for each in stores):
+        learning = options.KeptLearning(signature, folder, predictor, writes=is_first)
+        learning.keep(*(watcher for each in stores for watcher in each.watchers))
     for listener in (TokenLimit(max_tokens), times, PolicyListener(stores), learning):
         if listener is not None:
             listeners.add(listener)
     recorder = prefetcher = None
-    keeps_recent = policy == choosing.AUTO
-    if is_first and (keeps_recent or trace is not None):
-        recorder = options.open_record(listeners, signature, trace, keeps_recent=keeps_recent)
+    is_auto = policy == choosing.AUTO
+    if is_first and (is_auto or trace is not None):
+        recorder = options.open_record(listeners, signature, folder, trace, keeps_recent=is_auto)
     if guessers.reader is not None:
         prefetcher = options.open_prefetcher(
             model, listeners, blocks, store, guessers.reader, mode, place, share, learning

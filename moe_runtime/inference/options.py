@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moe_runtime.inference.expert_gradients import refuse_tangents as refuse_tangents
     from moe_runtime.inference.expert_partition import divide_experts as divide_experts
     from moe_runtime.inference.hugging_face.gate_formulas import find_formula as find_formula
+    from moe_runtime.inference.kept_learning import KeptLearning as KeptLearning
     from moe_runtime.inference.prediction.gates import find_gate as find_gate
     from moe_runtime.inference.prediction.predictors import check_predictor as check_predictor
     from moe_runtime.inference.prediction.predictors import is_file_name as is_file_name
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from moe_runtime.inference.step_times import StoreTimes as StoreTimes
     from moe_runtime.kernels.expert_mlp import frozen_expert as frozen_expert
     from moe_runtime.lab.replay.choice import choose_policy as choose_policy
-    from moe_runtime.lab.traces.learned import keep_learned as keep_learned
-    from moe_runtime.lab.traces.learned import restore_learned as restore_learned
     from moe_runtime.lab.traces.predictor_file import read_predictor as read_predictor
     from moe_runtime.lab.traces.predictor_file import (
         read_predictor_signature as read_predictor_signature,
@@ -77,7 +76,7 @@ else:
             # a policy that is chosen by replay, or that learns from requests
             "moe_runtime.lab.replay.choice": "choose_policy",
             "moe_runtime.lab.traces.recent": "RecentRouting read_recent",
-            "moe_runtime.lab.traces.learned": "keep_learned restore_learned",
+            "moe_runtime.inference.kept_learning": "KeptLearning",
             # a trace, a timeline
             "moe_runtime.inference.routing_record": "check_records open_record",
             "moe_runtime.lab.traces.recorder": "TraceRecorder",

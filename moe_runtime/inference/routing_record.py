@@ -29,10 +29,8 @@ class RoutingRecord(Listener):
     Args:
         recorders: who is told of every step.
         signature: of the model; ids from its number of experts on are choices of no expert.
-        listeners: who it is one of, until all recorders have enough.
+        listeners: who it is one of.
     """
-
-    hears_routing = True
 
     def __init__(
         self, recorders: Sequence[Recorder], signature: ModelSignature, listeners: Listeners
@@ -41,21 +39,22 @@ class RoutingRecord(Listener):
         self._listeners = listeners
         listeners.add(self)
         self._num_experts = signature.num_experts
-        self._last_layer = signature.num_layers - 1
-        self._open = self.recorders
+        self._open: list[Recorder] = []
         self._has_step = False
         self._latest = 0  # first request of those that began last: recorders count from there
 
     def begin(self, step: Step) -> None:
-        """A forward pass begins; those who have recorded enough hear of no more."""
-        self._open = [recorder for recorder in self._open if not recorder.is_done]
-        if not self._open:
-            self._listeners.remove(self)
+        """A forward pass begins; its layers are listened to only if somebody records it."""
         if step.begun:
             self._latest = step.begun[0]
-        for recorder in self._open:
-            if step.begun:
+            for recorder in self.recorders:
                 recorder.begin_request(num_sequences=len(step.begun))
+        self._open = [recorder for recorder in self.recorders if recorder.wants_step()]
+        if self.hears_routing != bool(self._open):
+            self._listeners.remove(self)
+            self.hears_routing = bool(self._open)
+            self._listeners.add(self)
+        for recorder in self._open:
             recorder.begin_step(
                 phase=step.phase,
                 token_ids=step.token_ids,
@@ -63,13 +62,16 @@ class RoutingRecord(Listener):
                 sequences=step.requests - self._latest,
             )
 
+    def end(self) -> None:
+        """The pass came to its end."""
+        self._has_step = True
+
     def routed(self, routing: LayerRouting) -> None:
         """A layer sent the tokens of the step to experts."""
         ids_TK = routing.ids_TK.cpu().numpy()
         ids_TK = np.where(ids_TK < self._num_experts, ids_TK, -1)
         for recorder in self._open:
             recorder.routing(routing.layer, ids_TK, routing.weights_TK.float().cpu().numpy())
-        self._has_step = self._has_step or routing.layer == self._last_layer
 
     def hold(self) -> None:
         """Begins the trace, if one is wanted, so that no other process can.
@@ -120,6 +122,7 @@ def check_records(
 def open_record(
     listeners: Listeners,
     signature: ModelSignature,
+    checkpoint: Path,
     trace: str | Path | None,
     *,
     keeps_recent: bool,
@@ -129,8 +132,9 @@ def open_record(
     Args:
         listeners: of the model.
         signature: what it is.
+        checkpoint: its folder or file.
         trace: the file of a trace, if one is wanted.
-        keeps_recent: whether the first decode steps are kept in the user's cache.
+        keeps_recent: whether the latest decode steps are kept in the user's cache.
 
     Raises:
         CheckpointError: the trace cannot be written there.
@@ -139,5 +143,5 @@ def open_record(
     if trace is not None:
         recorders.append(options.TraceRecorder(Path(trace), signature))
     if keeps_recent:
-        recorders.append(options.RecentRouting(signature))
+        recorders.append(options.RecentRouting(signature, checkpoint))
     return RoutingRecord(recorders, signature, listeners)

@@ -162,6 +162,16 @@ class Listeners:
         finally:
             self.remove(listener)
 
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Tells nobody of the passes within a ``with`` block."""
+        everyone = self._all
+        self._set(())
+        try:
+            yield
+        finally:
+            self._set(everyone)
+
     def begin(self, inputs: Mapping[str, Any]) -> None:
         """Reads a pass that is asked for, and tells all of it.
 
@@ -224,6 +234,12 @@ class Steps:
         self._turn: Any = threading.RLock()
         self._known = threading.local()  # threads whose number of torch's threads is their own
         self._known.is_known = True
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Nobody hears of this thread's passes within a ``with`` block; other threads wait."""
+        with self._turn, self.listeners.muted():
+            yield
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Calls the model when it is this thread's turn.

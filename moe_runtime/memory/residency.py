@@ -15,6 +15,7 @@ from moe_runtime.memory.lease import Lease
 from moe_runtime.memory.link_meter import LinkMeter
 from moe_runtime.memory.slab import Slab
 from moe_runtime.policies.eviction import LayerShares
+from moe_runtime.policies.eviction.base import Watcher
 from moe_runtime.policies.prediction.base import Event
 from moe_runtime.types import ExpertKey, StoreStats
 
@@ -191,9 +192,9 @@ class ExpertStore(Generic[W]):
                 self._policy.watcher.finish(sequence)
 
     @property
-    def watches(self) -> bool:
-        """Whether the policy must be told of routing events."""
-        return bool(self._policy.watcher)
+    def watchers(self) -> Sequence[Watcher]:
+        """Those of the policy that must be told of routing events."""
+        return self._policy.watchers
 
     @property
     def decides_later(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -80,7 +81,7 @@ class ModelPasses:
         )
         self.most_exact = 1
         self.reads_in_pieces = True
-        with torch.inference_mode():
+        with self._trial():
             if self.can_join:
                 self._try_joining()
             elif not can_share_a_pass(config):
@@ -92,11 +93,9 @@ class ModelPasses:
 
     def cache_of_one_token(self) -> DynamicCache:
         """A cache as the model fills it."""
-        trial = -1  # a number that no sequence gets
-        cache = self.requests.name(self.new_cache(), [trial], [1])
-        with torch.inference_mode():
+        cache = self.new_cache()
+        with self._trial():
             self._call([[0]], cache, keep=1)
-        self.requests.end(trial)
         return cache
 
     def most_together(self, adapter: str | None, *, exact: bool) -> int:
@@ -168,6 +167,14 @@ class ModelPasses:
         sequence.add_logprobs(found)
         return logits_RV[-1:]
 
+    @contextlib.contextmanager
+    def _trial(self) -> Iterator[None]:
+        """Passes are no requests: the model's listeners learn and record nothing of them."""
+        steps = getattr(self._model, "_steps", None)  # of a model from ``load``
+        unheard = contextlib.nullcontext() if steps is None else steps.unheard()
+        with unheard, torch.inference_mode():
+            yield
+
     def _step(self, ids: Items[int], cache: Any, places: Items[int]) -> torch.Tensor:
         """Logits ``[B, V]`` behind one token of each sequence."""
         rows = [[token] for token in ids]
@@ -210,17 +217,14 @@ class ModelPasses:
         """Joins two sequences only if that gives what each gives alone."""
         ids = [[index % self.vocab_size for index in row] for row in ((5, 7, 3), (11, 2))]
         caches, alone = [], []
-        trials = (-1, -2)  # numbers that no sequence gets
-        for number, row in zip(trials, ids, strict=True):
-            cache = self.requests.name(self.new_cache(), [number], [len(row)])
+        for row in ids:
+            cache = self.new_cache()
             self._call([row], cache, keep=1)
             caches.append(cache)
-            copied = copy_cache(cache, self.new_cache())
-            alone.append(self._step([9], self.requests.name(copied, [number], [1]), [len(row)]))
+            alone.append(self._step([9], copy_cache(cache, self.new_cache()), [len(row)]))
         places = [len(row) for row in ids]
         with Failure() as failure:  # code of models that nobody knows may fail in any way
-            joined = self.requests.name(self._joined(caches), trials, [1, 1])
-            together = self._step([9, 9], joined, places)
+            together = self._step([9, 9], self._joined(caches), places)
             self.can_join = torch.allclose(
                 together.float(), torch.cat(alone).float(), rtol=0.05, atol=0.05
             )
@@ -228,8 +232,6 @@ class ModelPasses:
                 self.most_exact = max(1, _rows_with_own_bits(self._model))
         if failure.has_failed:
             self.can_join = False
-        for number in trials:
-            self.requests.end(number)
 
     def _try_pieces(self) -> None:
         """Cuts prompts only if the rest of one gives what it gives with its beginning."""

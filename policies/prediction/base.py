@@ -124,8 +124,12 @@ class Learner(Protocol):
     @property
     def name(self) -> str: ...
 
+    def finish(self, sequence: int) -> None:
+        """Ends a request, if it runs."""
+        ...
+
     def learned(self) -> Mapping[str, np.ndarray]:
-        """Ends the running requests and gives what was learned: no arrays where nothing was."""
+        """What requests that ended taught, or more: no arrays where nothing was learned."""
         ...
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:

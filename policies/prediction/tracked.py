@@ -99,9 +99,7 @@ class TrackedPredictor:
         return self.estimator.name
 
     def learned(self) -> State:
-        """What the estimator learned from requests, those that run included; they end."""
-        for sequence in list(self._states):
-            self.finish(sequence)
+        """What the estimator learned from requests that ended."""
         return self.estimator.learned()
 
     def restore(self, state: State) -> None:

@@ -41,14 +41,14 @@ def test_auto_learns_from_the_run_before(tmp_path: Path, monkeypatch: pytest.Mon
     plain, named = generate()
     assert (named.policy, named.shares, named.policy_reason) == ("lru", "even", "")
     signature = inspect_checkpoint(pocket_path()).signature
-    assert read_recent(signature) is None  # nothing is kept unless `auto` is asked for
+    assert read_recent(signature, pocket_path()) is None  # only `auto` keeps it
 
     trace = tmp_path / "trace.npz"
     first, unknowing = generate(policy="auto", prefetch="auto", predictor="auto", trace=str(trace))
     assert torch.equal(first, plain)
     assert unknowing.policy == "lru"
     assert "0 steps" in unknowing.policy_reason
-    kept = read_recent(signature)
+    kept = read_recent(signature, pocket_path())
     assert kept is not None
     assert kept.num_steps == LEAST_STEPS + 11  # the first new token comes from the prompt
     recorded = read_trace(trace)  # both are kept; the trace has the prompt too

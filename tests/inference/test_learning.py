@@ -14,17 +14,19 @@ from warm_python import warm_python
 import moe_runtime
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.inference.learning import KeptLearning
+from moe_runtime.inference.kept_learning import WRITE_EVERY_S, KeptLearning
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.lab.traces.learned import learned_path
 from moe_runtime.lab.traces.predictor_file import write_predictor
+from moe_runtime.lab.traces.recent import recent_path
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import EamCollection
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.policies.prediction.limits import COLLECTED_MATRICES
 
 SLOTS = 30
-SUMMARY = inspect_checkpoint(pocket_path(), max_tokens=128)
+POCKET = pocket_path()
+SUMMARY = inspect_checkpoint(POCKET, max_tokens=128)
 SIGNATURE = SUMMARY.signature
 BUDGET = SUMMARY.smallest_budget_bytes + (SLOTS - 2) * SUMMARY.slot_bytes
 POLICY_FILE = "activation-aware"
@@ -41,7 +43,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def open_model(policy: str = "activation-aware", **settings: Any) -> Any:
     return moe_runtime.load(
-        pocket_path(), device="cpu", host_memory=BUDGET, max_tokens=128, policy=policy, **settings
+        POCKET, device="cpu", host_memory=BUDGET, max_tokens=128, policy=policy, **settings
     )
 
 
@@ -60,7 +62,7 @@ def test_a_second_process_begins_with_what_the_first_one_learned(tmp_path: Path)
     """The matrices are the counts of what the first process recorded of its routing."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The for statement\nA class has\n")
-    command = ["-m", "moe_runtime.cli.main", "run", str(pocket_path()), "--prompts", str(prompts)]
+    command = ["-m", "moe_runtime.cli.main", "run", str(POCKET), "--prompts", str(prompts)]
     options = ["--policy", "activation-aware", "--max-new-tokens", "8", "--host-memory", "24MiB"]
     trace_path = tmp_path / "trace.npz"
     subprocess.run(
@@ -85,7 +87,7 @@ def test_a_second_process_begins_with_what_the_first_one_learned(tmp_path: Path)
 def test_what_is_learned_adds_up_and_changes_no_bit() -> None:
     with (plain := open_model("lru")).moe:
         expected = [answer(plain, first) for first in (5, 90)]
-    assert not learned_path(POLICY_FILE, SIGNATURE).exists()
+    assert not learned_path(POLICY_FILE, SIGNATURE, POCKET).exists()
     for number, first in enumerate((5, 90)):
         model = open_model()
         with model.moe:
@@ -98,7 +100,7 @@ def test_what_is_learned_adds_up_and_changes_no_bit() -> None:
 
 
 def test_an_untrained_eam_predictor_goes_on(tmp_path: Path) -> None:
-    path = learned_path("eam", SIGNATURE)
+    path = learned_path("eam", SIGNATURE, POCKET)
     for number in (1, 2):
         model = open_model("lru", prefetch="observe", predictor="eam")
         with model.moe:
@@ -121,7 +123,7 @@ def test_an_untrained_eam_predictor_goes_on(tmp_path: Path) -> None:
 def test_the_policy_by_predictions_shares_what_its_predictor_learned() -> None:
     with (model := open_model("predicted", predictor="eam")).moe:
         answer(model)
-    assert len(np.load(learned_path("eam", SIGNATURE))["matrices"]) == 1
+    assert len(np.load(learned_path("eam", SIGNATURE, POCKET))["matrices"]) == 1
 
 
 def test_an_interrupted_run_keeps_what_it_learned() -> None:
@@ -132,7 +134,7 @@ def test_an_interrupted_run_keeps_what_it_learned() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupt(open_model())
-    assert learned_path(POLICY_FILE, SIGNATURE).exists()
+    assert learned_path(POLICY_FILE, SIGNATURE, POCKET).exists()
 
 
 def test_a_model_that_fails_in_its_first_step_keeps_nothing(
@@ -148,7 +150,7 @@ def test_a_model_that_fails_in_its_first_step_keeps_nothing(
     with pytest.raises(RuntimeError, match="first step"), model.moe:
         answer(model)
     handle.remove()
-    assert not learned_path(POLICY_FILE, SIGNATURE).exists()
+    assert not learned_path(POLICY_FILE, SIGNATURE, POCKET).exists()
 
 
 def arrays_of(path: Path) -> dict[str, np.ndarray]:
@@ -194,7 +196,7 @@ def damage(path: Path, how: str) -> None:
 def test_a_file_that_cannot_be_used_is_said_and_replaced(how: str, said: str) -> None:
     with (model := open_model()).moe:
         expected = answer(model)
-    path = learned_path(POLICY_FILE, SIGNATURE)
+    path = learned_path(POLICY_FILE, SIGNATURE, POCKET)
     whole = arrays_of(path)
     damage(path, how)
     with pytest.warns(MoERuntimeWarning, match=said) as caught:
@@ -216,10 +218,46 @@ def test_only_one_process_of_a_group_writes() -> None:
     with (model := open_model()).moe:
         answer(model)
         (learner,) = model.moe._store._policy.watchers
-        other = KeptLearning(SIGNATURE, "next-gate", writes=False)
+        other = KeptLearning(SIGNATURE, POCKET, "next-gate", writes=False)
         model._steps.listeners.add(other)
         other.keep(learner)
         answer(model)
         other.close()
-        assert not learned_path(POLICY_FILE, SIGNATURE).exists()
-    assert learned_path(POLICY_FILE, SIGNATURE).exists()
+        assert not learned_path(POLICY_FILE, SIGNATURE, POCKET).exists()
+    assert learned_path(POLICY_FILE, SIGNATURE, POCKET).exists()
+
+
+def test_what_is_learned_is_written_while_requests_are_answered() -> None:
+    """As after SIGKILL, nothing is closed; requests that run go on."""
+    now_s = 0.0
+    path = learned_path(POLICY_FILE, SIGNATURE, POCKET)
+    model = open_model()
+    with model.moe:
+        learning = model.moe._learning
+        learning._clock, learning._written_s = lambda: now_s, 0.0
+        answer(model)
+        answer(model)
+        assert not path.exists()  # too early
+        now_s = WRITE_EVERY_S
+        answer(model)
+        whole = arrays_of(path)["matrices"]
+        assert len(whole) == 2  # the third one runs
+        answer(model)
+        assert len(arrays_of(path)["matrices"]) == 2  # too early again
+    kept = arrays_of(path)["matrices"]
+    np.testing.assert_array_equal(kept[:2], whole)
+    assert (kept.sum(axis=(1, 2)) == 15 * SIGNATURE.num_layers * 2).all()
+    assert len(kept) == 4
+
+
+def test_checkpoints_of_one_shape_have_files_of_their_own(tmp_path: Path) -> None:
+    paths = []
+    for name, weights in (("base", b"1234"), ("tuned", b"1235"), ("copy", b"1234")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(bytes(1 << 20) + weights)
+        paths.append(learned_path(POLICY_FILE, SIGNATURE, folder))
+    assert paths[0] == paths[2] != paths[1]
+    paths = [recent_path(SIGNATURE, tmp_path / name) for name in ("base", "tuned")]
+    assert paths[0] != paths[1]

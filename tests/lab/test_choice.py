@@ -10,7 +10,7 @@ from traces import trace_of
 from moe_runtime.lab.replay import choice as choice_module
 from moe_runtime.lab.replay.choice import ONLINE_POLICIES, choose_policy
 from moe_runtime.lab.replay.untimed import replay_demand
-from moe_runtime.lab.traces import recent
+from moe_runtime.lab.traces import Trace, recent
 from moe_runtime.lab.traces.recent import RecentRouting, read_recent, recent_path
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import Setting, make_policy
@@ -25,6 +25,7 @@ from moe_runtime.types import ModelSignature
 
 SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
 MODEL = ModelSignature(model_type="made-up", num_layers=3, num_experts=8, top_k=2, vocab_size=50)
+CHECKPOINT = Path("made-up")
 
 
 @pytest.fixture(autouse=True)
@@ -34,60 +35,109 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def record(num_steps: int, num_sequences: int = 1, first_expert: int = 0) -> None:
-    recording = RecentRouting(MODEL)
-    recording.begin_request(num_sequences=num_sequences)
-    rows = np.arange(num_sequences)
-    for step in range(num_steps):
-        if recording.is_done:
-            break
-        phase = "decode" if step else "prefill"
-        recording.begin_step(phase=phase, token_ids=rows, positions=rows + step, sequences=rows)
-        for layer in range(3):
-            ids = np.tile([(first_expert + step) % 8, 7], (num_sequences, 1))
-            recording.routing(layer, ids, np.full(ids.shape, 0.5))
+    recording = RecentRouting(MODEL, CHECKPOINT)
+    take_steps(recording, num_steps, num_sequences, first_expert)
     recording.close()
 
 
-def test_decode_steps_are_kept_and_prompts_are_not() -> None:
-    assert read_recent(MODEL) is None
-    record(5, num_sequences=2)
-    kept = read_recent(MODEL)
+def take_steps(
+    recording: RecentRouting, num_steps: int, num_sequences: int = 1, first_expert: int = 0
+) -> None:
+    """A prompt, and steps that decode behind it; an expert tells them apart."""
+    recording.begin_request(num_sequences=num_sequences)
+    rows = np.arange(num_sequences)
+    for step in range(num_steps):
+        if not recording.wants_step():
+            continue
+        phase, places = "decode" if step else "prefill", np.full(num_sequences, step)
+        recording.begin_step(phase=phase, token_ids=rows, positions=places, sequences=rows)
+        for layer in range(3):
+            ids = np.tile([(first_expert + step) % 8, 7], (num_sequences, 1))
+            recording.routing(layer, ids, np.full(ids.shape, 0.5))
+
+
+def kept_routing() -> Trace:
+    kept = read_recent(MODEL, CHECKPOINT)
     assert kept is not None
+    return kept
+
+
+def test_decode_steps_are_kept_and_prompts_are_not() -> None:
+    assert read_recent(MODEL, CHECKPOINT) is None
+    record(5, num_sequences=2)
+    kept = kept_routing()
     assert kept.num_steps == 4
     assert set(kept.step_phase) == {1}
     assert kept.expert_ids[:, 0, 0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert kept.token_position.tolist() == [1, 2, 2, 3, 3, 4, 4, 5]
+    assert kept.token_position.tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
-def test_later_runs_are_added_and_the_oldest_steps_make_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_a_pass_with_a_prompt_the_sequences_that_decode_are_kept() -> None:
+    recording = RecentRouting(MODEL, CHECKPOINT)
+    recording.begin_request(num_sequences=3)
+    assert recording.wants_step()
+    recording.begin_step(
+        phase="prefill",
+        token_ids=np.array([10, 20, 21, 22, 30, 40]),
+        positions=np.array([4, 0, 1, 2, 9, 0]),
+        sequences=np.array([0, 1, 1, 1, 2, 3]),
+    )
+    for layer in range(3):
+        recording.routing(layer, np.arange(6)[:, None] + [0, 1], np.full((6, 2), 0.5))
+    recording.close()
+    kept = kept_routing()
+    assert kept.token_id.tolist() == [10, 30]  # 40 is a prompt of one token
+    assert kept.token_request.tolist() == [0, 1]
+    assert kept.expert_ids[:, 2].tolist() == [[0, 1], [4, 5]]
+    assert kept.num_steps == 1
+
+
+def test_the_latest_steps_are_kept_of_a_run_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "KEPT_STEPS", 6)
-    monkeypatch.setattr(recent, "RECORDED_STEPS", 5)
+    monkeypatch.setattr(recent, "PERIOD", 100)
     record(4)
-    record(20, first_expert=3)  # five of them
-    kept = read_recent(MODEL)
-    assert kept is not None
-    assert kept.expert_ids[:, 0, 0].tolist() == [3, 4, 5, 6, 7, 0]
-    assert kept.token_request.tolist() == [0, 1, 1, 1, 1, 1]
-    record(2)
-    again = read_recent(MODEL)
-    assert again is not None
-    assert again.token_request.tolist() == [0, 0, 0, 0, 0, 1]
+    record(4, first_expert=3)
+    kept = kept_routing()
+    assert kept.expert_ids[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6]
+    assert kept.token_request.tolist() == [0, 0, 0, 1, 1, 1]
+    record(20)
+    # looked at are the first six passes, and of each hundred the first ones
+    monkeypatch.setattr(recent, "PERIOD", 10)
+    monkeypatch.setattr(recent, "BURST", 2)
+    record(24)  # passes 1 to 6, 10, 11, 20, 21, of which the first is a prompt
+    assert [t % 8 for t in (4, 5, 9, 10, 19, 20)] == kept_routing().expert_ids[:, 0, 0].tolist()
+    assert kept_routing().token_position.tolist() == [4, 5, 9, 10, 19, 20]
+    monkeypatch.setattr(recent, "KEPT_TOKENS", 8)
+    recording = RecentRouting(MODEL, CHECKPOINT)
+    take_steps(recording, 6, num_sequences=3)
+    assert [step.num_tokens for step in recording._steps] == [3, 3]
+
+
+def test_a_run_writes_now_and_then_and_adds_nothing_twice() -> None:
+    now_s = 0.0
+    record(3)
+    recording = RecentRouting(MODEL, CHECKPOINT, clock=lambda: now_s)
+    take_steps(recording, 4, first_expert=2)
+    assert kept_routing().num_steps == 2
+    now_s = recent.WRITE_EVERY_S
+    take_steps(recording, 2)
+    assert kept_routing().expert_ids[:, 0, 0].tolist() == [1, 2, 3, 4, 5]
+    recording.close()
+    assert kept_routing().expert_ids[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 1]
 
 
 def test_a_damaged_or_unwritable_cache_fails_nothing(cache: Path) -> None:
     record(3)
-    path = recent_path(MODEL)
+    path = recent_path(MODEL, CHECKPOINT)
     path.write_bytes(path.read_bytes()[:100])
-    assert read_recent(MODEL) is None
+    assert read_recent(MODEL, CHECKPOINT) is None
     record(3)  # replaces it
-    assert read_recent(MODEL) is not None
+    assert read_recent(MODEL, CHECKPOINT) is not None
     path.unlink()
     path.parent.rmdir()
     path.parent.write_text("a file where the folder should be")
     record(3)
-    assert read_recent(MODEL) is None
+    assert read_recent(MODEL, CHECKPOINT) is None
 
 
 def hot_and_cold(num_tokens: int = 210) -> Routes:

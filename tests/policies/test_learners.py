@@ -14,12 +14,14 @@ from moe_runtime.policies.eviction.rules.activation_aware import ActivationMatri
 from moe_runtime.policies.eviction.rules.reuse import ReuseEstimator
 from moe_runtime.policies.prediction import (
     EamCollection,
+    LayerRouted,
     RunningCounts,
     Shape,
     StepBegins,
     TrackedPredictor,
 )
 from moe_runtime.policies.prediction.base import Learner, Routes
+from moe_runtime.policies.prediction.eam import activation_counts
 from moe_runtime.policies.prediction.limits import most_learned_bytes
 
 SHAPE = Shape(num_layers=3, num_experts=12, top_k=2)
@@ -32,13 +34,15 @@ LEARNERS: dict[str, Callable[[], Any]] = {
 
 
 def watch(learner: Any, routes: Routes) -> Any:
+    """Tells a learner of requests one after another, each of which ends."""
     workload = workload_of(trace_of(routes))
-    for begins, routed in workload.routing(0, workload.num_events):
+    for number, (begins, routed) in enumerate(workload.routing(0, workload.num_events)):
         if begins is not None:
-            learner.observe(begins)
+            workload.begin(number, begins, [learner])
         learner.observe(routed)
         if hasattr(learner, "scores"):
             learner.scores(routed.layer)  # as when an expert must go
+    learner.finish(routes.num_sequences - 1)
     return learner
 
 
@@ -87,12 +91,28 @@ def test_recorded_requests_teach_what_watching_them_does() -> None:
     np.testing.assert_array_equal(fitted.learned()["matrices"], watched.learned()["matrices"])
 
 
-def test_a_request_that_still_runs_is_learned_from() -> None:
-    matrices = watch(ActivationMatrices(SHAPE), ROUTES.select([0]))
-    assert len(matrices.learned()["matrices"]) == 1
-    assert len(matrices.learned()["matrices"]) == 1  # asked twice, it counts once
-    matrices.observe(StepBegins(sequences=np.array([7]), token_ids=np.array([1])))
-    assert len(matrices.learned()["matrices"]) == 1  # nothing is known of it yet
+@pytest.mark.parametrize("name", ["activation-aware", "eam"])
+def test_requests_that_decode_in_turn_are_learned_whole(name: str) -> None:
+    """A step of one request is not the end of the others."""
+    learner = LEARNERS[name]()
+    for token in range(40):
+        for request in (0, 1):
+            row = [40 * request + token]
+            learner.observe(
+                StepBegins(sequences=np.array([request]), token_ids=ROUTES.token_ids[row])
+            )
+            for layer in range(SHAPE.num_layers):
+                ids, weights = ROUTES.expert_ids[row, layer], ROUTES.gate_weights[row, layer]
+                learner.observe(LayerRouted(layer=layer, expert_ids=ids, gate_weights=weights))
+        assert not learner.learned()
+    for number in (0, 1):
+        learner.finish(number)
+        found = learner.learned()["matrices"]
+        assert len(found) == number + 1
+        np.testing.assert_array_equal(found[number], activation_counts(ROUTES, number))
+    learner.observe(StepBegins(sequences=np.array([7]), token_ids=np.array([1])))
+    learner.finish(7)  # nothing is known of it
+    assert len(learner.learned()["matrices"]) == 2
 
 
 def test_what_counts_the_running_request_only_keeps_nothing() -> None:

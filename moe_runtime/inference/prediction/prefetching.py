@@ -29,7 +29,7 @@ from moe_runtime.policies.prefetch import PrefetchRules
 
 if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import ExpertPartition
-    from moe_runtime.inference.learning import KeptLearning
+    from moe_runtime.inference.kept_learning import KeptLearning
 
 
 def _bind_ranker(

@@ -139,8 +139,7 @@ class _Replayer:
         watchers = [w for w in (self._policy.watcher, self._predictor) if w]
         for number, (begins, routed) in enumerate(routing):
             if begins is not None:
-                for watcher in watchers:
-                    watcher.observe(begins)
+                workload.begin(number, begins, watchers)
                 self._guess(-1)
             for watcher in watchers:
                 watcher.observe(routed)

@@ -105,11 +105,11 @@ def ask_policy(
             hits.extend(policy.access_all(events, num_slots))
             continue
         watcher, access = policy.watcher, policy.access
-        for keys, (begins, routed) in zip(events, workload.routing(start, stop), strict=True):
+        for number, (begins, routed) in enumerate(workload.routing(start, stop), start):
             if begins is not None:
-                watcher.observe(begins)
+                workload.begin(number, begins, [watcher])
             watcher.observe(routed)
-            hits.append(access(keys, num_slots))
+            hits.append(access(workload.keys[number], num_slots))
     return DemandReplay(workload, np.array(hits, dtype=np.int64))
 
 
@@ -124,11 +124,11 @@ def _weigh_loads(
     hits: list[int] = []
     loaded_bytes = 0
     for start, stop in itertools.pairwise(bounds):
-        events = workload.keys[start:stop]
-        policy = make_policy(events)
-        for keys, (begins, routed) in zip(events, workload.routing(start, stop), strict=True):
+        policy = make_policy(workload.keys[start:stop])
+        for number, (begins, routed) in enumerate(workload.routing(start, stop), start):
+            keys = workload.keys[number]
             if policy.watcher and begins is not None:
-                policy.watcher.observe(begins)
+                workload.begin(number, begins, [policy.watcher])
             if policy.watcher:
                 policy.watcher.observe(routed)
             loaded_bytes += sum(sizes[key] for key in keys if key not in policy)

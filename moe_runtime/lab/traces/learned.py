@@ -28,23 +28,23 @@ from moe_runtime.types import ModelSignature
 _KIND = StateKind(format="moe-runtime-learned", version=1, owner="learner", remedy="remove it")
 
 
-def learned_path(name: str, signature: ModelSignature) -> Path:
+def learned_path(name: str, signature: ModelSignature, checkpoint: Path) -> Path:
     """Where a learner's arrays lie, if any were kept.
 
     Args:
         name: of the policy or predictor.
         signature: the model.
+        checkpoint: its folder or file.
     """
-    return cached_path("learned", signature, f"-{name}")
+    return cached_path("learned", signature, checkpoint, f"-{name}")
 
 
-def restore_learned(learner: Learner, signature: ModelSignature) -> None:
+def restore_learned(learner: Learner, signature: ModelSignature, path: Path) -> None:
     """Has a learner begin with what was kept; one that nothing was kept of begins anew.
 
     A file that is damaged, or of another version or model, is left out with a warning
     (``MoERuntimeWarning``).
     """
-    path = learned_path(learner.name, signature)
     if not os.path.exists(path):
         return
     try:
@@ -57,15 +57,14 @@ def restore_learned(learner: Learner, signature: ModelSignature) -> None:
         warnings.warn(f"{learner.name} begins anew: {error}", MoERuntimeWarning, stacklevel=2)
 
 
-def keep_learned(learner: Learner, signature: ModelSignature) -> None:
-    """Writes what a learner learned, if anything, for later runs; ends its running requests.
+def keep_learned(learner: Learner, signature: ModelSignature, path: Path) -> None:
+    """Writes what a learner learned, if anything, for later runs.
 
     What cannot be kept is dropped: a cache that is missing or full must not fail a run.
     """
     state = learner.learned()
     if not state:
         return
-    path = learned_path(learner.name, signature)
     with contextlib.suppress(OSError, CheckpointError):
         make_folders(path.parent)
         write_state(path, _KIND, learner.name, signature, state)

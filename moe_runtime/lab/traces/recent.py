@@ -1,13 +1,19 @@
 """The latest routing of a model, kept between runs in the user's cache: what `auto` replays.
 
-Only decode steps are kept: a prompt visits nearly every expert and streams past the cache.
+Only tokens that are decoded are kept: a prompt visits nearly every expert and streams past the
+cache.
 """
 
+import contextlib
+import hashlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import platformdirs
 
 from moe_runtime.errors import CheckpointError
@@ -26,52 +32,94 @@ from moe_runtime.types import ModelSignature
 
 KEPT_STEPS = 512
 """Decode steps in the file, the latest ones."""
-RECORDED_STEPS = 256
-"""Decode steps of one run that are recorded, the first ones: then recording costs nothing more."""
+KEPT_TOKENS = 4096
+"""Tokens of one run that are kept at most, which bounds the memory of steps of many sequences."""
+PERIOD, BURST = 1024, 64
+"""Of a run's passes the first ``KEPT_STEPS`` are looked at, and so many of each period after them:
+who listens to the layers takes time of theirs."""
+WRITE_EVERY_S = 300.0
+"""Seconds between two writes of a run."""
 _MAX_BYTES = 256 << 20
+_DIGEST_BYTES = 6
+_END_BYTES = 1 << 16
+"""Of each file's end, what tells checkpoints of one shape apart."""
 
 
-def recent_path(signature: ModelSignature) -> Path:
+def recent_path(signature: ModelSignature, checkpoint: Path) -> Path:
     """Where the latest routing of a model lies, if there is any."""
-    return cached_path("routing", signature)
+    return cached_path("routing", signature, checkpoint)
 
 
-def cached_path(folder: str, signature: ModelSignature, suffix: str = "") -> Path:
-    """The file of a model in a folder of the user's cache."""
+def cached_path(folder: str, signature: ModelSignature, checkpoint: Path, suffix: str = "") -> Path:
+    """The file of a checkpoint in a folder of the user's cache.
+
+    Args:
+        folder: in the cache.
+        signature: the model.
+        checkpoint: its folder or file. Names, sizes and ends of the weights' files, and the
+            configuration, tell it from others of its signature, wherever it lies.
+        suffix: of the name.
+    """
+    files = [checkpoint]
+    if checkpoint.is_dir():
+        files = [checkpoint / "config.json", *sorted(checkpoint.glob("*.safetensors"))]
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for path in files:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END_BYTES))
+            digest.update(f"{path.name} {size} ".encode(errors="surrogateescape") + file.read())
     name = (
         f"{signature.model_type}-{signature.num_layers}x{signature.num_experts}"
-        f"-top{signature.top_k}-{signature.vocab_size}{suffix}.npz"
+        f"-top{signature.top_k}-{signature.vocab_size}-{digest.hexdigest()}{suffix}.npz"
     )
     return platformdirs.user_cache_path("moe-runtime") / folder / name
 
 
-def read_recent(signature: ModelSignature) -> Trace | None:
+def read_recent(signature: ModelSignature, checkpoint: Path) -> Trace | None:
     """The latest routing of a model; None where none, or none that can be read, was kept."""
-    try:
-        trace = read_trace(recent_path(signature), max_bytes=_MAX_BYTES)
-    except CheckpointError:
-        return None
-    return trace if trace.signature == signature and trace.num_steps else None
+    return _read(recent_path(signature, checkpoint), signature)
 
 
 class RecentRouting:
-    """Records the first decode steps of a run, as a ``TraceRecorder`` does whole ones.
+    """Records the latest decode steps of a run, as a ``TraceRecorder`` does all of it.
 
-    What cannot be kept is dropped: a cache that is missing or full must not fail a run.
+    Of a step that computes a prompt too, the sequences that decode are kept. What cannot be kept is
+    dropped: a cache that is missing or full must not fail a run.
+
+    Args:
+        signature: the model.
+        checkpoint: its folder or file.
+        clock: seconds.
     """
 
-    def __init__(self, signature: ModelSignature) -> None:
+    def __init__(
+        self,
+        signature: ModelSignature,
+        checkpoint: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._signature = signature
+        self._path = recent_path(signature, checkpoint)
+        self._clock = clock
+        self._written_s = clock()
         self._dtype = expert_dtype(signature.num_experts)
         self._requests = 0
         self._running = 0
-        self._steps: list[Trace] = []
-        self._is_open = False
+        self._num_passes = 0
+        self._before: list[Trace] | None = None  # what earlier runs kept, once it was read
+        self._steps: deque[Trace] = deque()
+        self._num_tokens = 0
+        self._rows: slice | np.ndarray | None = None  # tokens of the step that are kept
 
-    @property
-    def is_done(self) -> bool:
-        """Whether enough was recorded."""
-        return len(self._steps) >= RECORDED_STEPS
+    def wants_step(self) -> bool:
+        """Whether the pass that begins is looked at."""
+        self._rows = None
+        self._num_passes += 1
+        if self._clock() - self._written_s >= WRITE_EVERY_S:
+            self._write()
+        return self._num_passes <= KEPT_STEPS or self._num_passes % PERIOD < BURST
 
     def hold(self) -> None:
         """Nothing is held: of several runs at once the last one's routing is kept."""
@@ -85,64 +133,82 @@ class RecentRouting:
         self,
         *,
         phase: str,
-        token_ids: npt.ArrayLike,
-        positions: npt.ArrayLike,
+        token_ids: np.ndarray,
+        positions: np.ndarray,
         sequences: np.ndarray,
     ) -> None:
         """Begins a forward pass; prompts are left out."""
-        self._is_open = phase == "decode" and len(self._steps) < RECORDED_STEPS
-        if not self._is_open:
-            return
-        num_tokens = len(sequences)
-        block = (num_tokens, self._signature.num_layers, self._signature.top_k)
+        rows: slice | np.ndarray = slice(None)
+        if phase != "decode":
+            _, place, count = np.unique(sequences, return_inverse=True, return_counts=True)
+            rows = np.flatnonzero((count[place] == 1) & (positions > 0))
+            if not rows.size:
+                return
+        self._rows = rows
+        requests = (sequences[rows] + self._requests).astype(np.int32)
+        block = (len(requests), self._signature.num_layers, self._signature.top_k)
+        self._num_tokens += len(requests)
         self._steps.append(
             Trace(
                 version=TRACE_VERSION,
                 signature=self._signature,
-                step_phase=np.array([PHASES.index(phase)], np.uint8),
-                step_start=np.array([0, num_tokens], np.int64),
-                token_request=(sequences + self._requests).astype(np.int32),
-                token_id=np.array(token_ids, np.int32),
-                token_position=np.array(positions, np.int32),
+                step_phase=np.array([PHASES.index("decode")], np.uint8),
+                step_start=np.array([0, len(requests)], np.int64),
+                token_request=requests,
+                token_id=token_ids[rows].astype(np.int32),
+                token_position=positions[rows].astype(np.int32),
                 expert_ids=np.full(block, absent_id(self._dtype), self._dtype),
                 gate_weights=np.zeros(block, np.float16),
             )
         )
+        while len(self._steps) > KEPT_STEPS or self._num_tokens > KEPT_TOKENS:
+            if len(self._steps) == 1:
+                return
+            self._num_tokens -= self._steps.popleft().num_tokens
 
-    def routing(self, layer: int, expert_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
+    def routing(self, layer: int, expert_ids: np.ndarray, weights: np.ndarray) -> None:
         """Records where a layer sent the tokens of the step."""
-        if self._is_open:
+        if self._rows is not None:
             absent = absent_id(self._dtype)
-            ids, gates = as_recorded(np.asarray(expert_ids), np.asarray(weights), absent)
+            ids, gates = as_recorded(expert_ids[self._rows], weights[self._rows], absent)
             self._steps[-1].expert_ids[:, layer, : ids.shape[1]] = ids
             self._steps[-1].gate_weights[:, layer, : ids.shape[1]] = gates
 
     def discard(self) -> None:
         """Forgets what was recorded."""
-        self._steps, self._is_open = [], False
+        self._steps.clear()
+        self._num_tokens, self._rows = 0, None
 
     def close(self) -> None:
         """Adds what was recorded to the file; the oldest steps make room for it."""
-        steps, self._steps, self._is_open = self._steps, [], False
-        if not steps:
+        self._write()
+        self.discard()
+
+    def _write(self) -> None:
+        """Puts what was recorded behind what earlier runs kept."""
+        self._written_s = self._clock()
+        if not self._steps:
             return
-        before = read_recent(self._signature)
-        if before is not None:
-            first_new = int(before.token_request.max(initial=-1)) + 1
-            steps = [
-                before,
-                *(replace(s, token_request=s.token_request + np.int32(first_new)) for s in steps),
-            ]
-        joined = _join(steps)
+        if self._before is None:
+            before = _read(self._path, self._signature)
+            self._before = [] if before is None else [before]
+        first_new = max((int(b.token_request.max()) + 1 for b in self._before), default=0)
+        own = [replace(s, token_request=s.token_request + np.int32(first_new)) for s in self._steps]
+        joined = _join([*self._before, *own])
         kept = joined.steps(max(0, joined.num_steps - KEPT_STEPS), joined.num_steps)
         # requests are numbered anew, or the numbers would grow for as long as the cache lives
         requests = np.unique(kept.token_request, return_inverse=True)[1].astype(np.int32)
-        path = recent_path(self._signature)
-        try:
-            make_folders(path.parent)
-            write_trace(path, replace(kept, token_request=requests))
-        except (OSError, CheckpointError):
-            return
+        with contextlib.suppress(OSError, CheckpointError):
+            make_folders(self._path.parent)
+            write_trace(self._path, replace(kept, token_request=requests))
+
+
+def _read(path: Path, signature: ModelSignature) -> Trace | None:
+    try:
+        trace = read_trace(path, max_bytes=_MAX_BYTES)
+    except CheckpointError:
+        return None
+    return trace if trace.signature == signature and trace.num_steps else None
 
 
 def _join(parts: list[Trace]) -> Trace:

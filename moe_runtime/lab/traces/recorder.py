@@ -103,10 +103,9 @@ class TraceRecorder:
     ) -> None:
         self.close()
 
-    @property
-    def is_done(self) -> bool:
-        """Never: everything is recorded."""
-        return False
+    def wants_step(self) -> bool:
+        """Whether the pass that begins is looked at: every one is."""
+        return True
 
     @property
     def num_steps(self) -> int:

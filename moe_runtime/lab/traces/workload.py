@@ -4,14 +4,15 @@ Legend: T tokens, L layers, K experts a token visits, N events, E experts of a l
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.policies.prediction.base import LayerRouted, StepBegins
+from moe_runtime.policies.eviction.base import Watcher
+from moe_runtime.policies.prediction.base import LayerRouted, Predictor, StepBegins
 from moe_runtime.types import ExpertKey
 
 
@@ -78,6 +79,31 @@ class Workload:
         request = trace.token_request[first]
         begins = np.flatnonzero(np.diff(request, prepend=-1))
         return np.unique(np.searchsorted(self.step, begins)).tolist()
+
+    @cached_property
+    def _ended(self) -> dict[int, list[int]]:
+        """Requests by the first event behind their last ones."""
+        trace = self.trace
+        step = np.repeat(np.arange(trace.num_steps), np.diff(trace.step_start))
+        behind = np.searchsorted(self.step, step, side="right")
+        last = dict(zip(trace.token_request.tolist(), behind.tolist(), strict=True))
+        ended: dict[int, list[int]] = {}
+        for request, event in last.items():
+            ended.setdefault(event, []).append(request)
+        return ended
+
+    def begin(self, event: int, step: StepBegins, watchers: Iterable[Watcher | Predictor]) -> None:
+        """Tells of a step, and of the requests that ended before it, as a loaded model does.
+
+        Args:
+            event: number of the step's first event.
+            step: what `routing` says of it.
+            watchers: who is told.
+        """
+        for watcher in watchers:
+            for request in self._ended.get(event, ()):
+                watcher.finish(request)
+            watcher.observe(step)
 
     def routing(self, start: int, stop: int) -> Iterator[tuple[StepBegins | None, LayerRouted]]:
         """The events as policies and predictors are told of them.

@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_runtime.policies.eviction.scored import Scored
 from moe_runtime.policies.eviction.setting import Maker, Setting
-from moe_runtime.policies.prediction.base import Event, LayerRouted, Routes, Shape, StepBegins
+from moe_runtime.policies.prediction.base import Event, LayerRouted, Routes, Shape
 from moe_runtime.policies.prediction.eam import activation_counts, take_matrices
 from moe_runtime.policies.prediction.estimator import State
 from moe_runtime.policies.prediction.limits import COLLECTED_MATRICES
@@ -72,7 +72,6 @@ class ActivationMatrices:
             self._scores.pop(event.layer, None)
             return
         self._scores.clear()
-        self._end_requests_not_in(event)
         self._sequences = event.sequences
         shape = (self._stored.shape[1], self._stored.shape[2] + 1)
         for sequence in np.unique(event.sequences).tolist():
@@ -93,9 +92,7 @@ class ActivationMatrices:
             self._collect(activation_counts(routes, sequence))
 
     def learned(self) -> State:
-        """Ends all requests; ``matrices``: ``[number, L, E]``, or nothing if there is none."""
-        for sequence in list(self._running):
-            self.finish(sequence)
+        """``matrices`` of requests that ended: ``[number, L, E]``, or nothing if there is none."""
         return {"matrices": self._stored[: self._num_stored]} if self._num_stored else {}
 
     def restore(self, state: State) -> None:
@@ -129,12 +126,6 @@ class ActivationMatrices:
         share = self._own_share if self._num_stored else 1.0
         mixed = share * own + (1 - share) * self._predicted[layer]
         return ((mixed + _NEVER_SEEN) * self._decay[layer]).tolist()
-
-    def _end_requests_not_in(self, event: StepBegins) -> None:
-        """A caller that never says when requests end still gets a collection."""
-        if len(event.sequences) == 1:
-            for sequence in [s for s in self._running if s != event.sequences[0]]:
-                self.finish(sequence)
 
     def _predict(self, matrix: np.ndarray) -> np.ndarray:
         if not self._num_stored or not matrix[:, :-1].any():

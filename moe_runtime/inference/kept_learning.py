@@ -1,0 +1,87 @@
+"""What policies and predictors learn from requests: restored, and written now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from moe_runtime.inference import options
+from moe_runtime.inference.steps import Listener, Step
+from moe_runtime.lab.traces.learned import keep_learned, learned_path, restore_learned
+from moe_runtime.policies.prediction import PREDICTORS
+from moe_runtime.policies.prediction.base import Learner
+from moe_runtime.types import ModelSignature
+
+WRITE_EVERY_S = 300.0
+"""Least time between two writes while requests are answered."""
+
+
+class KeptLearning(Listener):
+    """The learners of a loaded model: each begins with what earlier processes learned.
+
+    Args:
+        signature: the model; one that has not come to the end of a step keeps nothing.
+        checkpoint: its folder or file.
+        predictor: name of the predictor, or the file of a trained one, which says what it begins
+            with.
+        writes: whether this process writes what is learned, as one of a group does.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        signature: ModelSignature,
+        checkpoint: Path,
+        predictor: str | Path,
+        *,
+        writes: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._signature = signature
+        self._checkpoint = checkpoint
+        self._writes = writes
+        self._predictor = predictor
+        self._clock = clock
+        self._written_s = clock()
+        self._has_step = False
+        self._running: set[int] = set()
+        self._learners: dict[Path, Learner] = {}
+
+    def keep(self, *watchers: object) -> None:
+        """Restores those of the watchers that learn from requests, and keeps them from now on.
+
+        Of several of one name the first one is kept.
+        """
+        for watcher in watchers:
+            if not isinstance(watcher, Learner):
+                continue
+            if watcher.name in PREDICTORS and options.is_file_name(self._predictor):
+                continue
+            path = learned_path(watcher.name, self._signature, self._checkpoint)
+            restore_learned(watcher, self._signature, path)
+            self._learners.setdefault(path, watcher)
+
+    def begin(self, step: Step) -> None:
+        """Writes what was learned, if a request ended and the last time is long ago."""
+        self._running.update(step.begun)
+        self._running.difference_update(step.ended)
+        if step.ended and self._clock() - self._written_s >= WRITE_EVERY_S:
+            self._write()
+
+    def end(self) -> None:
+        """A step came to its end."""
+        self._has_step = True
+
+    def close(self) -> None:
+        """Writes what was learned, requests that still run included."""
+        for learner in self._learners.values():
+            for request in self._running:
+                learner.finish(request)
+        self._write()
+
+    def _write(self) -> None:
+        self._written_s = self._clock()
+        if self._has_step and self._writes:
+            for path, learner in self._learners.items():
+                keep_learned(learner, self._signature, path)
