@@ -46,12 +46,14 @@ class Quantized:
         family: what model.
         config: the quantization part of its configuration.
         packers: by a pattern of weights' names; the first that matches is taken.
+        dtype: of everything else.
     """
 
     name: str
     family: Family
     config: dict[str, Any]
     packers: dict[str, Packer] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
         return self.name
@@ -68,7 +70,7 @@ class Written:
 
 def write(sample: Quantized, folder: Path) -> Written:
     """Write a random model of the sample's family in its format, and the plain twin."""
-    model = tiny_checkpoints.tiny_model(sample.family).bfloat16()
+    model = tiny_checkpoints.tiny_model(sample.family).to(sample.dtype)
     packed, plain = folder / "packed", folder / "plain"
     tiny_checkpoints.save(model, packed, sharded=False)
     stored: dict[str, Tensor] = {}
@@ -196,6 +198,7 @@ SAMPLES = [
         Family("qwen3_moe", "Qwen3MoeForCausalLM", ODD),
         GPTQ | {"bits": 4, "group_size": 32, "sym": False},
         {EXPERTS + "|" + SHARED: gptq(4, 32, version=1)},
+        torch.float16,
     ),
     Quantized(
         "deepseek_v3-gptq-int8",
