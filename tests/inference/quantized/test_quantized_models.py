@@ -84,6 +84,11 @@ def written(
 
 every = pytest.mark.parametrize("written", SAMPLES, indirect=True)
 some = pytest.mark.parametrize("written", FAMILIES, indirect=True)
+others_long = pytest.mark.parametrize(
+    "written",
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in FAMILIES)) for name in SAMPLES],
+    indirect=True,
+)
 
 
 def load(written: Written, host_memory: int | str = "1GiB", **options: Any) -> Any:
@@ -196,9 +201,9 @@ def test_half_precision_is_multiplied_by_codes(
         assert_as_good_as_eager(one, other, wanted)
 
 
-@some
+@others_long
 def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Written) -> None:
-    """In bf16, the checkpoint's own type."""
+    """In the checkpoint's own type."""
     family = written.sample.family
     expected: list[Tensor] = []
     budget = smallest_budget(written, "bfloat16")
