@@ -131,14 +131,7 @@ class ExpertWeights:
                 "beside quantised matrices the others must be bf16 and biases have one dtype, "
                 f"got {dtypes} and {bias_dtypes}"
             )
-        formats = (
-            None
-            if matrix is None
-            else matrix.dtype
-            if isinstance(matrix, Tensor)
-            else matrix.format
-            for matrix in matrices
-        )
+        formats = (getattr(m, "format", getattr(m, "dtype", None)) for m in matrices)
         return torch.bfloat16, (*formats, biases[0].dtype if biases else None)
 
     def _biases(self) -> list[Tensor]:
