@@ -54,6 +54,7 @@ class ExpertStep:
         if library is not None and shape.dtype in DTYPE_CODES and function is not None:
             self._row_limit = min(row_limit(library, shape), STEP_ROWS)
             self.most_rows = STEP_ROWS
+            self._row_dtypes = shape.row_dtypes
             self._dims = shape.dim_in, shape.dim_hidden, shape.dim_out
             self._function = function
             self._bias_code = DTYPE_CODES.get(shape.bias_dtype, 0)
@@ -85,7 +86,7 @@ class ExpertStep:
         num_rows = num_tokens * num_choices
         # each expert's own number of rows decides for it, in `expert_ffn` too
         own_rows = 1 if len(experts) == num_rows else num_rows
-        dtype, library = self.shape.dtype, native_library()
+        library = native_library()
         if (
             library is None
             or not 0 < own_rows <= self._row_limit
@@ -93,7 +94,7 @@ class ExpertStep:
             or num_rows > self.most_rows
             or len(expert_of_row_R) != num_rows
             or x_TD.shape != (num_tokens, self._dims[0])
-            or (x_TD.dtype is not dtype and x_TD.dtype is not torch.float32)
+            or x_TD.dtype not in self._row_dtypes
             or weights_TK.dtype not in DTYPE_CODES
             or not (x_TD.is_cpu and x_TD.is_contiguous())
             or not (weights_TK.is_cpu and weights_TK.is_contiguous())
@@ -120,7 +121,7 @@ class ExpertStep:
             out_TO.data_ptr(),
             *self._dims,
             DTYPE_CODES[x_TD.dtype],
-            DTYPE_CODES[dtype],
+            DTYPE_CODES[self.shape.dtype],
             self._bias_code,
             DTYPE_CODES[weights_TK.dtype],
             *self._function,

@@ -46,6 +46,12 @@ class ExpertShape(NamedTuple):
         own = self.formats[-1] if self.formats else None
         return own if isinstance(own, torch.dtype) else self.dtype
 
+    @property
+    def row_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of rows that the native kernel takes: codes are multiplied by any, widened to fp32."""
+        is_coded = bool(self.formats) and "planes" not in self.formats
+        return (self.dtype, torch.float32, *([torch.float16] if is_coded else []))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
@@ -125,14 +131,7 @@ class ExpertWeights:
                 "beside quantised matrices the others must be bf16 and biases have one dtype, "
                 f"got {dtypes} and {bias_dtypes}"
             )
-        formats = (
-            None
-            if matrix is None
-            else matrix.dtype
-            if isinstance(matrix, Tensor)
-            else matrix.format
-            for matrix in matrices
-        )
+        formats = (getattr(m, "format", getattr(m, "dtype", None)) for m in matrices)
         return torch.bfloat16, (*formats, biases[0].dtype if biases else None)
 
     def _biases(self) -> list[Tensor]:

@@ -156,9 +156,9 @@ def _native_problem(
     """Why the C kernel cannot take these (valid) arguments, or None."""
     if kernel_activation(activation) is None:
         return f"activation must be one of {', '.join(ACTIVATION_CODES)}, got {activation!r}"
-    dtype = experts[0].shape.dtype
-    if x_TD.dtype not in DTYPE_CODES or x_TD.dtype not in (dtype, torch.float32):
-        return f"x must be {dtype} like the weights, or fp32, got {x_TD.dtype}"
+    dtypes = experts[0].shape.row_dtypes
+    if x_TD.dtype not in DTYPE_CODES or x_TD.dtype not in dtypes:
+        return f"x must be {' or '.join(map(str, dtypes))}, got {x_TD.dtype}"
     if not (x_TD.is_cpu and out_RO.is_cpu):
         return f"it needs CPU tensors, got {x_TD.device} and {out_RO.device}"
     if x_TD.stride(1) != 1 or out_RO.stride(1) != 1:

@@ -61,7 +61,7 @@ def quantized_linear(
     `x`. Of a format with `int8_activations` it is `x` that is rounded, to `int8_values(x)`.
 
     Args:
-        x: `[R, K]`; the kernel takes fp32 and bf16.
+        x: `[R, K]`; the kernel takes fp32, bf16 and fp16.
         weight: `[N, K]`; of one in the lossless code the bits of `linear` with what it was.
         bias: `[N]`, fp32, bf16 or fp16, or None.
         impl: As in `linear`.
@@ -142,8 +142,8 @@ def _native_problem(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> 
     """Why the C kernel cannot take these arguments, or None."""
     if x.ndim != 2 or x.shape[1] != weight.num_cols:
         return f"x must be [R, {weight.num_cols}], got {list(x.shape)}"
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        return f"x must be fp32 or bf16, got {x.dtype}"
+    if x.dtype not in DTYPE_CODES:
+        return f"x must be fp32, bf16 or fp16, got {x.dtype}"
     if not x.is_cpu or (bias is not None and bias.dtype not in DTYPE_CODES):
         return "it needs CPU tensors, and biases in fp32, bf16 or fp16"
     if is_differentiated(x, bias):

@@ -16,8 +16,6 @@ from moe_runtime.kernels.linear.quantized import quantized_row_limit
 from moe_runtime.kernels.native import DTYPE_CODES, native_library
 from moe_runtime.kernels.quantized import QuantizedMatrix
 
-_TYPES = (torch.bfloat16, torch.float32)
-
 
 class PreparedQuantizedLinear:
     """The native product with one weight, which lies where it lies and never changes.
@@ -38,13 +36,13 @@ class PreparedQuantizedLinear:
 
     def address(self, dtype: torch.dtype) -> int:
         """Where the C struct `Matrix` is; 0 where kernels cannot multiply rows of a dtype by it."""
-        return self._address if self.row_limit and dtype in _TYPES else 0
+        return self._address if self.row_limit and dtype in DTYPE_CODES else 0
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """`x @ weight.T + bias`: `[..., K]` to `[..., N]`, in the bits of `quantized_linear`.
 
         Args:
-            x: `[..., K]`; bf16 or fp32.
+            x: `[..., K]`; bf16, fp16 or fp32.
             bias: `[N]`, or None.
 
         Returns:
@@ -55,7 +53,7 @@ class PreparedQuantizedLinear:
         num_rows = x.numel() // self._dim_in if shape and shape[-1] == self._dim_in else 0
         if (
             not 0 < num_rows <= self.row_limit
-            or dtype not in _TYPES
+            or dtype not in DTYPE_CODES
             or not x.is_cpu
             or not x.is_contiguous()
             or (bias is not None and (bias.dtype not in DTYPE_CODES or not bias.is_contiguous()))

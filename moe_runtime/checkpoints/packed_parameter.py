@@ -19,10 +19,9 @@ from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.kernels.linear import (
     frozen_linear,
     quantized_linear,
-    quantized_row_limit,
     values_of,
 )
-from moe_runtime.kernels.native import is_differentiated, native_library
+from moe_runtime.kernels.native import is_differentiated
 from moe_runtime.kernels.prepared.quantized import PreparedQuantizedLinear
 from moe_runtime.kernels.quantized import QuantizedMatrix
 
@@ -238,10 +237,7 @@ def _multiply_any(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> T
     if forward_ad._current_level >= 0:
         return nn.functional.linear(input, weight.values(), bias)
     x_RK = input.reshape(-1, input.shape[-1])
-    library, is_autocast = native_library(), torch.is_autocast_enabled(input.device.type)
-    if x_RK.dtype is torch.float16 and library is not None and not is_autocast:
-        # products of codes take bf16 and fp32
-        x_RK = x_RK.float() if len(x_RK) <= quantized_row_limit(library) else x_RK
+    is_autocast = torch.is_autocast_enabled(input.device.type)
     multiply = frozen_linear if is_differentiated(input, bias) else quantized_linear
     y_RN = multiply(x_RK, weight.matrix, bias)
     y_RN = y_RN if is_autocast else y_RN.to(input.dtype)

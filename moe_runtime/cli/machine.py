@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import psutil
@@ -20,6 +21,11 @@ Status = Literal["ok", "note", "problem"]
 _REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
 _OPTIONAL = ("accelerate", "llama-cpp-python", "gguf")
 _VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "sve")
+_IN_REGISTERS = MappingProxyType(
+    {"avx512bf16": (8, False), "avx512": (8, False), "avx2": (16, True)}
+)
+"""Codes that an instruction set decodes in registers: the least columns of a group, which are all
+or a power of two, and whether GGUF's blocks are among them."""
 _SLOW_DISK_BYTES_PER_S = 500e6
 _LITTLE_MEMORY_BYTES = 2 << 30
 
@@ -140,13 +146,17 @@ def _quantised_kernels() -> Finding:
     isa = describe().isa
     if isa is None:
         how = "by torch, from their values, written out for every product"
-    elif isa.startswith("avx512"):
-        how = "from their codes, decoded in registers"
-    elif isa == "avx2":
-        how = "from their codes, decoded in registers (avx2); GGUF's blocks a row at a time"
+    elif isa not in _IN_REGISTERS:
+        how = (
+            f"from their codes, decoded a few rows at a time ({isa}); AVX2 is several times as fast"
+        )
     else:
-        how = f"from their codes, decoded a row at a time ({isa}); AVX-512 is several times as fast"
-    return Finding(name="quantised experts", status="ok", value=f"{', '.join(FORMATS)}: {how}")
+        least, has_blocks = _IN_REGISTERS[isa]
+        what = f"groups of {least}, {2 * least}, {4 * least}... or all columns"
+        what += ", and GGUF's blocks" if has_blocks else ""
+        how = f"from their codes; {isa} decodes {what} in registers, all else a few rows at a time"
+    names = ", ".join([*FORMATS, "gguf", "planes"])
+    return Finding(name="quantised experts", status="ok", value=f"{names}: {how}")
 
 
 def _accelerators() -> list[Finding]:

@@ -7,6 +7,7 @@ slots, and from there it is encoded into the slot that it is computed from.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from moe_runtime.checkpoints.packing.manifest import (
 from moe_runtime.errors import CapacityError, UnsupportedModelError
 from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes_into
+from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes, encode_planes_into
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
 from moe_runtime.memory.entries import StoreListener
 from moe_runtime.memory.layout import ExpertLayout, Extent, TensorRange
@@ -41,10 +42,12 @@ LANDING_SLOTS = 2 * COPY_THREADS
 """Experts on their way into the code at once: each thread has one."""
 ROOM_SHARE = 16
 """Escapes have room for one of so many weights; trained weights have half or a third of that."""
+SPARE_SLOTS = 1
+"""Experts as they lie in the files whose bytes may be escapes that have no room in their slots."""
 
 
 def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, int]:
-    """How experts lie in slots in the code, and the bytes of the landing slots.
+    """How experts lie in slots in the code, and the bytes of landing slots and spare escapes.
 
     Matrices whose rows are not one behind the other stay as they are, as all that is not bf16.
 
@@ -79,7 +82,7 @@ def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, i
             "cache_code planes is for experts in bf16, and these are "
             f"{' and '.join(experts.type_names)}, or lie transposed; expected cache_code none"
         )
-    return coded, LANDING_SLOTS * experts.slot_bytes
+    return coded, (LANDING_SLOTS + SPARE_SLOTS) * experts.slot_bytes
 
 
 def open_coded_stores(
@@ -113,11 +116,16 @@ def open_coded_stores(
         stream_slots=landing.stream_slots,
         listener=listeners[1],
     )
+    fetcher = CodingFetcher(below, experts, coded)
+
+    def bind_coded(key: ExpertKey, slot: Tensor) -> ExpertWeights:
+        return fetcher.with_spare(key, slot) or bind(key, slot)
+
     above = TierStore(
-        CodingFetcher(below, experts, coded),
+        fetcher,
         slab,
         new_policy(plan),
-        bind,
+        bind_coded,
         stream_slots=plan.stream_slots,
         listener=listeners[0],
     )
@@ -131,8 +139,22 @@ class CodingFetcher(TierFetcher):
         super().__init__(lower)
         self._experts = experts
         self._coded = coded
+        self._spare: dict[int, dict[str, Tensor]] = {}  # by a slot's address, and a matrix
+        self._counted = threading.Lock()
+
+    def with_spare(self, key: ExpertKey, slot: Tensor) -> ExpertWeights | None:
+        """The weights of an expert with escapes outside its slot; None where it has none there."""
+        spare = self._spare.get(slot.data_ptr())
+        if spare is None:
+            return None
+        with torch.inference_mode(False):  # as of any slot
+            matrices = self._coded.matrices_in(key, slot)
+        for name, escapes in spare.items():
+            matrices[name] = replace(matrices[name], escapes=escapes)
+        return ExpertWeights(gate=matrices.pop("gate", None), **matrices)
 
     def _move(self, key: ExpertKey, source: Tensor, slot: Tensor) -> None:
+        self._spare.pop(slot.data_ptr(), None)
         views = self._experts.layouts[key].views(source)
         into = self._coded.matrices_in(key, slot)
         for name, view in zip(self._experts.matrices[key.layer], views, strict=True):
@@ -140,12 +162,22 @@ class CodingFetcher(TierFetcher):
             if not isinstance(target, PlanesMatrix):
                 target.copy_(view)
             elif not encode_planes_into(view, target):
+                found = encode_planes(view)
+                self._keep(key, name, slot, found.escapes)
+                for part in ("coded", "starts", "book"):
+                    getattr(target, part).copy_(getattr(found, part))
+
+    def _keep(self, key: ExpertKey, name: str, slot: Tensor, escapes: Tensor) -> None:
+        with self._counted:
+            others = [part.nbytes for own in [*self._spare.values()] for part in own.values()]
+            if sum(others) + escapes.nbytes > SPARE_SLOTS * self._experts.slot_bytes:
                 module = self._experts.modules[key.layer].name
                 raise CapacityError(
                     f"the {name} weights of expert {key.expert} of {module} do not fit in the "
-                    f"code: more than one in {ROOM_SHARE} has a rare exponent; load the model with "
-                    "cache_code none, or pack the checkpoint"
+                    f"code: more than one in {ROOM_SHARE} has a rare exponent, as in others in "
+                    "memory; load the model with cache_code none, or pack the checkpoint"
                 )
+            self._spare.setdefault(slot.data_ptr(), {})[name] = escapes
 
 
 def _form(name: str, tensor: TensorRange) -> MatrixForm:

@@ -16,6 +16,8 @@ from quantized_checkpoints import EXPERTS, Quantized
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moe_runtime.checkpoints.formats import compressed_tensors
+from moe_runtime.checkpoints.formats.settings import Settings
 from moe_runtime.errors import MoERuntimeError, UnsupportedModelError
 from moe_runtime.types import ExpertKey
 
@@ -196,6 +198,29 @@ def fused(tensors: dict[str, Tensor]) -> None:
             both = zip(parts["gate_proj"], parts["up_proj"], strict=True)
             tensors[f"{stem}.gate_up_proj{end}"] = torch.stack([torch.cat(p) for p in both])
             tensors[f"{stem}.down_proj{end}"] = torch.stack(parts["down_proj"])
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["Linear", "re:.*down_proj"],
+        ["re:.*proj", "re:.*down_proj", "mlp.experts.3.down_proj"],
+        ["re:.*experts.*", "re:.*down.*", "Linear"],
+        ["mlp.experts.3.up_proj", "re:.*up_proj", "Linear", "re:mlp.*", "Linear"],
+    ],
+    ids=str,
+)
+def test_targets_count_as_in_compressed_tensors(targets: list[str]) -> None:
+    """Each in a group of its own; where two groups have a target, the later one counts."""
+    from compressed_tensors.utils import match_targets
+
+    groups = {str(n): {"targets": [t], "weights": {"n": n}} for n, t in enumerate(targets)}
+    found = compressed_tensors._targets_of(Settings({"config_groups": groups, "format": "x"}))
+    for name in ("mlp.experts.3.down_proj", "mlp.experts.3.up_proj", "mlp.experts.4.up_proj"):
+        matched = match_targets(name, torch.nn.Linear(1, 1), targets)
+        if matched:
+            last = len(targets) - 1 - targets[::-1].index(matched[0])
+            assert compressed_tensors._how(name, name, found)[0].values == {"n": last}
 
 
 def test_stacked_experts_have_the_values_of_separate_ones(originals, tmp_path) -> None:

@@ -109,7 +109,7 @@ def test_biases_of_two_types_in_an_expert_are_refused(originals, tmp_path) -> No
         ("qwen3_moe-gptq", {"group_size": 16}, "g_idx: permuted groups (desc_act) cannot be read"),
         ("glm4_moe-awq", {"bits": 8}, "bits 8 cannot be read yet; expected 4"),
         ("glm4_moe-awq", {"version": "gemv"}, "version 'gemv' cannot be read yet"),
-        ("glm4_moe-awq", {"zero_point": False}, "zero_point False cannot be read yet"),
+        ("glm4_moe-awq", {"zero_point": 0}, "zero_point 0 cannot be read yet"),
         ("glm4_moe-awq", {"group_size": 16}, "scales: expected F16 or BF16 or F32 ["),
     ],
 )
@@ -118,6 +118,22 @@ def test_what_the_configuration_says_of_gptq_and_awq_is_judged(
 ) -> None:
     folder = changed(originals(sample), tmp_path, **config)
     assert words in refusal(folder, MoERuntimeError)
+
+
+def test_zero_points_of_awq_are_read_where_there_are_some(originals, tmp_path) -> None:
+    """GPTQModel writes `zero_point: false` beside those of symmetric codes."""
+
+    def remove(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".qzeros")]:
+            del tensors[name]
+
+    original = originals("glm4_moe-awq")
+    folder = changed(original, tmp_path / "symmetric", zero_point=False)
+    expected = matrices_of_expert(original, ExpertKey(1, 3))
+    for name, matrix in matrices_of_expert(folder, ExpertKey(1, 3)).items():
+        assert torch.equal(matrix.dequantize(), expected[name].dequantize())
+    without = changed(folder, tmp_path / "without", remove, zero_point=False)
+    assert "zero_point False cannot be read yet" in refusal(without, MoERuntimeError)
 
 
 def test_permuted_groups_of_gptq_are_refused_whatever_the_configuration_says(

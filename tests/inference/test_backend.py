@@ -228,7 +228,7 @@ def test_lora_on_the_experts(mixtral: PreTrainedModel) -> None:
         torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("block_size", [(16, 16), None], ids=str)
+@pytest.mark.parametrize("block_size", [(16, 16), (128, 128), None], ids=str)
 def test_fp8_experts(mixtral: PreTrainedModel, block_size: tuple[int, int] | None) -> None:
     """8-bit experts against the same numbers widened by hand, through transformers' registry."""
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
@@ -247,11 +247,9 @@ def test_fp8_experts(mixtral: PreTrainedModel, block_size: tuple[int, int] | Non
         weight, scale = module.get_parameter(name), module.get_parameter(f"{name}_scale_inv")
         weight.data = (torch.randn(weight.shape) * 0.2).to(torch.float8_e4m3fn)
         scale.data = torch.rand(scale.shape) + 0.5
-        rows = (
-            torch.arange(weight.shape[1])
-            // (block_size or (weight.shape[1] // scale.shape[1], 1))[0]
-        )
-        columns = torch.arange(weight.shape[2]) // (block_size or (1, weight.shape[2]))[1]
+        # where a block is larger than all rows, gate and up have a scale each
+        rows = torch.arange(weight.shape[1]) // (weight.shape[1] // scale.shape[1])
+        columns = torch.arange(weight.shape[2]) // (weight.shape[2] // scale.shape[2])
         wide[name] = weight.detach().float() * scale.detach()[:, rows][:, :, columns]
     plain = next(iter(experts_modules(mixtral).values()))
     plain.config._experts_implementation_internal = "eager"
@@ -292,7 +290,7 @@ def test_packed_experts_are_computed_from_their_codes(
     if not options.keys() <= known.keys():
         pytest.skip("this came with a later transformers")
     config = copy.deepcopy(mixtral.config)
-    config.hidden_size, config.intermediate_size = 160, 96
+    config.hidden_size, config.intermediate_size = 160, 160
     config._experts_implementation_internal = "moe_runtime"
     kind = use_experts_implementation(
         type("Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS
@@ -353,4 +351,20 @@ def test_packed_experts_of_an_unknown_type_are_refused(mixtral: PreTrainedModel)
         )
     x, ids = torch.zeros(1, mixtral.config.hidden_size), torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(UnsupportedModelError, match=r"gate_up_proj is torch\.float8_e5m2"):
+        fp8_experts_forward(module, x, ids, torch.ones(1, 1))
+
+
+def test_scales_that_may_be_of_other_rows_are_refused(mixtral: PreTrainedModel) -> None:
+    """Gate and up of 96 rows: two scales are of 96 rows each, or of 128 and 64 of both together."""
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    from moe_runtime.errors import UnsupportedModelError
+    from moe_runtime.inference.hugging_face.backend import fp8_experts_forward
+
+    config = copy.deepcopy(mixtral.config)
+    config.intermediate_size = 96
+    module = FP8Experts(config, block_size=(128, 128))
+    assert module.gate_up_proj_scale_inv.shape[1] == 2
+    x, ids = torch.zeros(1, config.hidden_size), torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(UnsupportedModelError, match="192 rows or columns of gate_up_proj share"):
         fp8_experts_forward(module, x, ids, torch.ones(1, 1))

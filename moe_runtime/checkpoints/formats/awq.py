@@ -29,7 +29,9 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
     version = settings.text("version") or "gemm"
     if version.lower() != "gemm":
         settings.unsupported(f"version {version!r}", "'gemm'")
-    settings.choice("zero_point", (True, None))
+    # GPTQModel says false of symmetric codes, and writes zero points all the same
+    has_zeros = any(name.endswith(".qzeros") for name in entries)
+    settings.choice("zero_point", (True, None, *([False] if has_zeros else [])))
     group = settings.group("group_size")
     for name, codes in entries.items():
         for suffix in (".qzeros", ".scales"):

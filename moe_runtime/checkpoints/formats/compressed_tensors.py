@@ -95,7 +95,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
     """
     if settings.get("sparsity_config"):
         settings.unsupported("a sparsity_config", "dense weights")
-    groups = _groups_of(settings)
+    targets = _targets_of(settings)
     ignored = settings.names("ignore")
     with ExitStack() as stack:
         contents = Contents(stack)
@@ -110,34 +110,36 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
                     f"{name}: expected no scales of a module that the quantization_config of "
                     "config.json ignores"
                 )
-            how, kind = _how(module, name, groups)
+            how, kind = _how(module, name, targets)
             if kind not in FORMATS:
                 settings.unsupported(f"format {kind!r} of {name}", " or ".join(FORMATS))
             yield FORMATS[kind](_Module(module, how, entries, contents))
 
 
-def _groups_of(settings: Settings) -> list[tuple[list[str], Settings, str]]:
-    """Targets, what is done to their weights, and the format, for each of `config_groups`."""
+def _targets_of(settings: Settings) -> dict[str, tuple[Settings, str]]:
+    """What is done to the weights of each target of `config_groups`, and their format.
+
+    In the order of `match_targets` of compressed-tensors: names, then patterns by the alphabet.
+    """
     groups = settings.part("config_groups")
-    found = []
+    found = {}
     for name in groups.values:
         group = groups.part(name)
         if group.get("weights") is not None:
             kind = group.text("format") or settings.text("format") or "missing"
-            found.append((group.names("targets"), group.part("weights"), kind))
-    return found
+            found |= dict.fromkeys(group.names("targets"), (group.part("weights"), kind))
+    return {target: found[target] for target in sorted(found, key=lambda t: ("re:" in t, t))}
 
 
 def _how(
-    module: str, name: str, groups: list[tuple[list[str], Settings, str]]
+    module: str, name: str, targets: Mapping[str, tuple[Settings, str]]
 ) -> tuple[Settings, str]:
-    """How a module's weight is written: a target that names it counts more than its class."""
-    for targets, how, kind in groups:
-        if matches(module, targets):
-            return how, kind
-    for targets, how, kind in groups:
-        if "Linear" in targets:
-            return how, kind
+    """How a module's weight is written: the first target that names it, else its class."""
+    for target, how in targets.items():
+        if matches(module, [target]):
+            return how
+    if "Linear" in targets:
+        return targets["Linear"]
     raise CheckpointError(
         f"{name}: expected its module among the targets of config_groups in the "
         "quantization_config of config.json, found it in none of them"

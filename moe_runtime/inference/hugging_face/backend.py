@@ -42,9 +42,10 @@ def register_with_transformers() -> None:
     ``model.set_experts_implementation("moe_runtime")`` use the runtime's kernels for every model
     whose experts transformers builds with its experts interface, in generation and in training.
     Experts of fp8 checkpoints, and the 4-bit ones of DeepSeek-V4, are computed from their codes.
-    Those of gpt-oss that transformers keeps in 4 bits have no such interface and stay with its own
-    kernels; ``Mxfp4Config(dequantize=True)`` gives them to this one. Calling it again changes
-    nothing.
+    Those of gpt-oss have no such interface where transformers keeps them in 4 bits: on a GPU, and
+    on a CPU with ``use_kernels=True``, they stay with its own kernels from the Hub. Else it loads
+    them in bf16, as under ``Mxfp4Config(dequantize=True)``, and they are this one's. Calling it
+    again changes nothing.
     """
     private.ExpertsInterface.register(BACKEND_NAME, experts_forward)
     private.FP8ExpertsInterface.register(BACKEND_NAME, fp8_experts_forward)
@@ -87,7 +88,8 @@ def fp8_experts_forward(
     forward pass; activations are not rounded to 8 bits, unlike in transformers' own backends.
 
     Raises:
-        UnsupportedModelError: Weights or scales are of a type that is not known.
+        UnsupportedModelError: Weights or scales are of a type that is not known, or it is not
+            known which rows share a scale.
     """
     first = "gate_up_proj" if self.has_gate else "up_proj"
     inputs, down = (
@@ -145,25 +147,35 @@ def _packed(module: Any, name: str, weight: Tensor, scale: Tensor) -> QuantizedS
         )
     num_cols = weight.shape[2] * (2 if weight.dtype == torch.int8 else 1)
     blocks = (1, 32) if weight.dtype == torch.int8 else module.block_size
-    rows, cols = (
-        _group(size, num_groups, None if blocks is None else blocks[dim])
-        for dim, (size, num_groups) in enumerate(
-            zip((weight.shape[1], num_cols), scale.shape[1:], strict=True)
-        )
-    )
+    num_rows, blocks = weight.shape[1], blocks or (None, None)
+    num_parts = 2 if module.has_gate and name == "gate_up_proj" else 1
+    rows = _group(name, num_rows, scale.shape[1], blocks[0], num_parts)
+    cols = _group(name, num_cols, scale.shape[2], blocks[1])
     found = WeightFormat(_CODES[weight.dtype], kind, group_rows=rows, group_cols=cols)
     codes = weight.view(torch.uint8)
     return QuantizedStack(found, num_cols, codes, scale.view(SCALES[kind]))
 
 
-def _group(size: int, num_groups: int, block: int | None) -> int:
-    """Rows or columns that share a scale; 0 for all of them."""
+def _group(name: str, size: int, num_groups: int, block: int | None, num_parts: int = 1) -> int:
+    """Rows or columns that share a scale; 0 for all of them.
+
+    Raises:
+        UnsupportedModelError: Scales of gate and up that were put together, the last of each for
+            less than a block, are as many as those of blocks of both, or another number.
+    """
     if num_groups == 1:
         return 0
     if block is not None and -(-size // block) == num_groups:
-        return block
-    # no blocks along this dimension: one scale each, or one for gate and one for up
-    return -(-size // num_groups)
+        part = size // num_parts
+        if num_parts == 1 or part % block == 0 or num_parts * -(-part // block) != num_groups:
+            return block
+    elif size % num_groups == 0 and (block is None or num_groups == num_parts):
+        return size // num_groups  # one scale each, or one for gate and one for up
+    raise UnsupportedModelError(
+        f"experts_implementation={BACKEND_NAME!r} cannot tell which of the {size} rows or columns "
+        f"of {name} share each of {num_groups} scales: expected whole blocks of {block} in gate "
+        "and in up; use moe_runtime.load, which reads each with its own, or another implementation"
+    )
 
 
 def _values(weight: QuantizedStack | Tensor, dtype: torch.dtype) -> Tensor:

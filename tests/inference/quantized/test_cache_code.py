@@ -19,7 +19,7 @@ from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.checkpoints.packing import pack_checkpoint
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, UnsupportedModelError
-from moe_runtime.inference.cache_code import LANDING_SLOTS, ROOM_SHARE, coded_experts
+from moe_runtime.inference.cache_code import LANDING_SLOTS, ROOM_SHARE, SPARE_SLOTS, coded_experts
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.types import ExpertKey
@@ -85,8 +85,9 @@ def test_what_a_budget_buys_is_what_it_holds(source: Path) -> None:
     plain = inspect_checkpoint(source, max_tokens=MAX_TOKENS)
     coded = inspect_checkpoint(source, max_tokens=MAX_TOKENS, cache_code="planes")
     assert coded.expert_bytes == plain.expert_bytes
-    # the landing slots, less the values of a matrix that is written out and its plain products
-    landing = LANDING_SLOTS * plain.slot_bytes
+    # landing slots and spare escapes, less the values of a matrix that is written out and its plain
+    # products
+    landing = (LANDING_SLOTS + SPARE_SLOTS) * plain.slot_bytes
     assert coded.reserve_bytes == plain.reserve_bytes + landing + 120 * 200 * 2
     smallest = coded.smallest_budget_bytes
     with pytest.raises(CapacityError) as refusal:
@@ -98,17 +99,37 @@ def test_what_a_budget_buys_is_what_it_holds(source: Path) -> None:
     assert coded.slots_for(budget) == 5
 
 
-def test_an_expert_that_the_code_is_too_small_for_is_named(source: Path, tmp_path: Path) -> None:
-    model = tiny_model(MIXTRAL).bfloat16()
-    folder = save(model, tmp_path / "model", sharded=False)
+def with_odd_exponents(folder: Path, *names: str) -> Path:
+    """The same model, some of its matrices with 27 exponents, of which a code book has seven."""
+    save(tiny_model(MIXTRAL).bfloat16(), folder, sharded=False)
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
-    exponents = torch.arange(tensors[name].numel()).remainder(200).view_as(tensors[name])
-    tensors[name] = (exponents << 7).to(torch.int16).view(torch.bfloat16)
+    for name in tensors:
+        if name.endswith(names):
+            places = torch.arange(tensors[name].numel()).view_as(tensors[name])
+            bits = (places % 2 << 15) | (97 + places % 27 << 7)
+            tensors[name] = bits.to(torch.int16).view(torch.bfloat16)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    loaded = load(folder, host_memory="1GiB", cache_code="planes")
+    return folder
+
+
+def test_experts_whose_escapes_have_no_room_have_the_same_bits(tmp_path: Path) -> None:
+    """In slots that go from one expert to the next, and where all are resident."""
+    odd = ("1.block_sparse_moe.experts.3.w3.weight", "0.block_sparse_moe.experts.2.w2.weight")
+    folder = with_odd_exponents(tmp_path / "model", *odd)
+    expected, _ = outcome(folder, host_memory="1GiB")
+    summary = inspect_checkpoint(folder, max_tokens=MAX_TOKENS, cache_code="planes")
+    for budget in (summary.smallest_budget_bytes, "1GiB"):
+        found, stats = outcome(folder, host_memory=budget, cache_code="planes")
+        assert all(map(torch.equal, found, expected))
+        assert stats.misses > 0
+
+
+def test_more_escapes_than_the_budget_has_bytes_for_are_refused_by_name(tmp_path: Path) -> None:
+    loaded = load(
+        with_odd_exponents(tmp_path, "w3.weight"), host_memory="1GiB", cache_code="planes"
+    )
     with loaded.moe, torch.inference_mode():
-        with pytest.raises(CapacityError, match=rf"up weights of expert 3 of [^\n]*{ROOM_SHARE}"):
+        with pytest.raises(CapacityError, match=rf"up weights of expert \d of [^\n]*{ROOM_SHARE}"):
             loaded(torch.arange(60)[None])
         loaded.moe.check()
 
@@ -139,7 +160,7 @@ def test_a_process_may_have_some_of_the_experts(source: Path) -> None:
     experts.layouts = {key: experts.layouts[key] for key in kept}
     some, landing_bytes = coded_experts(experts, torch.device("cpu"))
     assert some.layouts == {key: whole.layouts[key] for key in kept}
-    assert landing_bytes == LANDING_SLOTS * experts.slot_bytes
+    assert landing_bytes == (LANDING_SLOTS + SPARE_SLOTS) * experts.slot_bytes
     with pytest.raises(UnsupportedModelError, match="is for models on the CPU"):
         coded_experts(experts, torch.device("cuda"))
 

@@ -24,6 +24,7 @@ from gradients import (
     shared,
     with_adapters,
 )
+from low_precision import assert_as_good_as_eager
 from quantized_checkpoints import Quantized, Written
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.checkpoints.packed_parameter import PackedTensor
 from moe_runtime.inference.expert_weights import bind_weights
 from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.kernels.linear import quantized
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.quantized import QuantizedMatrix
 from moe_runtime.memory.slab import aligned_bytes
@@ -82,6 +84,11 @@ def written(
 
 every = pytest.mark.parametrize("written", SAMPLES, indirect=True)
 some = pytest.mark.parametrize("written", FAMILIES, indirect=True)
+others_long = pytest.mark.parametrize(
+    "written",
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in FAMILIES)) for name in SAMPLES],
+    indirect=True,
+)
 
 
 def load(written: Written, host_memory: int | str = "1GiB", **options: Any) -> Any:
@@ -128,7 +135,7 @@ def expected_values(reference: Any, experts: ExpertMap, key: ExpertKey) -> dict[
 @every
 def test_values_are_those_of_the_packers_dequantiser(written: Written) -> None:
     checkpoint = open_checkpoint(written.folder, "auto")
-    assert checkpoint.dtype == torch.bfloat16
+    assert checkpoint.dtype == written.sample.dtype
     experts = map_experts(build_on_meta(checkpoint), checkpoint)
     reference = reference_of(written)
     for key, found in expert_values(written, experts):
@@ -170,9 +177,33 @@ def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written: W
     assert all(map(torch.equal, again, logits))
 
 
-@some
+@pytest.mark.skipif(native_library() is None, reason="torch multiplies by rounded values")
+@pytest.mark.parametrize("written", ["qwen3_moe-gptq"], indirect=True)
+def test_half_precision_is_multiplied_by_codes(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp16, which checkpoints of integers are published in: as good as transformers' fp16."""
+    family = written.sample.family
+    exact = tiny_checkpoints.prompt_and_step_logits(reference_of(written), family)
+    eager_model = tiny_checkpoints.model_class_of(family).from_pretrained(
+        written.plain, dtype=torch.float16, experts_implementation="eager"
+    )
+    eager = tiny_checkpoints.prompt_and_step_logits(eager_model.eval(), family)
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("values of a weight were written out")
+
+    monkeypatch.setattr(quantized, "_write_values", refuse)
+    model = load(written, dtype="auto")
+    with model.moe:
+        found = tiny_checkpoints.prompt_and_step_logits(model, family)
+    for one, other, wanted in zip(found, eager, exact, strict=True):
+        assert_as_good_as_eager(one, other, wanted)
+
+
+@others_long
 def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Written) -> None:
-    """In bf16, the checkpoint's own type."""
+    """In the checkpoint's own type."""
     family = written.sample.family
     expected: list[Tensor] = []
     budget = smallest_budget(written, "bfloat16")

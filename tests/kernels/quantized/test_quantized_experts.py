@@ -20,7 +20,7 @@ from moe_runtime.kernels.quantized import WeightFormat
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_quantised_expert_computes_with_its_values(
     isa: str, name: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
@@ -29,7 +29,8 @@ def test_a_quantised_expert_computes_with_its_values(
     exact = run(x_TD.double(), with_values(weights, torch.float64), "reference")
     # of x, hidden values, the weights of a product with many rows, and the result: each is rounded
     # once, and a norm of independent roundings is at most that of the largest of them, twice
-    allowed = {torch.bfloat16: 2 * 4 * 2.0**-9, torch.float32: 1000 * 2.0**-24}[dtype]
+    is_half = dtype != torch.float32
+    allowed = 2 * 4 * torch.finfo(dtype).eps / 4 if is_half else 1000 * 2.0**-24
     for impl in ("auto", "native", "torch", "reference"):
         assert relative_error(run(x_TD, weights, impl), exact) <= allowed
 

@@ -40,7 +40,7 @@ def test_every_format_against_fp64(isa: str, codes: str, generator: torch.Genera
     kinds = [kind for kind in every_format() if kind.codes == codes]
     for kind, (num_rows, num_cols, x_rows) in product(kinds, ((5, 161, 2), (1, 296, 7))):
         weight = random_matrix(kind, num_rows, num_cols, generator)
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert_right(weight, torch.randn(x_rows, num_cols, generator=generator).to(dtype))
             assert torch.equal(values_of(weight, dtype), weight.dequantize(dtype))
 
@@ -179,7 +179,7 @@ def test_no_rows_and_bad_ones(library: NativeLibrary, generator: torch.Generator
     assert quantized_linear(torch.empty(0, 40), weight, impl="native").shape == (0, 5)
     with pytest.raises(ValueError, match="x must be"):
         quantized_linear(torch.empty(2, 41), weight, impl="native")
-    with pytest.raises(ValueError, match="fp32 or bf16"):
+    with pytest.raises(ValueError, match="fp32, bf16 or fp16"):
         quantized_linear(torch.empty(2, 40, dtype=torch.float64), weight, impl="native")
     gaps = replace(weight, codes=torch.empty(5, 80, dtype=torch.uint8)[:, ::2])
     with pytest.raises(ValueError, match="without gaps"):

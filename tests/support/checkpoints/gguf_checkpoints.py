@@ -158,6 +158,12 @@ SAMPLES = [
         for architecture, family in CORRECTED.items()
     ),
     Sample(
+        "qwen3moe-f16",
+        "qwen3moe",
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", {"hidden_size": 64, "norm_topk_prob": True}),
+        {"": Kind.F16},
+    ),
+    Sample(
         "olmoe-bf16",
         "olmoe",
         Family("olmoe", "OlmoeForCausalLM", {"hidden_size": 64} | ALL_HEADS),

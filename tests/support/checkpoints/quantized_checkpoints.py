@@ -27,6 +27,7 @@ from weight_packers import (
     fp8_block,
     fp8_exponents,
     fp8_transformers,
+    fp8_whole,
     gpt_oss,
     gptq,
     mxfp8,
@@ -46,12 +47,14 @@ class Quantized:
         family: what model.
         config: the quantization part of its configuration.
         packers: by a pattern of weights' names; the first that matches is taken.
+        dtype: of everything else.
     """
 
     name: str
     family: Family
     config: dict[str, Any]
     packers: dict[str, Packer] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
         return self.name
@@ -68,7 +71,7 @@ class Written:
 
 def write(sample: Quantized, folder: Path) -> Written:
     """Write a random model of the sample's family in its format, and the plain twin."""
-    model = tiny_checkpoints.tiny_model(sample.family).bfloat16()
+    model = tiny_checkpoints.tiny_model(sample.family).to(sample.dtype)
     packed, plain = folder / "packed", folder / "plain"
     tiny_checkpoints.save(model, packed, sharded=False)
     stored: dict[str, Tensor] = {}
@@ -111,6 +114,9 @@ MXFP4 = INT4_32 | {
     "scale_dtype": torch.uint8,
     "zp_dtype": torch.uint8,
 }
+FP8_BLOCK = FP8_CHANNEL | {"strategy": "block", "block_structure": [48, 64]}
+MXFP8 = MXFP4 | {"num_bits": 8}
+INT4_128 = INT4_32 | {"group_size": 128}
 GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": True}
 LINEAR = ["Linear"]
 IN_JSON = {"scale_dtype": None, "zp_dtype": None}
@@ -196,6 +202,7 @@ SAMPLES = [
         Family("qwen3_moe", "Qwen3MoeForCausalLM", ODD),
         GPTQ | {"bits": 4, "group_size": 32, "sym": False},
         {EXPERTS + "|" + SHARED: gptq(4, 32, version=1)},
+        torch.float16,
     ),
     Quantized(
         "deepseek_v3-gptq-int8",
@@ -236,6 +243,40 @@ SAMPLES = [
         Family("olmoe", "OlmoeForCausalLM", EVEN),
         groups((LINEAR, "float-quantized", FP8_TENSOR)),
         {EXPERTS + "|" + SHARED: compressed("float-quantized", **FP8_TENSOR)},
+    ),
+    Quantized(
+        "olmoe-by-projection",
+        Family("olmoe", "OlmoeForCausalLM", WIDE),
+        groups(
+            (["re:.*experts.*gate_proj"], "mxfp8-quantized", MXFP8 | IN_JSON),
+            (["re:.*experts.*up_proj"], PACKED, INT4_128),
+            (["re:.*experts.*down_proj"], "float-quantized", FP8_BLOCK),
+            (["re:.*self_attn.*"], "naive-quantized", FP8_CHANNEL),
+            (["re:.*[qk]_proj"], "naive-quantized", INT8_CHANNEL),
+            format="mixed-precision",
+        ),
+        {
+            EXPERTS + "gate": compressed("mxfp8-quantized", **MXFP8),
+            EXPERTS + "up": int4(**INT4_128),
+            EXPERTS: compressed("float-quantized", **FP8_BLOCK),
+            "[qk]_proj": compressed("naive-quantized", **INT8_CHANNEL),
+            "_proj": compressed("naive-quantized", **FP8_CHANNEL),
+        },
+    ),
+    Quantized(
+        "olmoe-fp8-modelopt",
+        Family("olmoe", "OlmoeForCausalLM", EVEN),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        {EXPERTS + "|" + SHARED: fp8_whole("_scale", by_row=False)},
+    ),
+    Quantized(
+        "qwen3_moe-fp8-rows",
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", ODD),
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        {
+            EXPERTS: fp8_whole("_scale_inv", by_row=True),
+            SHARED: fp8_whole("_scale", by_row=False),
+        },
     ),
     Quantized(
         "deepseek_v4-fp4",

@@ -114,6 +114,19 @@ def fp8_exponents(name: str, weight: Tensor) -> Packed:
     return {name: codes, beside: scales}, codes.float() * factors
 
 
+def fp8_whole(suffix: str, *, by_row: bool) -> Packer:
+    """FP8 with one scale for a row, or for all: F32 in a tensor of this end."""
+
+    def pack(name: str, weight: Tensor) -> Packed:
+        largest = weight.abs().amax(1, keepdim=True) if by_row else weight.abs().amax()
+        scales = largest / FP8_LIMIT
+        codes = (weight / scales).clamp(-FP8_LIMIT, FP8_LIMIT).to(torch.float8_e4m3fn)
+        unused = {name.removesuffix("weight") + "input_scale": torch.ones(())}
+        return {name: codes, name + suffix: scales} | unused, codes.float() * scales
+
+    return pack
+
+
 def mxfp8(name: str, weight: Tensor) -> Packed:
     """FP8 with an exponent for 32 columns."""
     scales = e8m0_groups(weight, 32, FP8_LIMIT)
@@ -142,6 +155,9 @@ def compressed(kind: str, **arguments: Any) -> Packer:
         parts = weight.unflatten(-1, (-1, args.group_size)) if args.group_size else weight
         if args.strategy == "tensor":
             low, high = weight.amin().view(1), weight.amax().view(1)
+        elif args.strategy == "block":
+            high = blockwise(weight, *args.block_structure)
+            low = -high
         else:
             keeps = not args.group_size
             low, high = parts.amin(-1, keepdim=keeps), parts.amax(-1, keepdim=keeps)
@@ -250,11 +266,12 @@ def _decompressed(compressor: Any, stored: dict[str, Tensor], scheme: Any) -> Te
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-    scales = compressor._decompress_scale(stored["weight_scale"], torch.float32)
     if "weight_packed" in stored:
+        scales = compressor._decompress_scale(stored["weight_scale"], torch.float32)
         rows, width = stored["weight_packed"].shape
         codes = unpack_fp4_from_uint8(stored["weight_packed"], rows, 2 * width, dtype=torch.float32)
     else:
+        scales = compressor._decompress_scale(stored["weight_scale"]).float()  # powers of two
         codes = stored["weight"].float()
     return dequantize(
         codes,

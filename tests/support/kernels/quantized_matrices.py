@@ -153,8 +153,9 @@ def assert_right(weight: QuantizedMatrix, x_RK: Tensor, bias: Tensor | None = No
     if bias is not None:
         exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
     allowed = (weight.num_cols + 8) * 2.0**-24 * magnitude + 2.0**-126
-    if x_RK.dtype == torch.bfloat16:
-        allowed += 2.0**-8 * exact.abs()
+    if x_RK.dtype != torch.float32:
+        kind = torch.finfo(x_RK.dtype)
+        allowed += (kind.eps * exact.abs()).clamp(min=kind.smallest_normal * kind.eps)
     found = quantized_linear(x_RK, weight, bias, impl="native")
     assert found.dtype == x_RK.dtype
     assert ((found.double() - exact).abs() <= allowed).all()
