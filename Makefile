@@ -24,6 +24,10 @@ VERSIONS_ROOMS ?= $(addprefix tests/,checkpoints compatibility inference)
 PYTHONS ?= python3.12 python3.13
 PYTHONS_ROOMS ?= $(addprefix tests/,bench checkpoints cli layer memory models policies routing)
 
+# Clients that the server is tried with, unchanged, and the tests that run them.
+CLIENTS ?= "lm_eval[api]==0.4.13" llama-benchy==0.4.0
+CLIENTS_TESTS ?= tests/serving/http/test_foreign_clients.py
+
 # Empty for the full comparison: an hour, and 28 GB of disk. Peers join in once they are installed:
 # .venv/bin/pip install -c constraints.txt -e ".[peers]"
 BENCH_ARGS ?= --quick
@@ -63,7 +67,7 @@ PACKAGES := moe_runtime kernels policies models
 NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.[ch] kernels/native/*/*.[ch] kernels/*/*.cpp policies/*/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-isa test-versions test-pythons test-long wheel gpu check docs bench format clean
+.PHONY: help install demo test test-isa test-versions test-pythons test-clients test-long wheel gpu check docs bench format clean
 
 help:
 	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
@@ -71,6 +75,7 @@ help:
 	@echo "make test-isa   install, then test what the native kernels reach with each instruction set"
 	@echo "make test-versions  install, then test the engine with the oldest and newest transformers"
 	@echo "make test-pythons   build a wheel, then test it with Python 3.12 and 3.13, which must be there"
+	@echo "make test-clients  install, then ask the server with lm-eval and llama-benchy, which it installs"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
 	@echo "make wheel   install, then build a wheel into dist, and try it where there is no compiler"
 	@echo "make gpu     install, then test on a GPU, choose tiles there and measure: nine minutes"
@@ -134,6 +139,12 @@ test-pythons: wheel
 	  cp models/pocket/*.safetensors $$site/moe_runtime/models/pocket/ || exit 1; \
 	  $$other/bin/python -P -m pytest $(PYTEST_ARGS) $(PYTHONS_ROOMS) || exit 1; \
 	done
+
+# Programs of others against the server, in an environment of their own, as their users have them.
+test-clients: $(INSTALLED)
+	$(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/pip install --quiet $(CLIENTS)
+	PATH="$(CURDIR)/$(VENV)/clients/bin:$$PATH" $(BIN)/pytest -rs $(CLIENTS_TESTS)
 
 test-long: $(INSTALLED)
 	$(BIN)/pytest -m long

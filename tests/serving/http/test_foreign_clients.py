@@ -1,4 +1,4 @@
-"""Programs of others against the server, unchanged; they run where they are on the PATH."""
+"""Programs of others against the server, unchanged; `make test-clients` installs and runs them."""
 
 import json
 import os
