@@ -108,6 +108,7 @@ class RuntimeStats(ExpertCounters):
 
     Attributes:
         bytes_read: bytes read from the checkpoint's files for experts, alignment included.
+        copied_bytes: bytes of experts copied from the host, for a model on a device.
         budget_bytes: host memory that the runtime was allowed to allocate.
         dense_bytes: bytes of everything but the routed experts.
         expert_bytes: bytes of all routed experts of the checkpoint.
@@ -128,6 +129,7 @@ class RuntimeStats(ExpertCounters):
     baseline_rss_bytes: int
     peak_rss_bytes: int
     load_s: float
+    copied_bytes: int = 0
     prefetch: str = "off"
     predict_s: float = 0.0
     policy: str = "lru"

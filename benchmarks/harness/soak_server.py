@@ -1,8 +1,8 @@
 """`moe-runtime serve` for the soak: says what its process held before it loaded, fails some reads.
 
-`python -P benchmarks/harness/soak_server.py READS_PER_ERROR MODEL OPTION...`: one fetch in so many
-fails as on a broken disk, none where it is 0. The first line of stdout is JSON: address, budget,
-and resident bytes before loading and when it is ready.
+`python -P benchmarks/harness/soak_server.py FETCHES_PER_FAULT MODEL OPTION...`: one fetch in so
+many finds an expert that cannot be read for some seconds, none where it is 0. The first line of
+stdout is JSON: address, budget, and resident bytes before loading and when it is ready.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,28 +26,51 @@ from moe_runtime.memory.source import ExpertSource
 from moe_runtime.serving.http import starting
 from moe_runtime.types import ExpertKey
 
+BROKEN_S = 3.0
+"""Longer than requests take to try again alone."""
 
-def fail_some_reads(reads_per_error: int) -> None:
-    """From now on one fetch in so many fails."""
+
+def fail_some_reads(fetches_per_fault: int, clock: Callable[[], float] = time.monotonic) -> None:
+    """From now on one fetch in so many finds its expert on a bad spot of the disk, for a while.
+
+    All reads of that expert end with an error until then, as the source tells of real ones: when
+    they end, and whoever tries again meets it again. Each is a line on stderr.
+    """
     real: Callable[..., None] = ExpertSource.fetch
     count = itertools.count(1)
+    broken_until: dict[ExpertKey, float] = {}
 
     def fetch(self: ExpertSource, key: ExpertKey, slot: Tensor, read: Read) -> None:
-        if next(count) % reads_per_error == 0:
-            raise CheckpointError(f"expert {key.expert} of layer {key.layer}: injected read error")
+        if next(count) % fetches_per_fault == 0:
+            broken_until[key] = clock() + BROKEN_S
+        if clock() < broken_until.get(key, -math.inf):
+            fail_at_its_end(key, read)
         real(self, key, slot, read)
 
     ExpertSource.fetch = fetch
 
 
-def tell_when_ready(reads_per_error: int) -> None:
+def fail_at_its_end(key: ExpertKey, read: Read) -> None:
+    """A read whose end is not yet told will end with an error."""
+    tell = read._on_done
+
+    def tell_of_error(ended: Read) -> None:
+        where = f"expert {key.expert} of MoE layer {key.layer}"
+        ended.error = CheckpointError(f"cannot read {where}: injected read error")
+        print(json.dumps({"injected": [key.layer, key.expert]}), file=sys.stderr, flush=True)
+        tell(ended)
+
+    read._on_done = tell_of_error
+
+
+def tell_when_ready(fetches_per_fault: int) -> None:
     """What the command says when it is ready is said in a line of ours, too."""
     real = starting.run_server
 
     def run_server(settings: Any, *, on_ready: Callable[[Any], None], **others: Any) -> None:
         def ready(found: Any) -> None:
-            if reads_per_error:
-                fail_some_reads(reads_per_error)
+            if fetches_per_fault:
+                fail_some_reads(fetches_per_fault)
             stats: Mapping[str, Any] = dataclasses.asdict(found.loaded[0].moe.stats())
             names = ("baseline_rss_bytes", "expert_slots", "slot_bytes", "expert_bytes")
             facts = {name: stats[name] for name in names}

@@ -36,7 +36,7 @@ from moe_runtime.types import ExpertKey, ModelSignature, RuntimeStats
 _SUMMED = (
     *("hits", "late_hits", "misses", "bytes_read", "readahead_bytes", "expert_slots"),
     *("computed_misses", "planned_s", "spent_s"),
-    *("budget_bytes", "baseline_rss_bytes", "peak_rss_bytes"),
+    *("copied_bytes", "budget_bytes", "baseline_rss_bytes", "peak_rss_bytes"),
     *("guesses", "useful_guesses", "late_guesses", "wasted_guesses"),
 )
 _SLOWEST = ("stall_s", "load_s", "predict_s")

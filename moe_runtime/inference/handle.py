@@ -13,7 +13,7 @@ from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.policies.eviction.setting import PolicyChoice
-from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats, StoreStats
+from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,12 +103,13 @@ class RuntimeHandle:
     def stats(self) -> RuntimeStats:
         """What the model did since it was loaded or its counters were reset."""
         facts = self.facts
-        fastest, slowest = self._store.stats(), self._disk_stats()
+        fastest, slowest = self._store.stats(), (self._host_store or self._store).stats()
         counted = {f.name: getattr(fastest, f.name) for f in dataclasses.fields(ExpertCounters)}
         counted["readahead_bytes"] = slowest.readahead_bytes
         return RuntimeStats(
             **counted,
             bytes_read=slowest.bytes_read,
+            copied_bytes=0 if self._host_store is None else fastest.bytes_read,
             budget_bytes=facts.host_plan.budget_bytes,
             dense_bytes=facts.dense_bytes,
             expert_bytes=facts.expert_bytes,
@@ -172,6 +173,3 @@ class RuntimeHandle:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _disk_stats(self) -> StoreStats:
-        return (self._host_store or self._store).stats()

@@ -241,7 +241,8 @@ class Engine:
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
             if sequence.is_cancelled:
                 self._finish(sequence, "cancelled")
-        while (sequence := self._scheduler.next_to_start(self._prefixes.look_up)) is not None:
+        look_up, is_held = self._prefixes.look_up, self._prefixes.are_coming
+        while (sequence := self._scheduler.next_to_start(look_up, is_held)) is not None:
             with Failure() as failure:
                 self._start(sequence)
             if failure.has_failed:
@@ -278,11 +279,11 @@ class Engine:
             self._counts["prompt_tokens"] += len(sequence.tokens)
         cache, room = self._passes.new_cache(), self._account.room_of(sequence)
         prompt = sequence.request.prompt_ids
-        num_cached = self._prefixes.fill(sequence, cache, room)
+        num_found = self._prefixes.fill(sequence, cache, room)
         read_end = len(prompt) if self._options.exact else len(sequence.tokens)
-        sequence.start(cache, num_cached, read_end)
-        sequence.room = room if num_cached else 0
-        self._counts["prefix_hit_tokens"] += min(num_cached, len(prompt))
+        sequence.start(cache, num_found, read_end)
+        sequence.room = room if num_found else 0
+        self._counts["prefix_hit_tokens"] += min(num_found, len(prompt))
 
     def _decode(self, group: list[Sequence]) -> None:
         chosen = [(sequence, 1) for sequence in group]

@@ -16,11 +16,12 @@ def expert_statistics(model: Any) -> ExpertStatistics:
             late_guesses=0, wasted_guesses=0, expert_slots=0, policy="none",
         )  # fmt: skip
     stats = handle.stats()
+    host = {} if handle.facts.device_plan is None else {"host": stats.copied_bytes}
     return ExpertStatistics(
         hits=stats.hits,
         late_hits=stats.late_hits,
         misses=stats.misses,
-        bytes_read={"disk": stats.bytes_read},
+        bytes_read={"disk": stats.bytes_read, **host},
         stall_s=stats.stall_s,
         useful_guesses=stats.useful_guesses,
         late_guesses=stats.late_guesses,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import queue
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.kv_account import rounded_up
+from moe_runtime.serving.prefixes import LEAST_SHARED
 from moe_runtime.serving.requests import (
     EngineClosedError,
     EngineStatistics,
@@ -24,9 +26,6 @@ from moe_runtime.serving.requests import (
     PromptRead,
     RequestHandle,
 )
-
-LEAST_SHARED = 64
-"""Prompts that begin with so many equal tokens wait until the first of them was read."""
 
 
 @dataclass(slots=True)
@@ -82,11 +81,11 @@ def answer_all(
         return engine.statistics()
 
 
-def order_of_work(requests: Mapping[int, GenerationRequest]) -> list[list[int]]:
-    """Numbers of requests in groups whose prompts begin alike, those with most to compute first.
+def order_of_work(requests: Mapping[int, GenerationRequest]) -> list[int]:
+    """Numbers of requests, those with most to compute first; prompts that begin alike go together.
 
-    Long answers that begin last would be computed by themselves in the end. Within a group those
-    that share more lie side by side, so that a prefix is used again before it is given up.
+    Long answers that begin last would be computed by themselves in the end. Prompts that share more
+    lie side by side, so that a prefix is used again before it is given up.
     """
     groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, request in requests.items():
@@ -95,7 +94,8 @@ def order_of_work(requests: Mapping[int, GenerationRequest]) -> list[list[int]]:
         groups[beginning if len(beginning) == LEAST_SHARED else (-1, number)].append(number)
     for group in groups.values():
         group.sort(key=lambda number: (requests[number].prompt_ids, number))
-    return sorted(groups.values(), key=lambda group: -max(tokens_of(requests[n]) for n in group))
+    order = sorted(groups.values(), key=lambda group: -max(tokens_of(requests[n]) for n in group))
+    return list(itertools.chain.from_iterable(order))
 
 
 def tokens_of(request: GenerationRequest) -> int:
@@ -138,15 +138,7 @@ class _Flow:
         self._requests = requests
         self._most_open = options.most_waiting
         self._on_token, self._on_answer = on_token, on_answer
-        self._ready: deque[int] = deque()
-        # those that wait for the first of their group to be read
-        self._followers: dict[int, list[int]] = {}
-        for first, *others in order_of_work(requests):
-            self._ready.append(first)
-            if others and options.reuses_prefixes:
-                self._followers[first] = others
-            else:
-                self._ready.extend(others)
+        self._ready = deque(order_of_work(requests))
         self._news: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._open: dict[int, _Open] = {}
         self._open_tokens = 0
@@ -197,7 +189,6 @@ class _Flow:
         answer = request.answer
         if isinstance(event, PromptRead):
             answer.cached_tokens = event.cached_tokens
-            self._release_followers(number)
         elif isinstance(event, NewToken):
             answer.token_ids.append(event.token_id)
             if self._on_token(number, answer):
@@ -209,12 +200,8 @@ class _Flow:
         elif isinstance(event, Finished):
             self._end(number, answer, event.reason, event.message)
 
-    def _release_followers(self, number: int) -> None:
-        self._ready.extendleft(reversed(self._followers.pop(number, [])))
-
     def _end(self, number: int, answer: Answer, reason: FinishReason, message: str | None) -> None:
         answer.reason, answer.message = reason, message
         del self._open[number]
         self._open_tokens -= rounded_up(tokens_of(self._requests[number]))
-        self._release_followers(number)  # where its prompt could not be read
         self._on_answer(number, answer)

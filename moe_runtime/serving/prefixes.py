@@ -15,6 +15,9 @@ from moe_runtime.serving.prefix_files import PrefixDisk, PrefixFiles
 from moe_runtime.serving.sequence_cache import BlockCopies, set_room
 from moe_runtime.serving.sequences import Sequence
 
+LEAST_SHARED = 64
+"""A sequence waits for another that computes so many tokens of its beginning; fewer are worth no
+waiting."""
 _PARTS = 8
 """Keys and values that move from one place to another do so in so many parts."""
 
@@ -69,6 +72,29 @@ class Prefixes:
     def look_up(self, sequence: Sequence) -> None:
         """Finds a sequence's beginning before it gets room, which may be that very memory."""
         sequence.found = self._account.find(self._wanted(sequence), sequence.root)
+
+    def are_coming(self, sequence: Sequence, running: Items[Sequence]) -> bool:
+        """Whether a sequence better waits until one that runs has computed its beginning.
+
+        That one's prompt comes first in any case. When it is read, or given up, nobody waits for it
+        any more, whatever was kept.
+
+        Args:
+            sequence: waits.
+            running: all that run.
+        """
+        size, num_wanted = self._account.block_tokens, len(self._wanted(sequence))
+        for other in running if size else ():
+            end = -(-(other.num_found + LEAST_SHARED) // size) * size
+            is_before = other.is_reading and other.order < sequence.order
+            if (
+                is_before
+                and other.root == sequence.root
+                and end <= min(num_wanted, other.read_end)
+                and sequence.tokens[:end] == other.tokens[:end]
+            ):
+                return True
+        return False
 
     def fill(self, sequence: Sequence, cache: DynamicCache, room: int) -> int:
         """Puts the longest known beginning of a sequence into its empty cache.

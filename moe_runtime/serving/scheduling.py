@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from operator import attrgetter
 from typing import Any
 
-from moe_runtime.serving.kv_account import PIECE, KVAccount
+from moe_runtime.serving.kv_account import PIECE, KVAccount, rounded_up
 from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.sequences import Sequence
 
@@ -71,29 +71,41 @@ class Scheduler:
         sequence.turn = self._turn_of(sequence.request)
         self._wait(sequence)
 
-    def next_to_start(self, look_up: Callable[[Sequence], None]) -> Sequence | None:
+    def next_to_start(
+        self,
+        look_up: Callable[[Sequence], None],
+        is_held: Callable[[Sequence, Items[Sequence]], bool] = lambda waiting, running: False,
+    ) -> Sequence | None:
         """The first of those who wait, if it may run now; it has its room then.
 
-        Nobody overtakes it: it starts as soon as there is room.
+        Nobody overtakes it: it starts as soon as there is room. Where it is held back, those behind
+        it go on with what it leaves them of the places and of the room.
 
         Args:
             look_up: called before room is taken from prefixes for it.
+            is_held: whether one that waits had better wait for one of those that run.
         """
-        if not self.waiting or len(self.running) >= self._most_running:
-            return None
-        first = self.waiting[0]
-        needed = len(first.tokens) + 1
-        # those that run grow too, and would take it away again at once
-        spare = PIECE * len(self.running)
-        if needed + spare > self.account.available:
-            return None
-        look_up(first)
-        if not self.account.reserve(first, needed):
-            first.found = []
-            return None
-        self.running.append(self.waiting.pop(0))
-        self.running.sort(key=_ORDER)
-        return first
+        num_held = held_tokens = 0
+        for index, first in enumerate(self.waiting):
+            if len(self.running) + num_held >= self._most_running:
+                return None
+            needed = len(first.tokens) + 1
+            # those that run grow too, and would take it away again at once
+            spare = PIECE * len(self.running) + held_tokens
+            if needed + spare > self.account.available:
+                return None
+            if is_held(first, self.running):
+                num_held += 1
+                held_tokens += rounded_up(needed)
+                continue
+            look_up(first)
+            if not self.account.reserve(first, needed):
+                first.found = []
+                return None
+            self.running.append(self.waiting.pop(index))
+            self.running.sort(key=_ORDER)
+            return first
+        return None
 
     def make_room(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Gives sequences that run room for one more token each.

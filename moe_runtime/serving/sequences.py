@@ -70,6 +70,7 @@ class Sequence:
         tokens: of the prompt and of the answer.
         answer: the tokens of the answer.
         num_computed: tokens whose keys and values are cached.
+        num_found: those of them that were known when it got its cache.
         read_end: tokens that are read as prompts are; those behind go one by one.
         cache: while it runs.
         room: tokens that the cache was given room for; 0 for as many as it has.
@@ -90,7 +91,7 @@ class Sequence:
         self.turn = 0
         self.tokens = list(request.prompt_ids)
         self.answer: list[int] = []
-        self.num_computed = 0
+        self.num_computed = self.num_found = 0
         self.read_end = len(self.tokens)
         self.cache: DynamicCache | None = None
         self.room = 0
@@ -119,14 +120,14 @@ class Sequence:
         """Whether the prompt's log-probabilities are asked for and not yet told."""
         return self.request.num_prompt_logprobs is not None and not self._is_read
 
-    def start(self, cache: DynamicCache, num_cached: int, read_end: int) -> None:
+    def start(self, cache: DynamicCache, num_found: int, read_end: int) -> None:
         """It gets a cache, which has some of its tokens already."""
         self.cache = cache
-        self.num_computed = num_cached
+        self.num_computed = self.num_found = num_found
         self.read_end = read_end
         self._logprobs = [None]
         if not self._is_read:
-            self._cached_tokens = num_cached
+            self._cached_tokens = num_found
         if not self._is_started:
             self._is_started = True
             self._tell(Started())

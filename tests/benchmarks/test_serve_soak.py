@@ -7,9 +7,14 @@ from typing import Any
 
 import httpx2
 import pytest
+from harness import soak_server
 from harness.soak_clients import Client, Tally, draw_request, is_error
 from serve_soak import broken, growth, metric
 from virtual_time import Part, events, pieces, run_virtually, scripted
+
+from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.types import ExpertKey
 
 ERROR = {"message": "it failed", "type": "server_error", "param": None, "code": None}
 INJECTED = {**ERROR, "message": "expert 1 of layer 2: injected read error"}
@@ -117,21 +122,59 @@ def test_each_broken_promise_is_said() -> None:
         "wrong": [],
         "tracebacks": 0,
         "left_behind": {"running": 0.0},
+        "has_faults": True,
+        "injected_errors": 4,
+        "requests": {"answered": 9, "failed": 2},
         "memory": {"bytes_per_s": 1.0, "is_leak": False},
         "used_bytes": 5,
         "budget_bytes": 5,
         "exit_code": 143,
     }
     assert broken(kept) == []
+    assert broken(kept | {"has_faults": False, "injected_errors": 0, "requests": {}}) == []
     for changes in (
         {"wrong": ["x"]},
         {"tracebacks": 1},
+        {"requests": {"answered": 9}},
+        {"injected_errors": 0},
         {"left_behind": {"running": 1.0}},
         {"memory": {"bytes_per_s": 1.0, "is_leak": True}},
         {"used_bytes": 6},
         {"exit_code": 0},
     ):
         assert len(broken(kept | changes)) == 1
+
+
+def test_an_expert_cannot_be_read_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its reads have the error when they end, however often they are tried again."""
+    now_s = 0.0
+
+    def fetch(source: Any, key: Any, slot: Any, read: Read) -> None:
+        assert read.error is None
+        read.end()
+
+    monkeypatch.setattr(ExpertSource, "fetch", fetch)
+    soak_server.fail_some_reads(3, lambda: now_s)
+    keys = [ExpertKey(0, number) for number in range(5)]
+    told: list[tuple[int, bool]] = []
+
+    def read(key: ExpertKey) -> None:
+        one = Read(Priority.DEMAND, lambda ended: told.append((key.expert, bool(ended.error))))
+        ExpertSource.fetch(None, key, None, one)  # pyright: ignore[reportArgumentType]
+
+    for number in (0, 1, 2, 2, 3):
+        read(keys[number])
+    now_s = soak_server.BROKEN_S
+    read(keys[2])  # the sixth breaks it anew
+    read(keys[4])
+    now_s *= 2
+    read(keys[2])
+    assert told == [
+        (0, False), (1, False), (2, True), (2, True), (3, False), (2, True), (4, False), (2, False)
+    ]  # fmt: skip
+    assert capsys.readouterr().err == '{"injected": [0, 2]}\n' * 3
 
 
 def test_metrics_are_summed_over_labels() -> None:

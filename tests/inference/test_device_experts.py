@@ -19,6 +19,7 @@ import moe_runtime
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.device_experts import DeviceExperts
 from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.serving.expert_statistics import expert_statistics
 from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")
@@ -53,9 +54,15 @@ def test_the_same_bits_whoever_is_resident(checkpoint: Path) -> None:
         with model.moe:
             found.append(logits_of(model, PROMPTS))
             model.moe.check()
+            stats = model.moe.stats()
+            read = expert_statistics(model).bytes_read
+        # nothing is guessed: each miss is a copy of one of the experts of two layers
+        copied = stats.misses * stats.expert_bytes // (2 * NUM_EXPERTS)
+        assert read == {"disk": stats.bytes_read, "host": copied}
     assert all(map(torch.equal, *found))
     with (on_host := moe_runtime.load(checkpoint, device="cpu", max_tokens=64)).moe:
         expected = logits_of(on_host, PROMPTS)
+        assert expert_statistics(on_host).bytes_read.keys() == {"disk"}
     # fp32 products of at most 48 terms in two layers, in another order
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 

@@ -10,7 +10,9 @@ import pytest
 from moe_runtime.cli.main import main
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.answer_file import AnswerFile
+from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.sampling import Sampler
+from moe_runtime.serving.scheduling import Scheduler
 
 TEXTS = ["The for statement", "A class is", "def main(", "Lists are mutable"]
 OPTIONS = ["--host-memory", "64MiB", "--dtype", "float32", "-n", "16", "--policy", "lru"]
@@ -94,6 +96,25 @@ def test_texts_are_those_of_run_in_the_order_of_the_prompts_whatever_interrupts(
     assert generate(prompts, output) == 0
     assert json.loads(capsys.readouterr().out)["answered"] == 0
     assert output.read_bytes() == whole
+
+
+def test_as_many_run_at_a_time_as_memory_has_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a server answers at a time, unless fewer are asked for."""
+    running: list[int] = []
+    real = Scheduler.make_room
+
+    def make_room(scheduler: Scheduler, sequences: Any) -> Any:
+        running.append(len(scheduler.running))
+        return real(scheduler, sequences)
+
+    monkeypatch.setattr(Scheduler, "make_room", make_room)
+    lines = [{"prompt": [5 + n], "max_tokens": 15, "ignore_eos": True} for n in range(80)]
+    prompts, output = write_prompts(tmp_path, lines), tmp_path / "out.jsonl"
+    assert generate(prompts, output, "--max-tokens", "1280") == 0
+    assert len(records(output)) == 80
+    assert max(running) > EngineOptions().most_running
 
 
 def test_stop_strings_of_the_checkpoint_end_answers_as_those_of_a_line_do(

@@ -7,7 +7,8 @@ import pytest
 from engine_events import PATIENCE_S, greedy, request_of
 
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.offline import LEAST_SHARED, Answer, answer_all, order_of_work
+from moe_runtime.serving.offline import Answer, answer_all, order_of_work
+from moe_runtime.serving.prefixes import LEAST_SHARED
 from moe_runtime.serving.requests import EngineStatistics, GenerationRequest
 from moe_runtime.serving.sampling import Sampler
 from moe_runtime.serving.sequences import Sequence
@@ -67,7 +68,7 @@ def test_most_work_goes_first_and_prompts_that_begin_alike_go_together() -> None
         3: request_of((*shared, 3), 5),
         4: request_of((1, 2), 4),
     }
-    assert order_of_work(requests) == [[2], [3, 1], [0], [4]]
+    assert order_of_work(requests) == [2, 3, 1, 0, 4]
 
 
 def test_an_answer_that_the_caller_finds_over_ends_there(

@@ -10,6 +10,7 @@ from engine_events import ask, greedy, hold, request_of
 from moe_runtime.serving import prefixes
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.sequence_cache import BlockCopies
 
 CAPACITY = 512
@@ -104,6 +105,58 @@ def test_what_is_computed_of_an_answer_that_is_given_up_is_found_again(
         again = ask(engine, request_of(prompts[4], NEW))[0].wait()
     assert again.read.cached_tokens == 32
     assert again.ids == greedy(pocket, prompts[4], NEW)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_prompts_that_arrive_together_compute_what_they_share_once(
+    pocket: Any, prompts: list[tuple[int, ...]], exact: bool
+) -> None:
+    """The first one reads it, and the others wait for that."""
+    shared = (prompts[4] * 2)[:66]
+    options = EngineOptions(exact=exact, prompt_tokens=16)
+    with Engine(pocket, options) as engine:
+        busy, _ = hold(engine, request_of(prompts[0], 2))
+        asked = [ask(engine, request_of(shared, 4))[0] for _ in range(4)]
+        other, _ = ask(engine, request_of(prompts[1], 1))
+        busy.release()
+        answers = [answer.wait() for answer in asked]
+        assert other.wait().ids == greedy(pocket, prompts[1], 1)
+        assert engine.drain(10.0)
+        engine.check()
+        found = engine.statistics()
+    assert [answer.read.cached_tokens for answer in answers] == [0, 64, 64, 64]
+    assert found.prompt_tokens - found.prefix_hit_tokens == 66 + 3 * 2 + 5 + 23
+    assert [answer.ids for answer in answers] == [greedy(pocket, shared, 4)] * 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_waits_for_a_beginning_goes_on_when_it_is_given_up(
+    pocket: Any, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The next one computes what is left of it."""
+    shared = (prompts[4] * 3)[:100]
+    real = ModelPasses.read
+
+    def read(passes: ModelPasses, chosen: Any) -> Any:
+        if chosen[0][0].number == 2 and chosen[0][0].num_computed:
+            if fails:
+                raise OSError(5, "Input/output error")
+            handle.cancel()
+        return real(passes, chosen)
+
+    monkeypatch.setattr(ModelPasses, "read", read)
+    with Engine(pocket, EngineOptions(prompt_tokens=16, exact=True)) as engine:
+        busy, _ = hold(engine, request_of(prompts[0], 1))
+        first, handle = ask(engine, request_of(shared, 4))
+        asked = [ask(engine, request_of(shared, 4))[0] for _ in range(3)]
+        busy.release()
+        answers = [answer.wait() for answer in asked]
+        assert engine.drain(10.0)
+        engine.check()
+    assert first.finished.reason == ("error" if fails else "cancelled")
+    kept = 0 if fails else 32
+    assert [answer.read.cached_tokens for answer in answers] == [kept, 96, 96]
+    assert [answer.ids for answer in answers] == [greedy(pocket, shared, 4)] * 3
 
 
 def test_an_idle_engine_takes_as_many_as_may_run_beside_those_that_may_wait(

@@ -74,6 +74,7 @@ def load_on_emulated_device(
     if misses != "device":
         open_misses(misses, experts_modules_of(model), *stores, bind_slots(experts))
     model._steps._stores = [*stores]
+    facts = dataclasses.replace(facts, host_plan=plans["host"], device_plan=plans["device"])
     model.moe = RuntimeHandle(stores[0], facts, host_store=stores[1])
     return model
 

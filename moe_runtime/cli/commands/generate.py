@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from moe_runtime.serving.batch_run import BatchOutcome
 
 _INTERRUPTED, _SOME_FAILED = 130, 2
+_MOST_TOGETHER = 256
+"""Requests at a time where memory has room for them. So many read nearly every expert in each step,
+and each expert for several rows: more of them would share little more."""
 _LINES = 10
 """Lines of progress where stderr is no terminal."""
 _COUNTS = (
@@ -55,7 +58,9 @@ MaxTokens = Annotated[
         "need, up to a fourth of the memory that experts lack.",
     ),
 ]
-MaxRunning = Annotated[int, typer.Option(min=1, help="Requests that are answered at a time.")]
+MaxRunning = Annotated[
+    int, typer.Option(min=1, help="Most requests at a time; fewer where memory has no room.")
+]
 Exact = Annotated[
     bool,
     typer.Option(
@@ -78,7 +83,7 @@ def generate(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
-    max_running: MaxRunning = 32,
+    max_running: MaxRunning = _MOST_TOGETHER,
     exact: Exact = False,
     host_memory: options.HostMemory = "auto",
     device_memory: options.DeviceMemory = "auto",

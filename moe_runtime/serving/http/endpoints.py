@@ -20,6 +20,7 @@ from moe_runtime.serving.http.asking import check_tokens, encode_text
 from moe_runtime.serving.http.completions import CompletionAnswer
 from moe_runtime.serving.http.gate import given_key
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
+from moe_runtime.serving.http.logged import MOST_USER
 from moe_runtime.serving.http.models.chat_template import without_template
 from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.responding import (
@@ -85,7 +86,8 @@ class Endpoints:
             deadline_s=request.scope["deadline_s"],
             has_grammar=body.response_format is not None or bool(body.tools),
         )
-        generation = self._begin(request, model, plan.choices)
+        generation = self._begin(request, body, model, plan.choices)
+        body = body.without_texts()
         return await _answer(request, body, generation, ChatAnswer(body, generation, plan))
 
     async def complete(self, request: Request) -> Response:
@@ -100,7 +102,8 @@ class Endpoints:
             deadline_s=request.scope["deadline_s"],
             has_grammar=body.response_format is not None,
         )
-        generation = self._begin(request, model, choices)
+        generation = self._begin(request, body, model, choices)
+        body = body.without_texts()
         answer = CompletionAnswer(body, generation, echoed)
         return await _answer(request, body, generation, answer)
 
@@ -198,9 +201,15 @@ class Endpoints:
         return request.client.host if request.client else ""
 
     def _begin(
-        self, request: Request, model: ServedModel, choices: Sequence[AnswerChoice]
+        self,
+        request: Request,
+        body: GenerationFields,
+        model: ServedModel,
+        choices: Sequence[AnswerChoice],
     ) -> Generation:
         deadline_s = request.scope["deadline_s"]
+        if not (body.stays_large or any(one.request.constraint for one in choices)):
+            request.scope["forget_body"]()
         return self._server.begin(model, choices, self._client(request), deadline_s)
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
@@ -213,7 +222,7 @@ class Endpoints:
             )
         try:
             async with self._server.arrival():
-                raw = await request.body()
+                raw = b"".join([part async for part in request.stream()])
         except ClientDisconnect:
             raise client_went_away() from None
         is_quick = len(raw) <= _QUICK_BYTES
@@ -221,7 +230,8 @@ class Endpoints:
         deadline_s = request.scope["deadline_s"]
         body = read() if is_quick else await self._server.aside(read, deadline_s=deadline_s)
         if isinstance(body, GenerationFields):
-            request.scope["log"]["user"] = body.user or body.safety_identifier
+            user = body.user or body.safety_identifier or ""
+            request.scope["log"]["user"] = user[:MOST_USER]
             if body.stream_options is not None and not body.stream:
                 raise FieldError("stream_options", "needs stream: true")
             _check_usage(body.stream_options)

@@ -13,14 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.generating import Generation
-from moe_runtime.serving.http.logged import MOST_USER, log_fields
+from moe_runtime.serving.http.logged import log_fields
 from moe_runtime.serving.http.responding import error_response
 from moe_runtime.serving.http.server import Server
 
 _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 """What says nothing of anybody's text."""
 _BODIES_AT_ONCE = 4
-"""Bodies of the greatest length that are held at a time; more of them would take memory that
+"""Bodies of the greatest length that are read at a time; more of them would take memory that
 nobody set aside."""
 _QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """What machines ask every few seconds."""
@@ -48,7 +48,7 @@ class RequestGate:
         status = 499  # where nobody is left to answer
         body = _Body(self._server)
         details: dict[str, Any] = {}
-        scope["log"] = details
+        scope["log"], scope["forget_body"] = details, body.forget
         scope["deadline_s"] = asyncio.get_running_loop().time() + self._server.limits.seconds
 
         async def answer(message: Message) -> None:
@@ -133,7 +133,7 @@ class RequestGate:
                 "finish": ",".join(generation.finish_reasons) or "none",
             }
         if details.get("user"):
-            fields["user"] = details["user"][:MOST_USER]
+            fields["user"] = details["user"]
         if "failure" in details:
             fields |= log_fields(details["failure"])
         if status >= 400 or path not in _QUIET_PATHS:
@@ -170,7 +170,7 @@ class _Body:
         return receive_some
 
     def forget(self) -> None:
-        """The request is over."""
+        """Nothing of its size is held any more."""
         self._server.num_body_bytes -= self._num_bytes
         self._num_bytes = 0
 

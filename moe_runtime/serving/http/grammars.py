@@ -320,7 +320,8 @@ def _mark(text: str, special: Mapping[str, int]) -> str:
 def _up_to(rule: str, mark: str, special: Mapping[str, int]) -> str:
     """A rule of any text that ends with the first mark."""
     if mark in special:
-        return f"{rule}: BEFORE {_mark(mark, special)}\nBEFORE: {_without(mark)}\n"
+        before = f"BEFORE_{rule.upper()}"  # a grammar may have several such rules
+        return f"{rule}: {before} {_mark(mark, special)}\n{before}: {_without(mark)}\n"
     return f"{rule}[lazy]: /(.|\\n)*{_escaped(mark)}/\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -108,6 +108,9 @@ StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True), AfterValidator(_few)]
 
 
+_ANSWERED = frozenset({"n", "echo", "logprobs", "return_token_ids", "stream", "stream_options"})
+
+
 class StreamOptions(_Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -150,6 +153,15 @@ class GenerationFields(_Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
+
+    @property
+    def stays_large(self) -> bool:
+        """Whether more may stay of it while it is answered than the tokens of its prompts."""
+        return bool(self.response_format or self.logit_bias or self.stop_token_ids)
+
+    def without_texts(self) -> Self:
+        """What is needed of it while it is answered; the rest is as if it were not given."""
+        return self.model_construct(**{name: value for name, value in self if name in _ANSWERED})
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

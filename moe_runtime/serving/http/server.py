@@ -77,7 +77,7 @@ class Server:
         log: takes one event for each request.
         is_draining: takes no more requests.
         has_ended: what is not answered by now is not answered.
-        num_body_bytes: of the bodies that are held now.
+        num_body_bytes: of the bodies that are held now, until the engine has the tokens.
     """
 
     models: Mapping[str, ServedModel]

@@ -248,6 +248,23 @@ def test_calls_are_opened_by_a_special_token(marking: Any, how: Any, is_needed: 
     assert writes(vocabulary, grammar, "no call") != is_needed
 
 
+@pytest.mark.parametrize("how", [h for h in TOOL_FORMATS if h.name in CALLS], ids=lambda h: h.name)
+def test_calls_may_follow_reasoning_where_all_marks_are_special_tokens(
+    marking: Any, how: Any
+) -> None:
+    vocabulary = Vocabulary(marking, len(marking), [0])
+    special = vocabulary.special_tokens
+    calls = of_tools([CITY], how, special, is_needed=False, may_repeat=True)
+    assert calls is not None
+    marks = REASONING_MARKS[-1]
+    assert {marks.closes, how.opens} <= special.keys()
+    grammar = after_reasoning(calls, marks, special, is_open=True)
+    call = CALLS[how.name]
+    assert writes(vocabulary, grammar, f"I think so{marks.closes}well {call % 1}")
+    assert not writes(vocabulary, grammar, f"I think so{marks.closes}well {call % 3}")
+    assert not writes(vocabulary, grammar, f"well {call % 1}")
+
+
 def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking: Any) -> None:
     vocabulary = Vocabulary(marking, len(marking), [0])
     (how,) = (one for one in TOOL_FORMATS if one.name == "mistral-args")

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import socket
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,10 +18,12 @@ from http_server import ScriptedEngine, Served, model_of, served
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from moe_runtime.serving.http import endpoints
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.gate import RequestGate
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.running import AddressError, accept_clients, listen
+from moe_runtime.serving.http.schema import parse_body
 from moe_runtime.serving.http.server import Access, Limits, Server
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
@@ -110,6 +114,47 @@ def test_bodies_of_many_clients_together_have_an_end(tokenizer: Any) -> None:
         while site.server.num_body_bytes > 3 * 999:
             site.ask("/ping")
         assert site.ask("/v1/completions", {"prompt": [5], "max_tokens": 1})[0] == 200
+
+
+def test_a_body_counts_until_the_engine_has_its_tokens(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many more requests are open than bodies may be read; nothing of their texts is left."""
+    bodies: list[weakref.ref[Any]] = []
+
+    def parse(kind: Any, raw: bytes) -> Any:
+        body = parse_body(kind, raw)
+        bodies.append(weakref.ref(body))
+        return body
+
+    monkeypatch.setattr(endpoints, "parse_body", parse)
+    engine = ScriptedEngine(lambda _: [PromptRead(0)])  # which never ends
+    limits = Limits(body_bytes=1000)
+    with (
+        served([model_of("pocket", engine, tokenizer, 4096)], limits, drain_s=0) as site,
+        contextlib.ExitStack() as clients,
+    ):
+
+        def open_one(path: str, more: dict[str, Any]) -> None:
+            raw = json.dumps({"metadata": {"a": "x" * 800}, **more}).encode()
+            engine.asked.clear()
+            client = clients.enter_context(connected(site))
+            client.sendall(HEAD.replace(b"/v1/completions", path.encode()) % len(raw) + raw)
+            assert engine.asked.wait(30)
+
+        for number in range(12):
+            path, prompt = (
+                ("/v1/completions", {"prompt": [5]}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            )[number % 2]
+            open_one(path, {**prompt, "stream": number % 3 == 0})
+        while site.server.num_body_bytes:
+            site.ask("/ping")
+        gc.collect()
+        assert [body() for body in bodies] == [None] * 12
+        # what is compiled of a grammar stays as long as the answer
+        open_one("/v1/completions", {"prompt": [5], "response_format": {"type": "json_object"}})
+        assert site.server.num_body_bytes > 800
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Models that share one budget of slots: who works has them, and no bit of a text changes."""
 
 import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +31,59 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Queue(Turns):
+    """Whoever asks gets its turn behind what the test has others do first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: Callable[[], None] = lambda: None
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        others, self.others = self.others, lambda: None
+        others()
+        yield
+
+
 class Site:
     """Some models and their engines, at a time that the test says."""
 
-    def __init__(self, stack: contextlib.ExitStack, folder: Path, policies: list[str]) -> None:
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        folder: Path,
+        policies: list[str],
+        turns: Turns | None = None,
+    ) -> None:
         self.now_s = 0.0
-        self.sharing = SlotSharing(Turns(), idle_s=10.0, clock=lambda: self.now_s)
+        self.shared = turns or Turns()
+        self.sharing = SlotSharing(self.shared, idle_s=10.0, clock=lambda: self.now_s)
         least = inspect_checkpoint(folder, max_tokens=64)
         budget = least.smallest_budget_bytes + (FAIR - MIN_SLOTS) * least.slot_bytes
         self.models: list[Any] = []
         self.engines: list[Engine] = []
+        self.turns: list[Turns] = []
         for policy in policies:
             model: Any = moe_runtime.load(
                 folder, device="cpu", host_memory=budget, max_tokens=64, policy=policy
             )
             stack.callback(model.moe.close)
             self.models.append(model)
-            turns = self.sharing.add(model.moe)
-            self.engines.append(stack.enter_context(Engine(model, turns=turns)))
+            self.turns.append(self.sharing.add(model.moe))
+            engine = Engine(model, turns=self.turns[-1])
+            self.engines.append(stack.enter_context(engine))
         self.budget_bytes = budget * len(policies)
 
     def text(self, number: int, prompt: tuple[int, ...]) -> list[int]:
-        """What a model answers."""
-        return ask(self.engines[number], request_of(prompt, 4))[0].wait().ids
+        """What a model answers; its last step has ended then."""
+        found = ask(self.engines[number], request_of(prompt, 4))[0].wait().ids
+        with self.shared.turn():
+            return found
+
+    def step(self, number: int, seconds: float) -> None:
+        """A model makes a step that takes so long."""
+        with self.turns[number].turn():
+            self.now_s += seconds
 
     def slots(self) -> list[int]:
         stats = [model.moe.stats() for model in self.models]
@@ -95,6 +126,28 @@ def test_a_model_that_works_takes_slots_of_one_that_does_not(
     assert site.slots() == [FAIR, FAIR]  # both work
     assert len(moved) == 8  # four times, one after the other
     assert max(moved) <= site.budget_bytes
+
+
+def test_models_whose_steps_take_long_keep_their_slots(
+    checkpoint: Path, stack: contextlib.ExitStack
+) -> None:
+    """Longer than the time after which a model is idle: all work that wait for their turn."""
+    queue = Queue()
+    site = Site(stack, checkpoint, ["lru"] * 3, queue)
+    for number in range(3):
+        site.step(number, 12)
+
+    def others() -> None:
+        for number, seconds in ((1, 12), (2, 6)):
+            site.step(number, seconds)
+            assert site.slots() == [FAIR] * 3
+
+    queue.others = others
+    site.step(0, 12)
+    assert site.slots() == [FAIR] * 3
+    site.now_s += 10
+    site.step(2, 12)  # nobody else asked for long
+    assert site.slots() == [(3 * FAIR - ALL) // 2] * 2 + [ALL]
 
 
 def test_what_no_working_model_has_use_for_stays_with_the_others(

@@ -27,11 +27,13 @@ class _Member:
 
     Attributes:
         handle: of its experts.
-        last_s: when it began its last step.
+        last_s: when its last step ended.
+        is_asking: whether it waits for its turn, or has it.
     """
 
     handle: RuntimeHandle
     last_s: float
+    is_asking: bool = False
 
     @property
     def taken_bytes(self) -> int:
@@ -84,7 +86,7 @@ class SlotSharing:
         self._members.append(member)
         self._budget_bytes += member.taken_bytes
         self._working = list(self._members)
-        return _MemberTurns(self._turns, lambda: self._begin(member))
+        return _MemberTurns(self._turns, lambda: self._turn(member))
 
     def check(self) -> None:
         """Proves that the models take no more than they brought.
@@ -97,10 +99,23 @@ class SlotSharing:
             member.handle.check()
             assert member.handle.stats().expert_slots == member.handle.facts.host_plan.num_slots
 
-    def _begin(self, member: _Member) -> None:
-        """A model begins a step."""
-        now_s = member.last_s = self._clock()
-        working = [some for some in self._members if now_s - some.last_s < self._idle_s]
+    @contextlib.contextmanager
+    def _turn(self, member: _Member) -> Iterator[None]:
+        """A model waits for its turn, and makes a step within the block."""
+        member.is_asking = True
+        with self._turns.turn():
+            try:
+                self._begin()
+                yield
+            finally:
+                member.last_s, member.is_asking = self._clock(), False
+
+    def _begin(self) -> None:
+        """A model begins a step; a step of each of the others may have come before it."""
+        now_s = self._clock()
+        working = [
+            some for some in self._members if some.is_asking or now_s - some.last_s < self._idle_s
+        ]
         if working != self._working and self._divide(working):
             self._working = working
 
@@ -134,16 +149,17 @@ class SlotSharing:
 class _MemberTurns(Turns):
     """The turns of one model's engine, which share those of all."""
 
-    def __init__(self, shared: Turns, begin: Callable[[], None]) -> None:
+    def __init__(
+        self, shared: Turns, turn: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
         super().__init__()
         self._shared = shared
-        self._begin = begin
+        self._turn = turn
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Waits for its turn, and has it within the block."""
-        with self._shared.turn():
-            self._begin()
+        with self._turn():
             yield
 
     @property

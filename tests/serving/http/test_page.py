@@ -1,0 +1,50 @@
+"""The page at ``/`` in a real browser: it finds the model, watches, and chats."""
+
+import importlib.resources
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from http_server import Served
+
+CHROMIUM = shutil.which("chromium")
+TYPING = """<script>
+setTimeout(async () => {
+  const typed = {temperature: "0", most: "6", text: "hello"};
+  for (const id in typed) $(id).value = typed[id];
+  $("send").click();
+  while (running) await fetch("/ping");
+}, 1500);
+</script>"""
+"""What a user does, behind the page's own script. The browser's clock stands while it fetches."""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
+def test_a_browser_chats_and_watches(
+    site: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert CHROMIUM is not None
+    files, ours = importlib.resources.files, "moe_runtime.serving.http"
+    page = (files(ours) / "page.html").read_text("utf-8")
+    (tmp_path / "page.html").write_text(page + TYPING, "utf-8")
+    monkeypatch.setattr(
+        importlib.resources, "files", lambda name: tmp_path if name == ours else files(name)
+    )
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--disable-background-networking", "--virtual-time-budget=6000"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", site.address + "/"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    shown = done.stdout
+    assert '<h1 id="model">pocket</h1>' in shown, done.stderr[-2000:]
+    gauges = dict(re.findall(r"<span>([^<]+)</span><b>([^<]*)</b>", shown))
+    assert len(gauges) == 8
+    for name in ("tokens/s", "read MB/s", "running", "waiting", "KV cache %"):
+        assert re.fullmatch(r"[0-9.]+", gauges[name]), gauges
+    talk = re.findall(r'<div class="message (\w+)">([^<]*)</div>', shown)
+    asked = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 6}
+    _, answer = site.ask("/v1/chat/completions", asked)
+    said = answer["choices"][0]["message"]["content"]
+    assert said
+    assert talk == [("user", "hello"), ("assistant", said)]
