@@ -210,9 +210,9 @@ static void part_by_rows(int kind, int panel_rows, const Int8Group weights[][INT
 }
 
 /* The last codes of rows, behind which nothing may be read, as whole blocks. */
-static __attribute__((noinline)) void end_of_rows(const char *codes[INT8_ROWS], size_t num_bytes, char padded[INT8_ROWS][QUANT_BLOCK]) {
-    memset(padded, 0, INT8_ROWS * QUANT_BLOCK);
-    for (int n = 0; n < INT8_ROWS; n++) codes[n] = memcpy(padded[n], codes[n], num_bytes);
+static __attribute__((noinline)) void end_of_rows(const char **codes, int num_rows, size_t num_bytes, char *padded, size_t block_bytes) {
+    memset(padded, 0, (size_t)num_rows * block_bytes);
+    for (int n = 0; n < num_rows; n++) codes[n] = memcpy(padded + (size_t)n * block_bytes, codes[n], num_bytes);
 }
 
 /* Weight rows, of which `num_weight_rows` are stored, by the rows of some panels. */
@@ -235,7 +235,7 @@ static void int8_panels(int kind, const Int8Codes *how, const Int8Rows *rows, in
                 codes[n] = rows->codes[n] + offset;
                 for (int64_t b = 0; b < block_bytes; b += CACHE_LINE) __builtin_prefetch(rows->ahead[n] + offset + b, 0, 3);
             }
-            if (at + QUANT_BLOCK > k) end_of_rows(codes, (size_t)((k - at) * block_bytes + QUANT_BLOCK - 1) / QUANT_BLOCK, padded);
+            if (at + QUANT_BLOCK > k) end_of_rows(codes, INT8_ROWS, (size_t)((k - at) * block_bytes + QUANT_BLOCK - 1) / QUANT_BLOCK, padded[0], QUANT_BLOCK);
             for (int e = 0; e < INT8_EIGHTS; e++) {
                 if (kind == KIND_QUANT_INT4)
                     decode_codes(KIND_QUANT_INT4, how, codes + 8 * e, weights[e] + block * (QUANT_BLOCK / INT8_GROUP));
@@ -262,9 +262,15 @@ static void int8_panels(int kind, const Int8Codes *how, const Int8Rows *rows, in
     }
 }
 
+#include "formats/int8_one_row.h"
+
 static void int8_rows(int kind, const Int8Codes *how, const Int8Rows *rows, int num_weight_rows, int64_t k, const char *packed,
                       int64_t num_rows, float *out, int64_t ldo) {
     const int64_t panels = num_panels(num_rows, PANEL_ROWS);
+    if (kind == KIND_QUANT_INT4 && num_rows == 1) {
+        for (int n = 0; n < num_weight_rows; n += QUAD) int8_one_row(how, rows, n, num_weight_rows - n, k, packed, out + n);
+        return;
+    }
     for (int64_t first = 0; first < panels; first += INT8_PANELS)
         int8_panels(kind, how, rows, num_weight_rows, k, packed, num_rows, first,
                     first + INT8_PANELS < panels ? first + INT8_PANELS : panels, out, ldo);
