@@ -118,7 +118,7 @@ def write_prompts(folder: Path, options: argparse.Namespace) -> list[tuple[Load,
     """Each load and the file of its prompts: a server keeps prefixes, so none comes twice.
 
     The first is for warming up: the shortest prompts, one for each of the most clients. The last
-    line of each is for the load generator's probe alone.
+    line of each, as short, is for the load generator's probe alone.
     """
     most, shortest = max(options.clients), min(options.prompt_tokens)
     counts = {load: num_requests(load.clients, options) for load in loads(options)}
@@ -126,7 +126,8 @@ def write_prompts(folder: Path, options: argparse.Namespace) -> list[tuple[Load,
     pressing: list[tuple[Load, Path]] = []
     texts: list[str] = []
     for load, count in [(Load(most, shortest, options.output_tokens), most), *counts.items()]:
-        lines = _prompts(words, load.prompt_length, count + 1)
+        lines = _prompts(words, load.prompt_length, count)
+        lines += _prompts(words, shortest, 1)
         if len(lines) <= count:
             raise SystemExit(
                 f"the text is too short for {count} more prompts of {load.prompt_length} tokens; "

@@ -17,7 +17,7 @@ WEIGHT_STD = 0.02
 OUTPUT_SCALE = 1e-3
 EMBEDDING_SCALE = 50.0
 SMALL_STD = WEIGHT_STD * OUTPUT_SCALE
-MAX_POSITIONS = 4096
+MAX_POSITIONS = 16384
 
 
 def plan_tensors(shape: Shape) -> Iterator[TensorPlan]:
