@@ -96,7 +96,8 @@ class WeightFormat:
         has_zero_points: Whether each group has a zero point of its own, a byte.
         global_scale: Whether one fp32 number multiplies or divides all scales (NVFP4).
         int8_activations: Whether rows that are multiplied by the weight are rounded to int8 first,
-            see `int8_values`; only where a user asks for it.
+            see `int8_values`; only where a user asks for it. Zero points of 4-bit codes are 16 at
+            most there, as formats that pack them have them.
     """
 
     codes: CodeName | BlockName

@@ -83,10 +83,12 @@ class Prefixes:
             sequence: waits.
             running: all that run.
         """
-        size, num_wanted = self._account.block_tokens, len(self._wanted(sequence))
+        size, num_wanted = self._account.block_tokens, self._num_wanted(sequence)
         for other in running if size else ():
             end = -(-(other.num_found + LEAST_SHARED) // size) * size
-            is_before = other.is_reading and other.order < sequence.order
+            # one that tells of its prompt's log-probabilities computes what is known already, too
+            is_first = other.is_reading and not other.wants_prompt_logprobs
+            is_before = is_first and other.order < sequence.order
             if (
                 is_before
                 and other.root == sequence.root
@@ -165,10 +167,13 @@ class Prefixes:
 
     def _wanted(self, sequence: Sequence) -> Items[int]:
         """Tokens that may be known: the last one is computed in any case, for what follows it."""
-        if sequence.wants_prompt_logprobs:
-            return ()
         whole = sequence.request.prompt_ids if self._exact else sequence.tokens
-        return whole[:-1]
+        return whole[: self._num_wanted(sequence)]
+
+    def _num_wanted(self, sequence: Sequence) -> int:
+        if sequence.wants_prompt_logprobs:
+            return 0
+        return len(sequence.request.prompt_ids if self._exact else sequence.tokens) - 1
 
     def _computed(self, sequence: Sequence) -> Items[int]:
         end = sequence.num_computed

@@ -2,7 +2,7 @@
  *
  * Codes of eight rows are decoded into a tile, fours of columns by rows, which then serves all rows of x: a four of x in
  * every lane, multiplied by the fours of eight rows, gives the sums of eight rows. Unsigned codes of 4 bits are multiplied as
- * they are; their zero point times the sums of x is where the 16-bit sums begin, modulo 2^16, in which the whole sum of a
+ * they are; their zero point, 16 at most, times the sums of x is where the 16-bit sums begin, modulo 2^16, in which the whole sum of a
  * group fits. Codes of 8 bits are multiplied as magnitudes by what takes over their signs.
  */
 enum { INT8_PART = 512, INT8_FOURS = INT8_GROUP / 4, INT8_PANELS = 32 };
@@ -67,7 +67,8 @@ INLINE void store_int8_group(int kind, const float values[INT8_GROUP], char *blo
     _mm_storeu_si128((__m128i *)first, _mm256_castsi256_si128(bytes));
     _mm_storeu_si128((__m128i *)(first + int8_halves_apart(kind)), _mm256_extracti128_si256(bytes, 1));
     memcpy(block + INT8_SCALES_AT + 4 * group, &scale, 4);
-    _mm_storeu_si32(block + INT8_SUMS_AT + 4 * group, sums);
+    const int32_t both = _mm_cvtsi128_si32(sums);
+    memcpy(block + INT8_SUMS_AT + 4 * group, &both, 4);
 }
 
 static void pack_int8(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row, int panel_rows,

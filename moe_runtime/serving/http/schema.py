@@ -245,6 +245,11 @@ class ChatBody(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    @property
+    def stays_large(self) -> bool:
+        """Schemas of tools too: calls are read by them."""
+        return bool(self.tools) or super().stays_large
+
 
 class TokenizeBody(_Body):
     """``/tokenize``: a text, or a conversation."""
