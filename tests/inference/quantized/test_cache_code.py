@@ -79,6 +79,7 @@ def test_a_trained_model_has_the_same_bits_in_smaller_slots() -> None:
     # 11 bits a weight, room for one escape of a byte in 16, and what fills rows up to 64 weights
     assert coded.slot_bytes < 0.75 * plain.slot_bytes
     assert coded.bytes_read == plain.bytes_read
+    assert coded.copied_bytes == 0  # to no device
 
 
 def test_what_a_budget_buys_is_what_it_holds(source: Path) -> None:
