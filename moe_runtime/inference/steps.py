@@ -323,13 +323,11 @@ class RequestNumbers:
 
     def begin(self, step: Step) -> None:
         """Numbers the requests of a step that begins; a server's caches know their own."""
-        number = getattr(step.cache, "number_requests", None)
-        if number is not None:
+        if (number := getattr(step.cache, "number_requests", None)) is not None:
             return number(self, step)
         me = threading.current_thread().ident
         if not step.num_cached:
-            others = {thread.ident for thread in threading.enumerate()} - {me}
-            gone = self._running.keys() - others
+            gone = self._running.keys() - {t.ident for t in threading.enumerate() if t.ident != me}
             step.ended = sorted(number for one in gone for number in self._running.pop(one))
             step.begun = self._running[me] = range(self.next, self.next + step.num_sequences)
             self.next = step.begun.stop
