@@ -126,11 +126,11 @@ def encode_planes(weight_NK: Tensor) -> PlanesMatrix:
     return PlanesMatrix(weight_NK.shape[1], *parts)
 
 
-def encode_planes_into(weight_NK: Tensor, matrix: PlanesMatrix) -> bool:
+def encode_planes_into(weight_NK: Tensor, matrix: PlanesMatrix) -> int:
     """Writes a bf16 matrix into parts that are there, whose `escapes` may be longer than needed.
 
     Returns:
-        Whether they are long enough; where they are not, the parts mean nothing.
+        Bytes that `escapes` needs; where it has fewer, the parts mean nothing.
 
     Raises:
         ValueError: It is no matrix as `encode_planes` takes, or the parts are those of another
@@ -139,25 +139,23 @@ def encode_planes_into(weight_NK: Tensor, matrix: PlanesMatrix) -> bool:
     _require_bf16(weight_NK)
     if matrix.shape != tuple(weight_NK.shape):
         raise ValueError(f"expected parts of {list(weight_NK.shape)}, got {list(matrix.shape)}")
-    room = matrix.escapes.numel() - TAIL_BYTES
+    room = matrix.escapes.numel()
     library = native_library()
     if library is None:
         coded, starts, escapes, book = encode_reference(weight_NK)
-        if escapes.numel() - TAIL_BYTES > room:
-            return False
-        matrix.coded.copy_(coded)
-        matrix.starts.copy_(starts)
-        matrix.escapes[: escapes.numel()].copy_(escapes)
-        matrix.book.copy_(book)
-        return True
+        if escapes.numel() <= room:
+            matrix.coded.copy_(coded)
+            matrix.starts.copy_(starts)
+            matrix.escapes[: escapes.numel()].copy_(escapes)
+            matrix.book.copy_(book)
+        return escapes.numel()
     book, num_escapes = _book_of(library, weight_NK)
-    if num_escapes > room:
-        return False
-    matrix.book.copy_(book)
-    parts = matrix.book, matrix.coded, matrix.starts, matrix.escapes
-    found = library.planes_encode(*_source(weight_NK), *(part.data_ptr() for part in parts))
-    assert found == num_escapes
-    return True
+    if num_escapes + TAIL_BYTES <= room:
+        matrix.book.copy_(book)
+        parts = matrix.book, matrix.coded, matrix.starts, matrix.escapes
+        found = library.planes_encode(*_source(weight_NK), *(part.data_ptr() for part in parts))
+        assert found == num_escapes
+    return num_escapes + TAIL_BYTES
 
 
 def _require_bf16(weight_NK: Tensor) -> None:

@@ -27,9 +27,10 @@ from moe_runtime.checkpoints.packing.manifest import (
 from moe_runtime.errors import CapacityError, UnsupportedModelError
 from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes, encode_planes_into
+from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes_into
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
 from moe_runtime.memory.entries import StoreListener
+from moe_runtime.memory.io_queue import Read
 from moe_runtime.memory.layout import ExpertLayout, Extent, TensorRange
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
@@ -153,31 +154,44 @@ class CodingFetcher(TierFetcher):
             matrices[name] = replace(matrices[name], escapes=escapes)
         return ExpertWeights(gate=matrices.pop("gate", None), **matrices)
 
-    def _move(self, key: ExpertKey, source: Tensor, slot: Tensor) -> None:
+    def fetch(self, key: ExpertKey, slot: Tensor, read: Read) -> None:
+        """As ``TierFetcher.fetch``; the escapes of the expert that was in the slot are given up."""
         self._spare.pop(slot.data_ptr(), None)
+        super().fetch(key, slot, read)
+
+    def _move(self, key: ExpertKey, source: Tensor, slot: Tensor) -> None:
+        is_done = False
+        try:
+            self._encode(key, source, slot)
+            is_done = True
+        finally:
+            if not is_done:
+                self._spare.pop(slot.data_ptr(), None)
+
+    def _encode(self, key: ExpertKey, source: Tensor, slot: Tensor) -> None:
         views = self._experts.layouts[key].views(source)
         into = self._coded.matrices_in(key, slot)
         for name, view in zip(self._experts.matrices[key.layer], views, strict=True):
             target = into[name]
             if not isinstance(target, PlanesMatrix):
                 target.copy_(view)
-            elif not encode_planes_into(view, target):
-                found = encode_planes(view)
-                self._keep(key, name, slot, found.escapes)
-                for part in ("coded", "starts", "book"):
-                    getattr(target, part).copy_(getattr(found, part))
+            elif (num_bytes := encode_planes_into(view, target)) > target.escapes.nbytes:
+                escapes = self._take_spare(key, name, slot, num_bytes)
+                encode_planes_into(view, replace(target, escapes=escapes))
 
-    def _keep(self, key: ExpertKey, name: str, slot: Tensor, escapes: Tensor) -> None:
+    def _take_spare(self, key: ExpertKey, name: str, slot: Tensor, num_bytes: int) -> Tensor:
         with self._counted:
             others = [part.nbytes for own in [*self._spare.values()] for part in own.values()]
-            if sum(others) + escapes.nbytes > SPARE_SLOTS * self._experts.slot_bytes:
+            if sum(others) + num_bytes > SPARE_SLOTS * self._experts.slot_bytes:
                 module = self._experts.modules[key.layer].name
                 raise CapacityError(
                     f"the {name} weights of expert {key.expert} of {module} do not fit in the "
                     f"code: more than one in {ROOM_SHARE} has a rare exponent, as in others in "
                     "memory; load the model with cache_code none, or pack the checkpoint"
                 )
+            escapes = torch.empty(num_bytes, dtype=torch.uint8)
             self._spare.setdefault(slot.data_ptr(), {})[name] = escapes
+            return escapes
 
 
 def _form(name: str, tensor: TensorRange) -> MatrixForm:

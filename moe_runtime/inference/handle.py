@@ -109,7 +109,7 @@ class RuntimeHandle:
         return RuntimeStats(
             **counted,
             bytes_read=slowest.bytes_read,
-            copied_bytes=0 if self._host_store is None else fastest.bytes_read,
+            copied_bytes=0 if facts.device_plan is None else fastest.bytes_read,
             budget_bytes=facts.host_plan.budget_bytes,
             dense_bytes=facts.dense_bytes,
             expert_bytes=facts.expert_bytes,

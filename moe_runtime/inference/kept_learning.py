@@ -44,7 +44,7 @@ class KeptLearning(Listener):
         self._predictor = predictor
         self._clock = clock
         self._written_s = clock()
-        self._has_step = False
+        self._has_step = self._has_ended = False
         self._running: set[int] = set()
         self._learners: dict[Path, Learner] = {}
 
@@ -63,15 +63,16 @@ class KeptLearning(Listener):
             self._learners.setdefault(path, watcher)
 
     def begin(self, step: Step) -> None:
-        """Writes what was learned, if a request ended and the last time is long ago."""
+        """Requests began or ended; those who listen later have not heard of it."""
         self._running.update(step.begun)
         self._running.difference_update(step.ended)
-        if step.ended and self._clock() - self._written_s >= WRITE_EVERY_S:
-            self._write()
+        self._has_ended = self._has_ended or bool(step.ended)
 
     def end(self) -> None:
-        """A step came to its end."""
+        """Writes what was learned, if a request ended and the last time is long ago."""
         self._has_step = True
+        if self._has_ended and self._clock() - self._written_s >= WRITE_EVERY_S:
+            self._write()
 
     def close(self) -> None:
         """Writes what was learned, requests that still run included."""
@@ -81,7 +82,7 @@ class KeptLearning(Listener):
         self._write()
 
     def _write(self) -> None:
-        self._written_s = self._clock()
+        self._written_s, self._has_ended = self._clock(), False
         if self._has_step and self._writes:
             for path, learner in self._learners.items():
                 keep_learned(learner, self._signature, path)

@@ -315,20 +315,20 @@ class _Before:
 
 
 class RequestNumbers:
-    """Numbers requests in the order in which they begin. Every thread has its own running ones."""
+    """Numbers requests as they begin; they end when their thread begins others, or has ended."""
 
     def __init__(self) -> None:
         self.next = 0
-        self._running: dict[int, range] = {}
+        self._running: dict[int | None, range] = {}  # by thread
 
     def begin(self, step: Step) -> None:
         """Numbers the requests of a step that begins; a server's caches know their own."""
-        number = getattr(step.cache, "number_requests", None)
-        if number is not None:
+        if (number := getattr(step.cache, "number_requests", None)) is not None:
             return number(self, step)
-        me = threading.get_ident()
-        running = self._running.get(me, range(0))
+        me = threading.current_thread().ident
         if not step.num_cached:
+            gone = self._running.keys() - {t.ident for t in threading.enumerate() if t.ident != me}
+            step.ended = sorted(number for one in gone for number in self._running.pop(one))
             step.begun = self._running[me] = range(self.next, self.next + step.num_sequences)
-            self.next, step.ended, running = step.begun.stop, running, step.begun
-        step.first_request = running.start
+            self.next = step.begun.stop
+        step.first_request = self._running.get(me, range(0)).start

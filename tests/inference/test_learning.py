@@ -227,11 +227,13 @@ def test_only_one_process_of_a_group_writes() -> None:
     assert learned_path(POLICY_FILE, SIGNATURE, POCKET).exists()
 
 
-def test_what_is_learned_is_written_while_requests_are_answered() -> None:
+@pytest.mark.parametrize("name", [POLICY_FILE, "eam"])
+def test_what_is_learned_is_written_while_requests_are_answered(name: str) -> None:
     """As after SIGKILL, nothing is closed; requests that run go on."""
     now_s = 0.0
-    path = learned_path(POLICY_FILE, SIGNATURE, POCKET)
-    model = open_model()
+    path = learned_path(name, SIGNATURE, POCKET)
+    eam = {"policy": "lru", "prefetch": "observe", "predictor": "eam"}
+    model = open_model(**eam if name == "eam" else {})
     with model.moe:
         learning = model.moe._learning
         learning._clock, learning._written_s = lambda: now_s, 0.0

@@ -1,5 +1,6 @@
 """A step is read once, as `forward` would read it, and told to all who listen."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 import moe_runtime
 from moe_runtime.errors import CapacityError
-from moe_runtime.inference.steps import Listener, Step
+from moe_runtime.inference.steps import Listener, RequestNumbers, Step
 from moe_runtime.lab.traces.format import read_trace
 from moe_runtime.models.pocket import pocket_path
 
@@ -71,3 +72,23 @@ def test_all_listeners_hear_of_steps_that_are_allowed_and_of_their_end() -> None
         *[("prefill", 2, [1], [0, 1, 2, 3]), "end"],
     ]
     assert heard.told.count("forget") >= 2  # of the refused step, and of the failed one
+
+
+def test_requests_end_when_their_thread_begins_others_or_has_ended() -> None:
+    numbers = RequestNumbers()
+
+    def begin(num_sequences: int) -> tuple[list[int], list[int]]:
+        step = Step({}, (num_sequences, 1))
+        numbers.begin(step)
+        assert step.first_request == step.begun[0]
+        return list(step.begun), list(step.ended)
+
+    with ThreadPoolExecutor(1) as idle:
+        with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+            assert idle.submit(begin, 1).result() == ([0], [])
+            assert one.submit(begin, 2).result() == ([1, 2], [])
+            assert other.submit(begin, 1).result() == ([3], [])
+            assert one.submit(begin, 1).result() == ([4], [1, 2])
+        assert begin(1) == ([5], [3, 4])
+        assert begin(1) == ([6], [5])
+    assert begin(1) == ([7], [0, 6])

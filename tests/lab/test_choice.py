@@ -113,6 +113,20 @@ def test_the_latest_steps_are_kept_of_a_run_and_of_several(monkeypatch: pytest.M
     assert [step.num_tokens for step in recording._steps] == [3, 3]
 
 
+def test_the_file_has_as_many_tokens_at_most_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    record(6, num_sequences=3)  # five steps, of more tokens than are kept from now on
+    monkeypatch.setattr(recent, "KEPT_TOKENS", 8)
+    recording = RecentRouting(MODEL, CHECKPOINT)
+    take_steps(recording, 2, first_expert=4)
+    recording.close()
+    assert kept_routing().expert_ids[:, 0, 0].tolist() == [4, 4, 4, 5, 5, 5, 5]
+    (before,) = recording._before or []
+    assert before.expert_ids.base is None
+    assert before.num_tokens == 6
+    record(2, num_sequences=9)  # one step of more is kept alone
+    assert kept_routing().num_tokens == 9
+
+
 def test_a_run_writes_now_and_then_and_adds_nothing_twice() -> None:
     now_s = 0.0
     record(3)

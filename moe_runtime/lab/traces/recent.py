@@ -33,7 +33,8 @@ from moe_runtime.types import ModelSignature
 KEPT_STEPS = 512
 """Decode steps in the file, the latest ones."""
 KEPT_TOKENS = 4096
-"""Tokens of one run that are kept at most, which bounds the memory of steps of many sequences."""
+"""Tokens in the file at most, which bounds the memory of steps of many sequences; the latest step
+is kept whatever it has."""
 PERIOD, BURST = 1024, 64
 """Of a run's passes the first ``KEPT_STEPS`` are looked at, and so many of each period after them:
 who listens to the layers takes time of theirs."""
@@ -191,11 +192,10 @@ class RecentRouting:
             return
         if self._before is None:
             before = _read(self._path, self._signature)
-            self._before = [] if before is None else [before]
+            self._before = [] if before is None else [_join([_latest(before)])]  # a copy
         first_new = max((int(b.token_request.max()) + 1 for b in self._before), default=0)
         own = [replace(s, token_request=s.token_request + np.int32(first_new)) for s in self._steps]
-        joined = _join([*self._before, *own])
-        kept = joined.steps(max(0, joined.num_steps - KEPT_STEPS), joined.num_steps)
+        kept = _latest(_join([*self._before, *own]))
         # requests are numbered anew, or the numbers would grow for as long as the cache lives
         requests = np.unique(kept.token_request, return_inverse=True)[1].astype(np.int32)
         with contextlib.suppress(OSError, CheckpointError):
@@ -209,6 +209,12 @@ def _read(path: Path, signature: ModelSignature) -> Trace | None:
     except CheckpointError:
         return None
     return trace if trace.signature == signature and trace.num_steps else None
+
+
+def _latest(trace: Trace) -> Trace:
+    first = int(np.searchsorted(trace.step_start, trace.num_tokens - KEPT_TOKENS))
+    first = max(first, trace.num_steps - KEPT_STEPS)
+    return trace.steps(min(first, trace.num_steps - 1), trace.num_steps)
 
 
 def _join(parts: list[Trace]) -> Trace:

@@ -12,6 +12,7 @@ from moe_families import Family
 from quantized_checkpoints import EVEN
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import NEXT_TOKEN, PROMPT, save, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_runtime
 from moe_runtime.checkpoints.expert_map import map_experts
@@ -21,6 +22,9 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, UnsupportedModelError
 from moe_runtime.inference.cache_code import LANDING_SLOTS, ROOM_SHARE, SPARE_SLOTS, coded_experts
 from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.kernels.lossless.reference import TAIL_BYTES
+from moe_runtime.kernels.native import native_library
+from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.types import ExpertKey
 
@@ -79,6 +83,7 @@ def test_a_trained_model_has_the_same_bits_in_smaller_slots() -> None:
     # 11 bits a weight, room for one escape of a byte in 16, and what fills rows up to 64 weights
     assert coded.slot_bytes < 0.75 * plain.slot_bytes
     assert coded.bytes_read == plain.bytes_read
+    assert coded.copied_bytes == 0  # to no device
 
 
 def test_what_a_budget_buys_is_what_it_holds(source: Path) -> None:
@@ -99,15 +104,20 @@ def test_what_a_budget_buys_is_what_it_holds(source: Path) -> None:
     assert coded.slots_for(budget) == 5
 
 
+def make_odd(weight: torch.Tensor) -> torch.Tensor:
+    """Weights of 27 exponents, of which a code book has seven."""
+    places = torch.arange(weight.numel()).view_as(weight)
+    bits = (places % 2 << 15) | (97 + places % 27 << 7)
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
 def with_odd_exponents(folder: Path, *names: str) -> Path:
-    """The same model, some of its matrices with 27 exponents, of which a code book has seven."""
+    """The same model with some odd matrices."""
     save(tiny_model(MIXTRAL).bfloat16(), folder, sharded=False)
     tensors = load_file(folder / "model.safetensors")
     for name in tensors:
         if name.endswith(names):
-            places = torch.arange(tensors[name].numel()).view_as(tensors[name])
-            bits = (places % 2 << 15) | (97 + places % 27 << 7)
-            tensors[name] = bits.to(torch.int16).view(torch.bfloat16)
+            tensors[name] = make_odd(tensors[name])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -132,6 +142,59 @@ def test_more_escapes_than_the_budget_has_bytes_for_are_refused_by_name(tmp_path
         with pytest.raises(CapacityError, match=rf"up weights of expert \d of [^\n]*{ROOM_SHARE}"):
             loaded(torch.arange(60)[None])
         loaded.moe.check()
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the bytes of every new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        found = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+        if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in given:
+            self.found.append(found.untyped_storage().nbytes())
+        return found
+
+
+@pytest.mark.skipif(native_library() is None, reason="plain torch needs memory for the code")
+def test_escapes_without_room_take_their_bytes_only_and_while_they_are_used_only(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(source, host_memory="1GiB", cache_code="planes")
+    with loaded.moe:
+        store = loaded.moe._store
+        fetcher, slots = store.fetcher, [store._slab.slot(number) for number in range(4)]
+        names, all_odd = fetcher._experts.matrices[0], ("gate", "up", "down")
+        monkeypatch.setattr(fetcher._copies, "submit", lambda *_: None)
+
+        def move(number: int, *odd: str) -> list[int]:
+            """Bytes of what was allocated to encode an expert into the slot of its number."""
+            key, landing = ExpertKey(0, number), torch.zeros(fetcher._experts.slot_bytes).byte()
+            views = dict(zip(names, fetcher._experts.layouts[key].views(landing), strict=True))
+            for name in odd:
+                views[name].copy_(make_odd(views[name]))
+            sizes = Allocations()
+            with sizes:
+                fetcher._move(key, landing, slots[number])
+            weights = fetcher.with_spare(key, slots[number])
+            assert weights is not None
+            for name in odd:
+                assert torch.equal(getattr(weights, name).dequantize(torch.bfloat16), views[name])
+            return sizes.found
+
+        escape_bytes = 120 * 200 - 7 * 889 + TAIL_BYTES  # of a matrix; there is room for eight
+        for number in (0, 1):
+            assert max(move(number, *all_odd)) == escape_bytes
+        with pytest.raises(CapacityError, match="down weights of expert 2"):
+            move(2, *all_odd)
+        move(3, "gate")  # what was refused has nothing
+        fetcher.fetch(ExpertKey(0, 2), slots[0], Read(Priority.DEMAND, lambda _: None))
+        move(2, *all_odd)  # nor what is no more in its slot
 
 
 @pytest.mark.parametrize("kind", ["fp32", "transposed", "quantised", "packed"])

@@ -122,12 +122,12 @@ def test_parts_that_are_there_are_filled_again(
     escapes = torch.cat((torch.full_like(expected.escapes, 255), rest))
     others = (torch.full_like(part, 77) for part in (expected.coded, expected.starts))
     into = PlanesMatrix(130, *others, escapes, torch.full_like(expected.book, 77))
-    assert encode_planes_into(weight, into)
+    assert encode_planes_into(weight, into) == expected.escapes.numel()
     assert same_bits(decode_planes(into), weight)
     for name in ("coded", "starts", "book"):
         assert torch.equal(getattr(into, name), getattr(expected, name)), name
     one_less = dataclasses.replace(into, escapes=expected.escapes[:-1].clone())
-    assert not encode_planes_into(weight, one_less)
+    assert encode_planes_into(weight, one_less) == expected.escapes.numel()
     with pytest.raises(ValueError, match="expected parts of"):
         encode_planes_into(weight[1:], into)
 
