@@ -213,7 +213,7 @@ class NativeReadQueue:
         read, fault = found
         read.num_bytes = num_bytes
         if error == _FILE_ENDED:
-            read.error = fault(block, EOFError(f"the file ends at byte {offset}"))
+            read.error = fault(block, EOFError(f"the file ends before byte {offset}"))
         elif error:
             read.error = fault(block, OSError(error, os.strerror(error)))
         read.end(1e-9 * age_ns)

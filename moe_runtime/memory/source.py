@@ -82,7 +82,7 @@ class CheckpointFile:
         while done < needed_bytes:
             moved = os.preadv(self._fd, [into[done:]], offset + done)
             if moved == 0:
-                raise EOFError(f"the file ends at byte {offset + done}")
+                raise EOFError(f"the file ends before byte {offset + done}")
             done += moved
         return done
 
@@ -280,5 +280,5 @@ class ExpertSource:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         return CheckpointError(
             f"cannot read expert {key.expert} of MoE layer {key.layer} "
-            f"from {self._blocks(key)[number].file}: {reason}"
+            f"from {self._blocks(key)[number].file.name}: {reason}"
         )

@@ -184,12 +184,14 @@ class Engine:
 
     def _check(self, request: GenerationRequest) -> None:
         """Refuses what cannot be answered."""
-        num_tokens = len(request.prompt_ids) + max(request.max_new_tokens, 1)
-        if num_tokens > self.most_request_tokens:
+        num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
+        num_tokens = num_prompt + num_new
+        # a prompt alone has room for one token more, which nobody is told
+        is_too_long = num_prompt >= self._account.capacity
+        if num_tokens > self.most_request_tokens or is_too_long:
             raise RequestTooLongError(
-                f"the prompt has {len(request.prompt_ids)} tokens and needs room for "
-                f"{max(request.max_new_tokens, 1)} more, but a request may have "
-                f"{self.most_request_tokens} in all",
+                f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
+                f"but a request may have {self.most_request_tokens} in all",
                 num_tokens=num_tokens,
                 most_tokens=self.most_request_tokens,
             )

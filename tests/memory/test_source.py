@@ -113,7 +113,7 @@ def test_a_file_that_ends_too_early_names_file_and_expert(file, tmp_path):
     short = tmp_path / "short.bin"
     short.write_bytes(file.read_bytes()[:5000])
     layout = lay_out([half_range(short, 4900, 200)])
-    told = r"expert 3 of MoE layer 0 from .*short\.bin: the file ends at byte 5000"
+    told = r"expert 3 of MoE layer 0 from .*short\.bin: the file ends before byte 5000"
     with pytest.raises(CheckpointError, match=told):
         read_all({ExpertKey(0, 3): layout})
 

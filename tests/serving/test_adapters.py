@@ -247,7 +247,7 @@ def test_names_of_adapters_are_read_with_their_models(
     ):
         with pytest.raises(ValueError, match=r"expected .*NAME=FOLDER"):
             adapters_of([word], models)
-    with pytest.raises(ValueError, match="'m' is the name of two"):
+    with pytest.raises(ValueError, match="'m' is the name of a model"):
         adapters_of(["m=x"], ["m"])
     words = ["serve", str(base), "--adapter", "one=none", "--port", "0", "--device", "cpu"]
     assert main(words) == 2

@@ -188,6 +188,23 @@ def test_draining_engine_takes_no_more_and_ends_what_it_has(
             ask(engine, request_of(prompts[0], 1))
 
 
+def test_a_prompt_without_an_answer_may_have_all_positions(
+    pocket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    positions = 100
+    monkeypatch.setattr(pocket.config, "max_position_embeddings", positions)
+    with Engine(pocket) as engine:
+        answer, _ = ask(engine, request_of((3,) * positions, 0))
+        assert answer.ids == []
+        with pytest.raises(RequestTooLongError, match="needs room for 1 more"):
+            ask(engine, request_of((3,) * positions, 1))
+    with (
+        Engine(pocket, max_tokens=64) as engine,
+        pytest.raises(RequestTooLongError, match="needs room for 1 more"),
+    ):
+        ask(engine, request_of((3,) * 64, 0))
+
+
 def test_what_cannot_be_answered_is_refused_at_once(pocket: Any) -> None:
     with Engine(pocket, max_tokens=64) as engine:
         with pytest.raises(

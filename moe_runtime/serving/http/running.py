@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import math
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moe_runtime.allocator import give_back_free_pages
 from moe_runtime.errors import MoERuntimeError
@@ -96,6 +99,43 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class _Protocol(H11Protocol):
+    """Ends a connection whose next head is not whole in time; bodies have a limit of their own.
+
+    Args:
+        head_seconds: from the first byte of a head, or from the beginning of the connection.
+        options: of uvicorn.
+    """
+
+    def __init__(self, *, head_seconds: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._head_seconds = head_seconds
+        self._waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget()
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._forget()
+        elif self._waiting is None:
+            self._waiting = self.loop.call_later(self._head_seconds, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
 class _Uvicorn(uvicorn.Server):
     """Leaves signals to the command."""
 
@@ -124,6 +164,7 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
         make_app(server),
+        http=functools.partial(_Protocol, head_seconds=server.limits.body_seconds),  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         lifespan="off",

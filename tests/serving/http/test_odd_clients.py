@@ -84,6 +84,19 @@ def test_a_body_that_does_not_come_is_given_up(tokenizer: Any) -> None:
     assert "body" in found["error"]["message"]
 
 
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", HEAD % 100 + b"{" + b" " * 99 + b"GE"])
+def test_a_head_that_does_not_end_ends_the_connection(tokenizer: Any, sent: bytes) -> None:
+    """The first one of a connection, and one behind an answer."""
+    with (
+        serve_scripted(tokenizer, limits=Limits(body_seconds=0.05)) as site,
+        connected(site) as one,
+    ):
+        one.sendall(sent)
+        while one.recv(1 << 16):
+            pass
+        assert site.ask("/v1/models")[0] == 200
+
+
 def test_a_body_that_does_not_come_holds_up_no_end(tokenizer: Any) -> None:
     with contextlib.ExitStack() as serving, ThreadPoolExecutor(1) as threads:
         site = serving.enter_context(serve_scripted(tokenizer))

@@ -67,9 +67,8 @@ def adapters_of(words: Sequence[str], models: Sequence[str]) -> list[AdapterChoi
         found.append(AdapterChoice(name, model or models[0], Path(folder)))
     twice = _twice([*models, *(choice.name for choice in found)])
     if twice is not None:
-        raise ValueError(
-            f"--adapter: {twice!r} is the name of two; give each adapter a name of its own"
-        )
+        whose = "the name of a model" if twice in models else "the name of two"
+        raise ValueError(f"--adapter: {twice!r} is {whose}; give each adapter a name of its own")
     return found
 
 
