@@ -23,8 +23,9 @@ def make_app(server: Server) -> ASGIApp:
         request.scope["log"]["failure"] = api_error
         return error_response(api_error)
 
+    routes = Endpoints(server).routes()
     app = Starlette(
-        routes=Endpoints(server).routes(),
+        routes=routes,
         exception_handlers={
             ApiError: failed,
             HTTPException: failed,
@@ -32,7 +33,7 @@ def make_app(server: Server) -> ASGIApp:
         },
     )
     app.router.redirect_slashes = False
-    return RequestGate(app, server)
+    return RequestGate(app, server, frozenset(route.path for route in routes))
 
 
 def _as_api_error(request: Request, error: Exception) -> ApiError:

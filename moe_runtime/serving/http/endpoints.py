@@ -220,6 +220,10 @@ class Endpoints:
                 "content-type: application/json",
                 status=415,
             )
+        if encoding := request.headers.get("content-encoding"):
+            raise ApiError(
+                f"the body must be plain, got the content-encoding {encoding[:100]!r}", status=415
+            )
         try:
             async with self._server.arrival():
                 raw = b"".join([part async for part in request.stream()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+from collections.abc import Collection
 from typing import Any
 
 from starlette.requests import Request
@@ -32,11 +33,13 @@ class RequestGate:
     Args:
         app: answers what may be asked.
         server: its limits, keys, and log.
+        paths: that the application knows; invented ones do not fill the metrics.
     """
 
-    def __init__(self, app: ASGIApp, server: Server) -> None:
+    def __init__(self, app: ASGIApp, server: Server, paths: Collection[str] = ()) -> None:
         self._app = app
         self._server = server
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -110,7 +113,8 @@ class RequestGate:
     def _record(
         self, request: Request, status: int, details: dict[str, Any], seconds: float
     ) -> None:
-        path = _known_path(request)
+        route, path = request.scope.get("route"), request.scope["path"]
+        path = getattr(route, "path", path if path in self._paths else "other")
         generation: Generation | None = details.get("generation")
         if generation is not None and generation.failure is not None:
             # a stream had begun as a success; what became of it counts
@@ -184,12 +188,6 @@ def given_key(request: Request) -> str:
 def _too_long(most: int) -> ApiError:
     message = f"the body is longer than the {most} bytes that serve's --max-body lets it have"
     return ApiError(message, status=413, code="body_too_long", headers={"connection": "close"})
-
-
-def _known_path(request: Request) -> str:
-    """The path as the application knows it, so that invented ones do not fill the metrics."""
-    route = request.scope.get("route")
-    return getattr(route, "path", "other")
 
 
 def _host(request: Request) -> str:

@@ -238,6 +238,12 @@ def test_keys_bodies_and_names_are_checked(tokenizer: Any) -> None:
         assert site.ask("/v1/completions", sent, headers=chunked)[0] in (400, 413)
         text = {**key, "content-type": "text/plain"}
         assert site.ask("/v1/completions", b"{}", headers=text)[0] == 415
+        packed = {**key, "content-type": "application/json", "content-encoding": "gzip"}
+        status, found = site.ask("/v1/completions", b"{}", headers=packed)
+        assert (status, "content-encoding 'gzip'" in found["error"]["message"]) == (415, True)
+        _, metrics = site.ask("/metrics", headers=key)
+    assert 'moe:http_responses_total{path="/v1/completions",status="413"}' in metrics
+    assert 'moe:http_responses_total{path="/v1/models",status="403"}' in metrics
 
 
 @pytest.mark.parametrize(
