@@ -89,7 +89,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         ),
         ({"prompt": "a", "n": 2}, "n may only be 1 here, got 2"),
         ({"prompt": "a", "temprature": 1}, "temprature is not supported; known are frequency"),
-        ({"prompt": "a", "messages": []}, "messages is not supported"),
+        ({"prompt": "a", "messages": []}, "has a prompt and messages"),
         ({"messages": []}, "messages: expected a list of messages"),
         ({"messages": [IMAGE]}, "parts of content must be text"),
         ({"messages": [{"role": "user"}]}, "content must be text, got null"),
