@@ -164,7 +164,7 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
         make_app(server),
-        http=functools.partial(_Protocol, head_seconds=server.limits.body_seconds),  # type: ignore[arg-type]
+        http=functools.partial(_Protocol, head_seconds=server.limits.head_seconds),  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         lifespan="off",

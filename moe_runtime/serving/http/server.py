@@ -38,6 +38,7 @@ class Limits:
 
     Attributes:
         body_bytes: length of its body.
+        head_seconds: until its head is whole, from the connection's beginning or its own.
         body_seconds: from its head to the end of its body.
         sending_seconds: in which its client takes nothing of what is sent.
         choices: sequences, all prompts and ``n`` of each.
@@ -45,6 +46,7 @@ class Limits:
     """
 
     body_bytes: int = 1 << 20
+    head_seconds: float = 60.0
     body_seconds: float = 60.0
     sending_seconds: float = 60.0
     choices: int = 256
