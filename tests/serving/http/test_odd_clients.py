@@ -89,7 +89,8 @@ def test_a_head_that_does_not_end_ends_the_connection(tokenizer: Any, sent: byte
     """The first one of a connection, and one behind an answer."""
     with (
         serve_scripted(tokenizer, limits=Limits(head_seconds=0.05)) as site,
-        connected(site) as one,contextlib.suppress(ConnectionError)
+        connected(site) as one,
+        contextlib.suppress(ConnectionError),
     ):  # where it ended before this was sent
         one.sendall(sent)
         while one.recv(1 << 16):
