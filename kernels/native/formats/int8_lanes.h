@@ -71,23 +71,6 @@ INLINE void store_int8_group(int kind, const float values[INT8_GROUP], char *blo
     memcpy(block + INT8_SUMS_AT + 4 * group, &both, 4);
 }
 
-static void pack_int8(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row, int panel_rows,
-                      int64_t k) {
-    const int64_t last_k = first_k + count;
-    const int64_t end = last_k == k ? (k + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK : last_k;
-    for (int64_t at = first_k; at < end; at += INT8_GROUP) {
-        float values[INT8_GROUP] = {0};
-        char *block = panel + (at / QUANT_BLOCK * panel_rows + row) * INT8_BLOCK_BYTES;
-        const int64_t filled = last_k - at < INT8_GROUP ? last_k - at : INT8_GROUP;
-        const int group = (int)(at % QUANT_BLOCK / INT8_GROUP);
-        for (int64_t i = 0; i < filled; i++) values[i] = load_element(src, dtype, at - first_k + i);
-        if (kind == KIND_QUANT_INT4)
-            store_int8_group(KIND_QUANT_INT4, values, block, group);
-        else
-            store_int8_group(KIND_QUANT_INT8, values, block, group);
-    }
-}
-
 /* ---- weights ---- */
 
 /* Scales and zero points of eight rows, of a multiple of four groups. */

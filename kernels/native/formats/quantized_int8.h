@@ -65,33 +65,25 @@ INLINE int int8_halves_apart(int kind) { return kind == KIND_QUANT_INT8 ? 16 : 3
 #if HAS_QUANT_LANES
 #include "formats/int8_lanes.h"
 #else
-static void pack_int8(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row, int panel_rows,
-                      int64_t k) {
-    const int64_t last_k = first_k + count;
-    const int64_t end = last_k == k ? (k + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK : last_k;
-    for (int64_t at = first_k; at < end; at += INT8_GROUP) {
-        float values[INT8_GROUP] = {0}, largest = 0;
-        char *block = panel + (at / QUANT_BLOCK * panel_rows + row) * INT8_BLOCK_BYTES;
-        const int64_t filled = last_k - at < INT8_GROUP ? last_k - at : INT8_GROUP;
-        const int group = (int)(at % QUANT_BLOCK / INT8_GROUP), first = int8_group_at(kind, group);
-        int16_t sums[2] = {0};
-        int is_finite = 1;
-        for (int64_t i = 0; i < filled; i++) values[i] = load_element(src, dtype, at - first_k + i);
-        for (int i = 0; i < INT8_GROUP; i++) {
-            const float magnitude = fabsf(values[i]);
-            is_finite &= magnitude <= LARGEST_F32;
-            largest = magnitude > largest ? magnitude : largest;
-        }
-        const float inverse = int8_inverse(is_finite, largest), scale = int8_scale(is_finite, largest);
-        memcpy(block + INT8_SCALES_AT + 4 * group, &scale, 4);
-        for (int i = 0; i < INT8_GROUP; i++) {
-            const int8_t code = is_finite ? (int8_t)lrintf(values[i] * inverse) : 0;
-            const int half = kind == KIND_QUANT_INT8 ? i / 16 : i % 2, within = kind == KIND_QUANT_INT8 ? i % 16 : i / 2;
-            ((int8_t *)block)[first + half * int8_halves_apart(kind) + within] = code;
-            sums[within % 4 / 2] = (int16_t)(sums[within % 4 / 2] + code);
-        }
-        memcpy(block + INT8_SUMS_AT + 4 * group, sums, sizeof sums);
+/* 32 values as int8, and the sums of what they become. */
+INLINE void store_int8_group(int kind, const float values[INT8_GROUP], char *block, int group) {
+    float largest = 0;
+    int16_t sums[2] = {0};
+    int is_finite = 1;
+    for (int i = 0; i < INT8_GROUP; i++) {
+        const float magnitude = fabsf(values[i]);
+        is_finite &= magnitude <= LARGEST_F32;
+        largest = magnitude > largest ? magnitude : largest;
     }
+    const float inverse = int8_inverse(is_finite, largest), scale = int8_scale(is_finite, largest);
+    memcpy(block + INT8_SCALES_AT + 4 * group, &scale, 4);
+    for (int i = 0; i < INT8_GROUP; i++) {
+        const int8_t code = is_finite ? (int8_t)lrintf(values[i] * inverse) : 0;
+        const int half = kind == KIND_QUANT_INT8 ? i / 16 : i % 2, within = kind == KIND_QUANT_INT8 ? i % 16 : i / 2;
+        ((int8_t *)block)[int8_group_at(kind, group) + half * int8_halves_apart(kind) + within] = code;
+        sums[within % 4 / 2] = (int16_t)(sums[within % 4 / 2] + code);
+    }
+    memcpy(block + INT8_SUMS_AT + 4 * group, sums, sizeof sums);
 }
 
 /* Weight rows by those of a panel, one after another. */
@@ -134,6 +126,23 @@ static void int8_rows(int kind, const Int8Codes *how, const Int8Rows *rows, int 
     }
 }
 #endif
+
+static void pack_int8(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row, int panel_rows,
+                      int64_t k) {
+    const int64_t last_k = first_k + count;
+    const int64_t end = last_k == k ? (k + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK : last_k;
+    for (int64_t at = first_k; at < end; at += INT8_GROUP) {
+        float values[INT8_GROUP] = {0};
+        char *block = panel + (at / QUANT_BLOCK * panel_rows + row) * INT8_BLOCK_BYTES;
+        const int64_t filled = last_k - at < INT8_GROUP ? last_k - at : INT8_GROUP;
+        const int group = (int)(at % QUANT_BLOCK / INT8_GROUP);
+        for (int64_t i = 0; i < filled; i++) values[i] = load_element(src, dtype, at - first_k + i);
+        if (kind == KIND_QUANT_INT4)
+            store_int8_group(KIND_QUANT_INT4, values, block, group);
+        else
+            store_int8_group(KIND_QUANT_INT8, values, block, group);
+    }
+}
 
 /* Numbers of 32 bits, each `times` times, up to so many. */
 static void spread_groups(const void *groups, int64_t count, int64_t times, void *out) {
