@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from moe_runtime.inference.cache_code import open_coded_stores as open_coded_stores
     from moe_runtime.inference.cpu_misses.computing import open_misses as open_misses
     from moe_runtime.inference.cpu_misses.option import check_misses as check_misses
-    from moe_runtime.inference.device_experts import DeviceExperts as DeviceExperts
-    from moe_runtime.inference.device_stores import experts_on_device as experts_on_device
-    from moe_runtime.inference.device_stores import open_device_stores as open_device_stores
+    from moe_runtime.inference.device.device_experts import DeviceExperts as DeviceExperts
+    from moe_runtime.inference.device.device_stores import experts_on_device as experts_on_device
+    from moe_runtime.inference.device.device_stores import open_device_stores as open_device_stores
     from moe_runtime.inference.expert_gradients import (
         differentiable_experts as differentiable_experts,
     )
@@ -54,10 +54,10 @@ else:
             "moe_runtime.parallel.dispatch": "as_transport",
             "moe_runtime.inference.expert_partition": "divide_experts",
             # a device
-            "moe_runtime.inference.device_experts": "DeviceExperts",
+            "moe_runtime.inference.device.device_experts": "DeviceExperts",
             "moe_runtime.inference.cpu_misses.computing": "open_misses",
             "moe_runtime.inference.cpu_misses.option": "check_misses",
-            "moe_runtime.inference.device_stores": "experts_on_device open_device_stores",
+            "moe_runtime.inference.device.device_stores": "experts_on_device open_device_stores",
             "moe_runtime.memory.device": "CudaDevice",
             "moe_runtime.checkpoints.int8_activations": "with_int8_activations",
             # experts in a code

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.inference.budget import MemoryPlan
-from moe_runtime.inference.device_stacks import DeviceStacks
+from moe_runtime.inference.device.device_stacks import DeviceStacks
 from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.device import Device

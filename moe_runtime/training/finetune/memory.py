@@ -16,7 +16,7 @@ from moe_runtime.inference.budget import (
     resolve_budget,
 )
 from moe_runtime.inference.budget import plan_memory as plan_slots
-from moe_runtime.inference.device_stores import experts_on_device
+from moe_runtime.inference.device.device_stores import experts_on_device
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.kernels.expert_mlp.kept_code import experts_code_bytes
 from moe_runtime.training.checkpoint_model import activation_bytes, trained_bytes

@@ -15,7 +15,7 @@ from tiny_checkpoints import PROMPT
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
-from moe_runtime.inference.device_experts import DeviceExperts
+from moe_runtime.inference.device.device_experts import DeviceExperts
 from moe_runtime.memory.device_store import DeviceStore
 
 pytest.importorskip("triton")

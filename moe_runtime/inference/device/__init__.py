@@ -1,0 +1,1 @@
+"""Experts of a model on a device: in its slots, in one launch, and the tiers that feed them."""
