@@ -1,203 +1,72 @@
-"""Adapters of low rank (LoRA) beside a loaded model, in the form in which PEFT writes them.
+"""Adapters of low rank (LoRA) beside a loaded model: each sequence of a pass may have its own.
 
-Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
+Source: Sheng et al., "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (2023): one pass for
+sequences of many adapters, which share memory and are read when they are asked for.
 
-Shape suffixes: I inputs, O outputs of a layer, R rank.
+Shape suffixes: I inputs, O outputs of a layer, N rows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import re
+import itertools
+import operator
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from moe_runtime.checkpoints.safetensors_index import read_header
-from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
-from moe_runtime.reading import read_bounded
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.serving.adapter_folder import AdapterFolder, LowRankPair
 
-_MOST_CONFIG_BYTES = 1 << 22
-_TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_dora", "use_qalora"), (False,)),
-    **dict.fromkeys(("use_bdlora", "ensure_weight_tying"), (False,)),
-    "bias": ("none",),
-    "peft_type": ("LORA",),
-    "init_lora_weights": (True, "gaussian"),
-    **dict.fromkeys(("modules_to_save", "target_parameters", "trainable_token_indices"), ([],)),
-    **dict.fromkeys(("layer_replication", "alora_invocation_tokens", "megatron_config"), ([],)),
-    **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config"), ({},)),
-}
-"""Settings that would change what an adapter computes, and the values with which they do not; an
-absent or empty value never does."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """What an adapter adds to the output of one linear layer: ``scale * (x @ A.T) @ B.T``."""
-
-    first_RI: torch.Tensor
-    second_OR: torch.Tensor
-    scale: float
-
-    def added_to(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """In fp32, as PEFT computes it, and in the type of the output."""
-        low = torch.nn.functional.linear(x.to(self.first_RI.dtype), self.first_RI)
-        added = torch.nn.functional.linear(low, self.second_OR).mul_(self.scale)
-        return added.add_(output).to(output.dtype)
-
-
-class AdapterFolder:
-    """The files of one adapter, checked as far as that goes without the model.
-
-    Attributes:
-        folder: where they are.
-        num_bytes: of the adapter in memory.
-        widths: inputs and outputs of the adapted layers, by name.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Reads the settings and the headers.
-
-        Raises:
-            CheckpointError: they are missing or damaged.
-            UnsupportedModelError: the adapter is more than pairs of matrices beside linear layers.
-        """
-        self.folder = folder
-        settings = folder / "adapter_config.json"
-        self._file = folder / "adapter_model.safetensors"
-        for file in (settings, self._file):
-            if not file.is_file():
-                raise CheckpointError(
-                    f"{folder}: expected an adapter as PEFT writes it, but there is no {file.name}"
-                )
-        with blamed_on(f"{settings}: cannot be read as JSON"):
-            found = json.loads(read_bounded(settings, max_bytes=_MOST_CONFIG_BYTES))
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{settings}: expected an object with the adapter's settings")
-        self._settings: Mapping[str, Any] = found
-        with blamed_on(f"{settings}: cannot be used"):
-            self._layers = self._read_layers()
-            self._scales = {layer: self._scale(layer) for layer in self._layers}
-        for name, plain in _PLAIN.items():
-            value = found.get(name)
-            if value and value not in plain:
-                raise UnsupportedModelError(
-                    f"{settings}: {name} is {json.dumps(value):.60}, which no request can be "
-                    "served with; merge the adapter into a checkpoint of its own"
-                )
-        shapes = {
-            layer: (parts["A"][1], parts["B"][0], parts["A"][0])
-            for layer, parts in self._layers.items()
-        }
-        self.widths = {layer: (inputs, outputs) for layer, (inputs, outputs, _) in shapes.items()}
-        self.num_bytes = sum(
-            4 * rank * (inputs + outputs) for inputs, outputs, rank in shapes.values()
-        )
-
-    def workspace_bytes(self, num_rows: int) -> int:
-        """What a pass of so many tokens needs beside that of the model."""
-        return 4 * num_rows * max(inputs + 2 * outputs for inputs, outputs in self.widths.values())
-
-    def pairs(self) -> dict[str, _Pair]:
-        """The matrices, in fp32, by the names of their layers.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
-        with blamed_on(f"{self._file}: cannot be read"):
-            tensors = load_file(self._file)
-        found = {}
-        for layer in self._layers:
-            first, second = (
-                tensors[f"base_model.model.{layer}.lora_{part}.weight"].float() for part in "AB"
-            )
-            found[layer] = _Pair(first, second, self._scales[layer])
-        return found
-
-    def _read_layers(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """The shapes of both matrices of each layer."""
-        layers: dict[str, dict[str, tuple[int, ...]]] = {}
-        for name, tensor in sorted(read_header(self._file).items()):
-            match = _TENSOR.fullmatch(name)
-            if match is None or ".base_layer" in name or self._is_of_experts(match["layer"]):
-                raise UnsupportedModelError(
-                    f"{self._file}: {name} is no adapter of a linear layer beside the experts; "
-                    "merge the adapter into a checkpoint of its own"
-                )
-            if len(tensor.shape) != 2 or tensor.dtype not in ("F32", "F16", "BF16"):
-                raise CheckpointError(
-                    f"{self._file}: {name} must be a matrix of F32, F16 or BF16, got "
-                    f"{tensor.dtype} of {list(tensor.shape)}"
-                )
-            layers.setdefault(match["layer"], {})[match["part"]] = tuple(tensor.shape)
-        if not layers:
-            raise CheckpointError(f"{self._file}: has no adapter")
-        for layer, parts in layers.items():
-            if len(parts) < 2 or parts["A"][0] != parts["B"][1] or not self._is_targeted(layer):
-                raise CheckpointError(
-                    f"{self._file}: {layer}.lora_{min(parts)} needs another matrix of its rank, "
-                    "and its layer among target_modules of adapter_config.json"
-                )
-        return layers
-
-    def _is_of_experts(self, layer: str) -> bool:
-        """Whether PEFT takes a name to be that of a module whose parameters have adapters."""
-        wrapped = {
-            str(name).rpartition(".")[0] for name in self._settings.get("target_parameters") or ()
-        }
-        return any(layer == name or layer.endswith(f".{name}") for name in wrapped)
-
-    def _is_targeted(self, layer: str) -> bool:
-        targets = self._settings.get("target_modules")
-        if isinstance(targets, str):
-            return targets == "all-linear" or re.fullmatch(targets, layer) is not None
-        return any(layer == name or layer.endswith(f".{name}") for name in targets or ())
-
-    def _scale(self, layer: str) -> float:
-        rank = self._layers[layer]["A"][0]
-        alpha = self._settings.get("lora_alpha", 8)
-        patterns: Mapping[str, Any] = self._settings.get("alpha_pattern") or {}
-        for pattern, own in patterns.items():
-            if re.match(rf"(.*\.)?({pattern})$", layer):
-                alpha = own
-                break
-        return alpha / (math.sqrt(rank) if self._settings.get("use_rslora") else rank)
+_Pairs = list[tuple[torch.nn.Module, LowRankPair]]
 
 
 class Adapters:
-    """Adapters of one model, of which a forward pass may have one.
+    """Adapters of one model.
 
     They are added to the outputs of layers, by hooks that stay for a pass alone: a pass without one
     goes the way and has the bits that it has in a model without adapters.
+
+    One is in memory while a sequence has it, and afterwards until the memory is needed for
+    another; those used last stay longest.
+
+    Attributes:
+        num_reads: times that one was read from its files.
     """
 
-    def __init__(self, model: Any, folders: Mapping[str, AdapterFolder]) -> None:
-        """Reads the adapters.
+    def __init__(
+        self,
+        model: Any,
+        folders: Mapping[str, AdapterFolder],
+        *,
+        max_bytes: int | None = None,
+    ) -> None:
+        """Compares the adapters with the model, and reads none.
 
         Args:
             model: a loaded model, on the CPU.
             folders: by the names of the adapters.
+            max_bytes: of those that are in memory at a time; that of all when omitted.
 
         Raises:
-            CheckpointError: an adapter cannot be read.
             UnsupportedModelError: one is for another model, or for layers that are not linear.
+            ValueError: ``max_bytes`` is less than one of them needs.
         """
+        self._folders = folders
+        self._max_bytes = resident_bytes(folders, max_bytes)
         self._numbers = {name: number for number, name in enumerate(folders, 1)}
-        self._pairs: dict[str, list[tuple[torch.nn.Module, _Pair]]] = {}
-        modules = dict(model.named_modules())
-        for name, folder in folders.items():
+        self._modules = dict(model.named_modules())
+        for folder in folders.values():
             for layer, widths in folder.widths.items():
-                _require_linear(model, modules.get(layer), layer, widths, folder.folder)
-            self._pairs[name] = [(modules[layer], pair) for layer, pair in folder.pairs().items()]
+                _require_linear(model, self._modules.get(layer), layer, widths, folder.folder)
+        self._resident: dict[str, _Pairs | None] = {}  # those used last are last
+        self._users: dict[Hashable, str] = {}
+        self.num_reads = 0
 
     def number(self, name: str | None) -> int:
         """Counts adapters from 1; 0 is the model without any.
@@ -211,20 +80,136 @@ class Adapters:
             raise ValueError(f"the engine has no adapter {name!r}")
         return self._numbers[name]
 
+    def reserve(self, sequence: Hashable, name: str | None) -> bool:
+        """Gives a sequence's adapter its memory, if it can be had.
+
+        Returns:
+            Whether it has it now; if not, everything is as it was.
+        """
+        if name is None:
+            return True
+        in_use = set(self._users.values())
+        if self._num_bytes({*in_use, name}) > self._max_bytes:
+            return False
+        pairs = self._resident.pop(name, None)
+        for other in [one for one in self._resident if one not in in_use]:
+            if self._num_bytes({*self._resident, name}) <= self._max_bytes:
+                break
+            del self._resident[other]
+        self._resident[name] = pairs
+        self._users[sequence] = name
+        return True
+
+    def release(self, sequence: Hashable) -> None:
+        """A sequence has no adapter any more."""
+        self._users.pop(sequence, None)
+
+    def read(self, name: str | None) -> None:
+        """Reads an adapter that has its memory, unless it is there.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        if name is not None and self._resident[name] is None:
+            try:
+                pairs = self._folders[name].pairs()
+            except CheckpointError as error:
+                # clients are told of it, and not where the server has its files
+                raise CheckpointError(
+                    f"the adapter {name!r} cannot be read from its files any more; look whether "
+                    "they are still there and whole"
+                ) from error
+            self._resident[name] = [(self._modules[layer], pair) for layer, pair in pairs.items()]
+            self.num_reads += 1
+
     @contextlib.contextmanager
-    def applied(self, name: str) -> Iterator[None]:
-        """Passes of this thread have the adapter within the block."""
+    def applied(self, rows: Items[tuple[str | None, int]]) -> Iterator[None]:
+        """Passes of this thread have adapters within the block.
+
+        Args:
+            rows: names of adapters that were read, None for none, and of how many rows of the pass
+                in turn; one name alone is for all rows, whatever their number.
+        """
+        groups = [
+            (name, sum(num_rows for _, num_rows in own))
+            for name, own in itertools.groupby(rows, operator.itemgetter(0))
+        ]
+        total = sum(num_rows for _, num_rows in groups) if len(groups) > 1 else None
         with contextlib.ExitStack() as at_end:
-            owner = threading.get_ident()
-            for module, pair in self._pairs[name]:
-                at_end.callback(module.register_forward_hook(_hook(pair, owner)).remove)
+            for module, parts in self._parts(groups).items():
+                at_end.callback(module.register_forward_hook(_adding(parts, total)).remove)
             yield
 
+    def check(self) -> None:
+        """Proves that memory and what is in it agree.
 
-def _hook(pair: _Pair, owner: int) -> Any:
+        Raises:
+            AssertionError: they do not.
+        """
+        assert self._num_bytes(self._resident) <= self._max_bytes
+        assert set(self._users.values()) <= self._resident.keys()
+
+    def _num_bytes(self, names: Iterable[str]) -> int:
+        return sum(self._folders[name].num_bytes for name in names)
+
+    def _parts(
+        self, groups: Items[tuple[str | None, int]]
+    ) -> dict[torch.nn.Module, list[tuple[slice, LowRankPair]]]:
+        """What is added to which rows of each adapted layer."""
+        parts: dict[torch.nn.Module, list[tuple[slice, LowRankPair]]] = {}
+        end = 0
+        for name, num_rows in groups:
+            rows = slice(end, end := end + num_rows)
+            own = None if name is None else self._resident[name]
+            for module, pair in own or ():
+                parts.setdefault(module, []).append((rows, pair))
+        return parts
+
+
+def resident_bytes(folders: Mapping[str, AdapterFolder], max_bytes: int | None) -> int:
+    """What adapters of one model have of memory.
+
+    Args:
+        folders: of the adapters, by name.
+        max_bytes: of those that are in memory at a time; that of all when omitted.
+
+    Raises:
+        ValueError: ``max_bytes`` is less than one of them needs.
+    """
+    sizes = {name: folder.num_bytes for name, folder in folders.items()}
+    whole = sum(sizes.values())
+    if max_bytes is None:
+        return whole
+    largest = max(sizes, key=sizes.__getitem__, default=None)
+    if largest is not None and sizes[largest] > max_bytes:
+        raise ValueError(
+            f"the adapter {largest!r} needs {format_bytes(sizes[largest], up=True)}, but adapters "
+            f"have {format_bytes(max_bytes)} of memory; give them as much"
+        )
+    return min(whole, max_bytes)
+
+
+def _adding(parts: Items[tuple[slice, LowRankPair]], num_rows: int | None) -> Any:
+    """A hook that adds to rows of a layer's output what adapters have for them.
+
+    Args:
+        parts: rows and what is for them.
+        num_rows: of a pass; None if the one part is for all rows, whatever their number.
+    """
+    owner = threading.get_ident()
+
     def add(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         # the model may be somebody's who calls it meanwhile, and waits for its turn
-        return pair.added_to(output, inputs[0]) if threading.get_ident() == owner else None
+        if threading.get_ident() != owner:
+            return None
+        if num_rows is None:
+            return parts[0][1].added_to(output, inputs[0])
+        x_NI, output_NO = inputs[0].flatten(0, -2), output.flatten(0, -2)
+        if len(x_NI) != num_rows:
+            raise ValueError(f"a layer with adapters has {len(x_NI)} rows of a pass of {num_rows}")
+        for rows, pair in parts:
+            output_NO[rows] = pair.added_to(output_NO[rows], x_NI[rows])
+        return output_NO.view(output.shape)
 
     return add
 

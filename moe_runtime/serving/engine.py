@@ -28,7 +28,7 @@ from moe_runtime.serving.requests import (
     RequestTooLongError,
 )
 from moe_runtime.serving.sampling import Sampler
-from moe_runtime.serving.scheduling import Scheduler, beside_prompts, by_adapter
+from moe_runtime.serving.scheduling import Scheduler, beside_prompts, groups_of
 from moe_runtime.serving.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.sequences import Failure, Sequence
 from moe_runtime.serving.step_sizes import StepSizes
@@ -39,7 +39,7 @@ class Engine:
     """Answers requests with a model; a context manager that closes itself.
 
     A step computes one more token for each sequence whose prompt was read, and some tokens of
-    prompts, all in one forward pass where their adapters are the same. The model stays the
+    prompts, all in one forward pass where the model allows it. The model stays the
     caller's, whose own calls take turns with the engine's.
     """
 
@@ -85,7 +85,9 @@ class Engine:
         )
         self._most_logprobs = rows_of_logits(model.config, model.dtype, capacity)
         self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
-        self._scheduler = Scheduler(self._account, most_running=self._options.most_running)
+        self._scheduler = Scheduler(
+            self._account, most_running=self._options.most_running, adapters=self._adapters
+        )
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         known = positions if isinstance(positions, int) else capacity
         self.most_request_tokens = min(capacity // PIECE * PIECE, known)
@@ -133,6 +135,7 @@ class Engine:
             prefix_tokens=account.prefix_tokens,
             steps=counts["steps"],
             preemptions=self._scheduler.num_preemptions,
+            adapter_reads=self._adapters.num_reads,
             prompt_tokens=counts["prompt_tokens"],
             prefix_hit_tokens=counts["prefix_hit_tokens"],
             prefix_disk_hit_tokens=self._prefixes.num_disk_tokens,
@@ -164,6 +167,7 @@ class Engine:
             AssertionError: they do not.
         """
         self._scheduler.check()
+        self._adapters.check()
 
     def __enter__(self) -> Engine:
         return self
@@ -255,10 +259,10 @@ class Engine:
         num_prompt = sum(num_new for _, num_new in chosen)
         with self._sizes.timed(num_prompt=num_prompt, num_decoding=len(decoding)):
             beside = [] if divides else beside_prompts(decoding, chosen)
-            for adapter, group in by_adapter(s for s in decoding if s not in beside):
-                most = self._passes.most_together(adapter, exact=self._options.exact)
-                for first in range(0, len(group), most):
-                    self._decode(group[first : first + most])
+            rest = [sequence for sequence in decoding if sequence not in beside]
+            most = self._passes.most_together(exact=self._options.exact)
+            for group in groups_of(rest, most, exact=self._options.exact):
+                self._decode(group)
             if chosen:
                 self._read([*chosen, *((sequence, 1) for sequence in beside)])
 
@@ -279,6 +283,7 @@ class Engine:
         if sequence.sampler is None:
             sequence.sampler = Sampler(sequence.request)
             self._counts["prompt_tokens"] += len(sequence.tokens)
+        self._adapters.read(sequence.request.adapter)
         cache, room = self._passes.new_cache(), self._account.room_of(sequence)
         prompt = sequence.request.prompt_ids
         num_found = self._prefixes.fill(sequence, cache, room)

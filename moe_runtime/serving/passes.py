@@ -54,7 +54,7 @@ class ModelPasses:
 
         Args:
             model: a causal language model of transformers, offloaded or not.
-            adapters: of the model; sequences that go together have the same one, or none.
+            adapters: of the model.
 
         Raises:
             UnsupportedModelError: it does not generate text from tokens alone.
@@ -98,9 +98,9 @@ class ModelPasses:
             self._call([[0]], cache, keep=1)
         return cache
 
-    def most_together(self, adapter: str | None, *, exact: bool) -> int:
+    def most_together(self, *, exact: bool) -> int:
         """Sequences that may decode in one pass; ``exact``: with the bits of each alone."""
-        if not self.can_join or (exact and adapter is not None):
+        if not self.can_join:
             return 1
         return self.most_exact if exact else sys.maxsize
 
@@ -116,7 +116,7 @@ class ModelPasses:
         cache = caches[0] if len(caches) == 1 else self._joined(caches)
         numbers = [sequence.number for sequence in sequences]
         self.requests.name(cache, numbers, [1] * len(numbers))
-        with self._adapted(sequences[0]):
+        with self._adapted([(sequence, 1) for sequence in sequences]):
             return self._step(last, cache, places)
 
     def read(self, chosen: Items[tuple[Sequence, int]]) -> torch.Tensor:
@@ -136,7 +136,7 @@ class ModelPasses:
             first = sequence.num_computed
             ids = [sequence.tokens[first : first + num_new]]
             cache = self.requests.name(_cache_of(sequence), [sequence.number], [num_new])
-            with self._adapted(sequence):
+            with self._adapted(chosen):
                 return self._call(ids, cache, keep=1)[:, -1]
         sizes = [num_new for _, num_new in chosen]
         ids, positions = [], []
@@ -147,7 +147,7 @@ class ModelPasses:
         cache = self._joined([_cache_of(sequence) for sequence, _ in chosen], sizes)
         self.requests.name(cache, [sequence.number for sequence, _ in chosen], sizes)
         ends = torch.tensor(sizes, device=self._device).cumsum(0) - 1
-        with self._adapted(chosen[0][0]):
+        with self._adapted(chosen):
             return self._call([ids], cache, keep=ends, positions=[positions])[0]
 
     def _read_with_logprobs(self, sequence: Sequence, num_new: int) -> torch.Tensor:
@@ -156,7 +156,7 @@ class ModelPasses:
         first, prompt = sequence.num_computed, sequence.request.prompt_ids
         ids = [sequence.tokens[first : first + num_new]]
         cache = self.requests.name(_cache_of(sequence), [sequence.number], [num_new])
-        with self._adapted(sequence):
+        with self._adapted([(sequence, num_new)]):
             logits_RV = self._call(ids, cache, keep=num_new)[0]
         targets = prompt[first + 1 : first + 1 + num_new]
         found: list[TokenLogprob] = []
@@ -181,12 +181,11 @@ class ModelPasses:
         positions = None if len(rows) == 1 else [[place] for place in places]
         return self._call(rows, cache, keep=1, positions=positions)[:, -1]
 
-    def _adapted(self, sequence: Sequence) -> contextlib.AbstractContextManager[None]:
-        """Passes have the adapter of this sequence, if it has one."""
-        adapter = sequence.request.adapter
-        if adapter is None:
-            return contextlib.nullcontext()
-        return self._adapters.applied(adapter)
+    def _adapted(
+        self, chosen: Items[tuple[Sequence, int]]
+    ) -> contextlib.AbstractContextManager[None]:
+        """A pass of so many tokens of each sequence has their adapters."""
+        return self._adapters.applied([(one.request.adapter, num_new) for one, num_new in chosen])
 
     def _joined(self, caches: Items[DynamicCache], num_new: Items[int] | None = None) -> BatchCache:
         return BatchCache(caches, num_new, adds_mask=self._adds_mask)

@@ -306,6 +306,7 @@ class EngineStatistics:
         prefix_tokens: those of ``kv_tokens`` that only the prefix cache keeps.
         steps: forward passes.
         preemptions: times that a running request lost its KV cache to another.
+        adapter_reads: times that a LoRA adapter was read from its files.
         prompt_tokens: of all requests, cached ones included.
         prefix_hit_tokens: prompt tokens that were found in the prefix cache.
         prefix_disk_hit_tokens: those of them that were found on the disk.
@@ -322,6 +323,7 @@ class EngineStatistics:
     prefix_tokens: int
     steps: int
     preemptions: int
+    adapter_reads: int
     prompt_tokens: int
     prefix_hit_tokens: int
     prefix_disk_hit_tokens: int

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 from moe_runtime.serving.kv_account import PIECE, KVAccount, rounded_up
 from moe_runtime.serving.requests import GenerationRequest
@@ -15,17 +15,26 @@ from moe_runtime.serving.sequences import Sequence
 _ORDER = attrgetter("order")
 
 
-def by_adapter(sequences: Iterable[Sequence]) -> list[tuple[str | None, list[Sequence]]]:
-    """Those that may go through the model together, and their adapter."""
-    alone: list[tuple[str | None, list[Sequence]]] = []
-    together: dict[str | None, list[Sequence]] = {}
+def groups_of(
+    sequences: Iterable[Sequence], most_together: int, *, exact: bool
+) -> list[list[Sequence]]:
+    """Those that may decode in one pass, those of one adapter beside each other.
+
+    Args:
+        sequences: that go on by one token.
+        most_together: in a pass.
+        exact: those with an adapter go alone, whose products have other bits for several.
+    """
+    together: list[Sequence] = []
+    alone: list[Sequence] = []
     for sequence in sequences:
-        adapter = sequence.request.adapter
-        if sequence.is_alone:
-            alone.append((adapter, [sequence]))
-        else:
-            together.setdefault(adapter, []).append(sequence)
-    return [*together.items(), *alone]
+        is_alone = sequence.is_alone or (exact and sequence.request.adapter is not None)
+        (alone if is_alone else together).append(sequence)
+    together.sort(key=attrgetter("root"))
+    groups = [
+        together[first : first + most_together] for first in range(0, len(together), most_together)
+    ]
+    return [*groups, *([sequence] for sequence in alone)]
 
 
 def beside_prompts(
@@ -37,8 +46,18 @@ def beside_prompts(
     first = chosen[0][0]
     if first.is_alone or first.wants_prompt_logprobs:
         return []
-    adapter = first.request.adapter
-    return [s for s in decoding if not s.is_alone and s.request.adapter == adapter]
+    return [sequence for sequence in decoding if not sequence.is_alone]
+
+
+class AdapterRoom(Protocol):
+    """The room for adapters, see `Adapters`."""
+
+    def reserve(self, sequence: Hashable, name: str | None) -> bool:
+        """Gives a sequence's adapter its memory, if it can be had."""
+        ...
+
+    def release(self, sequence: Hashable) -> None:
+        """A sequence has no adapter any more."""
 
 
 class Scheduler:
@@ -48,8 +67,8 @@ class Scheduler:
     client's last, so that whoever asks little does not wait for all that others asked (start-time
     fair queueing, Goyal, Vin and Cheng 1996, within a priority, with a cost of one a request).
 
-    A sequence runs when its whole prompt has room. When those that run need more room than there
-    is, the last of them loses what it has, waits, and is computed again later.
+    A sequence runs when its whole prompt and its adapter have room. When those that run need more
+    room than there is, the last of them loses what it has, waits, and is computed again later.
 
     Attributes:
         account: the room for keys and values.
@@ -58,9 +77,16 @@ class Scheduler:
         num_preemptions: times that a sequence lost its cache to another.
     """
 
-    def __init__(self, account: KVAccount[Any], *, most_running: int) -> None:
-        """Begins with nobody."""
+    def __init__(
+        self,
+        account: KVAccount[Any],
+        *,
+        most_running: int,
+        adapters: AdapterRoom | None = None,
+    ) -> None:
+        """Begins with nobody; without ``adapters`` no request has one."""
         self.account = account
+        self._adapters = adapters
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -98,9 +124,13 @@ class Scheduler:
                 num_held += 1
                 held_tokens += rounded_up(needed)
                 continue
+            adapter = first.request.adapter
+            if self._adapters is not None and not self._adapters.reserve(first, adapter):
+                return None
             look_up(first)
             if not self.account.reserve(first, needed):
                 first.found = []
+                self._release(first)
                 return None
             self.running.append(self.waiting.pop(index))
             self.running.sort(key=_ORDER)
@@ -148,14 +178,17 @@ class Scheduler:
         for some in (self.running, self.waiting):
             if sequence in some:
                 some.remove(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
         self.account.release(sequence)
+        if self._adapters is not None:
+            self._adapters.release(sequence)
 
     def prompts(
         self, most_tokens: int, most_logprobs: int, *, exact: bool
     ) -> list[tuple[Sequence, int]]:
         """The next tokens of prompts to read in one pass: sequences, and how many of each.
-
-        They have the adapter of the first; others go on when that one's prompt is read.
 
         Args:
             most_tokens: in all.
@@ -166,8 +199,6 @@ class Scheduler:
         left = most_tokens
         for sequence in self.running:
             if not left or not sequence.is_reading:
-                continue
-            if chosen and sequence.request.adapter != chosen[0][0].request.adapter:
                 continue
             num_new = sequence.read_end - sequence.num_computed
             if exact or sequence.is_alone or sequence.wants_prompt_logprobs:

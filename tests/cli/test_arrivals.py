@@ -52,6 +52,7 @@ CASES = {
             "models": ("", "models/pocket"),
             "name": ("--name mine", ("names", "mine")),
             "adapters": ("--adapter one=there", ("adapters", "one=there")),
+            "adapter_memory": ("--adapter-memory 9MiB", ("adapter_bytes", 9 * MIB)),
             "host": ("--host 0.0.0.0", ("host", "0.0.0.0")),
             "port": ("--port 237", ("port", 237)),
             "api_keys": ("--api-keys text.txt", "words"),

@@ -1,7 +1,9 @@
 """LoRA adapters that requests name: the texts that PEFT gives, beside the model's own."""
 
 import json
+import random
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,12 @@ from transformers import AutoModelForCausalLM
 import moe_runtime
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
-from moe_runtime.serving.adapters import AdapterFolder, Adapters
+from moe_runtime.serving.adapter_folder import AdapterFolder
+from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.models.naming import AdapterChoice, adapters_of
+from moe_runtime.serving.turns import Turns
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 256}
 PROMPTS = ((5, 7, 11), tuple(range(20, 60)), (300, 2))
@@ -123,11 +127,86 @@ def test_each_request_has_the_text_of_its_adapter(
 ) -> None:
     keys = [(name, prompt) for prompt in PROMPTS for name in NAMES]
     assert len({tuple(expected[key][0]) for key in keys}) == len(keys)
-    with Engine(model, EngineOptions(exact=exact), adapters=adapters) as engine:
+    turns = Turns()
+    with Engine(model, EngineOptions(exact=exact), adapters=adapters, turns=turns) as engine:
         requests = [request_of(prompt, 6, adapter=name, num_logprobs=0) for name, prompt in keys]
-        for answer, key in zip(ask_all(engine, requests), keys, strict=True):
-            require_same(answer, expected[key])
+        with turns.turn():
+            answers = [ask(engine, request)[0] for request in requests]
+        for answer, key in zip(answers, keys, strict=True):
+            require_same(answer.wait(), expected[key])
         engine.check()
+        # tokens have room for two waves of 6 passes; each adapter by itself takes thrice as many
+        assert exact or engine.statistics().steps < 18
+
+
+def test_adapters_take_turns_in_memory_for_one(
+    model: Any, folders: dict[str, Path], expected: dict[Any, Any]
+) -> None:
+    found = {name: AdapterFolder(folder) for name, folder in folders.items()}
+    largest = max(folder.num_bytes for folder in found.values())
+    adapters = Adapters(model, found, max_bytes=largest)
+    names = ("wide", "narrow", None, "wide", "narrow", "narrow")
+    with Engine(model, adapters=adapters) as engine:
+        requests = [request_of(PROMPTS[0], 6, adapter=name, num_logprobs=0) for name in names]
+        for answer, name in zip(ask_all(engine, requests), names, strict=True):
+            require_same(answer, expected[name, PROMPTS[0]])
+        engine.check()
+        assert engine.statistics().adapter_reads == 4  # nobody is overtaken
+        ask(engine, requests[-1])[0].wait()
+        assert engine.statistics().adapter_reads == 4
+    with pytest.raises(ValueError, match=r"'wide' needs .* but adapters have .* of memory"):
+        Adapters(model, found, max_bytes=largest - 1)
+
+
+def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(
+    model: Any, folders: dict[str, Path], expected: dict[Any, Any], tmp_path: Path
+) -> None:
+    found = {
+        name: AdapterFolder(changed(folder, tmp_path / name)) for name, folder in folders.items()
+    }
+    file = tmp_path / "wide" / "adapter_model.safetensors"
+    away = file.rename(tmp_path / "away")
+    with Engine(model, adapters=Adapters(model, found)) as engine:
+        requests = [request_of(PROMPTS[0], 6, adapter=name, num_logprobs=0) for name in NAMES]
+        answers = ask_all(engine, requests)
+        assert [answer.finished.reason for answer in answers] == ["length", "error", "length"]
+        message = answers[1].finished.message or ""
+        assert message.startswith("the adapter 'wide' cannot be read")
+        assert str(tmp_path) not in message
+        for answer, name in ((answers[0], None), (answers[2], "narrow")):
+            require_same(answer, expected[name, PROMPTS[0]])
+        away.rename(file)
+        require_same(ask(engine, requests[1])[0].wait(), expected["wide", PROMPTS[0]])
+        engine.check()
+
+
+def test_ten_thousand_random_reservations_keep_to_the_memory() -> None:
+    """Against a list of who has what: those in use stay, and a refusal is due to them alone."""
+    draw = random.Random(0)
+    sizes = {name: draw.randrange(1, 50) for name in "abcdefgh"}
+    folders: Any = {
+        name: types.SimpleNamespace(num_bytes=size, widths={}, pairs=dict)
+        for name, size in sizes.items()
+    }
+    adapters = Adapters(torch.nn.Module(), folders, max_bytes=90)
+    users: dict[int, str] = {}
+    refused = 0
+    for number in range(10_000):
+        if users and draw.random() < 0.5:
+            sequence = draw.choice(list(users))
+            del users[sequence]
+            adapters.release(sequence)
+        else:
+            name = draw.choice("abcdefgh")
+            fits = sum(sizes[one] for one in {*users.values(), name}) <= 90
+            assert adapters.reserve(number, name) == fits
+            refused += not fits
+            if fits:
+                users[number] = name
+                adapters.read(name)
+        adapters.check()
+    assert refused > 500
+    assert 500 < adapters.num_reads < 4000
 
 
 def test_a_model_with_adapters_keeps_its_own_bits(model: Any, adapters: Adapters) -> None:
@@ -138,7 +217,7 @@ def test_a_model_with_adapters_keeps_its_own_bits(model: Any, adapters: Adapters
         ask(engine, request_of(PROMPTS[1], 6, adapter="wide"))[0].wait()
         beside = ask(engine, request)[0].wait()
     assert beside.events == alone.events  # a prefix of the adapter's was not found either
-    with adapters.applied("wide"):  # nor does it change what others ask the model meanwhile
+    with adapters.applied([("wide", 1)]):  # nor does it change what others ask the model meanwhile
         aside: list[list[int]] = []
         other = threading.Thread(target=lambda: aside.append(greedy(model, PROMPTS[1], 6)))
         other.start()

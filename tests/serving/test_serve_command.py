@@ -34,7 +34,7 @@ def test_a_termination_lets_the_running_answer_finish(
 ) -> None:
     address: list[str] = []
     is_ready = threading.Event()
-    announce = command._announce
+    announce = command.announce
 
     def ready(found: Any, *args: Any, **options: Any) -> None:
         announce(found, *args, **options)
@@ -55,7 +55,7 @@ def test_a_termination_lets_the_running_answer_finish(
             if not answers:  # the command would wait for ever
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(command, "_announce", ready)
+    monkeypatch.setattr(command, "announce", ready)
     client = threading.Thread(target=ask)
     client.start()
     code = main(["serve", str(pocket_path()), *SMALL, "--json"])
@@ -76,7 +76,7 @@ def test_a_second_signal_cuts_answers_off_with_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The client hears of it while the engine is still in a step."""
-    announce, choose = command._announce, Sampler.choose
+    announce, choose = command.announce, Sampler.choose
     is_told = threading.Event()
     told: list[bytes] = []
     threads: list[threading.Thread] = []
@@ -102,7 +102,7 @@ def test_a_second_signal_cuts_answers_off_with_an_error(
         threads[0].start()
 
     monkeypatch.setattr(Sampler, "choose", slow)
-    monkeypatch.setattr(command, "_announce", ready)
+    monkeypatch.setattr(command, "announce", ready)
     assert main(["serve", str(pocket_path()), *SMALL]) in (130, 143)
     threads[0].join()
     assert told[0].startswith(b"data: {")
@@ -164,7 +164,7 @@ def test_a_later_server_finds_prefixes_on_the_disk(
 ) -> None:
     """Of the same model in the same format; another dtype computes them anew."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    announce = command._announce
+    announce = command.announce
     body = {"prompt": list(range(2, 42)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     threads: list[threading.Thread] = []
     found: list[tuple[str, int]] = []
@@ -183,7 +183,7 @@ def test_a_later_server_finds_prefixes_on_the_disk(
         threads.append(threading.Thread(target=ask, args=(ready.address,)))
         threads[-1].start()
 
-    monkeypatch.setattr(command, "_announce", ready)
+    monkeypatch.setattr(command, "announce", ready)
     for dtype in ("float32", "float32", "bfloat16"):
         words = [*SMALL, "--prefix-disk", "64MiB", "--dtype", dtype]
         assert main(["serve", str(pocket_path()), *words]) == 143

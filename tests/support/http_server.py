@@ -218,6 +218,7 @@ class ScriptedEngine:
             prefix_tokens=10,
             steps=5,
             preemptions=1,
+            adapter_reads=3,
             prompt_tokens=50,
             prefix_hit_tokens=20,
             prefix_disk_hit_tokens=16,

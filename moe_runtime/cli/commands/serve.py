@@ -3,36 +3,26 @@
 import contextlib
 import gc
 import importlib.util
-import json
-import sys
 import warnings
-from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import (
-    Session,
-    loading_bar,
-    print_json,
-    print_rows,
-    quiet_transformers,
-)
+from moe_runtime.cli.console import Session, loading_bar, quiet_transformers
+from moe_runtime.cli.serve_screen import LOOPBACK, ServerLog, announce
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.cli.strict import refuse_given
-from moe_runtime.config import format_bytes, parse_budget
+from moe_runtime.config import parse_budget
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.reading import read_bounded
 
 if TYPE_CHECKING:
-    from moe_runtime.serving.http.starting import Ready, ServeSettings
+    from moe_runtime.serving.http.starting import Ready
 
 _NEEDED = ("starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance")
 _MOST_KEY_BYTES = 1 << 20
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _STOPPING = (
     "finishing running answers; Ctrl-C or SIGTERM once more cuts them off",
     "cutting answers off; ends with the step that runs, once more stops at once",
@@ -61,6 +51,14 @@ Adapters = Annotated[
         metavar="NAME=FOLDER",
         help="LoRA adapter, as PEFT writes it, that requests ask for by this name; several times "
         "for several. MODEL:NAME=FOLDER says whose it is where there are several models.",
+    ),
+]
+AdapterMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for the adapters of a model, out of --host-memory: those asked for are read, "
+        "and those used last stay. That of all when omitted.",
     ),
 ]
 Host = Annotated[
@@ -151,6 +149,7 @@ def serve(
     models: Models,
     name: Name = None,
     adapters: Adapters = None,
+    adapter_memory: AdapterMemory = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_keys: ApiKeys = None,
@@ -198,6 +197,11 @@ def serve(
     keys = read_keys(api_keys)
     body_bytes = options.bytes_of(max_body, "--max-body")
     disk_bytes = None if prefix_disk is None else options.bytes_of(prefix_disk, "--prefix-disk")
+    adapter_bytes = None
+    if adapter_memory is not None:
+        adapter_bytes = options.bytes_of(adapter_memory, "--adapter-memory")
+        if not adapters:
+            raise ValueError("--adapter-memory is for adapters: give --adapter NAME=FOLDER too")
     if prefetch == "off" and policy not in ("auto", "predicted"):
         refuse_given(
             ctx,
@@ -213,7 +217,7 @@ def serve(
     from moe_runtime.serving.http.starting import ServeSettings, run_server
 
     use_one_heap()
-    log = _Log(as_json=as_json)
+    log = ServerLog(as_json=as_json)
     if as_json:
         warnings.showwarning = lambda message, *_, **__: log("warning", {"message": str(message)})
     settings = ServeSettings(
@@ -249,10 +253,11 @@ def serve(
         access=Access(
             keys=keys,
             origins=tuple(cors or ()),
-            hosts=(*_LOOPBACK, "[::1]") if host in _LOOPBACK and not keys else None,
+            hosts=(*LOOPBACK, "[::1]") if host in LOOPBACK and not keys else None,
         ),
         drain_s=drain_seconds,
         prefix_disk_bytes=disk_bytes,
+        adapter_bytes=adapter_bytes,
     )
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(loading_bar())
@@ -267,7 +272,7 @@ def serve(
             gc.freeze()
             stack.callback(gc.unfreeze)  # libraries report what is left at the end of Python
             stop = stack.enter_context(stop_on_signals(*map(log.line_of, _STOPPING)))
-            _announce(ready, settings, as_json=as_json)
+            announce(ready, settings, as_json=as_json)
 
         run_server(
             settings,
@@ -305,95 +310,3 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     if not keys or not all(key.isascii() and key.isprintable() for key in keys):
         raise ValueError(f"--api-keys {file}: expected a key of printable ASCII in each line")
     return keys
-
-
-def _announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> None:
-    """The first screen: what is served, where, and how to call it."""
-    if settings.host not in _LOOPBACK and not settings.access.keys:
-        warning = (
-            f"whoever reaches {settings.host} may ask, and so may pages that browsers there open; "
-            "give --api-keys"
-        )
-        if as_json:
-            _Log(as_json=True)("warning", {"message": warning})
-        else:
-            print(f"moe-runtime: warning: {warning}", file=sys.stderr, flush=True)
-    models = ready.models
-    stats = [loaded.moe.stats() for loaded in ready.loaded]
-    if as_json:
-        described = [
-            {
-                "model": model.name,
-                "max_request_tokens": model.engine.most_request_tokens,
-                "budget_bytes": some.budget_bytes,
-            }
-            for model, some in zip(models, stats, strict=True)
-        ]
-        adapters = {adapter.name: adapter.parent for adapter in ready.adapters}
-        print_json(
-            {
-                "address": ready.address,
-                **described[0],
-                "models": described,
-                "adapters": adapters,
-            }
-        )
-        return
-    rows = [
-        ("address", f"{ready.address}/v1" + ("" if settings.access.keys else " (no key needed)")),
-        ("page, metrics", f"{ready.address}/  {ready.address}/metrics"),
-    ]
-    for model, some in zip(models, stats, strict=True):
-        kept = min(some.expert_slots * some.slot_bytes, some.expert_bytes)
-        rows += [
-            ("model", model.name),
-            (
-                "memory",
-                f"{format_bytes(some.budget_bytes)}; {format_bytes(kept)} of "
-                f"{format_bytes(some.expert_bytes)} of experts fit",
-            ),
-            (
-                "requests",
-                f"{model.engine.most_request_tokens} tokens each, "
-                f"{model.engine.statistics().kv_capacity} at a time",
-            ),
-        ]
-    rows += [("adapter", f"{adapter.name} of {adapter.parent}") for adapter in ready.adapters]
-    print_rows("serving", rows, to_stderr=True)
-    path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
-    if models[0].template is not None:
-        path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
-    print(
-        f"curl {ready.address}/v1/{path} -H 'content-type: application/json' \\\n"
-        f"  -d '{{{asked}}}'",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-class _Log:
-    """Writes events to stderr, as lines for people or in JSON."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-
-    def line_of(self, message: str) -> str:
-        """A line that says something to people, whenever it is printed."""
-        return json.dumps({"event": "signal", "message": message}) if self._as_json else message
-
-    def __call__(self, event: str, fields: Mapping[str, Any]) -> None:
-        now = datetime.now(UTC)
-        if self._as_json:
-            line = json.dumps(
-                {"time": now.isoformat(timespec="milliseconds"), "event": event, **fields}
-            )
-        else:
-            words = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
-            line = f"{now.astimezone():%H:%M:%S} {event} {words}".rstrip()
-        print(line, file=sys.stderr, flush=True)
-
-
-def _shown(value: Any) -> str:
-    """A value as one word that a terminal can be shown."""
-    text = str(value)
-    return text if text.isprintable() and " " not in text else json.dumps(text)

@@ -45,6 +45,7 @@ _COUNTERS = {
     "vllm:prefix_cache_hits": ("prefix_hit_tokens", "Prompt tokens found there."),
     "moe:prefix_disk_hits": ("prefix_disk_hit_tokens", "Prompt tokens read from the disk."),
     "moe:prefix_disk_failures": ("prefix_disk_failures", "Times that prefixes were not written."),
+    "moe:adapter_reads": ("adapter_reads", "Times that an adapter was read from its files."),
     "moe:steps": ("steps", "Forward passes."),
 }
 _EXPERT_COUNTERS = {

@@ -14,7 +14,8 @@ import moe_runtime
 from moe_runtime.checkpoints.model_files import find_checkpoint, load_tokenizer
 from moe_runtime.errors import CapacityError, blamed_on
 from moe_runtime.kernels.native import native_library
-from moe_runtime.serving.adapters import AdapterFolder, Adapters
+from moe_runtime.serving.adapter_folder import AdapterFolder
+from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.models.dividing import divide_host_memory, rest_for_model, with_server
@@ -45,6 +46,7 @@ class ServeSettings:
         access: who may ask.
         drain_s: seconds for taken requests once the server stops; None for as long as they take.
         prefix_disk_bytes: of prefixes in the user's cache; None for none.
+        adapter_bytes: of a model's adapters that are in memory at a time; None for that of all.
     """
 
     models: Sequence[str]
@@ -58,6 +60,7 @@ class ServeSettings:
     access: Access
     drain_s: float | None
     prefix_disk_bytes: int | None = None
+    adapter_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,9 @@ def run_server(
         is_alone = len(folders) == 1 and not choices
         budgets = [rest_for_model(settings.loading)]
         if not is_alone:
-            budgets = divide_host_memory(names, folders, own, settings.loading)
+            budgets = divide_host_memory(
+                names, folders, own, settings.loading, settings.adapter_bytes
+            )
         sharing, models, adapters, all_loaded = SlotSharing(Turns()), [], [], []
         for index, folder in enumerate(folders):
             options = {**settings.loading, "host_memory": budgets[index]}
@@ -130,7 +135,7 @@ def run_server(
                 loaded,
                 settings.engine,
                 turns=turns,
-                adapters=Adapters(loaded, own[index]),
+                adapters=Adapters(loaded, own[index], max_bytes=settings.adapter_bytes),
                 prefix_disk=_prefix_disk(settings, folder, loaded),
             )
             stack.enter_context(engine)

@@ -169,6 +169,7 @@ def test_metrics_have_the_counts_of_the_engine_and_of_requests(tokenizer: Any) -
         f"vllm:prefix_cache_hits_total{label}": 20,
         f"moe:prefix_disk_hits_total{label}": 16,
         f"moe:prefix_disk_failures_total{label}": 1,
+        f"moe:adapter_reads_total{label}": 3,
         f"moe:expert_hits_total{label}": 7,
         f"moe:expert_stall_seconds_total{label}": 0.5,
         'moe:expert_bytes_read_total{engine="0",model_name="pocket",tier="disk"}': 4096,

@@ -13,7 +13,8 @@ from moe_runtime.config import format_bytes, parse_budget
 from moe_runtime.errors import CapacityError, UnsupportedModelError
 from moe_runtime.inference.budget import available_host_bytes, resolve_budget
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.serving.adapters import AdapterFolder
+from moe_runtime.serving.adapter_folder import AdapterFolder
+from moe_runtime.serving.adapters import resident_bytes
 
 _OWN_BYTES = 6 * 2**20
 """Set aside for connections, requests and their texts: 15 minutes with 8 clients took 4 MiB.
@@ -96,6 +97,7 @@ def divide_host_memory(
     folders: Sequence[Path],
     adapters: Sequence[Mapping[str, AdapterFolder]],
     loading: Mapping[str, Any],
+    adapter_bytes: int | None = None,
 ) -> list[int]:
     """The share of each model in the budget of all, without that of its adapters.
 
@@ -104,6 +106,7 @@ def divide_host_memory(
         folders: their checkpoints.
         adapters: of each model, by name.
         loading: options of ``moe_runtime.load``.
+        adapter_bytes: of a model's adapters that are in memory at a time; that of all when omitted.
 
     Returns:
         Bytes for each model; at most the budget in all.
@@ -111,6 +114,7 @@ def divide_host_memory(
     Raises:
         CapacityError: the budget is less than the models need at least, or more than is free.
         UnsupportedModelError: they are to compute on a GPU.
+        ValueError: ``adapter_bytes`` is less than an adapter needs.
     """
     if not is_on_cpu(loading):
         raise UnsupportedModelError(
@@ -125,7 +129,7 @@ def divide_host_memory(
         smallest = found.smallest_budget_bytes
         whole = found.dense_bytes + found.reserve_bytes + found.total_experts * found.slot_bytes
         workspace = max((one.workspace_bytes(found.max_tokens) for one in own.values()), default=0)
-        aside.append(workspace + sum(one.num_bytes for one in own.values()))
+        aside.append(workspace + resident_bytes(own, adapter_bytes))
         needs[name] = Need(smallest + aside[-1], max(0, whole - smallest))
     shares = divide(budget, needs, server_bytes(loading["max_tokens"], len(names)))
     return [share - taken for share, taken in zip(shares, aside, strict=True)]
