@@ -11,14 +11,15 @@ length.
 - restart: time to the first token of a prompt that an earlier server kept on the disk over that
   server's;
 - decode: tokens a second of several answers at a time over those of one;
-- offline: tokens a second of many prompts at a time over those of one after another.
+- offline: tokens a second of many prompts at a time over those of one after another;
+- adapters: tokens a second of eight answers at a time, each with a LoRA adapter of its own, over
+  those of eight without.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import statistics
@@ -31,7 +32,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -40,10 +40,13 @@ from harness.interruption import stop_on_termination
 from harness.machine import machine_name, run_facts
 from harness.plan import cap_label, parse_cap
 from harness.shapes import SHAPES
+from harness.token_client import Client, Times
+from safetensors.torch import save_file
 
 from moe_runtime.bench.memory_cap import drop_page_cache, memory_cap
 from moe_runtime.bench.texts import language_reference
 from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.checkpoints.safetensors_index import read_checkpoint_index
 from moe_runtime.files import write_text
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.server import Access, Limits
@@ -51,63 +54,6 @@ from moe_runtime.serving.http.starting import Ready, ServeSettings, run_server
 
 HERE = Path(__file__).resolve().parent
 LONG_PROMPT = 2000
-PATIENCE_S = 3600.0
-Times = list[float]
-
-
-class Client:
-    """Sends prompts that never come twice to a server.
-
-    Args:
-        address: as the server says it.
-        ids: the tokens of a long text, of which every prompt is the next piece.
-    """
-
-    def __init__(self, address: str, ids: Sequence[int]) -> None:
-        self._where = urlsplit(address)
-        self._ids = ids
-        self._lock = threading.Lock()
-        self._begin = 0
-
-    def prompt(self, num_tokens: int) -> list[int]:
-        """The next tokens of the text, from its beginning again behind its end, one further on."""
-        with self._lock:
-            first, self._begin = self._begin, self._begin + num_tokens + 1
-        size = len(self._ids)
-        return [self._ids[(first + first // size + index) % size] for index in range(num_tokens)]
-
-    def ask(self, prompt: Sequence[int], num_new: int) -> tuple[Times, list[int]]:
-        """Seconds since the question at which each token came, and the tokens."""
-        body = {"prompt": list(prompt), "max_tokens": num_new, "temperature": 0, "stream": True}
-        body |= {"ignore_eos": True, "return_token_ids": True}
-        connection = http.client.HTTPConnection(
-            self._where.hostname or "", self._where.port, timeout=PATIENCE_S
-        )
-        times, tokens = [], []
-        with contextlib.closing(connection):
-            begin = time.perf_counter()
-            connection.request(
-                "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
-            )
-            response = connection.getresponse()
-            if response.status != 200:
-                raise RuntimeError(response.read().decode())
-            for line in response:
-                if not line.startswith(b"data: {"):
-                    continue
-                choices = json.loads(line[6:])["choices"]
-                new = choices[0].get("token_ids") or [] if choices else []
-                times += [time.perf_counter() - begin] * len(new)
-                tokens += new
-        assert len(times) == num_new, (len(times), num_new)
-        return times, tokens
-
-    def ask_all(
-        self, prompts: Sequence[Sequence[int]], num_new: int
-    ) -> list[tuple[Times, list[int]]]:
-        """`ask`, all at a time."""
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(lambda prompt: self.ask(prompt, num_new), prompts))
 
 
 def overhead(client: Client, model: Any, rounds: int) -> dict[str, Any]:
@@ -197,10 +143,7 @@ def decode(client: Client, model: Any, rounds: int) -> dict[str, Any]:
             answers = client.ask_all([client.prompt(8) for _ in range(count)], 24)
             read = model.moe.stats().bytes_read - read_before
             token_bytes[count].append(read / (count * 24))
-            begin = max(times[0] for times, _ in answers)
-            end = min(times[-1] for times, _ in answers)
-            stamps = [stamp for times, _ in answers for stamp in times if begin < stamp <= end]
-            found.append(len(stamps) / (end - begin))
+            found.append(_rate(answers))
     medians = {count: statistics.median(found) for count, found in rates.items()}
     return {
         "tokens_per_s": medians,
@@ -209,6 +152,14 @@ def decode(client: Client, model: Any, rounds: int) -> dict[str, Any]:
         },
         "ratio": {count: medians[count] / medians[1] for count in (4, 16)},
     }
+
+
+def _rate(answers: Sequence[tuple[Times, list[int]]]) -> float:
+    """Tokens a second in all, while all answers go on."""
+    begin = max(times[0] for times, _ in answers)
+    end = min(times[-1] for times, _ in answers)
+    stamps = [stamp for times, _ in answers for stamp in times if begin < stamp <= end]
+    return len(stamps) / (end - begin)
 
 
 def offline(client: Client, model: Any, rounds: int) -> dict[str, Any]:
@@ -245,6 +196,55 @@ def restart(checkpoint: Path, ids: Sequence[int], rounds: int) -> dict[str, Any]
     }
 
 
+def adapters(checkpoint: Path, ids: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Eight answers of 24 tokens behind prompts of 8, without adapters and with one each.
+
+    Adapters are of rank 16, beside the projections of attention, with random values.
+    """
+    with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
+        words = [
+            f"adapter-{index}={write_adapter(checkpoint, Path(folder) / str(index), index)}"
+            for index in range(8)
+        ]
+        names = [word.partition("=")[0] for word in words]
+        plain: Times = []
+        beside: Times = []
+
+        def ask(ready: Ready) -> None:
+            client = Client(ready.address, ids)
+            for _ in range(rounds + 1):  # the first one reads the adapters
+                for models, found in ((None, plain), (names, beside)):
+                    prompts = [client.prompt(8) for _ in names]
+                    found.append(_rate(client.ask_all(prompts, 24, models)))
+
+        serve_once(checkpoint, ask, adapters=words)
+    rates = [statistics.median(found[1:]) for found in (plain, beside)]
+    return {
+        "tokens_per_s": rates[1],
+        "plain_tokens_per_s": rates[0],
+        "ratio": rates[1] / rates[0],
+    }
+
+
+def write_adapter(checkpoint: Path, folder: Path, seed: int) -> Path:
+    """An adapter of rank 16 beside the projections of attention, as PEFT writes it."""
+    rank, names = 16, ["q_proj", "k_proj", "v_proj", "o_proj"]
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, entry in read_checkpoint_index(checkpoint).items():
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in names:
+            outputs, inputs = entry.shape
+            for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                values = torch.randn(shape, generator=generator) / 100
+                tensors[f"base_model.model.{layer}.lora_{part}.weight"] = values.bfloat16()
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": names}
+    write_text(folder / "adapter_config.json", json.dumps(settings))
+    return folder
+
+
 ROWS: dict[str, Callable[[Client, Any, int], dict[str, Any]]] = {
     "overhead": overhead,
     "stall": stall,
@@ -252,8 +252,13 @@ ROWS: dict[str, Callable[[Client, Any, int], dict[str, Any]]] = {
     "decode": decode,
     "offline": offline,
 }
-RESTART = "restart"
-IN_MEMORY, UNDER_A_CAP = ("overhead", "stall", "turn", RESTART), ("decode", "offline")
+OF_ITS_OWN: dict[str, Callable[[Path, Sequence[int], int], dict[str, Any]]] = {
+    "restart": restart,
+    "adapters": adapters,
+}
+"""Rows that start servers themselves."""
+IN_MEMORY = ("overhead", "stall", "turn", *OF_ITS_OWN)
+UNDER_A_CAP = ("decode", "offline", "adapters")
 
 
 def measure(checkpoint: Path, rows: Sequence[str], rounds: int, file: Path) -> None:
@@ -264,20 +269,23 @@ def measure(checkpoint: Path, rows: Sequence[str], rounds: int, file: Path) -> N
     def run(ready: Ready) -> None:
         client = Client(ready.address, ids)
         client.ask_all([client.prompt(32) for _ in range(4)], 16)  # memory is touched
-        for row in rows:
-            if row != RESTART:
-                found[row] = ROWS[row](client, ready.loaded[0], rounds)
-                file.write_text(json.dumps(found))
+        for row in (row for row in ROWS if row in rows):
+            found[row] = ROWS[row](client, ready.loaded[0], rounds)
+            file.write_text(json.dumps(found))
 
-    if set(rows) != {RESTART}:
+    if ROWS.keys() & rows:
         serve_once(checkpoint, run)
-    if RESTART in rows:
-        found[RESTART] = restart(checkpoint, ids, rounds)
+    for row in (row for row in OF_ITS_OWN if row in rows):
+        found[row] = OF_ITS_OWN[row](checkpoint, ids, rounds)
         file.write_text(json.dumps(found))
 
 
 def serve_once(
-    checkpoint: Path, call: Callable[[Ready], None], prefix_disk_bytes: int | None = None
+    checkpoint: Path,
+    call: Callable[[Ready], None],
+    *,
+    prefix_disk_bytes: int | None = None,
+    adapters: Sequence[str] = (),
 ) -> None:
     """A server from its start to its end, which comes when ``call`` has returned."""
     begun: list[threading.Thread] = []
@@ -296,10 +304,16 @@ def serve_once(
     settings = ServeSettings(
         models=[str(checkpoint)],
         names=(),
-        adapters=(),
+        adapters=adapters,
         host="127.0.0.1",
         port=0,
-        loading={"device": "cpu", "host_memory": "auto", "max_tokens": None},
+        loading={
+            "device": "cpu",
+            "dtype": "auto",
+            "host_memory": "auto",
+            "max_tokens": None,
+            "cache_code": "none",
+        },
         engine=EngineOptions(),
         limits=Limits(),
         access=Access(),
@@ -370,7 +384,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rows",
         nargs="+",
-        choices=(*ROWS, RESTART),
+        choices=(*ROWS, *OF_ITS_OWN),
         help="default: what a cap matters to under one",
     )
     parser.add_argument("--rounds", type=int, default=3)
