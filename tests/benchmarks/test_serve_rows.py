@@ -15,7 +15,9 @@ class Scripted(serve_rows.Client):
         super().__init__("http://127.0.0.1:1", range(1000))
         self.asked: list[list[int]] = []
 
-    def ask(self, prompt: Sequence[int], num_new: int) -> tuple[list[float], list[int]]:
+    def ask(
+        self, prompt: Sequence[int], num_new: int, model: str | None = None
+    ) -> tuple[list[float], list[int]]:
         self.asked.append(list(prompt))
         known = [earlier for earlier in self.asked[:-1] if prompt[: len(earlier)] == earlier]
         first_s = 1.0 + 0.01 * (len(prompt) - max(map(len, known), default=0))
@@ -46,7 +48,9 @@ def test_answers_count_while_all_go_on() -> None:
     read = SimpleNamespace(bytes_read=7)
 
     class Late(Scripted):
-        def ask_all(self, prompts: Sequence[Sequence[int]], num_new: int) -> list[Any]:
+        def ask_all(
+            self, prompts: Sequence[Sequence[int]], num_new: int, models: Any = None
+        ) -> Any:
             read.bytes_read += 240
             return [
                 ([place + late / 4 for place in range(num_new)], [7] * num_new)
