@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import gguf_checkpoints
 import quantized_checkpoints
 from finetuning_runs import SIZES
 from moe_families import Family
@@ -12,6 +13,7 @@ from tiny_checkpoints import save, tiny_model
 from moe_runtime.checkpoints.packing import pack_checkpoint
 
 SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
+GGUF = {f"{sample.name}.gguf": sample for sample in gguf_checkpoints.SAMPLES}
 PLANES = Family("mixtral", "MixtralForCausalLM", SIZES | {"hidden_size": 64})
 
 
@@ -23,6 +25,9 @@ def bases(kind: str, folder: Path) -> tuple[Path, Path]:
         tiny_tokenizer().save_pretrained(plain)
         pack_checkpoint(plain, folder / "packed", "planes")
         return folder / "packed", plain
+    if kind in GGUF:
+        found = gguf_checkpoints.write(GGUF[kind], folder)
+        return found.folder, found.plain
     sample = SAMPLES[kind]
     family = dataclasses.replace(sample.family, config=sample.family.config | SIZES)
     written = quantized_checkpoints.write(dataclasses.replace(sample, family=family), folder)

@@ -32,7 +32,7 @@ from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish
 
 KINDS = (
     *("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "qwen3_moe-gptq"),
-    *("mixtral-nvfp4", "planes"),
+    *("mixtral-nvfp4", "planes", "qwen3moe-mxfp4.gguf", "olmoe-q4_k.gguf"),
 )
 """One for each kind of code and scales, and one for each way in which experts lie in files."""
 

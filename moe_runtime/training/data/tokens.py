@@ -79,15 +79,20 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """Loads a Hugging Face tokenizer from a folder.
+    """Loads a Hugging Face tokenizer from a folder, or the one in a GGUF file.
 
     Raises:
         CheckpointError: its files are damaged.
         ValueError: as `obtain_tokenizer`.
     """
-    if not (folder / "tokenizer.json").is_file():
+    if folder.is_file():
+        from moe_runtime.checkpoints import gguf
+
+        tokenizer = gguf.load_tokenizer(folder)
+    elif (folder / "tokenizer.json").is_file():
+        tokenizer = read_tokenizer(folder)
+    else:
         raise ValueError(f"{folder}: has no tokenizer.json, so it is not a tokenizer's folder")
-    tokenizer = read_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{folder}: the tokenizer has no end-of-text token (eos_token), which divides documents"

@@ -41,9 +41,9 @@ def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:
         return
     if config.lora is None:
         raise UnsupportedModelError(
-            f"{checkpoint.folder}: quantised and packed weights stay as they are, so adapters "
-            "alone can be trained beside them: give --lora RANK, or take a plain checkpoint in "
-            "bf16, fp16 or fp32"
+            f"{checkpoint.folder}: quantised and packed weights, and those of GGUF files, stay as "
+            "they are, so adapters alone can be trained beside them: give --lora RANK, or take a "
+            "plain checkpoint in bf16, fp16 or fp32"
         )
     if config.export_dtype != "auto":
         raise ValueError(
