@@ -227,23 +227,27 @@ def test_what_ended_keeps_no_states(
 
 
 def test_states_have_room_beside_keys_and_values(
-    model: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
+    prompts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
     """Memory is set aside for tokens: those that a sequence has room for hold its states too."""
-    passes = ModelPasses(model, Adapters(model, {}))
-    cache = passes.new_cache()
-    model(input_ids=torch.tensor([[5] * 9]), past_key_values=cache)
-    states = sum(state.nbytes for state in states_of(cache))
-    keys = 2 * 2 * 8 * 4  # of one layer of three
-    num_tokens, reserved = passes.state_tokens, bytes_per_token(model.config, torch.float32)[0]
-    assert states + num_tokens * keys <= num_tokens * reserved
-    assert states + (num_tokens - 1) * keys > (num_tokens - 1) * reserved
-    # 16 tokens are room for one with states, so that two never run
-    with Engine(model, max_tokens=16) as engine:
-        asked = [request_of(prompts[2], NEW) for _ in range(2)]
-        answers = [ask(engine, request)[0] for request in asked]
-        assert [answer.wait().ids for answer in answers] == [texts[2]] * 2
-        assert engine.statistics().steps == 2 * NEW
+    model = load("JambaForCausalLM", tmp_path)
+    with model.moe:
+        passes = ModelPasses(model, Adapters(model, {}))
+        cache = passes.new_cache()
+        model(input_ids=torch.tensor([[5] * 9]), past_key_values=cache)
+        states = sum(state.nbytes for state in states_of(cache))
+        keys = 2 * 2 * 8 * 4  # of one layer of four
+        num_tokens, reserved = passes.state_tokens, bytes_per_token(model.config, torch.float32)[0]
+        assert states + num_tokens * keys <= num_tokens * reserved
+        assert states + (num_tokens - 1) * keys > (num_tokens - 1) * reserved
+        # 48 tokens are room for the states of one, though for the tokens of three
+        text = greedy(model, prompts[2], NEW)
+        with Engine(model, max_tokens=48) as engine:
+            answers = [ask(engine, request_of(prompts[2], NEW))[0] for _ in range(2)]
+            assert [answer.wait().ids for answer in answers] == [text] * 2
+            assert engine.drain(10.0)
+            engine.check()
+            assert engine.statistics().steps == 2 * NEW
 
 
 @pytest.mark.parametrize("trouble", ["forgets", "raises", "nothing"])
