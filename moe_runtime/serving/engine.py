@@ -79,7 +79,9 @@ class Engine:
         block = 0
         if self._options.reuses_prefixes and keeps_every_token(model.config):
             block = self._options.prompt_tokens if self._options.exact else PIECE
-        self._account: KVAccount[torch.Tensor] = KVAccount(capacity, block_tokens=block)
+        self._account: KVAccount[torch.Tensor] = KVAccount(
+            capacity, block_tokens=block, least_tokens=self._passes.state_tokens
+        )
         self._prefixes = Prefixes(
             self._account, self._passes, exact=self._options.exact, disk=prefix_disk
         )
@@ -254,7 +256,7 @@ class Engine:
             if failure.has_failed:
                 self._finish(sequence, "error", failure.message)
         decoding = self._scheduler.make_room(self._scheduler.decoding())
-        divides = self._options.exact or not self._passes.can_join
+        divides = self._options.exact or not self._passes.reads_together
         chosen = self._scheduler.prompts(*self._prompt_sizes(bool(decoding)), exact=divides)
         num_prompt = sum(num_new for _, num_new in chosen)
         with self._sizes.timed(num_prompt=num_prompt, num_decoding=len(decoding)):

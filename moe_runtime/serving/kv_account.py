@@ -30,15 +30,17 @@ class KVAccount(Generic[T]):
     the beginning, and the root: what computed them. The prefixes used last stay longest.
     """
 
-    def __init__(self, capacity: int, *, block_tokens: int) -> None:
+    def __init__(self, capacity: int, *, block_tokens: int, least_tokens: int = 0) -> None:
         """An account in which nobody has anything.
 
         Args:
             capacity: tokens in all.
             block_tokens: tokens of a block of a prefix; 0 keeps none.
+            least_tokens: that a sequence has room for at least, as far as there is so much.
         """
         self.capacity = capacity
         self.block_tokens = block_tokens
+        self._least_tokens = min(least_tokens, capacity // PIECE * PIECE)
         self._rooms: dict[Hashable, int] = {}
         self._held = 0
         self._prefixes: PrefixIndex[T] | None = None
@@ -71,6 +73,7 @@ class KVAccount(Generic[T]):
             Whether it has it now; if not, everything is as it was.
         """
         held = self._rooms.get(sequence, 0)
+        num_tokens = max(num_tokens, self._least_tokens)
         if num_tokens <= held:
             return True
         least = rounded_up(num_tokens) - held

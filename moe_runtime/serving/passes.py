@@ -6,6 +6,7 @@ Shape suffixes: B sequences, Q new tokens, R rows, V tokens of the vocabulary.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 from collections.abc import Iterator
@@ -23,17 +24,20 @@ from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.request_numbers import EngineRequests
 from moe_runtime.serving.requests import TokenLogprob
+from moe_runtime.serving.running_states import have_close_states, own_states, tokens_of_states
 from moe_runtime.serving.sampling import token_logprobs
 from moe_runtime.serving.sequence_cache import (
     BatchCache,
     can_share_a_pass,
-    copy_cache,
+    keeps_states,
     new_cache,
 )
 from moe_runtime.serving.sequences import Failure, Sequence
 
 LOGPROB_ROWS = 32
 """Rows of which log-probabilities are computed at once."""
+TOLERANCE = 0.05
+"""By which what a trial gives may differ from what it should."""
 
 
 class ModelPasses:
@@ -43,9 +47,10 @@ class ModelPasses:
     where the model allows it: products and experts see the tokens of all, attention those of each.
 
     Attributes:
-        can_join: whether several sequences can go through the model together.
+        can_join: whether several sequences can decode in one pass.
         most_exact: sequences up to which one token each, together, have the bits of each alone.
         reads_in_pieces: whether a prompt may go through the model piece by piece.
+        state_tokens: tokens whose room the running states of a sequence need.
         requests: their numbers for the model's listeners.
     """
 
@@ -81,11 +86,18 @@ class ModelPasses:
         )
         self.most_exact = 1
         self.reads_in_pieces = True
+        self.state_tokens = 0
+        self._has_states = keeps_states(config)
         with self._trial():
             if self.can_join:
                 self._try_joining()
-            elif not can_share_a_pass(config):
+            if self._has_states or not can_share_a_pass(config):
                 self._try_pieces()
+
+    @property
+    def reads_together(self) -> bool:
+        """Whether prompts can go together, also with those that decode."""
+        return self.can_join and not self._has_states
 
     def new_cache(self) -> DynamicCache:
         """An empty cache of one sequence."""
@@ -113,7 +125,10 @@ class ModelPasses:
         last = [sequence.tokens[sequence.num_computed] for sequence in sequences]
         caches = [_cache_of(sequence) for sequence in sequences]
         places = [sequence.num_computed for sequence in sequences]
-        cache = caches[0] if len(caches) == 1 else self._joined(caches)
+        if len(caches) == 1:
+            own_states(cache := caches[0])
+        else:
+            cache = self._joined(caches)
         numbers = [sequence.number for sequence in sequences]
         self.requests.name(cache, numbers, [1] * len(numbers))
         with self._adapted([(sequence, 1) for sequence in sequences]):
@@ -215,19 +230,20 @@ class ModelPasses:
     def _try_joining(self) -> None:
         """Joins two sequences only if that gives what each gives alone."""
         ids = [[index % self.vocab_size for index in row] for row in ((5, 7, 3), (11, 2))]
-        caches, alone = [], []
-        for row in ids:
-            cache = self.new_cache()
-            self._call([row], cache, keep=1)
-            caches.append(cache)
-            alone.append(self._step([9], copy_cache(cache, self.new_cache()), [len(row)]))
         places = [len(row) for row in ids]
+        caches = [self.new_cache() for _ in ids]
+        for row, cache in zip(ids, caches, strict=True):
+            self._call([row], cache, keep=1)
+        own = copy.deepcopy(caches)
+        alone = torch.cat(
+            [self._step([9], cache, [place]) for cache, place in zip(own, places, strict=True)]
+        )
         with Failure() as failure:  # code of models that nobody knows may fail in any way
             together = self._step([9, 9], self._joined(caches), places)
             self.can_join = torch.allclose(
-                together.float(), torch.cat(alone).float(), rtol=0.05, atol=0.05
-            )
-            if torch.equal(together, torch.cat(alone)):
+                together.float(), alone.float(), rtol=TOLERANCE, atol=TOLERANCE
+            ) and all(map(have_close_states, caches, own, [TOLERANCE] * len(own)))
+            if torch.equal(together, alone) and not self._has_states:
                 self.most_exact = max(1, _rows_with_own_bits(self._model))
         if failure.has_failed:
             self.can_join = False
@@ -235,12 +251,17 @@ class ModelPasses:
     def _try_pieces(self) -> None:
         """Cuts prompts only if the rest of one gives what it gives with its beginning."""
         ids = [index % self.vocab_size for index in (5, 7, 3, 11, 2, 9)]
-        whole = self._call([ids], self.new_cache(), keep=1)[:, -1]
+        cache = self.new_cache()
+        whole = self._call([ids], cache, keep=1)[:, -1]
+        if self._has_states:
+            self.state_tokens = tokens_of_states(cache, self._model.config, self._model.dtype)
         with Failure() as failure:  # some states take one token more, or many from the beginning
             cache = self.new_cache()
             self._call([ids[:3]], cache, keep=1)
             rest = self._call([ids[3:]], cache, keep=1)[:, -1]
-            self.reads_in_pieces = torch.allclose(rest.float(), whole.float(), rtol=0.05, atol=0.05)
+            self.reads_in_pieces = torch.allclose(
+                rest.float(), whole.float(), rtol=TOLERANCE, atol=TOLERANCE
+            )
         if failure.has_failed:
             self.reads_in_pieces = False
 

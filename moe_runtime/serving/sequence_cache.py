@@ -1,4 +1,4 @@
-"""Keys and values of one sequence, and those of several in one forward pass.
+"""What is kept of one sequence, and of several in one forward pass.
 
 Shape suffixes: B sequences, H query heads, G key heads, Q new tokens, S tokens, D key width,
 V value width.
@@ -14,15 +14,22 @@ import torch
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
 )
 
 from moe_runtime.inference.kv_cache import give_room
 from moe_runtime.kernels.attention_step import AttentionWeights
 from moe_runtime.kernels.attention_step.several import attention_steps
+from moe_runtime.serving.running_states import BatchStates
+
+_KNOWN_LAYERS = {
+    *("DynamicLayer", "DynamicSlidingWindowLayer"),
+    "DummyLayer",  # keeps nothing; transformers 5.17 has none yet
+    *("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"),
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+}
 
 
 def new_cache(config: Any, *, grows: bool) -> DynamicCache:
@@ -38,13 +45,6 @@ def new_cache(config: Any, *, grows: bool) -> DynamicCache:
     return cache
 
 
-def copy_cache(cache: DynamicCache, into: DynamicCache) -> DynamicCache:
-    """Fills an empty cache with what another one of few tokens has."""
-    for index, (keys, values) in _filled(cache).items():
-        into.update(keys.clone(), values.clone(), index)
-    return into
-
-
 def _filled(cache: DynamicCache) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of every layer that keeps any, by its index."""
     return {
@@ -55,22 +55,29 @@ def _filled(cache: DynamicCache) -> dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def can_share_a_pass(config: Any) -> bool:
-    """Whether all that a model keeps of a sequence is keys and values that attention reads."""
+    """Whether a model keeps of a sequence nothing but running states, and keys and values that
+    attention reads."""
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ())
     if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
         return False
     if getattr(text, "attention_chunk_size", None) is not None:
         return False
-    known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
-    return all(type(layer) in known for layer in DynamicCache(config=config).layers)
+    layers = DynamicCache(config=config).layers
+    return all(type(layer).__name__ in _KNOWN_LAYERS for layer in layers)
+
+
+def keeps_states(config: Any) -> bool:
+    """Whether a model keeps running states of a sequence."""
+    layers = DynamicCache(config=config).layers
+    return any(isinstance(layer, LinearAttentionLayer) for layer in layers)
 
 
 def keeps_every_token(config: Any) -> bool:
     """Whether keys and values of any beginning of a sequence can be taken out of its cache."""
     layers = DynamicCache(config=config).layers
     is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
-    return can_share_a_pass(config) and not is_sliding
+    return can_share_a_pass(config) and not is_sliding and not keeps_states(config)
 
 
 def set_room(cache: DynamicCache, num_tokens: int) -> None:
@@ -219,11 +226,12 @@ class BatchCache(Cache):
 
         Args:
             caches: of the sequences, in the order of the pass.
-            num_new: tokens of each sequence in its one row; None for a row of one token each.
+            num_new: tokens of each sequence in its one row; None for a row of one token each, as
+                running states need it.
             adds_mask: whether the model's attention adds masks to the scores.
         """
         groups = zip(*(cache.layers for cache in caches), strict=True)
-        super().__init__(layers=[_BatchLayer(group, num_new, adds_mask) for group in groups])
+        super().__init__(layers=[_joined(group, num_new, adds_mask) for group in groups])
         total = sum(cache.get_seq_length() for cache in caches)
         self._length = total if num_new else total // len(caches)
 
@@ -272,8 +280,18 @@ def _appended(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-class _BatchLayer(CacheLayerMixin):
+def _joined(layers: Sequence[Any], num_new: Sequence[int] | None, adds_mask: bool) -> Any:
     """One layer of several caches."""
+    if not isinstance(layers[0], LinearAttentionLayer):
+        return _BatchLayer(layers, num_new, adds_mask)
+    assert num_new is None, "running states take one token of each sequence"
+    if isinstance(layers[0], DynamicLayer):
+        return _BatchKeysAndStates(layers, adds_mask)
+    return BatchStates(layers)
+
+
+class _BatchLayer(CacheLayerMixin):
+    """Keys and values of one layer of several caches."""
 
     def __init__(self, layers: Sequence[Any], num_new: Sequence[int] | None, adds: bool) -> None:
         super().__init__()
@@ -308,7 +326,7 @@ class _BatchLayer(CacheLayerMixin):
                 return None
         return [layer.take_place() or _appended(layer) for layer in self._layers]
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the sequences' layers do that."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -322,3 +340,11 @@ class _BatchLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """None that is known."""
         return -1
+
+
+class _BatchKeysAndStates(_BatchLayer, BatchStates):
+    """Both, of layers that have both."""
+
+    def __init__(self, layers: Sequence[Any], adds_mask: bool) -> None:
+        BatchStates.__init__(self, layers)
+        _BatchLayer.__init__(self, layers, None, adds_mask)

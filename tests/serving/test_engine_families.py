@@ -5,7 +5,7 @@ from pathlib import Path
 import moe_families
 import pytest
 import torch
-from engine_events import ask_all, greedy, request_of
+from engine_events import Answer, ask, ask_all, greedy, hold, request_of
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
@@ -15,13 +15,18 @@ from moe_runtime.serving.engine_options import EngineOptions
 NEW = 8
 TOGETHER = ("Cohere2MoeForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM")
 """With windows, with windows and sinks, with neither."""
-ALONE = ("DeepseekV3ForCausalLM", "JambaForCausalLM", "Qwen3NextForCausalLM")
-"""Attention of their own, and states that are not keys and values."""
+DECODE_TOGETHER = (
+    *("GraniteMoeHybridForCausalLM", "JambaForCausalLM", "NemotronHForCausalLM"),
+    *("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "ZayaForCausalLM"),
+)
+"""With states that are not keys and values; the last has both in the same layers."""
+ALONE = ("DeepseekV3ForCausalLM", "KimiLinearForCausalLM")
+"""Attention of their own, without and with such states."""
 
 
 @pytest.mark.parametrize(
     "family",
-    [f for f in moe_families.FAMILIES if str(f) in (*TOGETHER, *ALONE)],
+    [f for f in moe_families.FAMILIES if str(f) in (*TOGETHER, *DECODE_TOGETHER, *ALONE)],
     ids=str,
 )
 def test_texts_are_those_of_generate_whatever_a_model_keeps_of_a_sequence(
@@ -35,20 +40,36 @@ def test_texts_are_those_of_generate_whatever_a_model_keeps_of_a_sequence(
     size = model.config.vocab_size
     prompts = [
         tuple(torch.randint(3, size, (length,), generator=generator).tolist())
-        for length in (5, 14, 3)
+        for length in (5, 13, 3)
     ]
     with model.moe:
         texts = [greedy(model, prompt, NEW) for prompt in prompts]
-        steps = []
         for options in (EngineOptions(), EngineOptions(prompt_tokens=4, idle_prompt_tokens=4)):
             with Engine(model, options) as engine:
-                answers = ask_all(engine, [request_of(prompt, NEW) for prompt in prompts])
+                answers = _ask_behind_the_first(engine, prompts)
                 assert [answer.ids for answer in answers] == texts
+                steps = engine.statistics().steps
                 again = ask_all(engine, [request_of(prompt, NEW) for prompt in prompts])
                 assert [answer.ids for answer in again] == texts
                 assert engine.drain(1.0)
                 engine.check()
-                steps.append(engine.statistics().steps)
+            if options == EngineOptions():
+                assert steps == _steps(str(family))
         model.moe.check()
-    # alone, each text takes as many steps as it has tokens
-    assert (steps[0] == 2 * 3 * NEW) == (str(family) in ALONE)
+
+
+def _ask_behind_the_first(engine: Engine, prompts: list[tuple[int, ...]]) -> list[Answer]:
+    """All but the first arrive with its first token."""
+    first, _ = hold(engine, request_of(prompts[0], NEW))
+    others = [ask(engine, request_of(prompt, NEW))[0] for prompt in prompts[1:]]
+    first.release()
+    return [answer.wait() for answer in (first, *others)]
+
+
+def _steps(family: str) -> int:
+    """Forward passes for three prompts and answers."""
+    if family in ALONE:
+        return 3 * NEW
+    if family in DECODE_TOGETHER:  # prompts in passes of their own, the third beside two answers
+        return 3 + NEW + 1
+    return 1 + NEW  # both prompts in the pass of the first answer's second token

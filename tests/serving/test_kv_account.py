@@ -90,6 +90,19 @@ def test_growing_sequence_has_slack_only_while_there_is_room() -> None:
     account.check()
 
 
+def test_sequence_has_the_least_room_or_all_that_there_is() -> None:
+    account = KVAccount[None](100, block_tokens=0, least_tokens=40)
+    assert account.reserve("one", 1)
+    assert account.reserve("two", 2)
+    assert [account.room_of(name) for name in ("one", "two")] == [48, 48]
+    assert not account.reserve("three", 1)
+    small = KVAccount[None](100, block_tokens=0, least_tokens=1000)
+    assert small.reserve("one", 1)
+    assert small.room_of("one") == 96
+    account.check()
+    small.check()
+
+
 def test_without_blocks_nothing_is_kept() -> None:
     account = account_of(64, block=0)
     assert account.keep([1] * 40, lambda _: ()) == 0

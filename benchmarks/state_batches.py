@@ -1,0 +1,173 @@
+"""Sequences with running states that decode together: `python benchmarks/state_batches.py --save`.
+
+A model like Qwen3-Next (three layers of linear attention, one of attention, random weights in bf16)
+decodes given tokens of several sequences, all in one pass or one sequence after another, in turn
+(A B B A) in one process. Experts are all in memory, or half of them and read with direct I/O, so
+that the budget is the cap. Tokens are drawn evenly and routing with them: sequences share fewer
+experts than those of a trained model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.machine import machine_name, run_facts
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+import moe_runtime
+from moe_runtime.files import write_text
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.serving.adapters import Adapters
+from moe_runtime.serving.passes import ModelPasses
+from moe_runtime.serving.requests import GenerationRequest
+from moe_runtime.serving.sequences import Sequence
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+COUNTS = (1, 4, 8)
+PROMPT_TOKENS = 16
+MAX_TOKENS = 8192
+
+
+def main() -> None:
+    """Measures with all experts in memory and with half of them, and prints the rows."""
+    arguments = _arguments()
+    torch.set_num_threads(arguments.threads)
+    facts = run_facts(ROOT)
+    with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as temporary:
+        folder = arguments.data or Path(temporary)
+        if not (folder / "config.json").is_file():
+            write_model(folder)
+        if arguments.only_write:
+            return
+        rows = [row for share in (1.0, 0.5) for row in measure(folder, share, arguments)]
+    if arguments.save:
+        settings = {
+            **SHAPE,
+            "dtype": "bfloat16",
+            "prompt_tokens": PROMPT_TOKENS,
+            **{name: getattr(arguments, name) for name in ("steps", "rounds", "threads")},
+        }
+        name = f"state-batches-{machine_name(facts['machine'])}.json"
+        result = {**facts, "settings": settings, "rows": rows}
+        write_text(ROOT / "benchmarks" / "results" / name, json.dumps(result, indent=1) + "\n")
+        print(f"written to {name}")
+
+
+def write_model(folder: Path) -> None:
+    """A checkpoint whose routing depends on the token: embeddings outweigh what layers add."""
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(**SHAPE, dtype="bfloat16")
+    model: Any = Qwen3NextForCausalLM(config)
+    model.to(torch.bfloat16)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(std=1.0)
+    model.save_pretrained(folder)
+
+
+def measure(folder: Path, share: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each number of sequences, with a share of the experts in memory."""
+    summary = inspect_checkpoint(folder, max_tokens=MAX_TOKENS)
+    slots = round(share * summary.total_experts)
+    floor = summary.slots_for(summary.smallest_budget_bytes)
+    budget = summary.smallest_budget_bytes + max(0, slots - floor) * summary.slot_bytes
+    model: Any = moe_runtime.load(folder, device="cpu", host_memory=budget, max_tokens=MAX_TOKENS)
+    rows = []
+    with model.moe, torch.inference_mode():
+        passes = ModelPasses(model, Adapters(model, {}))
+        assert passes.can_join, "the model's sequences cannot decode together"
+        num_tokens = arguments.steps * (2 + 4 * len(COUNTS) * arguments.rounds)
+        sequences = [begin(passes, number, num_tokens) for number in range(max(COUNTS))]
+        decode(passes, sequences, 2 * arguments.steps, together=True)  # experts are read
+        for count in COUNTS:
+            rows.append({"experts_in_memory": model.moe.stats().expert_slots, "share": share})
+            rows[-1] |= compare(passes, model, sequences[:count], arguments)
+            print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def compare(
+    passes: ModelPasses, model: Any, sequences: Items[Sequence], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Tokens a second of all sequences, and bytes read a token, in medians of blocks."""
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    read: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(arguments.rounds):
+        for together in (True, False, False, True):
+            before, begin_s = model.moe.stats().bytes_read, time.perf_counter()
+            num_tokens = decode(passes, sequences, arguments.steps, together=together)
+            rates[together].append(num_tokens / (time.perf_counter() - begin_s))
+            read[together].append((model.moe.stats().bytes_read - before) / num_tokens)
+    median = statistics.median
+    return {
+        "sequences": len(sequences),
+        "together_tokens_per_s": round(median(rates[True]), 2),
+        "apart_tokens_per_s": round(median(rates[False]), 2),
+        "ratio": round(median(rates[True]) / median(rates[False]), 2),
+        "together_read_bytes_per_token": round(median(read[True])),
+        "apart_read_bytes_per_token": round(median(read[False])),
+    }
+
+
+def begin(passes: ModelPasses, number: int, num_tokens: int) -> Sequence:
+    """A sequence whose prompt is read, with the tokens that it goes on with."""
+    generator = torch.Generator().manual_seed(number)
+    size = (PROMPT_TOKENS + num_tokens + 1,)
+    tokens = torch.randint(SHAPE["vocab_size"], size, generator=generator).tolist()
+    prompt = tuple(tokens[:PROMPT_TOKENS])
+    request = GenerationRequest(prompt_ids=prompt, max_new_tokens=num_tokens)
+    sequence = Sequence(request, lambda event: None, number)
+    sequence.tokens = tokens
+    sequence.start(passes.new_cache(), 0, PROMPT_TOKENS)
+    passes.read([(sequence, PROMPT_TOKENS)])
+    sequence.num_computed = PROMPT_TOKENS
+    return sequence
+
+
+def decode(passes: ModelPasses, sequences: Items[Sequence], steps: int, *, together: bool) -> int:
+    """So many tokens of each; gives how many in all."""
+    groups = [list(sequences)] if together else [[sequence] for sequence in sequences]
+    for _ in range(steps):
+        for group in groups:
+            passes.decode(group)
+            for sequence in group:
+                sequence.num_computed += 1
+    return steps * len(sequences)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data", type=Path, help="folder that keeps the weights; else temporary")
+    parser.add_argument("--only-write", action="store_true", help="write the weights and end")
+    parser.add_argument("--steps", type=int, default=8, help="of a block")
+    parser.add_argument("--rounds", type=int, default=2, help="of four blocks")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--save", action="store_true", help="write this machine's results file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
