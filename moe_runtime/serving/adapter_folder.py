@@ -2,7 +2,7 @@
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
-Shape suffixes: I inputs, O outputs of a layer, R rank.
+Shape suffixes: I inputs, O outputs of a layer, N rows, R rank.
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ class LowRankPair:
     second_OR: torch.Tensor
     scale: float
 
-    def added_to(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """In fp32, as PEFT computes it, and in the type of the output."""
-        low = torch.nn.functional.linear(x.to(self.first_RI.dtype), self.first_RI)
-        added = torch.nn.functional.linear(low, self.second_OR).mul_(self.scale)
-        return added.add_(output).to(output.dtype)
+    def add_to(self, output_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
+        """Adds it in place; both are in fp32, as PEFT computes it."""
+        low_NR = torch.nn.functional.linear(x_NI, self.first_RI)
+        output_NO.addmm_(low_NR, self.second_OR.T, alpha=self.scale)
 
 
 class AdapterFolder:

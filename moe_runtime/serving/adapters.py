@@ -202,14 +202,15 @@ def _adding(parts: Items[tuple[slice, LowRankPair]], num_rows: int | None) -> An
         # the model may be somebody's who calls it meanwhile, and waits for its turn
         if threading.get_ident() != owner:
             return None
+        x_NI, output_NO = inputs[0].flatten(0, -2).float(), output.flatten(0, -2).float()
         if num_rows is None:
-            return parts[0][1].added_to(output, inputs[0])
-        x_NI, output_NO = inputs[0].flatten(0, -2), output.flatten(0, -2)
-        if len(x_NI) != num_rows:
+            parts[0][1].add_to(output_NO, x_NI)
+        elif len(x_NI) != num_rows:
             raise ValueError(f"a layer with adapters has {len(x_NI)} rows of a pass of {num_rows}")
-        for rows, pair in parts:
-            output_NO[rows] = pair.added_to(output_NO[rows], x_NI[rows])
-        return output_NO.view(output.shape)
+        else:
+            for rows, pair in parts:
+                pair.add_to(output_NO[rows], x_NI[rows])
+        return output_NO.to(output.dtype).view(output.shape)
 
     return add
 
