@@ -150,6 +150,7 @@ class KeysOfSequences:
         num_new: tokens of each sequence in the pass; None where each has one, and a row of its own.
         window: tokens that one attends to, itself included; None for all.
         adds_mask: whether masks are added to the scores instead of saying what is allowed.
+        expand: makes keys and values of what is cached in their place; None where it is they.
     """
 
     keys: Sequence[torch.Tensor]
@@ -157,6 +158,7 @@ class KeysOfSequences:
     num_new: Sequence[int] | None
     window: int | None
     adds_mask: bool
+    expand: Any = None
 
     def attend(
         self,
@@ -181,6 +183,8 @@ class KeysOfSequences:
         mixed = []
         for own, keys, values in zip(queries, self.keys, self.values, strict=True):
             mask = self._mask(own, keys)
+            if self.expand is not None:
+                keys, values = self.expand(keys, values)
             mixed.append(attention(module, own, keys, values, mask, **options)[0])
         return torch.cat(mixed, dim=dim and 1)
 

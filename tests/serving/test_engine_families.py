@@ -13,10 +13,13 @@ from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
 
 NEW = 8
-TOGETHER = ("Cohere2MoeForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM")
-"""With windows, with windows and sinks, with neither."""
-ALONE = ("DeepseekV3ForCausalLM", "JambaForCausalLM", "Qwen3NextForCausalLM")
-"""Attention of their own, and states that are not keys and values."""
+TOGETHER = (
+    *("Cohere2MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    *("Glm4MoeLiteForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM"),
+)
+"""With windows, with keys that are expanded (three), with windows and sinks, with neither."""
+ALONE = ("JambaForCausalLM", "Qwen3NextForCausalLM")
+"""States that are not keys and values."""
 
 
 @pytest.mark.parametrize(

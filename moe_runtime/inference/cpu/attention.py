@@ -44,6 +44,10 @@ def use_single_query_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
+    if any(hasattr(layer, "expand_kv") for layer in model.modules()):
+        from moe_runtime.inference.cpu.latent_attention import use_latents
+
+        use_latents(model)
 
 
 def attend(
