@@ -56,15 +56,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         torch.set_default_dtype(torch.bfloat16)
-        model = DeepseekV3ForCausalLM(config).eval()
+        DeepseekV3ForCausalLM(config).save_pretrained(folder)
         torch.set_default_dtype(torch.float32)
-        model.save_pretrained(folder)
+        theirs = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         longest = max(arguments.contexts) + 1024
-        ours = moe_runtime.load(
+        ours: Any = moe_runtime.load(
             folder, device="cpu", host_memory=arguments.host_memory, max_tokens=longest
         )
     with ours.moe:
-        rows = [compare(ours, model, context, arguments) for context in arguments.contexts]
+        rows = [compare(ours, theirs, context, arguments) for context in arguments.contexts]
     if arguments.save is not None:
         save(arguments, rows)
 
