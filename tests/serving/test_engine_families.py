@@ -63,8 +63,8 @@ def test_latents_are_found_again_and_computed_again(tmp_path: Path, exact: bool)
     """Of widths that are whole vectors: torch rounds SiLU and sigmoid of a rest in another way."""
     (family,) = [f for f in moe_families.FAMILIES if str(f) == "DeepseekV3ForCausalLM"]
     sizes = {**family.config, "moe_intermediate_size": 32, "n_routed_experts": 32}
-    model = tiny_model(dataclasses.replace(family, config=sizes))
-    folder = save(model, tmp_path, sharded=False)
+    tiny = tiny_model(dataclasses.replace(family, config=sizes))
+    folder = save(tiny, tmp_path, sharded=False)
     model = moe_runtime.load(
         folder, device="cpu", dtype="float32", host_memory="64MiB", max_tokens=256
     )

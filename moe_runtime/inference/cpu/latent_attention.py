@@ -20,7 +20,7 @@ import torch
 from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
 from moe_runtime.inference.cpu.attention import ATTENTION, added_mask, changes_attention
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, is_observed
-from moe_runtime.kernels.latent_attention import Tokens, native_latent_attention
+from moe_runtime.kernels.latent_attention.op import Tokens, native_latent_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
