@@ -73,6 +73,7 @@ SOURCES_OF_ALL_VARIANTS = (
     "products/plan.c",
     "products/batched.c",
     "products/columns.c",
+    "products/latent.c",
     "layers/attention.c",
     "products/gate.c",
     "layers/look_ahead.c",

@@ -25,7 +25,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 23
+#define MOE_ABI_VERSION 24
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -166,6 +166,9 @@ void moe_norm_rows(const char *x, int64_t x_stride, int64_t num_rows, const char
 
 /* gate[i] becomes the hidden value of gate[i] and up[i], without a gate of up[i]; `formula` as moe_gate takes it. */
 void moe_hidden_values(int function, const float *formula, int has_gate, float *gate, const float *up, int64_t count);
+
+/* Scores to weights in their place: they sum to one, together with that of a further score, which may be NULL. */
+void moe_softmax(float *scores, int64_t count, const float *sink);
 
 extern const Isa isa_portable;
 #if defined(MOE_HAVE_AVX2)

@@ -18,7 +18,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 23
+ABI_VERSION = 24
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -93,6 +93,7 @@ _KERNELS: _Signatures = {
             *(ctypes.c_float, _INT, _INT),
         ],
     ),
+    "moe_latent_attention": (_INT, [_POINTER]),  # LatentCall
     # x, x_stride, num_rows, weight, out, count, eps, dtype, share_threads
     "moe_rms_norm": (
         None,

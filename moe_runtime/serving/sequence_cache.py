@@ -157,6 +157,7 @@ class KeysOfSequences:
         num_new: tokens of each sequence in the pass; None where each has one, and a row of its own.
         window: tokens that one attends to, itself included; None for all.
         adds_mask: whether masks are added to the scores instead of saying what is allowed.
+        expand: makes keys and values of what is cached in their place; None where it is they.
     """
 
     keys: Sequence[torch.Tensor]
@@ -164,32 +165,43 @@ class KeysOfSequences:
     num_new: Sequence[int] | None
     window: int | None
     adds_mask: bool
+    expand: Any = None
 
     def attend(
         self,
         attention: Callable[..., tuple[torch.Tensor, Any]],
         module: torch.nn.Module,
         query: torch.Tensor,
+        value: object,
+        mask: object,
         options: dict[str, Any],
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, None]:
         """Attention of every sequence to its own tokens.
 
         Args:
             attention: of one sequence.
             module: the attention layer.
             query: ``[B, H, 1, D]``, or ``[1, H, Q, D]`` with the sequences one behind another.
+            value: not looked at: each sequence has its own.
+            mask: likewise.
             options: as transformers passes them.
 
         Returns:
-            ``[B, 1, H, V]`` or ``[1, Q, H, V]``.
+            ``[B, 1, H, V]`` or ``[1, Q, H, V]``, and None.
         """
+        if self.expand is not None and self.num_new is None:
+            together = self.expand.attend_each(query, self.keys, self.values, options)
+            if together is not None:
+                return together, None
         dim = 0 if self.num_new is None else 2
         queries = query.split(1 if self.num_new is None else list(self.num_new), dim)
         mixed = []
         for own, keys, values in zip(queries, self.keys, self.values, strict=True):
-            mask = self._mask(own, keys)
-            mixed.append(attention(module, own, keys, values, mask, **options)[0])
-        return torch.cat(mixed, dim=dim and 1)
+            own_mask = self._mask(own, keys)
+            if self.expand is not None:
+                keys, values = self.expand(keys, values)
+            mixed.append(attention(module, own, keys, values, own_mask, **options)[0])
+        return torch.cat(mixed, dim=dim and 1), None
 
     def _mask(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
         num_new, num_keys = query.shape[2], keys.shape[2]

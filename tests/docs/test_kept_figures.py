@@ -72,3 +72,14 @@ def test_the_peer_that_is_ahead_is_said_to_be() -> None:
     systems = [one["system"] for one in summary if not one["failure"]]
     assert systems == ["ours", "ours:int8", "llama.cpp", "ours", "llama.cpp"]
     assert rates[1] < rates[2]
+
+
+def test_rates_of_latent_attention_are_kept() -> None:
+    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    name = "latent-attention-amd-epyc-avx2-2c-24g.json"
+    rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+    said = page.partition("cached tokens decode")[2].partition("whose products")[0]
+    systems = ("ours", "expanding", "transformers")
+    rates = [row[system]["tokens_per_s"] for system in systems for row in rows]
+    assert re.findall(r"\d+\.\d", said) == [f"{rate:.1f}" for rate in rates]
+    assert f"`benchmarks/results/{name}`" in page

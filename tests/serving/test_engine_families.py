@@ -1,5 +1,6 @@
 """Models whose sequences go together, and those whose sequences must go one after another."""
 
+import dataclasses
 from pathlib import Path
 
 import moe_families
@@ -13,15 +14,19 @@ from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
 
 NEW = 8
-TOGETHER = ("Cohere2MoeForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM")
-"""With windows, with windows and sinks, with neither."""
+TOGETHER = (
+    *("Cohere2MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    *("Glm4MoeLiteForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM"),
+)
+"""With windows, with keys that are expanded (three), with windows and sinks, with neither."""
 DECODE_TOGETHER = (
     *("GraniteMoeHybridForCausalLM", "JambaForCausalLM", "NemotronHForCausalLM"),
     *("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "ZayaForCausalLM"),
+    "KimiLinearForCausalLM",
 )
-"""With states that are not keys and values; the last has both in the same layers."""
-ALONE = ("DeepseekV3ForCausalLM", "KimiLinearForCausalLM")
-"""Attention of their own, without and with such states."""
+"""With states that are not keys and values; the last two have both."""
+ALONE = ("DeepseekV32ForCausalLM",)
+"""With indices of which keys to attend to."""
 
 
 @pytest.mark.parametrize(
@@ -73,3 +78,38 @@ def _steps(family: str) -> int:
     if family in DECODE_TOGETHER:  # prompts in passes of their own, the third beside two answers
         return 3 + NEW + 1
     return 1 + NEW  # both prompts in the pass of the first answer's second token
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_latents_are_found_again_and_computed_again(tmp_path: Path, exact: bool) -> None:
+    """Of widths that are whole vectors: torch rounds SiLU and sigmoid of a rest in another way."""
+    (family,) = [f for f in moe_families.FAMILIES if str(f) == "DeepseekV3ForCausalLM"]
+    sizes = {**family.config, "moe_intermediate_size": 32, "n_routed_experts": 32}
+    tiny = tiny_model(dataclasses.replace(family, config=sizes))
+    folder = save(tiny, tmp_path, sharded=False)
+    model = moe_runtime.load(
+        folder, device="cpu", dtype="float32", host_memory="64MiB", max_tokens=256
+    )
+    generator = torch.Generator().manual_seed(2)
+    prompts = [tuple(torch.randint(3, 96, (n,), generator=generator).tolist()) for n in (37, 20, 9)]
+    options = EngineOptions(exact=exact, prompt_tokens=16, idle_prompt_tokens=16)
+    with model.moe:
+        texts = [greedy(model, prompt, 3 * NEW) for prompt in prompts]
+        asked = [request_of(prompt, 3 * NEW, num_logprobs=0) for prompt in prompts]
+        with Engine(model, options, max_tokens=96) as engine:
+            answers = ask_all(engine, asked)
+            assert [answer.ids for answer in answers] == texts
+            assert engine.drain(1.0)
+            engine.check()
+            assert engine.statistics().preemptions > 0
+        with Engine(model, options) as engine:
+            roomy = ask_all(engine, asked)
+            assert engine.statistics().preemptions == 0
+            turn = (*prompts[0], *texts[0], 7)
+            assert 0 not in turn  # a pad token, which `generate` would leave out
+            (second,) = ask_all(engine, [request_of(turn, NEW)])
+            assert second.ids == greedy(model, turn, NEW)
+            assert second.read.cached_tokens == (32 if exact else 48)
+        if exact:
+            assert [answer.tokens for answer in answers] == [answer.tokens for answer in roomy]
+        model.moe.check()

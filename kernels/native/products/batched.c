@@ -56,6 +56,8 @@ MOE_CLONES static void softmax(float *restrict scores, int64_t count, const floa
     for (int64_t k = 0; k < count; k++) scores[k] /= sum;
 }
 
+void moe_softmax(float *scores, int64_t count, const float *sink) { softmax(scores, count, sink); }
+
 typedef void (*Mix)(const Batch *, const float *, const char *, float *);
 static const Mix mixes[] = {mix_f32, mix_bf16, mix_f16};
 static const int kinds[] = {KIND_F32, KIND_BF16, KIND_F16};

@@ -44,6 +44,10 @@ def use_single_query_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
+    if any(hasattr(layer, "expand_kv") for layer in model.modules()):
+        from moe_runtime.inference.cpu.latent_attention import use_latents
+
+        use_latents(model)
 
 
 def attend(
@@ -59,7 +63,8 @@ def attend(
     Args:
         module: the attention layer.
         query: ``[B, H, Q, D]``.
-        key: ``[B, G, S, D]``, with H a multiple of G; or what knows the keys of several caches.
+        key: ``[B, G, S, D]``, with H a multiple of G; or what knows the keys of several caches, or
+            what they are expanded from.
         value: ``[B, G, S, V]``.
         attention_mask: None, or what transformers makes for SDPA.
         **options: as transformers passes them.
@@ -67,8 +72,8 @@ def attend(
     Returns:
         ``[B, Q, H, V]`` in the dtype of ``query``, and None.
     """
-    if not isinstance(key, torch.Tensor):  # keys of several caches, see serving
-        return key.attend(attend, module, query, options), None
+    if not isinstance(key, torch.Tensor):  # see serving and latent_attention.py
+        return key.attend(attend, module, query, value, attention_mask, options)
     mixed = single_query_attention(query, key, value, attention_mask, options)
     if mixed is not None:
         return mixed, None

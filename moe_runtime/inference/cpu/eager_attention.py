@@ -126,7 +126,7 @@ def attend(
         them, else None.
     """
     if not isinstance(key, torch.Tensor):  # keys of several caches, see serving
-        return key.attend(attend, module, query, options), None
+        return key.attend(attend, module, query, value, attention_mask, options)
     others = {name: option for name, option in options.items() if name != "s_aux"}
     sinks = options.get("s_aux")
     if (
