@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -113,6 +114,11 @@ def pytest_configure(config: pytest.Config) -> None:
         resources = contextlib.ExitStack()
         resources.enter_context(warm_python_server())
         config.add_cleanup(resources.close)
+    elif not sys.dont_write_bytecode:
+        from rewritten_asserts import rewrite_share
+
+        worker = config.workerinput
+        rewrite_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -140,7 +146,6 @@ def pytest_collection_finish() -> None:
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Start every test from the same random state, whatever ran before it."""
     import random
-    import sys
 
     random.seed(0)
     # Tests of the light rooms must not pay for importing these.
