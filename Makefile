@@ -104,6 +104,8 @@ demo: $(INSTALLED)
 	$(BIN)/moe-runtime run $(DEMO_MODEL) --host-memory $(DEMO_BUDGET) --prompt "$(DEMO_PROMPT)" \
 	  --max-new-tokens 120 --temperature 0.7 --seed 1
 
+# What one process has compiled is there for the others, whatever Python is told about bytecode.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_ARGS)
 
