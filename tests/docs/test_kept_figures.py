@@ -1,7 +1,8 @@
-"""Figures beside the name of a results file on the page of commands are in that file."""
+"""Figures beside the name of a results file on a page are in that file."""
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+CLI = ROOT / "docs" / "cli.md"
+PAGE = CLI.read_text(encoding="utf-8")
 NAMED = re.compile(r"`benchmarks/results/([\w.-]+\.json)`")
 # As measured, in ms, in GB, and as a share in percent.
 SCALES = (1.0, 1e3, 1e-9, 100.0)
 # Decimals, and whole numbers of three digits that are no size and no count of something given.
 GIVEN = r" [KMG]iB| tokens(?!/s)| of \d"
+DECIMAL = re.compile(r"(?<![\w.,-])(\d+\.\d+)(?![\d.,]*\d)")
 FIGURE = re.compile(rf"(?<![\w.,-])(?<! of )(\d+\.\d+|\d{{3,}})(?![\d.,]*\d)(?!{GIVEN})")
 
 
@@ -53,6 +56,28 @@ def test_figures_are_in_the_results_file(name: str, text: str) -> None:
     for equal, compared in re.findall(r"(\d+) of (\d+) likeliest", text):
         found = [one["quality"] for one in results["measurements"] if one["quality"]]
         assert any((q["equal"], q["compared"]) == (int(equal), int(compared)) for q in found)
+
+
+def numbers_of(results: Any) -> Iterator[float]:
+    """All that a results file has."""
+    if isinstance(results, dict):
+        results = [*results.values()]
+    if isinstance(results, list):
+        for part in results:
+            yield from numbers_of(part)
+    elif isinstance(results, int | float):
+        yield float(results)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_decimals_of_a_paragraph_are_numbers_of_the_files_that_it_names(page: Path) -> None:
+    """Seconds may be told in milliseconds, bytes in MB; the page of commands has a stricter test."""
+    for paragraph in re.split(r"\n\s*\n|\n(?=[-|] ?)", page.read_text(encoding="utf-8")):
+        files = [ROOT / "benchmarks" / "results" / name for name in NAMED.findall(paragraph)]
+        if files and page != CLI:
+            found = {v for file in files for v in numbers_of(json.loads(file.read_text()))}
+            values = {value * scale for value in found for scale in (1.0, 1e3, 1e-6)}
+            assert [one for one in DECIMAL.findall(paragraph) if not is_kept(one, values)] == []
 
 
 def test_passages_are_found_and_wrong_figures_too() -> None:
