@@ -71,7 +71,7 @@ def numbers_of(results: Any) -> Iterator[float]:
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
 def test_decimals_of_a_paragraph_are_numbers_of_the_files_that_it_names(page: Path) -> None:
-    """Seconds may be told in milliseconds, bytes in MB; the page of commands has a stricter test."""
+    """Seconds may be told in milliseconds, bytes in MB; `docs/cli.md` has a stricter test."""
     for paragraph in re.split(r"\n\s*\n|\n(?=[-|] ?)", page.read_text(encoding="utf-8")):
         files = [ROOT / "benchmarks" / "results" / name for name in NAMED.findall(paragraph)]
         if files and page != CLI:
