@@ -151,11 +151,13 @@ test-clients: $(INSTALLED)
 test-long: $(INSTALLED)
 	$(BIN)/pytest -m long
 
-# For every Python, and every Linux whose glibc has what the native library calls. No network.
+# A source archive, and from it a wheel for every Python and every Linux whose glibc has what the
+# native library calls. No network.
 wheel: $(INSTALLED)
 	$(BIN)/pytest -m long tests/test_packaging.py
-	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
-	@ls dist/*.whl
+	$(BIN)/python -P -c "from setuptools import build_meta; build_meta.build_sdist('dist')" >/dev/null
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist dist/*.tar.gz
+	@ls dist/*
 
 # Tests first: no figure counts where they fail. Whoever has the time gives more of it.
 gpu: $(INSTALLED)

@@ -183,18 +183,22 @@ def test_a_build_says_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.long
 def test_wheel_works_where_there_is_no_compiler(tmp_path: Path) -> None:
-    """A wheel with its native library, in an environment of its own: version, bench and report.
+    """A wheel with its native library, built from the source archive, in an environment of its own:
+    version, bench and report.
 
     The libraries below are those of the environment that the tests run in, so no network is needed.
     """
     source, site = tmp_path / "source", tmp_path / "venv"
     copy_tracked_tree(source)
-    wheel, _ = build_wheel(source, tmp_path, compiler=Path(shutil.which("cc") or "cc"))
+    archive = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    subprocess.run([sys.executable, "-P", "-c", archive], check=True, cwd=source)
+    (sources,) = tmp_path.glob("moe_runtime-*.tar.gz")
+    wheel, _ = build_wheel(sources, tmp_path, compiler=Path(shutil.which("cc") or "cc"))
     _, _, python_tag, abi_tag, platform_tag = wheel.stem.split("-")
     assert (python_tag, abi_tag) == ("py3", "none")
     assert platform_tag.startswith("manylinux_2_")
-    with zipfile.ZipFile(wheel) as archive:
-        libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    with zipfile.ZipFile(wheel) as files:
+        libraries = [files.read(name) for name in files.namelist() if name.endswith(".so")]
     assert len(libraries) == 2
     # Nothing of the machine that built it.
     assert not any(str(Path.home()).encode() in library for library in libraries)
