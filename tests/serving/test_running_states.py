@@ -266,5 +266,5 @@ def test_trial_finds_out_who_must_go_alone(
     assert passes.can_join == joins
     assert not passes.reads_together
     assert passes.reads_in_pieces
-    assert (passes.most_together(None, exact=False) > 1) == joins
-    assert passes.most_together(None, exact=True) == 1
+    assert (passes.most_together(exact=False) > 1) == joins
+    assert passes.most_together(exact=True) == 1
