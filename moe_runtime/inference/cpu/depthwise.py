@@ -6,6 +6,7 @@ and position. Here as many products as there are taps are summed over all channe
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ def use_shifted_products(layer: torch.nn.Conv1d) -> None:
     The layer, its forward pass and its parameters' names stay. Other layers are left alone.
     """
     is_depthwise = layer.groups == layer.in_channels == layer.out_channels
-    if is_depthwise and type(layer.weight) is torch.nn.Parameter:
+    if is_depthwise and type(layer.weight) is torch.nn.Parameter and _slow_types():
         layer.weight = _DepthwiseWeight.of(layer.weight)
 
 
@@ -94,10 +95,11 @@ class _DepthwiseWeight(torch.nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         # torch's own way to leave subclasses aside: no exception can leave it switched on
         call = torch._C._disabled_torch_function_impl
-        if torch.compiler.is_compiling():
-            return call(func, types, args, kwargs)
         if func is F.conv1d:
             return call(_conv1d, types, args, kwargs)
         result = call(func, types, args, kwargs)
@@ -118,7 +120,7 @@ def _conv1d(
     """``torch.nn.functional.conv1d``."""
     pad = padding[0] if isinstance(padding, tuple) else padding
     if (
-        not _is_slow(weight.dtype)
+        weight.dtype not in _slow_types()
         or {input.dtype, weight.dtype if bias is None else bias.dtype} != {weight.dtype}
         or (input.ndim, weight.ndim) != (3, 3)
         or weight.shape[:2] != (input.shape[1], 1)
@@ -137,12 +139,14 @@ def _sizes(size: Any) -> Any:
     return (size,) if isinstance(size, int) else size
 
 
-def _is_slow(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has no convolutions in half precision for this processor."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return True
+@functools.cache
+def _slow_types() -> frozenset[torch.dtype]:
+    """Those for which oneDNN has no convolutions on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return frozenset((torch.bfloat16, torch.float16))
     ops = torch.ops.mkldnn
-    is_bf16 = dtype is torch.bfloat16
-    return not (ops._is_mkldnn_bf16_supported if is_bf16 else ops._is_mkldnn_fp16_supported)()
+    fast = {
+        torch.bfloat16: ops._is_mkldnn_bf16_supported(),
+        torch.float16: ops._is_mkldnn_fp16_supported(),
+    }
+    return frozenset(dtype for dtype, is_fast in fast.items() if not is_fast)

@@ -33,10 +33,10 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def _no_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor for which oneDNN has nothing in half precision; short portions."""
     monkeypatch.setattr(depthwise, "PORTION", 64)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(depthwise, "_slow_types", lambda: frozenset(HALF))
 
 
 def layers(
@@ -156,8 +156,7 @@ def test_what_is_no_such_convolution_has_torchs_bits():
 @torch.no_grad()
 def test_where_onednn_computes_half_precision_torch_does(monkeypatch: pytest.MonkeyPatch):
     _, layer = layers(torch.bfloat16)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(depthwise, "_slow_types", lambda: frozenset((torch.float16,)))
     with Operations() as operations:
         layer(torch.randn(1, 6, 9).bfloat16())
     assert "convolution" in operations.names
