@@ -4,7 +4,8 @@ A model like Qwen3-Next (three layers of linear attention, one of attention, ran
 decodes given tokens of several sequences, all in one pass or one sequence after another, in turn
 (A B B A) in one process. Experts are all in memory, or half of them and read with direct I/O, so
 that the budget is the cap. Tokens are drawn evenly and routing with them: sequences share fewer
-experts than those of a trained model.
+experts than those of a trained model. One sequence alone is compared with the same model on torch's
+own convolutions, and with transformers.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def main() -> None:
         if arguments.only_write:
             return
         rows = [row for share in (1.0, 0.5) for row in measure(folder, share, arguments)]
+        theirs = measure_transformers(folder, arguments)
     if arguments.save:
         settings = {
             **SHAPE,
@@ -72,7 +74,7 @@ def main() -> None:
             **{name: getattr(arguments, name) for name in ("steps", "rounds", "threads")},
         }
         name = f"state-batches-{machine_name(facts['machine'])}.json"
-        result = {**facts, "settings": settings, "rows": rows}
+        result = {**facts, "settings": settings, "rows": rows, "transformers_tokens_per_s": theirs}
         write_text(ROOT / "benchmarks" / "results" / name, json.dumps(result, indent=1) + "\n")
         print(f"written to {name}")
 
@@ -99,12 +101,14 @@ def measure(folder: Path, share: float, arguments: argparse.Namespace) -> list[d
     with model.moe, torch.inference_mode():
         passes = ModelPasses(model, Adapters(model, {}))
         assert passes.can_join, "the model's sequences cannot decode together"
-        num_tokens = arguments.steps * (2 + 4 * len(COUNTS) * arguments.rounds)
+        num_tokens = arguments.steps * (2 + 4 * (len(COUNTS) + 1) * arguments.rounds)
         sequences = [begin(passes, number, num_tokens) for number in range(max(COUNTS))]
         decode(passes, sequences, 2 * arguments.steps, together=True)  # experts are read
         for count in COUNTS:
             rows.append({"experts_in_memory": model.moe.stats().expert_slots, "share": share})
             rows[-1] |= compare(passes, model, sequences[:count], arguments)
+            if count == 1:
+                rows[-1] |= compare_convolutions(passes, model, sequences[:1], arguments)
             print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     return rows
 
@@ -130,6 +134,43 @@ def compare(
         "together_read_bytes_per_token": round(median(read[True])),
         "apart_read_bytes_per_token": round(median(read[False])),
     }
+
+
+def compare_convolutions(
+    passes: ModelPasses, model: Any, sequences: Items[Sequence], arguments: argparse.Namespace
+) -> dict[str, float]:
+    """Tokens a second with our depthwise convolutions and with torch's, in medians of blocks."""
+    layers = [module for module in model.modules() if type(module) is torch.nn.Conv1d]
+    ours = [layer.weight for layer in layers]
+    plain = [torch.nn.Parameter(weight.detach(), requires_grad=False) for weight in ours]
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for is_plain in (False, True, True, False) * arguments.rounds:
+        for layer, weight in zip(layers, plain if is_plain else ours, strict=True):
+            layer.weight = weight
+        begin_s = time.perf_counter()
+        num_tokens = decode(passes, sequences, arguments.steps, together=True)
+        rates[is_plain].append(num_tokens / (time.perf_counter() - begin_s))
+    return {
+        "our_convolutions_tokens_per_s": round(statistics.median(rates[False]), 2),
+        "torch_convolutions_tokens_per_s": round(statistics.median(rates[True]), 2),
+    }
+
+
+def measure_transformers(folder: Path, arguments: argparse.Namespace) -> float:
+    """Tokens a second of one sequence in transformers, all experts in memory: the median step's."""
+    model: Any = Qwen3NextForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    generator = torch.Generator().manual_seed(0)
+    size = (1, PROMPT_TOKENS + arguments.steps * arguments.rounds)
+    tokens = torch.randint(SHAPE["vocab_size"], size, generator=generator)
+    rates = []
+    with torch.inference_mode():
+        cache = model(tokens[:, :PROMPT_TOKENS], use_cache=True).past_key_values
+        for token in tokens[:, PROMPT_TOKENS:].split(1, dim=1):
+            begin_s = time.perf_counter()
+            model(token, past_key_values=cache, use_cache=True)
+            rates.append(1 / (time.perf_counter() - begin_s))
+    print(f"transformers {statistics.median(rates):.2f}", flush=True)
+    return round(statistics.median(rates), 2)
 
 
 def begin(passes: ModelPasses, number: int, num_tokens: int) -> Sequence:

@@ -27,6 +27,10 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
         for name, child in list(module.named_children()):
             if type(child) is torch.nn.Linear and type(child.weight) is torch.nn.Parameter:
                 setattr(module, name, SmallBatchLinear(child))
+            elif type(child) is torch.nn.Conv1d:
+                from moe_runtime.inference.cpu.depthwise import use_shifted_products
+
+                use_shifted_products(child)
             elif _is_router(child):
                 child.weight = _SmallBatchWeight.of(cast(torch.nn.Parameter, child.weight))
             elif (norm := _as_rms_norm(child, known_norms)) is not None:
