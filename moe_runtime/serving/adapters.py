@@ -126,7 +126,7 @@ class Adapters:
                 # clients are told of it, and not where the server has its files
                 raise CheckpointError(
                     f"the adapter {name!r} cannot be read from its files any more; look whether "
-                    "they are still there and whole"
+                    "they are still there and as they were when the server started"
                 ) from error
             self._resident[name] = [(self._modules[layer], pair) for layer, pair in pairs.items()]
             self.num_reads += 1

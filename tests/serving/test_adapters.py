@@ -180,7 +180,29 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(
             require_same(answer, expected[name, PROMPTS[0]])
         away.rename(file)
         require_same(ask(engine, requests[1])[0].wait(), expected["wide", PROMPTS[0]])
+        with file.open("r+b") as own:  # what is in memory stays as it is
+            size = file.stat().st_size // 2
+            own.seek(size)
+            own.write(bytes(size))
+        require_same(ask(engine, requests[1])[0].wait(), expected["wide", PROMPTS[0]])
         engine.check()
+
+
+def test_an_adapter_whose_file_is_another_now_is_not_served(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """It may have another rank, and so more bytes and another scale; prefixes are the first's."""
+    folder = AdapterFolder(changed(folders["narrow"], tmp_path / "one"))
+    file = tmp_path / "one" / "adapter_model.safetensors"
+    save_file(
+        {
+            name: torch.cat((own, own), int("lora_B" in name))
+            for name, own in load_file(file).items()
+        },
+        file,
+    )
+    with pytest.raises(CheckpointError, match="has changed"):
+        folder.pairs()
 
 
 def test_an_adapter_of_what_expands_latents_goes_alone(tmp_path: Path) -> None:
