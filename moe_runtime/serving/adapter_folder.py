@@ -81,6 +81,7 @@ class AdapterFolder:
         if not isinstance(found, dict):
             raise CheckpointError(f"{settings}: expected an object with the adapter's settings")
         self._settings: Mapping[str, Any] = found
+        self._state = self._state_of_file()
         with blamed_on(f"{settings}: cannot be used"):
             self._layers = self._read_layers()
             self._scales = {layer: self._scale(layer) for layer in self._layers}
@@ -107,21 +108,32 @@ class AdapterFolder:
     def pairs(self) -> dict[str, LowRankPair]:
         """The matrices, in fp32, by the names of their layers.
 
+        They are copies: tensors of the file would change with it, and end the process where it is
+        cut short.
+
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: they cannot be read, or are no longer those whose shapes were read.
         """
         found = {}
         with (
             blamed_on(f"{self._file}: cannot be read"),
             safe_open(self._file, framework="pt") as tensors,
         ):
+            if self._state_of_file() != self._state:
+                raise CheckpointError(f"{self._file}: has changed; start the server anew")
             for layer in self._layers:
                 first, second = (
-                    tensors.get_tensor(f"base_model.model.{layer}.lora_{part}.weight").float()
+                    tensors.get_tensor(f"base_model.model.{layer}.lora_{part}.weight").to(
+                        torch.float32, copy=True
+                    )
                     for part in "AB"
                 )
                 found[layer] = LowRankPair(first, second, self._scales[layer])
         return found
+
+    def _state_of_file(self) -> tuple[int, int]:
+        state = self._file.stat()
+        return state.st_size, state.st_mtime_ns
 
     def _read_layers(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """The shapes of both matrices of each layer."""

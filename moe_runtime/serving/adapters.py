@@ -61,9 +61,13 @@ class Adapters:
         self._max_bytes = resident_bytes(folders, max_bytes)
         self._numbers = {name: number for number, name in enumerate(folders, 1)}
         self._modules = dict(model.named_modules())
-        for folder in folders.values():
+        self._alone: set[str] = set()
+        for name, folder in folders.items():
             for layer, widths in folder.widths.items():
                 _require_linear(model, self._modules.get(layer), layer, widths, folder.folder)
+                owner, _, own_name = layer.rpartition(".")
+                if own_name == "kv_b_proj" and hasattr(self._modules[owner], "expand_kv"):
+                    self._alone.add(name)
         self._resident: dict[str, _Pairs | None] = {}  # those used last are last
         self._users: dict[Hashable, str] = {}
         self.num_reads = 0
@@ -79,6 +83,11 @@ class Adapters:
         if name not in self._numbers:
             raise ValueError(f"the engine has no adapter {name!r}")
         return self._numbers[name]
+
+    def goes_alone(self, name: str | None) -> bool:
+        """Whether a sequence with it shares no pass: one layer takes all cached tokens of each
+        sequence in turn (the latents of multi-head latent attention), and not a row of each."""
+        return name in self._alone
 
     def reserve(self, sequence: Hashable, name: str | None) -> bool:
         """Gives a sequence's adapter its memory, if it can be had.
@@ -117,7 +126,7 @@ class Adapters:
                 # clients are told of it, and not where the server has its files
                 raise CheckpointError(
                     f"the adapter {name!r} cannot be read from its files any more; look whether "
-                    "they are still there and whole"
+                    "they are still there and as they were when the server started"
                 ) from error
             self._resident[name] = [(self._modules[layer], pair) for layer, pair in pairs.items()]
             self.num_reads += 1

@@ -106,6 +106,7 @@ class Engine:
         """Takes a request; see `TokenEngine.submit`."""
         self._check(request)
         root = -self._adapters.number(request.adapter)
+        is_apart = self._adapters.goes_alone(request.adapter)
         with self._changed:
             if not self._is_open:
                 raise EngineClosedError("the server is shutting down and takes no more requests")
@@ -116,7 +117,7 @@ class Engine:
                     "again later"
                 )
             self._num_requests += 1
-            sequence = Sequence(request, on_event, self._num_requests, root)
+            sequence = Sequence(request, on_event, self._num_requests, root, is_apart=is_apart)
             self._arrived.append(sequence)
             self._changed.notify_all()
         return EngineHandle(self, sequence)
@@ -338,7 +339,7 @@ class Engine:
 
     def _go_on(self, sequence: Sequence, logits_V: torch.Tensor) -> None:
         """All tokens of a sequence are computed: the next one is chosen."""
-        sequence.is_alone = False
+        sequence.is_alone = sequence.is_apart
         if not sequence.request.max_new_tokens:
             self._finish(sequence, "length")
             return

@@ -77,13 +77,20 @@ class Sequence:
         found: blocks of its beginning that are known, from when it gets room until it has a cache.
         sampler: while it runs for the first time, and from then on.
         root: of the prefixes that it may find.
-        is_alone: it goes through the model alone, since a pass together with others failed.
+        is_apart: it always goes through the model alone.
+        is_alone: it does now, also since a pass together with others failed.
         is_cancelled: it is to end with the next step.
         is_finished: it has sent its last event.
     """
 
     def __init__(
-        self, request: GenerationRequest, on_event: OnEvent, number: int, root: int = 0
+        self,
+        request: GenerationRequest,
+        on_event: OnEvent,
+        number: int,
+        root: int = 0,
+        *,
+        is_apart: bool = False,
     ) -> None:
         self.request = request
         self.root = root
@@ -97,7 +104,7 @@ class Sequence:
         self.room = 0
         self.found: list[torch.Tensor] = []
         self.sampler: Sampler | None = None
-        self.is_alone = False
+        self.is_alone = self.is_apart = is_apart
         self.is_cancelled = False
         self.is_finished = False
         self._on_event = on_event

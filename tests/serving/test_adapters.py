@@ -1,5 +1,6 @@
 """LoRA adapters that requests name: the texts that PEFT gives, beside the model's own."""
 
+import copy
 import json
 import random
 import threading
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import moe_families
 import peft
 import pytest
 import torch
@@ -15,6 +17,7 @@ from engine_events import Answer, ask, ask_all, greedy, request_of
 from http_server import started
 from safetensors.torch import load_file, save_file
 from text_checkpoint import save_text_checkpoint
+from tiny_checkpoints import save, tiny_model
 from transformers import AutoModelForCausalLM
 
 import moe_runtime
@@ -177,6 +180,51 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(
             require_same(answer, expected[name, PROMPTS[0]])
         away.rename(file)
         require_same(ask(engine, requests[1])[0].wait(), expected["wide", PROMPTS[0]])
+        with file.open("r+b") as own:  # what is in memory stays as it is
+            size = file.stat().st_size // 2
+            own.seek(size)
+            own.write(bytes(size))
+        require_same(ask(engine, requests[1])[0].wait(), expected["wide", PROMPTS[0]])
+        engine.check()
+
+
+def test_an_adapter_whose_file_is_another_now_is_not_served(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """It may have another rank, and so more bytes and another scale; prefixes are the first's."""
+    folder = AdapterFolder(changed(folders["narrow"], tmp_path / "one"))
+    file = tmp_path / "one" / "adapter_model.safetensors"
+    save_file(
+        {
+            name: torch.cat((own, own), int("lora_B" in name))
+            for name, own in load_file(file).items()
+        },
+        file,
+    )
+    with pytest.raises(CheckpointError, match="has changed"):
+        folder.pairs()
+
+
+def test_an_adapter_of_what_expands_latents_goes_alone(tmp_path: Path) -> None:
+    """That layer takes all tokens of a sequence: as many as sequences, with the second token."""
+    (family,) = [f for f in moe_families.FAMILIES if str(f) == "DeepseekV3ForCausalLM"]
+    tiny = tiny_model(family)
+    found, expected = {}, {}
+    for name in ("one", "other"):
+        folder = save(tiny, tmp_path / f"base of {name}", sharded=False)
+        options = {"r": 2, "target_modules": ["kv_b_proj"]}
+        folder = write_adapter(folder, tmp_path / name, len(name), **options)
+        stock: Any = peft.PeftModel.from_pretrained(copy.deepcopy(tiny), folder)
+        found[name], expected[name] = AdapterFolder(folder), greedy_with_logprobs(stock, (5,))
+    model: Any = moe_runtime.load(tmp_path / "base of one", **LOADING)
+    turns = Turns()
+    with model.moe, Engine(model, adapters=Adapters(model, found), turns=turns) as engine:
+        requests = [request_of((5,), 6, adapter=name, num_logprobs=0) for name in found]
+        with turns.turn():
+            answers = [ask(engine, request)[0] for request in requests]
+        for answer, name in zip(answers, found, strict=True):
+            require_same(answer.wait(), expected[name])
+        assert engine.statistics().steps == 2 * 6
         engine.check()
 
 

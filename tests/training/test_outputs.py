@@ -20,6 +20,7 @@ from moe_runtime.files import OutputFile
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.training.checkpoint import checkpoints_in, remove_oldest
 from moe_runtime.training.data.prepared import check_inputs_stay, check_outputs
+from moe_runtime.training.data.tokens import load_tokenizer
 from moe_runtime.training.finetune.adapter_export import write_adapters
 from moe_runtime.training.finetune.settings import LoraConfig
 
@@ -216,6 +217,19 @@ def test_a_run_s_places_are_known_before_its_work(tmp_path: Path) -> None:
     (out / "data").write_bytes(b"")
     with pytest.raises(CheckpointError, match="is no folder"):
         check_outputs(out, None)
+
+
+def test_a_run_does_not_write_beside_its_gguf_file(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"")
+    check_inputs_stay(tmp_path / "out", None, [], model)
+    with pytest.raises(ValueError, match="would lie among those of"):
+        check_inputs_stay(tmp_path, None, [], model)
+    with pytest.raises(ValueError, match=r"model\.gguf"):
+        check_inputs_stay(tmp_path / "out", model, [], model)
+    other = model.rename(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="is not a tokenizer's folder"):
+        load_tokenizer(other)
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(

@@ -179,10 +179,8 @@ class LatentKeys:
 
     def __init__(self, expand: ExpandLatents, latents: torch.Tensor, turned: torch.Tensor) -> None:
         """What ``expand`` makes of ``[B, 1, S, R]`` and ``[B, 1, S, P]``."""
-        self._expand = expand
-        self._cached = latents, turned
-        self._expanded: Pair | None = None
-        self.values = _LatentValues(self)
+        self._latents = _Latents(expand, latents, turned)
+        self.values = _LatentValues(self._latents)
 
     def attend(
         self,
@@ -207,34 +205,48 @@ class LatentKeys:
             ``[B, Q, H, V]`` in the dtype of ``query``, and what ``attention`` gives beside it.
         """
         if value is self.values:
-            mixed = self._expand.attend_all(query, *self._cached, mask, options)
+            mixed = self._latents.expand.attend_all(query, *self._latents.cached, mask, options)
             if mixed is not None:
                 return mixed, None
-            value = self.both()[1]
-        return attention(module, query, self.both()[0], value, mask, **options)
-
-    def both(self) -> Pair:
-        """Keys ``[B, H, S, D]`` and values ``[B, H, S, V]``."""
-        if self._expanded is None:
-            self._expanded = self._expand.expanded(*self._cached)
-        return self._expanded
+            value = self._latents.both()[1]
+        return attention(module, query, self._latents.both()[0], value, mask, **options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # asked for by copies that are being made
             raise AttributeError(name)
-        return getattr(self.both()[0], name)
+        return getattr(self._latents.both()[0], name)
 
 
 class _LatentValues:
     """Stands for expanded values."""
 
-    def __init__(self, keys: LatentKeys) -> None:
-        self._keys = keys
+    def __init__(self, latents: _Latents) -> None:
+        self._latents = latents
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._keys.both()[1], name)
+        return getattr(self._latents.both()[1], name)
+
+
+class _Latents:
+    """What keys and values share, neither of which holds the other: both go with the layer's pass.
+
+    Attributes:
+        expand: makes keys and values.
+        cached: of these.
+    """
+
+    def __init__(self, expand: ExpandLatents, latents: torch.Tensor, turned: torch.Tensor) -> None:
+        self.expand = expand
+        self.cached = latents, turned
+        self._expanded: Pair | None = None
+
+    def both(self) -> Pair:
+        """Keys ``[B, H, S, D]`` and values ``[B, H, S, V]``."""
+        if self._expanded is None:
+            self._expanded = self.expand.expanded(*self.cached)
+        return self._expanded
 
 
 def _expands_as_known(layer: Any) -> bool:

@@ -114,15 +114,18 @@ def check_inputs_stay(
         output: the run's folder; may be missing.
         trace: the file of its trace, if one is wanted.
         texts: files that are trained on.
-        model: the folder of the checkpoint that is trained further, if there is one.
+        model: the folder of the checkpoint that is trained further, or its GGUF file, if there is
+            one.
 
     Raises:
         ValueError: the trace is a file that is read, or the run's folder one that is read from.
     """
-    texts = list(texts)
-    require_not_read(trace, "trace", [*texts, *(files_of(model) if model else ())])
+    files = list(texts)
+    if model is not None and model.is_file():
+        files.append(model)
+    require_not_read(trace, "trace", [*files, *(files_of(model) if model else ())])
     place = _end_of(output)
-    read = {_end_of(text).parent for text in texts} & {place}
+    read = {_end_of(file).parent for file in files} & {place}
     if model is not None and place.is_relative_to(_end_of(model)):
         read.add(model)
     for folder in read:

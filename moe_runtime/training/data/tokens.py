@@ -85,7 +85,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         CheckpointError: its files are damaged.
         ValueError: as `obtain_tokenizer`.
     """
-    if folder.is_file():
+    if folder.suffix == ".gguf" and folder.is_file():
         from moe_runtime.checkpoints import gguf
 
         tokenizer = gguf.load_tokenizer(folder)

@@ -1,6 +1,8 @@
 """Latent attention: on the latents where that is fewer products, else of expanded keys."""
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import moe_families
@@ -141,6 +143,27 @@ def test_what_somebody_sees_or_changes_is_expanded(models, absorbed):
     attend(layer, query, *layer.expand_kv(latents, turned), None, scaling=1.0)[0].sum().backward()
     assert latents.grad is not None
     assert absorbed == []
+
+
+def test_what_was_expanded_goes_with_its_pass(models, monkeypatch):
+    """Without Python looking for cycles: keys of a long prompt are many times its latents."""
+    made = []
+    real = latent_attention.ExpandLatents.expanded
+
+    def expanded(*arguments: Any) -> Any:
+        pair = real(*arguments)
+        made.extend(map(weakref.ref, pair))
+        return pair
+
+    monkeypatch.setattr(latent_attention.ExpandLatents, "expanded", expanded)
+    gc.collect()
+    gc.disable()
+    try:
+        logits(models[1], torch.randint(3, 96, (1, 20)), (20,))
+        assert len(made) == 2 * len(models[1].model.layers)
+        assert not any(part() is not None for part in made)
+    finally:
+        gc.enable()
 
 
 def test_a_layer_that_expands_in_another_way_keeps_it(models, absorbed):
