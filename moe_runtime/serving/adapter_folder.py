@@ -74,7 +74,8 @@ class AdapterFolder:
         for file in (settings, self._file):
             if not file.is_file():
                 raise CheckpointError(
-                    f"{folder}: expected an adapter as PEFT writes it, but there is no {file.name}"
+                    f"{folder}: expected the folder of an adapter as PEFT writes it, but there is "
+                    f"no {file.name}"
                 )
         with blamed_on(f"{settings}: cannot be read as JSON"):
             found = json.loads(read_bounded(settings, max_bytes=_MOST_CONFIG_BYTES))

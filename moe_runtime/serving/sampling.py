@@ -27,6 +27,8 @@ from moe_runtime.serving.requests import (
     TokenLogprob,
 )
 
+_NOT_FINITE = "the model's logits are not finite, so no token can be chosen"
+
 
 class Sampler:
     """Chooses a request's tokens; what the request does not ask for is not computed."""
@@ -63,6 +65,8 @@ class Sampler:
             ValueError: the logits are not finite.
         """
         raw_V = logits_V.float().cpu()
+        if not bool(raw_V.max().isfinite()):  # so is the greatest of those that have a NaN
+            raise ValueError(_NOT_FINITE)
         scores_V = self._changed(raw_V, answer_ids)
         if self._generator is None:
             token = int(scores_V.argmax())
@@ -70,8 +74,6 @@ class Sampler:
             # below zero, a temperature near zero makes no infinities but those that mean never
             scores_1V = self._warpers(_no_ids(), (scores_V - scores_V.max())[None])
             chances_V = torch.softmax(scores_1V[0], dim=-1)
-            if not torch.isfinite(chances_V).all():
-                raise ValueError("the model's logits are not finite, so no token can be drawn")
             token = int(torch.multinomial(chances_V, 1, generator=self._generator))
         self._counts[token] += 1
         wanted = self._request.num_logprobs
@@ -123,9 +125,14 @@ def token_logprobs(
         logits_RV: ``[R, V]`` of the model.
         tokens: R ids.
         num_top: most likely tokens to name.
+
+    Raises:
+        ValueError: the logits are not finite.
     """
     logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     own = logprobs_RV.gather(1, torch.tensor(tokens, device=logits_RV.device)[:, None])[:, 0]
+    if bool(own.isnan().any()):
+        raise ValueError(_NOT_FINITE)
     top = logprobs_RV.topk(min(num_top, logits_RV.shape[1]), dim=-1)
     rows = zip(own.tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
     return [

@@ -380,4 +380,4 @@ def test_names_of_adapters_are_read_with_their_models(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "none: expected an adapter as PEFT writes it" in said
+    assert "none: expected the folder of an adapter as PEFT writes it" in said

@@ -146,6 +146,11 @@ def test_no_more_tokens_are_named_than_there_are() -> None:
     assert [token for token, _ in found.top] == [0, 1, 2, 3, 4]
 
 
-def test_logits_that_are_no_numbers_draw_nothing() -> None:
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"num_logprobs": 1}], ids=str)
+def test_logits_that_are_no_numbers_choose_nothing(number: float, options: Any) -> None:
+    logits = torch.tensor([1.0, number])
     with pytest.raises(ValueError, match="not finite"):
-        sampler_of(temperature=1.0).choose(torch.tensor([1.0, math.nan]), [])
+        sampler_of(**{"temperature": 0.0, **options}).choose(logits, [])
+    with pytest.raises(ValueError, match="not finite"):
+        token_logprobs(logits[None], [1], 0)  # of a prompt

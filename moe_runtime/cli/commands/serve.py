@@ -276,7 +276,7 @@ def serve(
 
         run_server(
             settings,
-            log=log,
+            log=log if not dry_run else lambda *_: None,
             on_ready=begin,
             is_stopping=lambda: dry_run or (stop is not None and stop.is_set),
             is_cut_off=lambda: stop is not None and stop.num_signals > 1,

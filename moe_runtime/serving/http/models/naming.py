@@ -61,8 +61,10 @@ def adapters_of(words: Sequence[str], models: Sequence[str]) -> list[AdapterChoi
         is_other = model is None and (len(models) > 1 or ":" in name)
         if not (name and equals and folder) or is_other:
             form = "NAME=FOLDER" if len(models) == 1 else "MODEL:NAME=FOLDER"
+            other, colon, _ = name.partition(":")
+            no_model = f"; there is no model {other!r}" if colon and model is None else ""
             raise ValueError(
-                f"--adapter {word}: expected {form}, with a model of {', '.join(models)}"
+                f"--adapter {word}: expected {form}, with a model of {', '.join(models)}{no_model}"
             )
         found.append(AdapterChoice(name, model or models[0], Path(folder)))
     twice = _twice([*models, *(choice.name for choice in found)])
