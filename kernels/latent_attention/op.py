@@ -9,11 +9,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from struct import pack
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
-from moe_runtime.kernels.latent_attention.reference import latent_attention_reference
+from moe_runtime.kernels.latent_attention.reference import Tokens, latent_attention_reference
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
     NO_BACKWARD,
@@ -25,20 +25,6 @@ from moe_runtime.kernels.native import (
 )
 
 Impl = Literal["auto", "native", "reference"]
-
-
-class Tokens(NamedTuple):
-    """What one query attends to.
-
-    Attributes:
-        latents: `[S, R]`, S at least 1.
-        turned: `[S, P]`, the part of the keys with positions, which all heads share.
-        mask: `[S]` fp32 to be added to the scores, or None.
-    """
-
-    latents: Tensor
-    turned: Tensor
-    mask: Tensor | None = None
 
 
 def latent_attention(

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_runtime.kernels.operands import precise_dtype
 
-if TYPE_CHECKING:
-    from moe_runtime.kernels.latent_attention.op import Tokens
+
+class Tokens(NamedTuple):
+    """What one query attends to.
+
+    Attributes:
+        latents: `[S, R]`, S at least 1.
+        turned: `[S, P]`, the part of the keys with positions, which all heads share.
+        mask: `[S]` fp32 to be added to the scores, or None.
+    """
+
+    latents: Tensor
+    turned: Tensor
+    mask: Tensor | None = None
 
 
 def latent_attention_reference(
