@@ -132,11 +132,8 @@ def load_tokenizer(folder: Path) -> Any:
         CheckpointError: there is none, or its files or the configuration beside it are damaged.
         UnsupportedModelError: transformers does not know the architecture.
     """
-    if folder.is_file():
-        from moe_runtime.checkpoints.gguf import load_tokenizer as load
-
-        return load(folder)
-    read_config(folder)  # what is wrong with it is not the tokenizer's fault
+    if not folder.is_file():
+        read_config(folder)  # what is wrong with it is not the tokenizer's fault
     tokenizer = read_tokenizer(folder)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # transformers makes up an empty tokenizer where there are no files.
@@ -145,11 +142,15 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Reads the files of a tokenizer, which need no model beside them.
+    """Reads the files of a tokenizer, which need no model beside them, or the one in a GGUF file.
 
     Raises:
         CheckpointError: they are missing or damaged, or have taken the place of others in part.
     """
+    if folder.is_file():
+        from moe_runtime.checkpoints.gguf import load_tokenizer
+
+        return load_tokenizer(folder)
     from transformers import AutoTokenizer
 
     require_whole(folder)

@@ -106,7 +106,10 @@ class Engine:
         """Takes a request; see `TokenEngine.submit`."""
         self._check(request)
         root = -self._adapters.number(request.adapter)
-        is_apart = self._adapters.goes_alone(request.adapter)
+        # several rows of an adapter's products have other bits than one
+        is_apart = self._adapters.goes_alone(request.adapter) or (
+            self._options.exact and request.adapter is not None
+        )
         with self._changed:
             if not self._is_open:
                 raise EngineClosedError("the server is shutting down and takes no more requests")
@@ -264,7 +267,7 @@ class Engine:
             beside = [] if divides else beside_prompts(decoding, chosen)
             rest = [sequence for sequence in decoding if sequence not in beside]
             most = self._passes.most_together(exact=self._options.exact)
-            for group in groups_of(rest, most, exact=self._options.exact):
+            for group in groups_of(rest, most):
                 self._decode(group)
             if chosen:
                 self._read([*chosen, *((sequence, 1) for sequence in beside)])

@@ -15,21 +15,12 @@ from moe_runtime.serving.sequences import Sequence
 _ORDER = attrgetter("order")
 
 
-def groups_of(
-    sequences: Iterable[Sequence], most_together: int, *, exact: bool
-) -> list[list[Sequence]]:
-    """Those that may decode in one pass, those of one adapter beside each other.
-
-    Args:
-        sequences: that go on by one token.
-        most_together: in a pass.
-        exact: those with an adapter go alone, whose products have other bits for several.
-    """
+def groups_of(sequences: Iterable[Sequence], most_together: int) -> list[list[Sequence]]:
+    """Those that may decode in one pass, as many as may; those of one adapter side by side."""
     together: list[Sequence] = []
     alone: list[Sequence] = []
     for sequence in sequences:
-        is_alone = sequence.is_alone or (exact and sequence.request.adapter is not None)
-        (alone if is_alone else together).append(sequence)
+        (alone if sequence.is_alone else together).append(sequence)
     together.sort(key=attrgetter("root"))
     groups = [
         together[first : first + most_together] for first in range(0, len(together), most_together)

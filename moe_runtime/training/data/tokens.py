@@ -85,14 +85,10 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         CheckpointError: its files are damaged.
         ValueError: as `obtain_tokenizer`.
     """
-    if folder.suffix == ".gguf" and folder.is_file():
-        from moe_runtime.checkpoints import gguf
-
-        tokenizer = gguf.load_tokenizer(folder)
-    elif (folder / "tokenizer.json").is_file():
-        tokenizer = read_tokenizer(folder)
-    else:
+    is_gguf = folder.suffix == ".gguf" and folder.is_file()
+    if not is_gguf and not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder}: has no tokenizer.json, so it is not a tokenizer's folder")
+    tokenizer = read_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{folder}: the tokenizer has no end-of-text token (eos_token), which divides documents"
