@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from moe_runtime.serving.adapters import Adapters
+from moe_runtime.serving.caches.kv_account import PIECE, KVAccount
+from moe_runtime.serving.caches.prefix_files import PrefixDisk
+from moe_runtime.serving.caches.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.engine_options import EngineOptions, capacity_of, rows_of_logits
 from moe_runtime.serving.expert_statistics import expert_statistics
-from moe_runtime.serving.kv_account import PIECE, KVAccount
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.prefix_files import PrefixDisk
 from moe_runtime.serving.prefixes import Prefixes
 from moe_runtime.serving.requests import (
     EngineClosedError,
@@ -29,7 +30,6 @@ from moe_runtime.serving.requests import (
 )
 from moe_runtime.serving.sampling import Sampler
 from moe_runtime.serving.scheduling import Scheduler, beside_prompts, groups_of
-from moe_runtime.serving.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.sequences import Failure, Sequence
 from moe_runtime.serving.step_sizes import StepSizes
 from moe_runtime.serving.turns import Turns

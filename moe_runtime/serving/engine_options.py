@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moe_runtime.inference.budget import bytes_per_token
-from moe_runtime.serving.kv_account import PIECE
+from moe_runtime.serving.caches.kv_account import PIECE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,16 +22,20 @@ from moe_runtime.inference.cpu.attention import ATTENTION, EAGER_ATTENTION
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import Adapters
-from moe_runtime.serving.request_numbers import EngineRequests
-from moe_runtime.serving.requests import TokenLogprob
-from moe_runtime.serving.running_states import have_close_states, own_states, tokens_of_states
-from moe_runtime.serving.sampling import token_logprobs
-from moe_runtime.serving.sequence_cache import (
+from moe_runtime.serving.caches.running_states import (
+    have_close_states,
+    own_states,
+    tokens_of_states,
+)
+from moe_runtime.serving.caches.sequence_cache import (
     BatchCache,
     can_share_a_pass,
     keeps_states,
     new_cache,
 )
+from moe_runtime.serving.request_numbers import EngineRequests
+from moe_runtime.serving.requests import TokenLogprob
+from moe_runtime.serving.sampling import token_logprobs
 from moe_runtime.serving.sequences import Failure, Sequence
 
 LOGPROB_ROWS = 32

@@ -9,10 +9,10 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.serving.kv_account import KVAccount
+from moe_runtime.serving.caches.kv_account import KVAccount
+from moe_runtime.serving.caches.prefix_files import PrefixDisk, PrefixFiles
+from moe_runtime.serving.caches.sequence_cache import BlockCopies, set_room
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.prefix_files import PrefixDisk, PrefixFiles
-from moe_runtime.serving.sequence_cache import BlockCopies, set_room
 from moe_runtime.serving.sequences import Sequence
 
 LEAST_SHARED = 64

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from operator import attrgetter
 from typing import Any, Protocol
 
-from moe_runtime.serving.kv_account import PIECE, KVAccount, rounded_up
+from moe_runtime.serving.caches.kv_account import PIECE, KVAccount, rounded_up
 from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.sequences import Sequence
 

@@ -83,7 +83,7 @@ CASES = {
         {"dry_run": "tests/serving/test_serve_command.py"},
     ),
     "generate": Case(
-        ("moe_runtime.serving.batch_run.run_batch",),
+        ("moe_runtime.serving.batches.batch_run.run_batch",),
         ("models/pocket", "--prompts", "text.txt", "--output", "there"),
         {
             "model": ("", "models/pocket"),

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from engine_events import PATIENCE_S, greedy, request_of
 
+from moe_runtime.serving.batches.offline import Answer, answer_all, order_of_work
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.offline import Answer, answer_all, order_of_work
 from moe_runtime.serving.prefixes import LEAST_SHARED
 from moe_runtime.serving.requests import EngineStatistics, GenerationRequest
 from moe_runtime.serving.sampling import Sampler

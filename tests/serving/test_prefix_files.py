@@ -14,10 +14,10 @@ import torch
 from engine_events import Answer, ask, greedy, request_of
 
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
-from moe_runtime.serving import prefix_files
+from moe_runtime.serving.caches import prefix_files
+from moe_runtime.serving.caches.prefix_files import PrefixDisk, PrefixFiles, identity_of
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.prefix_files import PrefixDisk, PrefixFiles, identity_of
 
 BLOCK, BYTES, FILE = 4, 4080, 4096
 NEW = 6

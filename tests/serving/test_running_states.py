@@ -16,10 +16,10 @@ from tiny_checkpoints import save, tiny_model
 import moe_runtime
 from moe_runtime.inference.budget import bytes_per_token
 from moe_runtime.serving.adapters import Adapters
+from moe_runtime.serving.caches.running_states import BatchStates
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.requests import Event, RequestHandle
-from moe_runtime.serving.running_states import BatchStates
 from moe_runtime.serving.sequences import Sequence
 
 NEW = 8

@@ -24,7 +24,7 @@ from moe_runtime.config import parse_budget
 from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
-    from moe_runtime.serving.batch_run import BatchOutcome
+    from moe_runtime.serving.batches.batch_run import BatchOutcome
 
 _INTERRUPTED, _SOME_FAILED = 130, 2
 _MOST_TOGETHER = 256
@@ -123,7 +123,7 @@ def generate(
     check_output_path(output, "results")
     text = read_text(prompts)
     quiet_transformers(session)
-    from moe_runtime.serving.batch_run import BatchSettings, run_batch
+    from moe_runtime.serving.batches.batch_run import BatchSettings, run_batch
     from moe_runtime.serving.engine_options import EngineOptions
 
     settings = BatchSettings(

@@ -16,6 +16,7 @@ from moe_runtime.errors import CapacityError, blamed_on
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapter_folder import AdapterFolder
 from moe_runtime.serving.adapters import Adapters
+from moe_runtime.serving.caches.prefix_files import PrefixDisk, identity_of
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.models.dividing import divide_host_memory, rest_for_model, with_server
@@ -24,7 +25,6 @@ from moe_runtime.serving.http.models.served_model import ServedModel, serve_mode
 from moe_runtime.serving.http.models.slot_sharing import SlotSharing
 from moe_runtime.serving.http.running import accept_clients, address_of, listen, serve
 from moe_runtime.serving.http.server import Access, Limits, Log, Server
-from moe_runtime.serving.prefix_files import PrefixDisk, identity_of
 from moe_runtime.serving.turns import Turns
 
 _BACKLOG = 2048

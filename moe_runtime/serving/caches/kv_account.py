@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
-from moe_runtime.serving.prefix_index import PrefixIndex
+from moe_runtime.serving.caches.prefix_index import PrefixIndex
 
 PIECE = 16
 """Sequences get room for a multiple of so many tokens."""

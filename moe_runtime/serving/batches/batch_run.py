@@ -26,12 +26,12 @@ from moe_runtime.inference.budget import (
 )
 from moe_runtime.inference.generation import check_options, end_token_ids, stop_strings_of
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.serving.answer_file import AnswerFile
-from moe_runtime.serving.batch_jobs import Batch, Job
-from moe_runtime.serving.batch_lines import read_lines
+from moe_runtime.serving.batches.answer_file import AnswerFile
+from moe_runtime.serving.batches.batch_jobs import Batch, Job
+from moe_runtime.serving.batches.batch_lines import read_lines
+from moe_runtime.serving.batches.offline import Answer, answer_all, tokens_of
+from moe_runtime.serving.caches.kv_account import rounded_up
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.kv_account import rounded_up
-from moe_runtime.serving.offline import Answer, answer_all, tokens_of
 from moe_runtime.serving.requests import EngineStatistics, SamplingOptions
 from moe_runtime.types import RuntimeStats
 

@@ -20,9 +20,9 @@ from moe_runtime.inference.generation import (
     encode_prompt,
 )
 from moe_runtime.inference.incremental_text import IncrementalText
-from moe_runtime.serving.batch_lines import PromptLine
+from moe_runtime.serving.batches.batch_lines import PromptLine
+from moe_runtime.serving.batches.offline import Answer
 from moe_runtime.serving.http.answers.answer_text import AnswerText, Piece
-from moe_runtime.serving.offline import Answer
 from moe_runtime.serving.requests import FinishReason, GenerationRequest, NewToken
 
 _HASH_DIGITS = 32

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 from moe_runtime.inference.kv_cache import give_room
 from moe_runtime.kernels.attention_step import AttentionWeights
 from moe_runtime.kernels.attention_step.several import attention_steps
-from moe_runtime.serving.running_states import BatchStates
+from moe_runtime.serving.caches.running_states import BatchStates
 
 _KNOWN_LAYERS = {
     *("DynamicLayer", "DynamicSlidingWindowLayer"),

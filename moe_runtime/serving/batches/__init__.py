@@ -1,0 +1,1 @@
+"""Files of prompts, answered as many at a time as there is room for."""

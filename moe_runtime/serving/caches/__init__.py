@@ -1,0 +1,1 @@
+"""What is kept of sequences and of beginnings of texts: keys, values, running states."""
