@@ -1,27 +1,30 @@
 """Sequences with running states that decode together: `python benchmarks/state_batches.py --save`.
 
-A model like Qwen3-Next (three layers of linear attention, one of attention, random weights in bf16)
-decodes given tokens of several sequences, all in one pass or one sequence after another, in turn
-(A B B A) in one process. Experts are all in memory, or half of them and read with direct I/O, so
-that the budget is the cap. Tokens are drawn evenly and routing with them: sequences share fewer
-experts than those of a trained model. One sequence alone is compared with the same model on torch's
-own convolutions, and with transformers.
+A model like Qwen3-Next (three layers of linear attention, one of attention, random weights in bf16;
+with ``--shape granite-hybrid`` three layers of Mamba 2) decodes given tokens of several sequences,
+all in one pass or one sequence after another, in turn (A B B A) in one process. Experts are all in
+memory, or half of them and read with direct I/O, so that the budget is the cap. Tokens are drawn
+evenly and routing with them: sequences share fewer experts than those of a trained model. Together
+they are compared with the same model on torch's own convolutions, and on transformers' own steps of
+its states; one alone with transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness.machine import machine_name, run_facts
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Qwen3NextConfig
 
 import moe_runtime
 from moe_runtime.files import write_text
@@ -32,21 +35,44 @@ from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.sequences import Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPE: dict[str, Any] = {
+EXPERTS: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 1024,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 128,
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "num_experts": 128,
     "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
+}
+SHAPES: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "qwen3-next": (
+        Qwen3NextConfig,
+        {
+            **EXPERTS,
+            "head_dim": 128,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "num_experts": 128,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "granite-hybrid": (
+        GraniteMoeHybridConfig,
+        {
+            **EXPERTS,
+            "layer_types": ["mamba"] * 3 + ["attention"],
+            "mamba_n_heads": 32,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "num_local_experts": 128,
+            "intermediate_size": 512,
+            "shared_intermediate_size": 512,
+        },
+    ),
 }
 COUNTS = (1, 4, 8)
 PROMPT_TOKENS = 16
@@ -61,29 +87,29 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as temporary:
         folder = arguments.data or Path(temporary)
         if not (folder / "config.json").is_file():
-            write_model(folder)
+            write_model(folder, arguments.shape)
         if arguments.only_write:
             return
         rows = [row for share in (1.0, 0.5) for row in measure(folder, share, arguments)]
         theirs = measure_transformers(folder, arguments)
     if arguments.save:
         settings = {
-            **SHAPE,
+            **SHAPES[arguments.shape][1],
             "dtype": "bfloat16",
             "prompt_tokens": PROMPT_TOKENS,
             **{name: getattr(arguments, name) for name in ("steps", "rounds", "threads")},
         }
-        name = f"state-batches-{machine_name(facts['machine'])}.json"
+        name = f"state-batches-{arguments.shape}-{machine_name(facts['machine'])}.json"
         result = {**facts, "settings": settings, "rows": rows, "transformers_tokens_per_s": theirs}
         write_text(ROOT / "benchmarks" / "results" / name, json.dumps(result, indent=1) + "\n")
         print(f"written to {name}")
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, shape: str) -> None:
     """A checkpoint whose routing depends on the token: embeddings outweigh what layers add."""
     torch.manual_seed(0)
-    config = Qwen3NextConfig(**SHAPE, dtype="bfloat16")
-    model: Any = Qwen3NextForCausalLM(config)
+    kind, sizes = SHAPES[shape]
+    model: Any = AutoModelForCausalLM.from_config(kind(**sizes, dtype="bfloat16"))
     model.to(torch.bfloat16)
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(std=1.0)
@@ -101,14 +127,13 @@ def measure(folder: Path, share: float, arguments: argparse.Namespace) -> list[d
     with model.moe, torch.inference_mode():
         passes = ModelPasses(model, Adapters(model, {}))
         assert passes.can_join, "the model's sequences cannot decode together"
-        num_tokens = arguments.steps * (2 + 4 * (len(COUNTS) + 1) * arguments.rounds)
+        num_tokens = arguments.steps * (2 + 10 * len(COUNTS) * arguments.rounds)
         sequences = [begin(passes, number, num_tokens) for number in range(max(COUNTS))]
         decode(passes, sequences, 2 * arguments.steps, together=True)  # experts are read
         for count in COUNTS:
             rows.append({"experts_in_memory": model.moe.stats().expert_slots, "share": share})
             rows[-1] |= compare(passes, model, sequences[:count], arguments)
-            if count == 1:
-                rows[-1] |= compare_convolutions(passes, model, sequences[:1], arguments)
+            rows[-1] |= compare_parts(passes, model, sequences[:count], arguments)
             print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     return rows
 
@@ -136,32 +161,51 @@ def compare(
     }
 
 
-def compare_convolutions(
+def compare_parts(
     passes: ModelPasses, model: Any, sequences: Items[Sequence], arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """Tokens a second with our depthwise convolutions and with torch's, in medians of blocks."""
+    """Tokens a second as it is, and with a part that is not ours, in medians of blocks."""
+    rates: dict[str, list[float]] = {}
+    for _ in range(arguments.rounds):
+        for name in ("own", *PARTS, *reversed(PARTS), "own"):
+            with PARTS.get(name, contextlib.nullcontext)(model):
+                begin_s = time.perf_counter()
+                num_tokens = decode(passes, sequences, arguments.steps, together=True)
+                rates.setdefault(name, []).append(num_tokens / (time.perf_counter() - begin_s))
+    return {f"{name}_tokens_per_s": round(statistics.median(own), 2) for name, own in rates.items()}
+
+
+@contextlib.contextmanager
+def torch_convolutions(model: Any) -> Iterator[None]:
+    """Depthwise layers have plain weights."""
     layers = [module for module in model.modules() if type(module) is torch.nn.Conv1d]
     ours = [layer.weight for layer in layers]
-    plain = [torch.nn.Parameter(weight.detach(), requires_grad=False) for weight in ours]
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    for is_plain in (False, True, True, False) * arguments.rounds:
-        for layer, weight in zip(layers, plain if is_plain else ours, strict=True):
-            layer.weight = weight
-        begin_s = time.perf_counter()
-        num_tokens = decode(passes, sequences, arguments.steps, together=True)
-        rates[is_plain].append(num_tokens / (time.perf_counter() - begin_s))
-    return {
-        "our_convolutions_tokens_per_s": round(statistics.median(rates[False]), 2),
-        "torch_convolutions_tokens_per_s": round(statistics.median(rates[True]), 2),
-    }
+    for layer, weight in zip(layers, ours, strict=True):
+        layer.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    yield
+    for layer, weight in zip(layers, ours, strict=True):
+        layer.weight = weight
+
+
+@contextlib.contextmanager
+def transformers_steps(model: Any) -> Iterator[None]:
+    """Layers with recurrent states have their classes' own ``forward``."""
+    layers = [module for module in model.modules() if "forward" in vars(module)]
+    ours = [vars(layer).pop("forward") for layer in layers]
+    yield
+    for layer, forward in zip(layers, ours, strict=True):
+        vars(layer)["forward"] = forward
+
+
+PARTS = {"torch_convolutions": torch_convolutions, "transformers_steps": transformers_steps}
 
 
 def measure_transformers(folder: Path, arguments: argparse.Namespace) -> float:
     """Tokens a second of one sequence in transformers, all experts in memory: the median step's."""
-    model: Any = Qwen3NextForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     generator = torch.Generator().manual_seed(0)
     size = (1, PROMPT_TOKENS + arguments.steps * arguments.rounds)
-    tokens = torch.randint(SHAPE["vocab_size"], size, generator=generator)
+    tokens = torch.randint(EXPERTS["vocab_size"], size, generator=generator)
     rates = []
     with torch.inference_mode():
         cache = model(tokens[:, :PROMPT_TOKENS], use_cache=True).past_key_values
@@ -177,7 +221,7 @@ def begin(passes: ModelPasses, number: int, num_tokens: int) -> Sequence:
     """A sequence whose prompt is read, with the tokens that it goes on with."""
     generator = torch.Generator().manual_seed(number)
     size = (PROMPT_TOKENS + num_tokens + 1,)
-    tokens = torch.randint(SHAPE["vocab_size"], size, generator=generator).tolist()
+    tokens = torch.randint(EXPERTS["vocab_size"], size, generator=generator).tolist()
     prompt = tuple(tokens[:PROMPT_TOKENS])
     request = GenerationRequest(prompt_ids=prompt, max_new_tokens=num_tokens)
     sequence = Sequence(request, lambda event: None, number)
@@ -201,6 +245,7 @@ def decode(passes: ModelPasses, sequences: Items[Sequence], steps: int, *, toget
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-next")
     parser.add_argument("--data", type=Path, help="folder that keeps the weights; else temporary")
     parser.add_argument("--only-write", action="store_true", help="write the weights and end")
     parser.add_argument("--steps", type=int, default=8, help="of a block")

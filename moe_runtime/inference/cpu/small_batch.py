@@ -29,8 +29,10 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
                 setattr(module, name, SmallBatchLinear(child))
             elif type(child) is torch.nn.Conv1d:
                 from moe_runtime.inference.cpu.depthwise import use_shifted_products
+                from moe_runtime.inference.cpu.recurrent_steps import use_recurrent_steps
 
                 use_shifted_products(child)
+                use_recurrent_steps(module)
             elif _is_router(child):
                 child.weight = _SmallBatchWeight.of(cast(torch.nn.Parameter, child.weight))
             elif (norm := _as_rms_norm(child, known_norms)) is not None:

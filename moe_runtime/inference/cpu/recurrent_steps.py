@@ -1,0 +1,286 @@
+"""Steps of one token in layers with recurrent states: linear attention and Mamba 2.
+
+transformers' functions for a CPU allocate several tensors of the states' size at every step. Here
+small products read the states, and two operations change them where they lie.
+
+Shape suffixes: B sequences, H heads, G groups of heads (with keys and queries of their own), K key
+width, V value width, P values of a head, N states of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_runtime.kernels.native import is_differentiated
+
+NORM_EPS = 1e-6
+"""What keeps families from dividing by zero where queries and keys get unit length."""
+
+
+def use_recurrent_steps(layer: torch.nn.Module) -> None:
+    """Gives a layer a ``forward`` whose steps of one token are those of this file.
+
+    Its code is the layer's own. A layer that takes such steps by no known function is left alone.
+    """
+    if "forward" not in vars(layer) and _forward_of(type(layer)) is not None:
+        vars(layer)["forward"] = _Forward(layer)
+
+
+def delta_rule_step(
+    state_BHKV: Tensor,
+    query_BGK: Tensor,
+    key_BGK: Tensor,
+    value_BHV: Tensor,
+    log_decay: Tensor,
+    beta_BH: Tensor,
+) -> Tensor:
+    """A step of the gated delta rule (Gated DeltaNet, 2024, equation 10).
+
+    A head's state decays, forgets a share of what it knows for the key, and learns the value:
+    ``S = decay * S``; ``S += key (beta * (value - key . S))``; the result is ``query . S``.
+
+    Args:
+        state_BHKV: fp32 without gaps; changed in place.
+        query_BGK: fp32, scaled.
+        key_BGK: fp32.
+        value_BHV: in any precision, as what follows.
+        log_decay: at most 0, ``[B, H, 1]``; or ``[B, H, K]``, of each channel (Kimi Linear, 2025).
+        beta_BH: between 0 and 1.
+
+    Returns:
+        ``[B, H, V]`` in fp32.
+    """
+    heads = state_BHKV.shape[1]
+    state, value = state_BHKV.flatten(0, 1), value_BHV.float().flatten(0, 1)
+    decay = log_decay.float().exp().flatten(0, 1)[:, None]
+    both = torch.stack((query_BGK, key_BGK), dim=2)
+    both = both.repeat_interleave(heads // query_BGK.shape[1], dim=1).flatten(0, 1)
+    known = torch.bmm(both * decay, state)
+    learnt = (value - known[:, 1]) * beta_BH.float().flatten()[:, None]
+    state.mul_(decay.transpose(1, 2)).baddbmm_(both[:, 1, :, None], learnt[:, None])
+    overlap = torch.linalg.vecdot(both[:, 0], both[:, 1])[:, None]
+    return torch.addcmul(known[:, 0], overlap, learnt).view_as(value_BHV)
+
+
+def mamba2_step(
+    state_BHPN: Tensor, x_BHP: Tensor, dt_BH: Tensor, A_H: Tensor, B_BGN: Tensor, C_BGN: Tensor
+) -> Tensor:
+    """A step of a state space with one decay a head (Mamba 2, 2024, section 5).
+
+    ``S = exp(dt * A) * S + x (dt * B)``; the result is ``S . C``.
+
+    Args:
+        state_BHPN: fp32 without gaps; changed in place.
+        x_BHP: in any precision, as what follows.
+        dt_BH: at least 0.
+        A_H: below 0.
+        B_BGN: what the states take in.
+        C_BGN: what is read of them.
+
+    Returns:
+        ``[B, H, P]`` in fp32.
+    """
+    in_group = state_BHPN.shape[1] // B_BGN.shape[1]
+    B, C = (part.repeat_interleave(in_group, dim=1)[:, :, None] for part in (B_BGN, C_BGN))
+    decay = torch.exp(dt_BH.float() * A_H.float())[..., None, None]
+    taken = dt_BH[..., None, None] * B
+    state_BHPN.mul_(decay).addcmul_(x_BHP.float()[..., None], taken.float())
+    # as a row: torch is five times slower with a column
+    read = torch.bmm(C.float().flatten(0, 1), state_BHPN.flatten(0, 1).transpose(1, 2))
+    return read.view_as(x_BHP)
+
+
+class _Forward:
+    """The ``forward`` of a layer, with steps of this file."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._layer = layer
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        forward = _forward_of(type(self._layer))
+        assert forward is not None
+        return forward(self._layer, *args, **options)
+
+
+@functools.cache
+def _forward_of(kind: type[torch.nn.Module]) -> Callable[..., Any] | None:
+    """The class's own function, which finds our steps under the names it calls them by."""
+    function: Any = inspect.unwrap(kind.forward)
+    if not inspect.isfunction(function):
+        return None
+    names = _STEPS.keys() & function.__code__.co_names & function.__globals__.keys()
+    theirs = {name: function.__globals__[name] for name in names}
+    steps = {
+        name: functools.partial(_STEPS[name][0], own)
+        for name, own in theirs.items()
+        if _compute_the_same(own, *_STEPS[name])
+    }
+    if not steps:
+        return None
+    return types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **steps},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+def _delta_rule(
+    theirs: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' function of this rule, whose last state is copied to the first one's place."""
+    if (
+        initial_state is None
+        or not output_final_state
+        or query.shape[1] != 1
+        or _are_packed(options)
+        or not _can_change(initial_state, query, key, value, g, beta)
+    ):
+        return theirs(
+            query,
+            key,
+            value,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **options,
+        )
+    query_BGK, key_BGK = query[:, 0].float(), key[:, 0].float()
+    if use_qk_l2norm_in_kernel:
+        query_BGK, key_BGK = _unit_length(query_BGK), _unit_length(key_BGK)
+    query_BGK = query_BGK * query.shape[-1] ** -0.5
+    log_decay = g[:, 0] if g.ndim == 4 else g[:, 0, :, None]
+    parts = (query_BGK, key_BGK, value[:, 0], log_decay, beta[:, 0])
+    mixed_BHV = delta_rule_step(initial_state, *parts)
+    return mixed_BHV[:, None].to(query.dtype), initial_state
+
+
+def _mamba2(
+    theirs: Callable[..., Any],
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """transformers' function of this step, which changes the state in place."""
+    is_one_a_head = dt.stride(2) == 0 and A.stride()[1:] == (0, 0)
+    if (
+        not is_one_a_head
+        or _are_packed(options)
+        or not _can_change(state, hidden_states, dt, A, B, C, D, dt_bias, z)
+    ):
+        parts = (state, hidden_states, dt, A, B, C, D)
+        return theirs(*parts, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt_BH = F.softplus(dt[..., 0]) if dt_softplus else dt[..., 0]
+    y = mamba2_step(state, hidden_states, dt_BH, A[:, 0, 0], B, C).to(C.dtype)
+    if D is not None:
+        y = y + hidden_states * D
+    if z is not None:
+        y = y * F.silu(z)
+    return y.to(hidden_states.dtype)
+
+
+def _compute_the_same(
+    theirs: Callable[..., Any], step: Callable[..., Any], sample: Callable[[], dict[str, Tensor]]
+) -> bool:
+    """Whether a family's function differs from ours by roundings alone."""
+    results = []
+    for function in (inspect.unwrap(theirs), functools.partial(step, None)):
+        arguments = sample()
+        try:
+            result = function(**arguments)
+        except TypeError:  # it takes other arguments, or ours asks for it
+            return False
+        results.append(result if isinstance(result, tuple) else (result, arguments["state"]))
+    return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in zip(*results, strict=True))
+
+
+def _delta_sample(*, by_channel: bool) -> dict[str, Any]:
+    """Arguments of ``_delta_rule``, with a key so short that it shows how its length is taken."""
+    random = functools.partial(torch.rand, generator=torch.Generator().manual_seed(0))
+    shape = (2, 1, 3, 4)
+    query, key, value = random(3, *shape)
+    key[0] *= NORM_EPS**0.5
+    return {
+        **{"query": query, "key": key, "value": value, "initial_state": random(2, 3, 4, 4)},
+        **{"g": -random(shape if by_channel else shape[:3]), "beta": random(shape[:3])},
+        **{"output_final_state": True, "use_qk_l2norm_in_kernel": True},
+    }
+
+
+def _mamba2_sample() -> dict[str, Any]:
+    """Arguments of ``_mamba2``."""
+    random = functools.partial(torch.rand, generator=torch.Generator().manual_seed(0))
+    batch, heads, groups, dim, num_states = 2, 4, 2, 3, 5
+    return {
+        **{"state": random(batch, heads, dim, num_states), "hidden_states": random(2, heads, dim)},
+        "dt": random(batch, heads, 1).expand(-1, -1, dim),
+        "A": (-random(heads))[:, None, None].expand(-1, dim, num_states),
+        **{"B": random(batch, groups, num_states), "C": random(batch, groups, num_states)},
+        "D": random(heads)[:, None].expand(-1, dim),
+        "dt_bias": random(heads)[:, None].expand(-1, dim),
+        **{"dt_softplus": True, "z": random(batch, heads, dim)},
+    }
+
+
+_STEPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
+    "torch_recurrent_gated_delta_rule": (
+        _delta_rule,
+        functools.partial(_delta_sample, by_channel=False),
+    ),
+    "recurrent_kimi_delta_attention": (
+        _delta_rule,
+        functools.partial(_delta_sample, by_channel=True),
+    ),
+    "mamba2_selective_state_update": (_mamba2, _mamba2_sample),
+}
+"""What stands for transformers' functions, by their names, and arguments to compare both with."""
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + NORM_EPS)
+
+
+def _are_packed(options: dict[str, Any]) -> bool:
+    """Whether rows hold several sequences, which transformers' functions refuse."""
+    return any(options.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
+
+
+def _can_change(state: Tensor, *parts: Tensor | None) -> bool:
+    """Whether a state can be changed where it lies, with nothing to be differentiated."""
+    return (
+        state.dtype is torch.float32
+        and state.is_cpu
+        and state.is_contiguous()
+        and not is_differentiated(state, *parts)
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+    )

@@ -1,0 +1,191 @@
+"""Steps of layers with recurrent states, against fp64 and beside transformers' own functions."""
+
+import copy
+import functools
+import inspect
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import tiny_checkpoints
+import torch
+from moe_families import FAMILIES
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+import moe_runtime
+from moe_runtime.inference.cpu import recurrent_steps
+from moe_runtime.inference.cpu.recurrent_steps import delta_rule_step, mamba2_step
+from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
+
+EPS = torch.finfo(torch.float32).eps
+STEPS = {
+    "Qwen3Next": "torch_recurrent_gated_delta_rule",
+    "Qwen3_5Moe": "torch_recurrent_gated_delta_rule",
+    "KimiLinear": "recurrent_kimi_delta_attention",
+    "GraniteMoeHybrid": "mamba2_selective_state_update",
+    "NemotronH": "mamba2_selective_state_update",
+}
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize(("batch", "heads", "groups"), [(1, 1, 1), (3, 4, 2), (2, 3, 3), (0, 2, 1)])
+def test_delta_rule_against_fp64(batch: int, heads: int, groups: int, by_channel: bool):
+    torch.manual_seed(0)
+    key_dim, value_dim = 13, 7
+    state = torch.randn(batch, heads, key_dim, value_dim)
+    query, key = torch.randn(2, batch, groups, key_dim) / key_dim**0.5
+    value, beta = torch.randn(batch, heads, value_dim), torch.rand(batch, heads)
+    decay = -torch.rand(batch, heads, key_dim if by_channel else 1)
+    exact, size = state.double(), state.abs().double()
+    out = torch.empty(batch, heads, value_dim).double()
+    out_size = torch.empty_like(out)
+    for row, head in itertools.product(range(batch), range(heads)):
+        group = head // (heads // groups)
+        q, k = query[row, group].double(), key[row, group].double()
+        factor = decay[row, head].double().exp().reshape(-1, 1)
+        old, old_size = factor * exact[row, head], factor * size[row, head]
+        learnt = beta[row, head].double() * (value[row, head].double() - k @ old)
+        learnt_size = beta[row, head] * (value[row, head].abs() + k.abs() @ old_size)
+        exact[row, head] = old + torch.outer(k, learnt)
+        size[row, head] = old_size + torch.outer(k.abs(), learnt_size)
+        out[row, head], out_size[row, head] = q @ exact[row, head], q.abs() @ size[row, head]
+    found = delta_rule_step(state, query, key, value, decay, beta)
+    # a sum over the key's width within another, and a few single operations
+    roundings = 2 * key_dim + 8
+    assert ((state - exact).abs() <= roundings * EPS * size).all()
+    assert ((found - out).abs() <= roundings * EPS * out_size).all()
+
+
+@pytest.mark.parametrize(("batch", "heads", "groups"), [(1, 1, 1), (3, 4, 2), (2, 3, 3), (0, 2, 1)])
+def test_mamba2_against_fp64(batch: int, heads: int, groups: int):
+    torch.manual_seed(0)
+    dim, num_states = 5, 11
+    state = torch.randn(batch, heads, dim, num_states)
+    x, dt, A = torch.randn(batch, heads, dim), torch.rand(batch, heads), -torch.rand(heads)
+    B, C = torch.randn(2, batch, groups, num_states)
+    wide_B, wide_C = (part.double().repeat_interleave(heads // groups, 1) for part in (B, C))
+    factor = torch.exp(dt.double() * A.double())[..., None, None]
+    taken = (dt[..., None] * wide_B)[:, :, None] * x.double()[..., None]
+    exact, size = (factor * old.double() + new for old, new in
+                   ((state, taken), (state.abs(), taken.abs())))  # fmt: skip
+    found = mamba2_step(state, x, dt, A, B, C)
+    roundings = num_states + 8
+    assert ((state - exact).abs() <= 8 * EPS * size).all()
+    out_size = torch.einsum("bhpn,bhn->bhp", size, wide_C.abs())
+    expected = torch.einsum("bhpn,bhn->bhp", exact, wide_C)
+    assert ((found - expected).abs() <= roundings * EPS * out_size).all()
+
+
+def family_of(name: str) -> Any:
+    return next(row for row in FAMILIES if str(row) == f"{name}ForCausalLM")
+
+
+def layers_with_steps(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if "forward" in vars(module)]
+
+
+class Calls:
+    """Takes the place of transformers' function of a step where a model's class finds it."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+        self.count = 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.count += 1
+        return self.theirs(*args, **options)
+
+
+def watch(layer: torch.nn.Module, name: str, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Counts the calls of transformers' function by a layer of a loaded model."""
+    globals_of_forward = cast(Any, recurrent_steps._forward_of(type(layer))).__globals__
+    step = globals_of_forward[name]
+    calls = Calls(step.args[0])
+    watched = functools.partial(step.func, calls)
+    monkeypatch.setitem(globals_of_forward, name, watched)
+    return calls
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_models_step_as_transformers_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In fp32 both differ by roundings alone."""
+    family = family_of(name)
+    original = tiny_checkpoints.tiny_model(family)
+    torch.manual_seed(0)
+    tiny_checkpoints.randomise(original)
+    tiny_checkpoints.save(original, tmp_path, sharded=False)
+    with torch.no_grad():
+        theirs = tiny_checkpoints.prompt_and_step_logits(original, family)
+    model: Any = moe_runtime.load(tmp_path, device="cpu", max_tokens=64)
+    with model.moe:
+        own = layers_with_steps(model)
+        calls = watch(own[0], STEPS[name], monkeypatch)
+        with torch.no_grad():
+            ours = tiny_checkpoints.prompt_and_step_logits(model, family)
+        assert calls.count == 0
+        for found, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for layer in (copy.deepcopy(own[0]), pickle.loads(pickle.dumps(own[0]))):
+            assert vars(layer)["forward"]._layer is layer
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "NemotronH"])
+def test_what_ours_cannot_do_is_left_to_transformers(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Gradients, and autocast."""
+    family = family_of(name)
+    torch.manual_seed(0)
+    original = tiny_checkpoints.tiny_model(family)
+    tiny_checkpoints.randomise(original)
+    model = copy.deepcopy(original)
+    use_small_batch_layers(model)
+    own = layers_with_steps(model)
+    calls = watch(own[0], STEPS[name], monkeypatch)
+    with_gradients: Any = inspect.unwrap(tiny_checkpoints.prompt_and_step_logits)
+    theirs, ours = (with_gradients(each, family) for each in (original, model))
+    assert calls.count == len(own)
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        tiny_checkpoints.prompt_and_step_logits(model, family)
+    assert calls.count == 2 * len(own)
+
+
+def test_a_function_of_another_meaning_is_left_alone():
+    """By the same name: another scale, other arguments; and where ours cannot try."""
+    theirs = qwen3_next.torch_recurrent_gated_delta_rule
+    row = recurrent_steps._STEPS["torch_recurrent_gated_delta_rule"]
+    assert recurrent_steps._compute_the_same(theirs, *row)
+
+    def scaled(**options: Any) -> Any:
+        out, state = theirs(**options)
+        return 1.01 * out, state
+
+    assert not recurrent_steps._compute_the_same(scaled, *row)
+    assert not recurrent_steps._compute_the_same(lambda q, k: q, *row)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not recurrent_steps._compute_the_same(theirs, *row)
+    assert recurrent_steps._forward_of(torch.nn.Linear) is None
+
+
+@pytest.mark.parametrize("heads", [1, 16])
+def test_a_sequence_has_the_same_bits_beside_others(heads: int):
+    torch.manual_seed(0)
+    batch, width = 8, 128
+    state = torch.randn(batch, heads, width, width)
+    query, key, value = torch.randn(3, batch, heads, width)
+    decay, beta = -torch.rand(batch, heads, 1), torch.rand(batch, heads)
+    states = state.clone()
+    together = delta_rule_step(states, query, key, value, decay, beta)
+    read = mamba2_step(other := state.clone(), query, beta, decay[0, :, 0], key, value)
+    for row in range(batch):
+        own = slice(row, row + 1)
+        parts = (part[own] for part in (query, key, value, decay, beta))
+        assert torch.equal(delta_rule_step(alone := state[own].clone(), *parts), together[own])
+        assert torch.equal(alone, states[own])
+        parts = (query[own], beta[own], decay[0, :, 0], key[own], value[own])
+        assert torch.equal(mamba2_step(alone := state[own].clone(), *parts), read[own])
+        assert torch.equal(alone, other[own])
