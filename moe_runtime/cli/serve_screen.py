@@ -36,6 +36,7 @@ def announce(ready: Ready, settings: ServeSettings, *, as_json: bool) -> None:
                 "model": model.name,
                 "max_request_tokens": model.engine.most_request_tokens,
                 "budget_bytes": some.budget_bytes,
+                "adapter_bytes": model.engine.statistics().adapter_bytes,
             }
             for model, some in zip(models, stats, strict=True)
         ]
@@ -54,6 +55,7 @@ def announce(ready: Ready, settings: ServeSettings, *, as_json: bool) -> None:
         ("page, metrics", f"{ready.address}/  {ready.address}/metrics"),
     ]
     for model, some in zip(models, stats, strict=True):
+        working = model.engine.statistics()
         kept = min(some.expert_slots * some.slot_bytes, some.expert_bytes)
         rows += [
             ("model", model.name),
@@ -64,10 +66,11 @@ def announce(ready: Ready, settings: ServeSettings, *, as_json: bool) -> None:
             ),
             (
                 "requests",
-                f"{model.engine.most_request_tokens} tokens each, "
-                f"{model.engine.statistics().kv_capacity} at a time",
+                f"{model.engine.most_request_tokens} tokens each, {working.kv_capacity} at a time",
             ),
         ]
+        if working.adapter_bytes:
+            rows.append(("adapters", f"{format_bytes(working.adapter_bytes)} of memory beside it"))
     rows += [("adapter", f"{adapter.name} of {adapter.parent}") for adapter in ready.adapters]
     print_rows("serving", rows, to_stderr=True)
     path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'

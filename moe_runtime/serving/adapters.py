@@ -36,6 +36,7 @@ class Adapters:
     another; those used last stay longest.
 
     Attributes:
+        max_bytes: of those that are in memory at a time.
         num_reads: times that one was read from its files.
     """
 
@@ -58,7 +59,7 @@ class Adapters:
             ValueError: ``max_bytes`` is less than one of them needs.
         """
         self._folders = folders
-        self._max_bytes = resident_bytes(folders, max_bytes)
+        self.max_bytes = resident_bytes(folders, max_bytes)
         self._numbers = {name: number for number, name in enumerate(folders, 1)}
         self._modules = dict(model.named_modules())
         self._alone: set[str] = set()
@@ -98,11 +99,11 @@ class Adapters:
         if name is None:
             return True
         in_use = set(self._users.values())
-        if self._num_bytes({*in_use, name}) > self._max_bytes:
+        if self._num_bytes({*in_use, name}) > self.max_bytes:
             return False
         pairs = self._resident.pop(name, None)
         for other in [one for one in self._resident if one not in in_use]:
-            if self._num_bytes({*self._resident, name}) <= self._max_bytes:
+            if self._num_bytes({*self._resident, name}) <= self.max_bytes:
                 break
             del self._resident[other]
         self._resident[name] = pairs
@@ -155,7 +156,7 @@ class Adapters:
         Raises:
             AssertionError: they do not.
         """
-        assert self._num_bytes(self._resident) <= self._max_bytes
+        assert self._num_bytes(self._resident) <= self.max_bytes
         assert set(self._users.values()) <= self._resident.keys()
 
     def _num_bytes(self, names: Iterable[str]) -> int:

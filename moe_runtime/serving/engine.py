@@ -21,6 +21,7 @@ from moe_runtime.serving.prefixes import Prefixes
 from moe_runtime.serving.requests import (
     EngineClosedError,
     EngineStatistics,
+    Finished,
     FinishReason,
     GenerationRequest,
     NewToken,
@@ -142,6 +143,7 @@ class Engine:
             steps=counts["steps"],
             preemptions=self._scheduler.num_preemptions,
             adapter_reads=self._adapters.num_reads,
+            adapter_bytes=self._adapters.max_bytes,
             prompt_tokens=counts["prompt_tokens"],
             prefix_hit_tokens=counts["prefix_hit_tokens"],
             prefix_disk_hit_tokens=self._prefixes.num_disk_tokens,
@@ -244,7 +246,7 @@ class Engine:
             while self._arrived:
                 self._scheduler.add(self._arrived.popleft())
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
-            self._finish(sequence, reason, "the engine was closed")
+            self._finish(sequence, Finished(reason, "the engine was closed"))
         with self._changed:
             self._changed.notify_all()
 
@@ -252,13 +254,13 @@ class Engine:
         """One more token for all who decode, and some tokens of prompts."""
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
             if sequence.is_cancelled:
-                self._finish(sequence, "cancelled")
+                self._finish(sequence, Finished("cancelled"))
         look_up, is_held = self._prefixes.look_up, self._prefixes.are_coming
         while (sequence := self._scheduler.next_to_start(look_up, is_held)) is not None:
             with Failure() as failure:
                 self._start(sequence)
             if failure.has_failed:
-                self._finish(sequence, "error", failure.message)
+                self._finish(sequence, failure.finished)
         decoding = self._scheduler.make_room(self._scheduler.decoding())
         divides = self._options.exact or not self._passes.reads_together
         chosen = self._scheduler.prompts(*self._prompt_sizes(bool(decoding)), exact=divides)
@@ -351,39 +353,31 @@ class Engine:
         with Failure() as failure:
             token = sequence.sampler.choose(logits_V, sequence.answer)
         if token is None:
-            is_constrained = failure.is_constrained
-            self._finish(sequence, "error", failure.message, is_constrained=is_constrained)
+            self._finish(sequence, failure.finished)
             return
         self._counts["generated_tokens"] += 1
         reason = sequence.add(token)
         if reason is not None:
-            self._finish(sequence, reason)
+            self._finish(sequence, Finished(reason))
 
     def _fail(self, sequences: list[Sequence], failure: Failure) -> None:
         """A pass failed: it was one sequence's, or each tries again alone."""
         self._sizes.ignore_step()
         for sequence in sequences:
             if len(sequences) == 1:
-                self._finish(sequence, "error", failure.message)
+                self._finish(sequence, failure.finished)
             else:
                 sequence.is_alone = True
                 self._scheduler.preempt(sequence)
 
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        message: str | None = None,
-        *,
-        is_constrained: bool = False,
-    ) -> None:
-        if reason != "error" and not self._is_closed:
+    def _finish(self, sequence: Sequence, finished: Finished) -> None:
+        if finished.reason != "error" and not self._is_closed:
             with Failure():
                 self._prefixes.take_over(sequence, lambda: self._account.release(sequence))
         self._scheduler.remove(sequence)
         self._passes.requests.end(sequence.number)
-        self._finished[reason] += 1
-        sequence.finish(reason, message, is_constrained=is_constrained)
+        self._finished[finished.reason] += 1
+        sequence.finish(finished)
 
 
 class EngineHandle:

@@ -245,11 +245,13 @@ class Finished:
         reason: ``"stop"`` at one of ``stop_ids``, ``"length"`` at ``max_new_tokens``,
             ``"cancelled"`` by its handle or the end of the engine, ``"error"`` where a step failed.
         message: of an error, one line.
+        cause: what the error came from, one line: for the log, as it may name the server's files.
         is_constrained: whether the request's own constraint is at fault for the error.
     """
 
     reason: FinishReason
     message: str | None = None
+    cause: str | None = None
     is_constrained: bool = False
 
 
@@ -307,6 +309,7 @@ class EngineStatistics:
         steps: forward passes.
         preemptions: times that a running request lost its KV cache to another.
         adapter_reads: times that a LoRA adapter was read from its files.
+        adapter_bytes: of memory that adapters have at most.
         prompt_tokens: of all requests, cached ones included.
         prefix_hit_tokens: prompt tokens that were found in the prefix cache.
         prefix_disk_hit_tokens: those of them that were found on the disk.
@@ -324,6 +327,7 @@ class EngineStatistics:
     steps: int
     preemptions: int
     adapter_reads: int
+    adapter_bytes: int
     prompt_tokens: int
     prefix_hit_tokens: int
     prefix_disk_hit_tokens: int

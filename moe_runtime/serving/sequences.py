@@ -34,14 +34,12 @@ class Failure:
 
     Attributes:
         has_failed: whether the block raised.
-        message: the error in one line.
-        is_constrained: whether a request's own constraint is at fault.
+        finished: what a request that fails with it is told.
     """
 
     def __init__(self) -> None:
         self.has_failed = False
-        self.message = ""
-        self.is_constrained = False
+        self.finished = Finished("error")
 
     def __enter__(self) -> Failure:
         return self
@@ -55,9 +53,18 @@ class Failure:
         if not isinstance(error, Exception):
             return False
         self.has_failed = True
-        self.message = " ".join(str(error).split()) or type(error).__name__
-        self.is_constrained = isinstance(error, ConstraintError)
+        cause = error.__cause__
+        self.finished = Finished(
+            "error",
+            _line_of(error),
+            cause=None if cause is None else _line_of(cause),
+            is_constrained=isinstance(error, ConstraintError),
+        )
         return True
+
+
+def _line_of(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class Sequence:
@@ -169,14 +176,12 @@ class Sequence:
             return "stop"
         return "length" if len(self.answer) >= request.max_new_tokens else None
 
-    def finish(
-        self, reason: FinishReason, message: str | None = None, *, is_constrained: bool = False
-    ) -> None:
+    def finish(self, finished: Finished) -> None:
         """Tells that it has ended; told once."""
         if not self.is_finished:
             self.is_finished = True
             self.stop()
-            self._tell(Finished(reason, message, is_constrained))
+            self._tell(finished)
             self._on_event = _hear_nothing  # who listens holds this sequence: neither would go
 
     def _tell(self, event: Event) -> None:

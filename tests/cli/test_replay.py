@@ -123,7 +123,10 @@ def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
         (["--capacity", ""], "must be shares such as"),
         (["--expert-size", "1MB"], "--expert-size is about modelled time; give --bandwidth"),
         (["--expert-size", "1MB,2MB,3MB"], "one size, 2 for the layers, or 16 for the experts"),
-        (["--expert-size", "1MB,0"], "--expert-size must be positive, got '0'"),
+        (
+            ["--expert-size", "1MB,0"],
+            "--expert-size must be at least one byte, such as 512MiB, got '0'",
+        ),
         (["--expert-size", "large,1MB"], "--expert-size: expected a size such as"),
         (["--expert-size", "large", "--bandwidth", "1GB"], "--expert-size: expected a size such"),
         (
@@ -136,7 +139,7 @@ def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
         (["--predictor", "previous-token"], "say how fast the link is"),
         (["--predictor", "previous-token", "--bandwidth", "1GB"], "needs a training trace"),
         (["--policy", "predicted"], "needs a predictor"),
-        (["--bandwidth", "0"], "--bandwidth must be positive, got '0'"),
+        (["--bandwidth", "0"], "--bandwidth must be at least one byte, such as 512MiB, got '0'"),
         (["--bandwidth", "fast"], "--bandwidth: expected a size"),
         (["--polcy", "lru"], "No such option"),
     ],

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 import threading
 import types
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import moe_runtime
 from moe_runtime.cli.main import main
+from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
 from moe_runtime.serving.adapter_folder import AdapterFolder
 from moe_runtime.serving.adapters import Adapters
@@ -176,6 +178,7 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(
         message = answers[1].finished.message or ""
         assert message.startswith("the adapter 'wide' cannot be read")
         assert str(tmp_path) not in message
+        assert str(file) in (answers[1].finished.cause or "")  # the operator's log has it
         for answer, name in ((answers[0], None), (answers[2], "narrow")):
             require_same(answer, expected[name, PROMPTS[0]])
         away.rename(file)
@@ -302,9 +305,26 @@ def test_adapters_are_models_of_the_server(
             _, answer = site.ask("/v1/completions", {**body, "return_token_ids": True})
             assert answer["model"] == asked
             assert answer["choices"][0]["token_ids"] == expected[name, PROMPTS[0]][0]
+        chat = {"model": "wide", "messages": [{"role": "user", "content": "a"}]}
+        status, answer = site.ask("/v1/chat/completions", chat)
+        assert status == 400
+        assert "base has no chat template" in answer["error"]["message"]
         metrics = site.ask("/metrics")[1]
         assert 'vllm:generation_tokens_total{engine="0",model_name="base"} 18.0' in metrics
         assert "wide" not in metrics
+
+
+def test_the_first_screen_has_the_memory_of_adapters(
+    base: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for item in folders.items() for word in ("--adapter", "=".join(map(str, item)))]
+    options = ["--host-memory", "64MiB", "--max-tokens", "64", "--port", "0", "--dry-run"]
+    assert main(["serve", str(base), *options, *words]) == 0
+    whole = sum(AdapterFolder(folder).num_bytes for folder in folders.values())
+    assert re.search(rf"adapters +{format_bytes(whole)} of memory", capsys.readouterr().err)
+    assert main(["serve", str(base), *options, *words, "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)["models"]
+    assert model["adapter_bytes"] == whole
 
 
 def changed(folder: Path, place: Path, **settings: Any) -> Path:

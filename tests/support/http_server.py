@@ -219,6 +219,7 @@ class ScriptedEngine:
             steps=5,
             preemptions=1,
             adapter_reads=3,
+            adapter_bytes=0,
             prompt_tokens=50,
             prefix_hit_tokens=20,
             prefix_disk_hit_tokens=16,

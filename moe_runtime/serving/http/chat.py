@@ -61,7 +61,7 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
     check_choices(body, 1, most_choices)
     template = model.template
     if template is None:
-        raise without_template(model.name)
+        raise without_template(model.parent or model.name)
     _check_combinations(body)
     tools = _tools_in_use(body)
     if tools and template.tools is None and not template.is_harmony:

@@ -195,7 +195,8 @@ class Generation:
             )
         if event.reason == "error":
             problem = event.message or "the model failed"
-            raise ApiError(problem, status=500, code="generation_failed", logged=problem)
+            logged = problem if event.cause is None else f"{problem} ({event.cause})"
+            raise ApiError(problem, status=500, code="generation_failed", logged=logged)
         if event.reason == "cancelled":
             raise ApiError("the server is shutting down", status=503, code="shutting_down")
         return choice.text.end(event.reason)

@@ -182,17 +182,18 @@ def test_metrics_have_the_counts_of_the_engine_and_of_requests(tokenizer: Any) -
 
 
 def test_a_failed_step_is_an_error_before_and_within_a_stream(tokenizer: Any) -> None:
-    events = [PromptRead(0), NewToken(7), Finished("error", "expert 3 of layer 1: input/output")]
+    failure = Finished("error", "expert 3 of layer 1: input/output", cause="of a file there")
+    events = [PromptRead(0), NewToken(7), failure]
     with scripted(tokenizer, events) as (site, _):
         status, answer = site.ask("/v1/completions", BODY)
         assert (status, answer["error"]["code"]) == (500, "generation_failed")
-        assert "expert 3 of layer 1" in answer["error"]["message"]
+        assert answer["error"]["message"] == failure.message
         *_, last = site.stream("/v1/completions", BODY)
         assert last["error"]["code"] == "generation_failed"
         _, text = site.ask("/metrics")
     logged = [fields for event, fields in site.log if event == "request"]
     assert [fields["status"] for fields in logged] == [500, 500]
-    assert all("expert 3 of layer 1" in fields["error"] for fields in logged)
+    assert {fields["error"] for fields in logged} == {f"{failure.message} ({failure.cause})"}
     assert 'moe:http_responses_total{path="/v1/completions",status="500"} 2.0' in text
 
 
