@@ -186,7 +186,7 @@ def tested_formats() -> dict[str, list[str]]:
         if name is not None and isinstance(family, ast.Call):
             _, model_class = (ast.literal_eval(one) for one in family.args[:2])
             found.setdefault(model_class, set()).add(name.partition("-")[2])
-    for file in ("gguf_checkpoints.py", "gguf_corrected_gates.py"):
+    for file in ("gguf_checkpoints.py", "gguf_corrected_gates.py", "gguf_linear_attention.py"):
         for _, args in _calls(file, "Family"):
             found.setdefault(ast.literal_eval(args[1]), set()).add("GGUF")
     return {model_class: sorted(names) for model_class, names in found.items()}

@@ -94,6 +94,8 @@ class DenseReader:
                 )
             flat = self.bytes_of(entry.name, entry.file, entry.offset, entry.num_bytes)
             values = flat.view(dtype).view(entry.shape)
+        if entry.convert is not None:
+            values = entry.convert(values)
         self.report(entry)
         return values
 

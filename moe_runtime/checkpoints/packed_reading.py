@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ def read_matrix(reader: DenseReader, weight: PackedWeight) -> QuantizedMatrix:
     """
     parts = weight.ranges(0, 1, weight.num_rows)
     matrix = weight.packing.matrix(_parts(reader, weight, parts))
+    if weight.convert is not None:
+        matrix = dataclasses.replace(matrix, codes=weight.convert(matrix.codes))
     reader.report(weight)
     return matrix
 

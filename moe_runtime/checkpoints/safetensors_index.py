@@ -16,7 +16,7 @@ Format: https://github.com/huggingface/safetensors#format
 """
 
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
@@ -81,6 +81,7 @@ class TensorEntry:
         shape: sizes of the dimensions, row-major; empty for a scalar.
         offset: first byte, counted from the beginning of the file.
         num_bytes: length in bytes; the tensor is contiguous.
+        convert: makes the model's values of those in the file; None where they are these.
     """
 
     name: str
@@ -89,6 +90,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    convert: Callable[[Any], Any] | None = None
 
 
 class _Span(NamedTuple):

@@ -292,6 +292,10 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         ("glm4moe", {"rope.dimension_count": 99}, "rope.dimension_count of 1 to 16, found 99"),
         ("minimax-m2", {"attention.head_count": 7}, "as many rows for each head, found 7"),
         ("ernie4_5-moe", {"rope.dimension_count": 8}, "turn all values of a head"),
+        ("qwen35moe", {"ssm.time_step_rank": 5}, r"whole heads.*found \[192, 5, 2\]"),
+        ("qwen35moe", {"ssm.group_count": 0}, "ssm.group_count of at least 1 .*found 0"),
+        ("qwen35moe", {"rope.dimension_count": 99}, "rope.dimension_count of 1 to 32, found 99"),
+        ("qwen35moe", {"block_count": 2**31}, "as many layers as it has tensors"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(
@@ -302,6 +306,16 @@ def test_what_a_family_does_not_compute_is_refused(
     named = {f"{architecture}.{key}": number for key, number in numbers.items()}
     file = rewritten(written.folder, tmp_path / "a.gguf", numbers=named)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
+        read(file)
+
+
+def test_convolutions_are_no_quantised_weights(tmp_path: Path) -> None:
+    sample = next(sample for sample in SAMPLES if sample.architecture == "qwen35moe")
+    written = gguf_checkpoints.write(sample, tmp_path)
+    codes = np.zeros((320, 34), np.uint8)
+    stored = {"blk.0.ssm_conv1d.weight": (codes, gguf.GGMLQuantizationType.Q8_0)}
+    file = rewritten(written.folder, tmp_path / "a.gguf", instead=stored)
+    with pytest.raises(UnsupportedModelError, match=r"conv1d\.weight is quantised; expected F32"):
         read(file)
 
 

@@ -6,7 +6,7 @@ Shape suffixes: N rows (outputs), K columns (inputs) of a matrix.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -75,6 +75,8 @@ class PackedWeight:
         zero_points: as the scales, or None.
         global_scale: one number, or one for each matrix, or None.
         is_transposed: whether the model holds `[*lead, K, N]`.
+        convert: makes the model's values of those in the file; None where they are these.
+        moves_rows: whether it only moves rows, of codes as well.
     """
 
     name: str
@@ -87,6 +89,8 @@ class PackedWeight:
     zero_points: TensorEntry | None = None
     global_scale: TensorEntry | None = None
     is_transposed: bool = False
+    convert: Callable[[Tensor], Tensor] | None = None
+    moves_rows: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 
 from moe_runtime.checkpoints.formats import PackedWeight
 from moe_runtime.checkpoints.gguf.architectures import (
+    ValueChange,
     architecture_of,
     named_weights,
     settings_of,
@@ -38,6 +40,8 @@ _BLOCKS: dict[int, BlockName] = {
 }
 """ggml's numbers of types."""
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
+_LAYER_OR_END = re.compile(r"^model\.layers\.\d+\.|\.weight$")
+"""What is around the name of a part."""
 _ONE_ROW = "moe_statics.e_score_correction_bias"
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -74,6 +78,8 @@ def read_model(
         else:
             packed[name] = _packed(name, tensor, expert, file)
             entries[name] = packed[name].codes
+        if (change := architecture.changes.get(_LAYER_OR_END.sub("", name))) is not None:
+            _change(name, change, entries, packed)
         elements[_PLAIN.get(tensor.type_id, "BF16")] += entries[name].num_bytes
     _require_whole(header.tensors, file)
     _require_narrow(header.tensors, file)
@@ -83,6 +89,23 @@ def read_model(
     config.dtype = {"F32": torch.float32, "F16": torch.float16}.get(most, torch.bfloat16)
     check_layers(config, entries, file)
     return config, entries, packed, architecture.conversions()
+
+
+def _change(
+    name: str, change: ValueChange, entries: dict[str, TensorEntry], packed: dict[str, PackedWeight]
+) -> None:
+    """Has a weight become the model's as it is read."""
+    if name in packed and change.shape is not tuple:
+        raise UnsupportedModelError(
+            f"{one_line(str(packed[name].codes.file))}: {name} is quantised; expected F32, F16 or "
+            "BF16"
+        )
+    if name in packed:
+        own = replace(packed[name], convert=change.convert, moves_rows=change.moves_rows)
+        packed[name] = own
+    else:
+        entry = entries[name]
+        entries[name] = replace(entry, shape=change.shape(entry.shape), convert=change.convert)
 
 
 def _require_whole(tensors: list[GgufTensor], file: Path) -> None:

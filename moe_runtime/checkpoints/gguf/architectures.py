@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor
@@ -22,6 +22,8 @@ from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.lazy import LazyTable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from moe_runtime.checkpoints.transformers_private import WeightTransform
 
 _TABLES = {
@@ -38,13 +40,16 @@ ATTENTION = {
     "attn_output": "self_attn.o_proj",
 }
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_SHARED = {
+SHARED_EXPERT = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
 EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 _SINKS = "self_attn.sinks"
 CORRECTION = "e_score_correction_bias"
+DT_BIAS, A_LOG = "linear_attn.dt_bias", "linear_attn.A_log"
+_WHOLE = (_SINKS, CORRECTION, DT_BIAS, A_LOG)
+"""Parts whose names are those of their tensors."""
 SHARED_EXPERTS = {
     f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
@@ -54,7 +59,7 @@ MIXTRAL_EXPERTS = {
     for part, name in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
 }
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
-_BLOCK = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.(\d{1,5})\.(\w+?)(?:\.(weight|bias))?")
 
 FIELDS = {
     "max_position_embeddings": "context_length",
@@ -67,6 +72,20 @@ FIELDS = {
 }
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 EXPERT_WIDTH = ("ffn_gate_exps", -2)
+
+
+class ValueChange(NamedTuple):
+    """What makes the model's values of those in a file.
+
+    Attributes:
+        convert: takes and gives a tensor of the model's sizes.
+        moves_rows: whether it only moves rows.
+        shape: gives the model's sizes for those in the file.
+    """
+
+    convert: Callable[[Tensor], Tensor]
+    moves_rows: bool = False
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
 
 
 @dataclass(frozen=True)
@@ -83,6 +102,7 @@ class Architecture:
         rope: of positions that are extended, as `constants`.
         conversions: gives what makes such weights those of the model.
         rotated: the share of a head's values that positions turn; None for the family's own.
+        changes: of values, by the model's names of parts, and of the norm behind all layers.
     """
 
     model_type: str
@@ -94,6 +114,7 @@ class Architecture:
     rope: Mapping[str, Any] = field(default_factory=dict)
     conversions: Callable[[], list[WeightTransform]] = list
     rotated: float | None = None
+    changes: Mapping[str, ValueChange] = field(default_factory=dict)
 
 
 def _interleaved_experts() -> list[WeightTransform]:
@@ -172,7 +193,7 @@ ARCHITECTURES = {
     "qwen2moe": Architecture(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        {**ATTENTION, **_SHARED, "ffn_gate_inp": "mlp.gate", **EXPERTS},
+        {**ATTENTION, **SHARED_EXPERT, "ffn_gate_inp": "mlp.gate", **EXPERTS},
         {
             "moe_intermediate_size": EXPERT_WIDTH,
             "shared_expert_intermediate_size": ("ffn_gate_shexp", -2),
@@ -199,6 +220,7 @@ _MADE: Mapping[str, Callable[[GgufHeader, Path], Architecture]] = LazyTable(
         "ernie4_5-moe": f"{_HERE}.corrected_gates:ernie4_5_moe",
         "glm4moe": f"{_HERE}.corrected_gates:glm4moe",
         "minimax-m2": f"{_HERE}.corrected_gates:minimax_m2",
+        "qwen35moe": f"{_HERE}.linear_attention:qwen35moe",
     }
 )
 """What makes the row of a file, where files differ."""
@@ -235,7 +257,7 @@ def named_weights(
     Raises:
         UnsupportedModelError: nothing of the architecture has such a name.
     """
-    num_layers = _num_layers(header)
+    num_layers = num_layers_of(header)
     for tensor in header.tensors:
         if tensor.name in _TABLES:
             yield _TABLES[tensor.name], tensor, -1
@@ -245,7 +267,8 @@ def named_weights(
             continue
         found = _BLOCK.fullmatch(tensor.name)
         part = None if found is None else architecture.parts.get(found[2])
-        if found is None or part is None:
+        is_whole = part is not None and part.endswith(_WHOLE)
+        if found is None or part is None or (found[3] is None and not is_whole):
             raise UnsupportedModelError(
                 f"{one_line(str(file))}: no part of {architecture.model_class} is called "
                 f"{clipped(tensor.name)} in GGUF files; expected a file that llama.cpp's converter "
@@ -253,7 +276,6 @@ def named_weights(
             )
         prefix, end = f"model.layers.{int(found[1])}.", f".{found[3]}"
         if "{}" not in part:
-            is_whole = part.endswith((_SINKS, CORRECTION))
             yield prefix + part + ("" if is_whole else end), tensor, -1
             continue
         num_dims = 2 if found[3] == "bias" else 3
@@ -276,7 +298,7 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
         if f"{name}.{key}" not in metadata:
             refuse(file, f"{name}.{key} among its metadata", "no such key")
         values[setting] = metadata[f"{name}.{key}"]
-    if (num_layers := _num_layers(header)) is not None:
+    if (num_layers := num_layers_of(header)) is not None:
         values["num_hidden_layers"] = num_layers
     tensors = {tensor.name: tensor for tensor in header.tensors}
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
@@ -301,7 +323,7 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
     return values
 
 
-def _num_layers(header: GgufHeader) -> int | None:
+def num_layers_of(header: GgufHeader) -> int | None:
     """Layers of the model itself, where others are behind them; else None."""
     name = header.metadata.get("general.architecture")
     every, further = (

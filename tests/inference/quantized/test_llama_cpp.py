@@ -7,6 +7,7 @@ python tests/inference/quantized/test_llama_cpp.py`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import tempfile
 from dataclasses import replace
@@ -27,6 +28,8 @@ from moe_runtime.checkpoints.gguf import architectures
 LOGITS = Path(__file__).parent / "data" / "llama_cpp_logits.npz"
 # Weights in fp32: both compute in fp32 and differ in the order of sums, as in test_gguf_models.
 MAX_RELATIVE_ERROR = 1e-5
+# Linear attention: sums over states follow those of the products, as in test_recurrent_steps.
+MAX_ERROR_OF_STATES = 2e-5
 # Quantised weights: llama.cpp rounds what they multiply to eight bits, at most `sqrt(32) / 254` of
 # the norm at each product; six of them lie behind one another, as in test_int8_activations.
 MAX_ROUNDING_ERROR = 6 * 32**0.5 / 254
@@ -46,13 +49,14 @@ PLAIN = {
 SAMPLES = QUANTISED | PLAIN
 
 
-@torch.no_grad()
-def randomise(model: PreTrainedModel) -> None:
-    """As `tiny_checkpoints` does, by numbers that are the same on every processor.
+SEEDS = {"qwen35moe-q8_0": 3}
+"""Of these, else of 1, llama.cpp's rounding sends no token to another expert."""
 
-    Of this seed llama.cpp's rounding sends no token to another expert.
-    """
-    generator = np.random.default_rng(1)
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """As `tiny_checkpoints` does, by numbers that are the same on every processor."""
+    generator = np.random.default_rng(seed)
     for _, tensor in sorted(model.state_dict(keep_vars=True).items()):
         numbers = torch.from_numpy(generator.standard_normal(tensor.shape, dtype=np.float32))
         if tensor.ndim >= 2 and isinstance(tensor, torch.nn.Parameter):
@@ -63,7 +67,8 @@ def randomise(model: PreTrainedModel) -> None:
 
 def write(sample: gguf_checkpoints.Sample, folder: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_checkpoints, "randomise", randomise)
+        seed = SEEDS.get(sample.name, 1)
+        patch.setattr(tiny_checkpoints, "randomise", functools.partial(randomise, seed=seed))
         return gguf_checkpoints.write(sample, folder).folder
 
 
@@ -90,7 +95,8 @@ def test_logits_are_those_of_llama_cpp(
     with model.moe, torch.no_grad():
         found = model(tiny_checkpoints.PROMPT).logits[0]
     if name in PLAIN:
-        assert (found - expected).abs().max() < MAX_RELATIVE_ERROR * expected.abs().max()
+        most = MAX_ERROR_OF_STATES if "qwen35moe" in name else MAX_RELATIVE_ERROR
+        assert (found - expected).abs().max() < most * expected.abs().max()
     else:
         assert (found - expected).norm() <= MAX_ROUNDING_ERROR * expected.norm()
 

@@ -20,6 +20,12 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_corrected_gates import CORRECTED, add_corrected_gates
 from gguf_latent_attention import add_latent_attention, heads_apart, heads_together
+from gguf_linear_attention import (
+    LINEAR,
+    add_linear_attention,
+    as_in_files,
+    as_in_models,
+)
 from moe_families import Family
 from quantized_matrices import HALVES, any_blocks
 from safetensors.torch import load_file, save_file
@@ -158,6 +164,12 @@ SAMPLES = [
         for architecture, family in CORRECTED.items()
     ),
     Sample(
+        "qwen35moe-q8_0",
+        "qwen35moe",
+        LINEAR,
+        {"conv1d": Kind.F32, "ssm_a": Kind.F32, "gate_exps": Kind.Q4_0, "": Kind.Q8_0},
+    ),
+    Sample(
         "qwen3moe-f16",
         "qwen3moe",
         Family("qwen3_moe", "Qwen3MoeForCausalLM", {"hidden_size": 64, "norm_topk_prob": True}),
@@ -188,7 +200,11 @@ def write(sample: Sample, folder: Path, *, most_tensors: int = 0) -> Written:
     _add_metadata(writer, model.config)
     if sample.architecture == "llama":
         stored = _turned(stored, model.config, 2)
+    if sample.architecture == "qwen35moe":
+        stored = as_in_files(stored, model.config)
     values = _add_tensors(writer, sample, stored, model.config.num_hidden_layers)
+    if sample.architecture == "qwen35moe":
+        values = as_in_models(values, model.config)
     if sample.architecture == "llama":
         values = _turned(values, model.config, -1)
     writer.write_header_to_file()
@@ -316,7 +332,8 @@ def _add_metadata(writer: Any, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if (width := getattr(config, "intermediate_size", None)) is not None:
+        writer.add_feed_forward_length(width)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -325,10 +342,11 @@ def _add_metadata(writer: Any, config: Any) -> None:
         add_latent_attention(writer, config)
     elif config.model_type in ("glm4_moe", "ernie4_5_moe", "minimax_m2"):
         add_corrected_gates(writer, config)
+    elif config.model_type == "qwen3_5_moe_text":
+        add_linear_attention(writer, config)
     else:
         writer.add_expert_count(config.num_experts)
-    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
-    writer.add_expert_feed_forward_length(width)
+    writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", width))
     if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
         writer.add_expert_shared_feed_forward_length(shared)
     writer.add_expert_used_count(getattr(config, "moe_k", None) or config.num_experts_per_tok)
