@@ -91,7 +91,7 @@ def smallest_on_device(config: FinetuneConfig) -> FinetuneConfig:
         pytest.param("mixtral", "float32", marks=pytest.mark.long),
         pytest.param("gpt_oss", "float32", marks=pytest.mark.long),
         ("mixtral", "bfloat16"),
-        ("gpt_oss-mxfp4", "float32"),
+        pytest.param("gpt_oss-mxfp4", "float32", marks=pytest.mark.long),
         pytest.param("qwen3_moe-gptq", "float32", marks=pytest.mark.long),
         ("planes", "bfloat16"),
     ],
@@ -181,7 +181,7 @@ def test_a_copy_that_fails_leaves_no_gradient(tmp_path: Path, is_late: bool) -> 
         assert optimizer.dense.gradients()  # type: ignore[union-attr]
         optimizer.dense.forget()  # type: ignore[union-attr]
         num_copies = calls[0]
-        for number in {*range(1 + is_late, num_copies, 9), num_copies}:
+        for number in {*range(1 + is_late, num_copies, 18), num_copies}:
             calls[0], fails_at[0] = 0, number
             with contextlib.suppress(MoERuntimeError):
                 assert take_step(trainer) == wanted  # nobody had asked for that expert yet
@@ -228,7 +228,11 @@ def test_an_interrupt_leaves_no_gradient(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "kind", ["mixtral", pytest.param("gpt_oss-mxfp4", marks=pytest.mark.long), "planes"]
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("mixtral", "gpt_oss-mxfp4")),
+        "planes",
+    ],
 )
 def test_the_budget_of_the_device_holds(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
