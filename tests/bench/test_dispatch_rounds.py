@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from warm_python import warm_python
 
 from moe_runtime.bench import dispatch_ranks
 from moe_runtime.bench.dispatch_ranks import join, ranks_here
@@ -51,7 +52,10 @@ def test_a_peer_whose_results_differ_has_no_numbers(monkeypatch: pytest.MonkeyPa
         DispatchSide("padded", OneTokenOff()).repeat()  # type: ignore[arg-type]
 
 
-def test_the_command_measures_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python())
     path = tmp_path / "r.json"
     words = ["--tokens", "12", "--dim", "8", "--experts", "4", "--load", "balanced,zipf"]
     words += ["--dtype", "float32", "--quick", "--time", "1", "--precision", "1"]

@@ -21,7 +21,7 @@ BITS = {"bf16": 16, "fp8": 8, "mxfp4": 4.25, "int4": 4.5, "q8_0": 8.5, "q4_k": 4
 
 @pytest.mark.skipif(native_library() is None, reason="the native library was not built")
 @pytest.mark.parametrize("kind", quantized.FORMATS)
-@pytest.mark.parametrize("num_tokens", [1, 16])
+@pytest.mark.parametrize("num_tokens", [1, pytest.param(16, marks=pytest.mark.long)])
 def test_rows_say_what_was_moved(kind: str, num_tokens: int) -> None:
     has_blocks = not quantized.has_whole_blocks(SHAPE, quantized.FORMATS[kind])
     shape = WHOLE_BLOCKS if has_blocks else SHAPE

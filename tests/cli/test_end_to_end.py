@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def test_run_streams_experts_and_says_what_transformers_says(
 
     words = f"--max-new-tokens 24 --json --max-tokens 256 --host-memory {budget}".split()
     done = subprocess.run(
-        [sys.executable, *WORDS, str(checkpoint), "-p", PROMPT, *words, "--trace", trace_file],
+        [warm_python(), *WORDS, str(checkpoint), "-p", PROMPT, *words, "--trace", trace_file],
         capture_output=True,
         text=True,
         env=ENVIRONMENT,

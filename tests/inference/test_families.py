@@ -61,17 +61,28 @@ CHECKPOINTING = (None, True, False)
 """No activation checkpointing; reentrant; not."""
 
 
+LAYOUTS = {
+    "one file": {"sharded": False},
+    "own names, sharded": {"sharded": True, "own_names": True},
+}
+
+
 @dataclass(frozen=True)
 class Sample:
-    """A checkpoint in two layouts, and what transformers computes from it."""
+    """A model of transformers, what it computes, and its checkpoints."""
 
     family: Family
-    layouts: dict[str, Path]
+    folder: Path
     model: PreTrainedModel
     logits: list[torch.Tensor]
     smallest: dict[tuple[Path, str], int] = field(default_factory=dict)
     choices: Choices = field(default_factory=Choices)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def layout(self, name: str) -> Path:
+        """The checkpoint in one of two layouts, written when it is first asked for."""
+        path = self.folder / name
+        return path if path.exists() else tiny_checkpoints.save(self.model, path, **LAYOUTS[name])
 
     def smallest_budget(self, path: Path, dtype: str = "float32") -> int:
         """Asks once."""
@@ -107,23 +118,15 @@ def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_sample(request.param, tmp_path_factory.mktemp("sample"))
 
 
-def made_model(family: Family) -> PreTrainedModel:
-    """With values that bf16 has: a model in it differs from one in fp32 by what it rounds."""
-    return tiny_checkpoints.tiny_model(family).bfloat16().float()
-
-
+@torch.no_grad()
 def make_sample(family: Family, folder: Path) -> Sample:
-    made = made_model(family)
-    save = tiny_checkpoints.save
-    layouts = {
-        "one file": save(made, folder / "single", sharded=False),
-        "own names, sharded": save(made, folder / "own", sharded=True, own_names=True),
-    }
-    model = tiny_checkpoints.model_class_of(family).from_pretrained(
-        layouts["one file"], dtype=torch.float32, experts_implementation="eager"
-    )
-    logits = tiny_checkpoints.prompt_and_step_logits(model.eval(), family)
-    return Sample(family, layouts, model, logits)
+    """With values that bf16 has: a model in it differs from one in fp32 by what it rounds."""
+    model = tiny_checkpoints.tiny_model(family)
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(tensor.bfloat16())
+    model.set_experts_implementation("eager")
+    return Sample(family, folder, model, tiny_checkpoints.prompt_and_step_logits(model, family))
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -176,13 +179,13 @@ def experts_shape(module: torch.nn.Module) -> tuple[int, int]:
 
 def test_logits_equal_transformers(sample: Sample) -> None:
     """Under the smallest budget, in one of the layouts in turn over the families."""
-    assert_same_logits([*sample.layouts.values()][ALL.index(sample.family) % 2], sample)
+    assert_same_logits(sample.layout([*LAYOUTS][ALL.index(sample.family) % 2]), sample)
 
 
 @pytest.mark.parametrize("sample", EIGHTHS, ids=str, indirect=True)
 def test_layout_and_budget_change_no_bit(sample: Sample) -> None:
     """Where experts lie and how many of them fit changes the speed alone."""
-    starved, resident = sample.layouts.values()
+    starved, resident = map(sample.layout, LAYOUTS)
     if native_library() is None:
         # torch's product of one row depends on where in a page weights begin, and that on the file
         resident = starved
@@ -194,7 +197,7 @@ def test_layout_and_budget_change_no_bit(sample: Sample) -> None:
 @pytest.mark.parametrize("sample", EIGHTHS, ids=str, indirect=True)
 def test_names_and_shards_do_not_depend_on_each_other(sample: Sample, tmp_path: Path) -> None:
     """The two other layouts: what is renamed for a family is renamed in whichever file it lies."""
-    model, save = made_model(sample.family), tiny_checkpoints.save
+    model, save = sample.model, tiny_checkpoints.save
     sharded = save(model, tmp_path / "sharded", sharded=True)
     own_names = save(model, tmp_path / "own", sharded=False, own_names=True)
     first, second = [assert_same_logits(path, sample) for path in (sharded, own_names)]
@@ -210,7 +213,7 @@ def found_gradients(
     with each of some kinds of activation checkpointing.
     """
     expected = sample.expected()
-    path = sample.layouts["one file"]
+    path = sample.layout("one file")
     budget = sample.smallest_budget(path, dtype)
     model = load(path, budget, dtype)
     with model.moe:
@@ -265,7 +268,7 @@ def half_gradients(sample: Sample) -> Iterator[dict[str, Tensor]]:
     for experts in ("eager", "batched_mm"):
         for attention in (None, "eager"):
             model = model_class.from_pretrained(
-                sample.layouts["one file"],
+                sample.layout("one file"),
                 dtype=torch.bfloat16,
                 experts_implementation=experts,
                 attn_implementation=attention,

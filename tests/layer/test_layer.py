@@ -228,7 +228,7 @@ def test_lora_adapts_the_experts() -> None:
         pytest.param("moepp", "eager", marks=pytest.mark.long),
         pytest.param("switch", "eager", marks=pytest.mark.long),
         ("sinkhorn", "eager"),
-        ("base", "aot_eager"),
+        pytest.param("base", "aot_eager", marks=pytest.mark.long),
     ],
 )
 def test_compiles_into_one_graph(gate: str, backend: str) -> None:

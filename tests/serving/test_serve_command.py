@@ -122,7 +122,7 @@ def test_a_dry_run_shows_how_to_call_the_server(capsys: pytest.CaptureFixture[st
     ("words", "warns"),
     [
         (("--host", "0.0.0.0"), True),
-        (("--host", "0.0.0.0", "--json"), True),
+        pytest.param(("--host", "0.0.0.0", "--json"), True, marks=pytest.mark.long),
         (("--host", "0.0.0.0", "--api-keys", "keys"), False),
         ((), False),
     ],

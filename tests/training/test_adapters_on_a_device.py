@@ -91,7 +91,7 @@ def smallest_on_device(config: FinetuneConfig) -> FinetuneConfig:
         pytest.param("mixtral", "float32", marks=pytest.mark.long),
         pytest.param("gpt_oss", "float32", marks=pytest.mark.long),
         ("mixtral", "bfloat16"),
-        ("gpt_oss-mxfp4", "float32"),
+        pytest.param("gpt_oss-mxfp4", "float32", marks=pytest.mark.long),
         pytest.param("qwen3_moe-gptq", "float32", marks=pytest.mark.long),
         ("planes", "bfloat16"),
     ],
@@ -228,7 +228,11 @@ def test_an_interrupt_leaves_no_gradient(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "kind", ["mixtral", pytest.param("gpt_oss-mxfp4", marks=pytest.mark.long), "planes"]
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("mixtral", "gpt_oss-mxfp4")),
+        "planes",
+    ],
 )
 def test_the_budget_of_the_device_holds(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

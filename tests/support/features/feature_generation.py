@@ -220,6 +220,6 @@ FEATURES = [
     Feature(BATCHES, "continuous batching", batch,
             methods=("generate_batch", "init_continuous_batching",
                      "destroy_cached_continuous_batching_manager")),
-    Feature(BATCHES, "continuous batching, its manager", batch_manager,
+    Feature(BATCHES, "continuous batching, its manager", batch_manager, is_long=True,
             methods=("continuous_batching_context_manager",)),
 ]  # fmt: skip

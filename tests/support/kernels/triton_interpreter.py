@@ -1,14 +1,18 @@
 """Repairs to Triton's interpreter, which multiplies bf16 as if it were integers and truncates it.
 
 Hardware does neither: products of bf16 are exact in fp32, and conversions round to nearest even.
-It also prepares the language anew for every call of a function by another, which takes longer than
-what most of them compute; here it is prepared once for a kernel.
+It also prepares the language anew for every call of a function by another, describes the shape of
+every value anew, and computes sums of integers a second time for a check that it leaves out. That
+takes longer than what most functions compute; here it is done once for a kernel, once for a shape,
+and not at all.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import math
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +52,7 @@ def repair_interpreter() -> None:
     builder.create_fp_to_fp = create_fp_to_fp
     builder.bf16_is_repaired = True
     _prepare_the_language_once(interpreter)
+    _describe_types_once(interpreter)
 
 
 def _prepare_the_language_once(interpreter: Any) -> None:
@@ -88,6 +93,53 @@ def _languages_of(fn: Any) -> frozenset[ModuleType]:
         for value in fn.__globals__.values()
         if inspect.ismodule(value) and value in (tl, tl.core)
     )
+
+
+def _describe_types_once(interpreter: Any) -> None:
+    """Values of one shape share its description: equal shapes are mostly the same object."""
+    import triton.language.core as core
+
+    builder, semantic = interpreter.interpreter_builder, type(interpreter.interpreter_semantic)
+    # a check that calls an assertion on the device, which debug mode alone has
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    describe, broadcast = core.block_type.__init__, semantic.broadcast_impl_value
+    numpy_dtype, numpy_dtypes = interpreter._get_np_dtype, {}
+
+    @functools.cache
+    def shape_of_types(*lengths: int) -> tuple[Any, int]:
+        sample = core.block_type.__new__(core.block_type)
+        describe(sample, core.int32, list(lengths))
+        return sample.shape, sample.numel
+
+    @functools.cache
+    def shape_of_values(*lengths: int) -> tuple[Any, Any]:
+        constants = [core.constexpr(length) for length in lengths]
+        return core.tuple(constants), core.constexpr(math.prod(lengths))
+
+    def describe_block(self: Any, element_ty: Any, shape: Any) -> None:
+        lengths = map(core._unwrap_if_constexpr, core._unwrap_if_constexpr(shape))
+        self.element_ty = element_ty
+        self.shape, self.numel = shape_of_types(*lengths)
+        self.name = f"<{self.shape.values}, {element_ty}>"
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of_values(*(type.shape.values if type.is_block() else ()))
+
+    def broadcast_what_differs(self: Any, lhs: Any, rhs: Any) -> Any:
+        shapes = getattr(lhs.type, "shape", None), getattr(rhs.type, "shape", None)
+        return (lhs, rhs) if shapes[0] is shapes[1] else broadcast(self, lhs, rhs)
+
+    def numpy_dtype_of(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in numpy_dtypes:
+            numpy_dtypes[name] = numpy_dtype(dtype.scalar)
+        return numpy_dtypes[name]
+
+    core.block_type.__init__, core.tensor.__init__ = describe_block, make_tensor
+    semantic.broadcast_impl_value = broadcast_what_differs
+    interpreter._get_np_dtype = numpy_dtype_of
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
