@@ -6,7 +6,6 @@ import importlib.util
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -133,14 +132,6 @@ def pytest_collection_finish() -> None:
 
     That is the modules and thousands of collected tests.
     """
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _frozen() -> Iterator[None]:
-    """The same of what a file's tests have imported and left behind."""
-    yield
     gc.collect()
     gc.freeze()
 
