@@ -55,7 +55,7 @@ def report(target: str, tiles: str) -> list[dict[str, Any]]:
 # call for others of its kind: each GPU compiles another format, type and width.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("target", [pytest.param("sm_90", marks=pytest.mark.long), "sm_100"])
+@pytest.mark.parametrize("target", MATRIX_UNITS)
 def test_kernels_fit_and_use_what_the_gpu_has(target: str) -> None:
     assert_all(target, report(target, "in-turn"))
 
