@@ -80,6 +80,7 @@ NOT_RUN = {
     "moe-runtime doctor [[]PATH]": "runs with and without",
     "moe-runtime bench experts --shape *": "shapes of gigabytes",
     "moe-runtime bench training --shape small *": "hundreds of megabytes",
+    "moe-runtime bench training *--peer *": "DeepSpeed is not installed: tests/bench",
     "moe-runtime bench policies TRACE --golden *": "rows of a trace that is kept elsewhere",
 }
 LINES = [(page, line) for page in PAGES for line in command_lines_of(page)]
