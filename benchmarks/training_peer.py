@@ -102,6 +102,7 @@ def deepspeed(folder: Path, storage: Path, device: str) -> Step:
             config={
                 "train_batch_size": 1,
                 "train_micro_batch_size_per_gpu": 1,
+                "gradient_clipping": 0.0,  # not left out: that would be a norm of 1
                 "zero_optimization": {
                     "stage": 3,
                     "offload_optimizer": offload,

@@ -251,6 +251,12 @@ def blanket_handlers(tree: ast.Module) -> list[int]:
     ]
 
 
+# Files that set the environment, and why they may.
+OWN_ENVIRONMENT = {
+    "moe_runtime/bench/peers/deepspeed.py": "DeepSpeed is told by it alone; its process is its own"
+}
+
+
 def test_no_hidden_state() -> None:
     """No `global`; the environment is read by the command line only; nothing swallows errors."""
     wrong = []
@@ -258,7 +264,8 @@ def test_no_hidden_state() -> None:
         tree = parse(path)
         lines = [node.lineno for node in nodes_of(tree) if isinstance(node, ast.Global)]
         if room_of_file(path) != "cli":
-            lines += environment_reads(tree) + blanket_handlers(tree)
+            lines += blanket_handlers(tree)
+            lines += [] if str(path) in OWN_ENVIRONMENT else environment_reads(tree)
         wrong += [f"{path}:{line}" for line in lines]
     assert wrong == []
 

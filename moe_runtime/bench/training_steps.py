@@ -1,4 +1,4 @@
-"""The case ``training``: steps of one language model here and in transformers, fused AdamW in all.
+"""The case ``training``: steps of one language model here, in transformers and in other systems.
 
 All begin with the same weights and are given the same tokens in turn. The first steps are not
 timed: their losses are compared with this project's, which an update that differs moves too.
@@ -6,8 +6,8 @@ timed: their losses are compared with this project's, which an update that diffe
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_runtime.bench.experts.layers import OURS, LayerSizes
+from moe_runtime.bench.peer_process import PeerProcess, PeerProgram, started
 from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, peer_failures, run_in_turn
 from moe_runtime.config import format_bytes, require_known
@@ -47,6 +48,8 @@ _VOCABULARY = 4096
 _STATE_BYTES = 16
 # Eager's backward fills a gradient of all experts for each of them.
 _FEW = 16
+# A peer may compile its operators when it is first used.
+_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,19 +99,29 @@ class TrainingPlan:
         drawn = torch.multinomial(shares, size, replacement=True, generator=generator)
         return drawn.view(self.sequences, -1)
 
+    def found(self, seconds: float) -> Mapping[str, Number]:
+        """The metrics of a step."""
+        return {METRIC: seconds, "tokens_per_s": self.sequences * self.context / seconds}
+
     def peers(self) -> list[str]:
         """Implementations of transformers that take part."""
         return ["grouped_mm", "eager"] if self.sizes.num_experts <= _FEW else ["grouped_mm"]
 
-    def needed_bytes(self) -> int:
-        """Weights, gradients and moments of all systems in memory."""
+    def needed_bytes(self, num_programs: int = 0) -> int:
+        """Weights, gradients and moments of all systems in memory.
+
+        Args:
+            num_programs: peers in processes of their own, which may hold weights and gradients
+                twice.
+        """
         with torch.device("meta"):
             one, two = (
                 sum(part.numel() for part in LanguageModel(config).parameters())
                 for config in (replace(self.config(), num_layers=count) for count in (1, 2))
             )
         count = one + (self.layers - 1) * (two - one)
-        return _STATE_BYTES * count * (1 + len(self.peers())) + (self.host_memory or 0)
+        num_systems = 1 + len(self.peers()) + 2 * num_programs
+        return _STATE_BYTES * count * num_systems + (self.host_memory or 0)
 
 
 class _Optimizer(Protocol):
@@ -123,6 +136,7 @@ class TrainingSystem:
 
     Attributes:
         name: of the system.
+        versions: of its packages.
         compared, equal: losses that were compared, and how many agreed.
     """
 
@@ -135,6 +149,7 @@ class TrainingSystem:
         expected: list[float],
     ) -> None:
         self.name, self._plan, self._expected = name, plan, expected
+        self.versions = versions()
         self._loss, self._optimizer = loss, cast(_Optimizer, optimizer)
         self._steps = self.compared = self.equal = 0
 
@@ -161,23 +176,78 @@ class TrainingSystem:
         """
         with peer_failures():
             if not self.compared:
-                self._compare()
+                losses = [self.step() for _ in self._expected]
+                # What is computed elsewhere than in memory must not differ by a bit.
+                is_ours = self.name in (OURS, OFFLOADED)
+                bound = 0.0 if is_ours else TOLERANCE[self._plan.dtype]
+                require_equal(self, losses, self._expected, bound)
             begin = time.perf_counter()
             self.step()
-        took = time.perf_counter() - begin
-        return {METRIC: took, "tokens_per_s": self._plan.sequences * self._plan.context / took}
+        return self._plan.found(time.perf_counter() - begin)
 
-    def _compare(self) -> None:
-        losses = [self.step() for _ in self._expected]
-        # What is computed elsewhere than in memory must not differ by a bit.
-        bound = 0.0 if self.name in (OURS, OFFLOADED) else TOLERANCE[self._plan.dtype]
-        far = [abs(a - b) for a, b in zip(losses, self._expected, strict=True)]
-        self.compared, self.equal = len(far), sum(one <= bound for one in far)
-        if self.equal < self.compared:
-            raise PeerFailedError(
-                f"a loss differs by {max(far):.2g}, expected at most {bound:g}; its times would "
-                "be those of another training"
-            )
+
+class TrainingPeer:
+    """A peer in a process of its own, which trains the model that a folder holds.
+
+    Attributes:
+        name: the peer's.
+        versions: of its packages, once it ran.
+        compared, equal: losses that were compared, and how many agreed.
+    """
+
+    def __init__(
+        self, program: PeerProgram, plan: TrainingPlan, expected: list[float], running: ExitStack
+    ) -> None:
+        """What it is held to.
+
+        Args:
+            program: the peer, and the folder as the ``model`` of its settings.
+            plan: see there.
+            expected: this project's losses.
+            running: ends its process.
+        """
+        self.name, self._program, self._plan, self._expected = program.name, program, plan, expected
+        self.versions: dict[str, str] = {}
+        self._running = running
+        self._process: PeerProcess | None = None
+        self._steps = self.compared = self.equal = 0
+
+    def repeat(self) -> Mapping[str, Number]:
+        """Times a step; before the first time, compares losses.
+
+        Raises:
+            PeerFailedError: it ended, cannot train this model, or its losses differ.
+        """
+        if self._process is None:
+            self._process = self._running.enter_context(started(self._program, _TIMEOUT_S))
+            asked = {"rate": _RATE, "betas": _BETAS, "decay": _DECAY, **self._program.settings}
+            self.versions = self._process.ask("start", settings=asked)["versions"]
+            self._process.ask("load")
+            losses = [self._step(self._process)["loss"] for _ in self._expected]
+            require_equal(self, losses, self._expected, TOLERANCE[self._plan.dtype])
+        return self._plan.found(self._step(self._process)["seconds"])
+
+    def _step(self, process: PeerProcess) -> dict[str, Any]:
+        windows = self._plan.windows(self._steps).tolist()
+        self._steps += 1
+        return process.ask("train", windows=windows)
+
+
+def require_equal(
+    system: TrainingSystem | TrainingPeer, losses: list[float], expected: list[float], bound: float
+) -> None:
+    """Compares losses, and notes how many agree.
+
+    Raises:
+        PeerFailedError: one differs by more than ``bound``.
+    """
+    far = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
+    system.compared, system.equal = len(far), sum(one <= bound for one in far)
+    if system.equal < system.compared:
+        raise PeerFailedError(
+            f"a loss differs by {max(far):.2g}, expected at most {bound:g}; its times would "
+            "be those of another training"
+        )
 
 
 def sizes_of_training_shape(name: str) -> LayerSizes:
@@ -239,12 +309,15 @@ class FusedAdamW:
 
 
 @contextmanager
-def _systems(plan: TrainingPlan, folder: Path) -> Iterator[list[TrainingSystem]]:
+def _systems(
+    plan: TrainingPlan, folder: Path, programs: Sequence[PeerProgram]
+) -> Iterator[list[TrainingSystem | TrainingPeer]]:
     # The losses that all are held to come from a run of ours that ends before any other begins.
     reference = ours_in_memory(plan, [])
     expected = [reference.step() for _ in range(_COMPARED_STEPS)]
     del reference
-    systems, offloaded = [ours_in_memory(plan, expected)], None
+    systems: list[TrainingSystem | TrainingPeer] = [ours_in_memory(plan, expected)]
+    offloaded, running = None, ExitStack()
     export_hugging_face(_first_model(plan), folder / "model")
     systems += [in_transformers(one, plan, folder / "model", expected) for one in plan.peers()]
     if plan.host_memory is not None:
@@ -257,8 +330,14 @@ def _systems(plan: TrainingPlan, folder: Path) -> Iterator[list[TrainingSystem]]
             optimizer=AdamW(betas=_BETAS, weight_decay=_DECAY),
         )
         systems.append(TrainingSystem(OFFLOADED, _loss_of(model), offloaded, plan, expected))
+    model_of = {"model": str(folder / "model")}
+    systems += [
+        TrainingPeer(replace(one, settings=one.settings | model_of), plan, expected, running)
+        for one in programs
+    ]
     try:
-        yield systems
+        with running:
+            yield systems
     finally:
         if offloaded is not None:
             offloaded.close()
@@ -281,6 +360,7 @@ def measure_training(
     *,
     free_bytes: int,
     settings: Mapping[str, Any],
+    programs: Sequence[PeerProgram] = (),
     on_repetition: Callable[[str, int], None] = lambda name, number: None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
@@ -288,18 +368,19 @@ def measure_training(
 
     Args:
         free_bytes: memory that may be taken.
+        programs: peers in processes of their own.
 
     Raises:
         ValueError: all systems side by side need more memory than that.
         CapacityError: the budget of the offloaded training is too small.
     """
-    needed = plan.needed_bytes()
+    needed = plan.needed_bytes(len(programs))
     if needed > free_bytes:
         raise ValueError(
             f"weights and states of all systems take {format_bytes(needed)}, and "
             f"{format_bytes(free_bytes)} are free; fewer --layers or a smaller --shape take less"
         )
-    with tempfile.TemporaryDirectory() as folder, _systems(plan, Path(folder)) as systems:
+    with tempfile.TemporaryDirectory() as folder, _systems(plan, Path(folder), programs) as systems:
         found, ended = run_in_turn(
             systems, rules, clock, on_repetition=on_repetition, is_stopping=is_stopping
         )
@@ -309,7 +390,7 @@ def measure_training(
             one.name,
             found[one.name],
             metrics,
-            system_versions=versions(),
+            system_versions=one.versions,
             quality=quality_of(one),
         )
         for one in systems

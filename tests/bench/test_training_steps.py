@@ -1,17 +1,24 @@
 """`bench training`: losses agree with transformers'; who trains otherwise is out."""
 
 import json
+import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
 from moe_runtime.bench.experts.layers import LayerSizes
+from moe_runtime.bench.peer_files import find_peer
+from moe_runtime.bench.peers import deepspeed
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import PeerFailedError
 from moe_runtime.bench.training_steps import (
     FusedAdamW,
+    TrainingPeer,
     TrainingPlan,
     in_transformers,
     ours_in_memory,
@@ -21,6 +28,26 @@ from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 
 SIZES = LayerSizes(num_experts=4, top_k=2, dim_model=32, dim_hidden=16)
+PLAN = TrainingPlan(sizes=SIZES, layers=1, sequences=2, context=16, dtype=torch.float32)
+REMEMBERING = """
+INSTALL = "pip install nothing"
+PACKAGES = ()
+CASES = ("training",)
+VARIANTS = ("other", "dies")
+
+class Peer:
+    def __init__(self, settings):
+        assert (settings["rate"], settings["betas"], settings["decay"]) == (3e-4, [0.9, 0.95], 0.1)
+        self.settings = settings
+    def load(self):
+        self.steps = iter(self.settings["steps"])
+    def train(self, windows):
+        if self.settings["variant"] == "dies":
+            raise ValueError("no room")
+        expected, loss = next(self.steps)
+        assert windows == expected
+        return loss + 2e-4 * (self.settings["variant"] == "other")
+"""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -42,6 +69,78 @@ def test_who_takes_other_steps_has_no_numbers(dtype: torch.dtype, tmp_path: Path
     with pytest.raises(PeerFailedError, match="a loss differs by"):
         wrong.repeat()
     assert 1 <= wrong.equal < 3
+
+
+def test_a_peer_is_given_the_same_tokens_and_held_to_the_same_losses(tmp_path: Path) -> None:
+    reference = ours_in_memory(PLAN, [])
+    expected = [reference.step() for _ in range(3)]
+    steps = [(PLAN.windows(number).tolist(), loss) for number, loss in enumerate([*expected, 0.0])]
+    file = tmp_path / "remembering.py"
+    file.write_text(REMEMBERING)
+    with ExitStack() as running:
+
+        def peer(variant: str) -> TrainingPeer:
+            settings = {"num_threads": 1, "steps": steps}
+            program = find_peer(f"{file}{variant}", settings, "training")
+            return TrainingPeer(program, PLAN, expected, running)
+
+        sound, other, dies = map(peer, ("", ":other", ":dies"))
+        assert sound.repeat()["step_s"] > 0  # type: ignore[operator]
+        assert (sound.compared, sound.equal) == (3, 3)
+        assert sound.versions.keys() == {"python"}
+        with pytest.raises(PeerFailedError, match=r"a loss differs by 0\.0002"):
+            other.repeat()
+        with pytest.raises(PeerFailedError, match="ValueError: no room"):
+            dies.repeat()
+
+
+class Engine:
+    """Stands in for DeepSpeed's: the optimizer steps by the gradients as they are."""
+
+    def __init__(self, model: Any, optimizer: Any, config: dict[str, Any]) -> None:
+        self.module, self.optimizer, self.config = model, optimizer, config
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        return self.module(*given, **options)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def test_deepspeed_takes_the_steps_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch's AdamW in place of its own; decay is each group's, as there."""
+
+    def adam(groups: Any, **options: Any) -> torch.optim.AdamW:
+        return torch.optim.AdamW(groups, weight_decay=0.0, **options)
+
+    stand_in = SimpleNamespace(initialize=lambda **given: (Engine(**given), None, None, None))
+    monkeypatch.setitem(sys.modules, "deepspeed", stand_in)
+    monkeypatch.setitem(sys.modules, "deepspeed.ops", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", SimpleNamespace(DeepSpeedCPUAdam=adam))
+    for name in ("DS_ACCELERATOR", "LOCAL_RANK", "PATH"):
+        monkeypatch.setenv(name, "")
+    torch.manual_seed(0)
+    export_hugging_face(LanguageModel(PLAN.config()), tmp_path / "model")
+    settings = {"model": str(tmp_path / "model"), "num_threads": 1, "dtype": "float32"}
+    settings |= {"sequences": 2, "rate": 3e-4, "betas": [0.9, 0.95], "decay": 0.1}
+    peer = deepspeed.Peer(settings)
+    try:
+        peer.load()
+        reference = ours_in_memory(PLAN, [])
+        for number in range(4):
+            loss = peer.train(PLAN.windows(number).tolist())
+            assert loss == pytest.approx(reference.step(), abs=2e-5)
+    finally:
+        torch.distributed.destroy_process_group()
+    config = peer._engine.config
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert (config["gradient_clipping"], config["bf16"]["enabled"]) == (0.0, False)
 
 
 def test_the_command_trains_in_memory_and_offloaded(

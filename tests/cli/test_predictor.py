@@ -169,3 +169,12 @@ def test_traces_and_a_model_are_not_mixed(trace: Path, tmp_path: Path, capsys) -
     ):
         assert main(["predictor", "fit", *words, *output]) == 2
         assert complaint in capsys.readouterr().err
+
+
+def test_one_prompt_does_not_suffice_and_the_error_says_what_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "one.npz")
+    assert main(["run", str(pocket_path()), "-p", "Lists are", "-n", "9", "--trace", path]) == 0
+    assert main(["predictor", "evaluate", path]) == 2
+    assert "record more prompts, as `run --prompts FILE --trace` does" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 The site itself is built by `make docs`; here is what it is made from, without MkDocs.
 """
 
-import ast
 import importlib
 import inspect
 import re
@@ -14,13 +13,13 @@ import generators
 import pytest
 from command_lines import COMMANDS, require_sound
 from links import anchors_of, file_of, is_outside, targets_of
+from page_blocks import command_lines_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in ("README.md", "CHANGELOG.md"))]
     + [ROOT / source for rows in build_site.WRITTEN.values() for _, source, _ in rows]
 )
-FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", sorted(set(PAGES)), ids=lambda page: str(page.relative_to(ROOT)))
@@ -48,23 +47,11 @@ def test_every_page_has_a_place() -> None:
     assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= placed
 
 
-def command_lines() -> list[str]:
-    """Every line of a fenced block that calls the program, without comment or explanation."""
-    found = set()
-    for page in PAGES:
-        for _, block in FENCED.findall(page.read_text(encoding="utf-8")):
-            for line in block.replace("\\\n", " ").splitlines():
-                match = re.search(r"(?:^ *|--no-python (?:\S+ )*)moe-runtime +([a-z].*)", line)
-                if match:
-                    # What comes after two spaces or a hash says what the line does.
-                    found.add(re.split(r"  +|\s#", match[1].rstrip())[0])
-    return sorted(found)
-
-
 def test_command_lines_are_ones() -> None:
-    lines = command_lines()
-    assert len(lines) > 25
-    for line in lines:
+    lines = {line for page in PAGES for line in command_lines_of(page)}
+    called = [line.partition("moe-runtime ")[2] for line in lines if "moe-runtime " in line]
+    assert len(called) > 100
+    for line in called:
         require_sound(line)
 
 
@@ -72,18 +59,6 @@ def test_command_lines_are_ones() -> None:
 def test_wrong_command_lines_are_found(line: str) -> None:
     with pytest.raises(AssertionError):
         require_sound(line)
-
-
-def test_python_snippets_compile() -> None:
-    snippets = [
-        (page, block)
-        for page in PAGES
-        for language, block in FENCED.findall(page.read_text(encoding="utf-8"))
-        if language == "python"
-    ]
-    assert snippets
-    for page, block in snippets:
-        ast.parse(block, str(page))
 
 
 def test_the_reference_has_every_command_and_option() -> None:

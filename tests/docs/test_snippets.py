@@ -1,43 +1,147 @@
-"""The first snippets and commands of the README run as they stand, on the pocket model."""
+"""The Python of the pages runs, each page's in one namespace, on a tiny model.
 
-import re
-import shlex
+Paths that the pages name are there (`conftest.py`). What else stands for something larger, or is
+taken for granted by a page, has a row in a table here.
+"""
+
+import ast
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from http_server import model_of, served
+from page_blocks import PAGES, blocks_of
 
+import moe_runtime
+from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.cli.main import main
-from moe_runtime.models.pocket import pocket_path
+from moe_runtime.kernels.expert_mlp import grouped_expert_mlp
+from moe_runtime.lab.traces import read_trace
+from moe_runtime.layer import MoELayer
+from moe_runtime.serving.engine import Engine
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = [
+    (page.name, number) for page in PAGES for number in range(len(blocks_of(page, "python")))
+]
+# What is larger on the pages than a test can afford, and what stands for it.
+SMALLER = {
+    '"4GiB"': '"64MiB"',
+    '"7GiB"': '"64MiB"',
+    '"8GiB"': '"64MiB"',
+    '"/fast/disk/run"': '"fast/disk/run"',
+    "max_tokens=8192": "max_tokens=128",
+    "(510, 5347)": "(51, 34)",
+    "world_size=4, ep=4": "world_size=1, ep=1",
+    "tp_size=2, ep_size=2": "tp_size=1, ep_size=1",
+    "MoELayer(2048, 1024, 64, 8,": "MoELayer(32, 16, 4, 2,",
+}
+NOT_RUN = {
+    ("elasticity.md", 0): "starts three processes; tests/research/elastic do the same",
+}
+"""Snippets of which only the imports are run, and why."""
+SERVED = ("serving.md", 0)
+"""Has a test of its own: the server's address differs each time."""
 
 
-def test_the_first_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    snippet = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
-    assert '"path/to/checkpoint"' in snippet
-    assert '"7GiB"' in snippet
-    small = snippet.replace("path/to/checkpoint", str(pocket_path())).replace("7GiB", "64MiB")
-    exec(compile(small, "README.md", "exec"), {})
-    said = capsys.readouterr().out
-    assert said.startswith("The experts are")
-    assert "hits=" in said
+def trained_model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.float32).train()
 
 
-def test_commands_that_need_only_a_model_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    lines = [
-        'moe-runtime run MODEL -p "Hello" --trace trace.npz',
-        "moe-runtime pack MODEL OUT --code none",
-        "moe-runtime pack MODEL OUT --quantize int4",
-    ]
-    for number, line in enumerate(lines):
-        assert line in page, line
-        words = [str(pocket_path()) if word == "MODEL" else word for word in shlex.split(line)]
-        words = [f"out{number}" if word == "OUT" else word for word in words]
-        more = ["-n", "4"] if words[1] == "run" else []
-        assert main([*words[1:], *more]) == 0, capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"trace.npz", "out1", "out2"}
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.arange(2 * 9).view(2, 9)
+    return {"input_ids": ids, "labels": ids}
+
+
+def layer_in_parts() -> dict[str, Any]:
+    layer, x_TD = MoELayer(32, 16, 4, 2), torch.randn(7, 32)
+    experts = layer.experts.stacked()
+    return {
+        "x_TD": x_TD,
+        "routing": layer.gate(x_TD),
+        "group": dist.group.WORLD,
+        "experts": experts,
+        "my_experts": partial(grouped_expert_mlp, experts=experts, activation="silu"),
+        "my_shared_experts": torch.tanh,
+    }
+
+
+def placement() -> dict[str, Any]:
+    for file in ("map.json", "next.json"):
+        assert main(["place", "trace.npz", "--gpus", "4", "-o", file]) == 0
+    return {"signature": read_trace(Path("trace.npz")).signature}
+
+
+# What a page takes for granted.
+GIVEN: dict[tuple[str, int], Callable[[], dict[str, Any]]] = {
+    ("offloaded-training.md", 0): lambda: {
+        "model": trained_model(),
+        "batches": [[batch(), batch()]] * 2,
+    },
+    ("offloaded-training.md", 1): lambda: {"model": trained_model(), "batch": batch()},
+    ("offloaded-training.md", 2): lambda: {"folder": "."},
+    ("placement.md", 0): placement,
+    ("scaling.md", 0): layer_in_parts,
+    ("scaling.md", 1): lambda: {"path": "MODEL"},
+    ("scaling.md", 2): lambda: {
+        "message_bytes": [1e3, 1e5, 1e7],
+        "seconds": [1e-5, 1e-4, 1e-2],
+        "measured": 1e10,
+        "rows": np.full((4, 4), 64),
+    },
+}
+
+
+def snippet_of(name: str, number: int) -> str:
+    page = next(page for page in PAGES if page.name == name)
+    return blocks_of(page, "python")[number]
+
+
+def made_small(text: str) -> str:
+    for larger, smaller in SMALLER.items():
+        text = text.replace(larger, smaller)
+    return text
+
+
+def imports_of(text: str) -> str:
+    """The statements of a snippet that import."""
+    found = [one for one in ast.parse(text).body if isinstance(one, ast.Import | ast.ImportFrom)]
+    return ast.unparse(ast.Module(list(found), type_ignores=[]))
+
+
+@pytest.mark.usefixtures("workplace", "group")
+@pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in SNIPPETS))
+def test_the_snippets_of_a_page_run(name: str) -> None:
+    names: dict[str, Any] = {}
+    for place in (one for one in SNIPPETS if one[0] == name and one != SERVED):
+        text = made_small(snippet_of(*place))
+        names |= GIVEN.get(place, dict)()
+        if place in NOT_RUN:
+            text = imports_of(text)
+        exec(compile(text, f"{name}, snippet {place[1]}", "exec"), names)
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_client_is_answered() -> None:
+    model = moe_runtime.load("OLMoE-1B-7B", host_memory="64MiB", max_tokens=128)
+    with model.moe, Engine(model) as engine:
+        tokenizer = load_tokenizer(Path("OLMoE-1B-7B"))
+        with served([model_of("OLMoE-1B-7B", engine, tokenizer, 400)]) as site:
+            names: dict[str, Any] = {}
+            text = snippet_of(*SERVED)
+            assert "http://127.0.0.1:8000" in text
+            exec(text.replace("http://127.0.0.1:8000", site.address), names)
+            names["client"].close()
+    assert names["answer"].choices[0].finish_reason in {"length", "stop"}
+
+
+def test_the_tables_have_no_row_in_vain() -> None:
+    assert {*GIVEN, *NOT_RUN, SERVED} <= {*SNIPPETS}
+    pages = "".join(snippet_of(*place) for place in SNIPPETS)
+    assert [larger for larger in SMALLER if larger not in pages] == []

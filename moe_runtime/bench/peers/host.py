@@ -10,6 +10,7 @@ Requests, each answered by one line:
     {"do": "measure_batch", "prompts": [[...], ...], "num_new": N, "given": [[...], ...] or null}
     {"do": "load_experts", "folder": F}                     hands it a layer of experts
     {"do": "experts", "folder": F, "tokens": T, "block_s": S}    times calls, or writes a result
+    {"do": "train", "windows": [[...], ...]}                an optimizer step, timed
     {"do": "end"}                                           its peak of memory; frees the model
 An error is answered as {"error": "..."}, and ends it.
 """
@@ -87,6 +88,10 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
             found = load_experts(peer, asked["folder"])
         elif asked["do"] == "experts":
             found = run_experts(peer, asked["folder"], asked["tokens"], asked["block_s"])
+        elif asked["do"] == "train":
+            begin = time.perf_counter()
+            loss = peer.train(asked["windows"])
+            found = {"loss": loss, "seconds": time.perf_counter() - begin}
         else:
             found = {"peak_rss_bytes": _status_bytes("VmHWM")}
             peer.close()

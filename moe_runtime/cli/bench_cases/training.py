@@ -12,11 +12,19 @@ from moe_runtime.cli.bench_cases.expert_layer import Model, Quick, parse_dtype
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.config import parse_budget
-from moe_runtime.files import check_output_path
 
 Shape = Annotated[
     str | None,
     typer.Option(help="Instead of MODEL: pocket, small or 300m, without any file."),
+]
+Peers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--peer",
+        metavar="NAME[@PYTHON]",
+        help="Another system beside these, several times if wanted: deepspeed, or a file PEER.py; "
+        "PYTHON is its environment's.",
+    ),
 ]
 Layers = Annotated[int, typer.Option(min=1, max=1000, help="Layers of the model.")]
 Sequences = Annotated[int, typer.Option(min=1, max=1 << 16, help="Sequences of a step.")]
@@ -38,6 +46,7 @@ def bench_training(
     ctx: typer.Context,
     model: Model = None,
     shape: Shape = None,
+    peer: Peers = None,
     layers: Layers = 2,
     sequences: Sequences = 4,
     context: Context = 256,
@@ -62,8 +71,9 @@ def bench_training(
     if (model is None) == (shape is None):
         raise ValueError("expected MODEL or --shape, one of them: whose sizes are taken?")
     budget = None if host_memory is None else parse_budget(host_memory, name="--host-memory")
-    if output is not None:
-        check_output_path(output, "results")
+    from moe_runtime.bench.peer_files import find_peers
+
+    shared.check_results(output, find_peers(peer or (), {}, "training"))
     quiet_transformers(session)
     import torch
 
@@ -117,6 +127,16 @@ def bench_training(
                 "precision": precision,
                 "max_s": rules.max_s,
             },
+            programs=find_peers(
+                peer or (),
+                {
+                    "model": None,
+                    "num_threads": num_threads,
+                    "dtype": dtype,
+                    "sequences": sequences,
+                },
+                "training",
+            ),
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,
         )

@@ -35,13 +35,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
-def tiny_text_model(vocab_size: int) -> OlmoeForCausalLM:
+def tiny_text_model(vocab_size: int, dim_hidden: int = 48) -> OlmoeForCausalLM:
     """A random model, the same one on every call, in fp32; it never ends a text by itself."""
     torch.manual_seed(0)
     config = OlmoeConfig(
         vocab_size=vocab_size,
         hidden_size=64,
-        intermediate_size=48,
+        intermediate_size=dim_hidden,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
         num_key_value_heads=4,
