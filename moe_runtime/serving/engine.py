@@ -346,7 +346,7 @@ class Engine:
         """All tokens of a sequence are computed: the next one is chosen."""
         sequence.is_alone = sequence.is_apart
         if not sequence.request.max_new_tokens:
-            self._finish(sequence, "length")
+            self._finish(sequence, Finished("length"))
             return
         assert sequence.sampler is not None
         token: NewToken | None = None
