@@ -6,7 +6,7 @@ all in one pass or one sequence after another, in turn (A B B A) in one process.
 memory, or half of them and read with direct I/O, so that the budget is the cap. Tokens are drawn
 evenly and routing with them: sequences share fewer experts than those of a trained model. Together
 they are compared with the same model on torch's own convolutions, and on transformers' own steps of
-its states; one alone with transformers.
+its states, and so are prompts; one alone with transformers.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ SHAPES: dict[str, tuple[type[Any], dict[str, Any]]] = {
 }
 COUNTS = (1, 4, 8)
 PROMPT_TOKENS = 16
+LONG_PROMPT = 512
 MAX_TOKENS = 8192
 
 
@@ -91,6 +92,7 @@ def main() -> None:
         if arguments.only_write:
             return
         rows = [row for share in (1.0, 0.5) for row in measure(folder, share, arguments)]
+        prompts = measure_prompts(folder, arguments)
         theirs = measure_transformers(folder, arguments)
     if arguments.save:
         settings = {
@@ -100,7 +102,8 @@ def main() -> None:
             **{name: getattr(arguments, name) for name in ("steps", "rounds", "threads")},
         }
         name = f"state-batches-{arguments.shape}-{machine_name(facts['machine'])}.json"
-        result = {**facts, "settings": settings, "rows": rows, "transformers_tokens_per_s": theirs}
+        result = {**facts, "settings": settings, "rows": rows, "prompts_tokens_per_s": prompts}
+        result["transformers_tokens_per_s"] = theirs
         write_text(ROOT / "benchmarks" / "results" / name, json.dumps(result, indent=1) + "\n")
         print(f"written to {name}")
 
@@ -168,7 +171,7 @@ def compare_parts(
     rates: dict[str, list[float]] = {}
     for _ in range(arguments.rounds):
         for name in ("own", *PARTS, *reversed(PARTS), "own"):
-            with PARTS.get(name, contextlib.nullcontext)(model):
+            with PARTS.get(name, lambda _: contextlib.nullcontext())(model):
                 begin_s = time.perf_counter()
                 num_tokens = decode(passes, sequences, arguments.steps, together=True)
                 rates.setdefault(name, []).append(num_tokens / (time.perf_counter() - begin_s))
@@ -198,6 +201,25 @@ def transformers_steps(model: Any) -> Iterator[None]:
 
 
 PARTS = {"torch_convolutions": torch_convolutions, "transformers_steps": transformers_steps}
+
+
+def measure_prompts(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Tokens a second of a prompt, all experts in memory, as `compare_parts`."""
+    model: Any = moe_runtime.load(folder, device="cpu", max_tokens=MAX_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(EXPERTS["vocab_size"], (1, LONG_PROMPT), generator=generator)
+    rates: dict[str, list[float]] = {}
+    with model.moe, torch.inference_mode():
+        model(tokens, logits_to_keep=1)  # experts are read
+        for _ in range(arguments.rounds):
+            for name in ("own", *PARTS, *reversed(PARTS), "own"):
+                with PARTS.get(name, lambda _: contextlib.nullcontext())(model):
+                    begin_s = time.perf_counter()
+                    model(tokens, use_cache=True, logits_to_keep=1)
+                    rates.setdefault(name, []).append(LONG_PROMPT / (time.perf_counter() - begin_s))
+    found = {name: round(statistics.median(own), 1) for name, own in rates.items()}
+    print("prompt", *(f"{name} {rate}" for name, rate in found.items()), flush=True)
+    return found
 
 
 def measure_transformers(folder: Path, arguments: argparse.Namespace) -> float:

@@ -1,7 +1,8 @@
 """Steps of one token in layers with recurrent states: linear attention and Mamba 2.
 
 transformers' functions for a CPU allocate several tensors of the states' size at every step. Here
-small products read the states, and two operations change them where they lie.
+small products read the states, and two operations change them where they lie. Several tokens of
+Mamba 2 are left to transformers, in chunks of a size for a CPU.
 
 Shape suffixes: B sequences, H heads, G groups of heads (with keys and queries of their own), K key
 width, V value width, P values of a head, N states of each.
@@ -20,6 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_runtime.kernels.native import is_differentiated
+
+SCAN_CHUNK, SCAN_STEP = 64, 16
+"""Positions of a chunk of Mamba 2: GPUs take 256; and those in whose multiples short ones are."""
 
 NORM_EPS = 1e-6
 """What keeps families from dividing by zero where queries and keys get unit length."""
@@ -125,6 +129,8 @@ def _forward_of(kind: type[torch.nn.Module]) -> Callable[..., Any] | None:
     }
     if not steps:
         return None
+    if (scan := function.__globals__.get(_SCAN)) is not None:
+        steps[_SCAN] = functools.partial(_mamba2_scan, scan)
     return types.FunctionType(
         function.__code__,
         {**function.__globals__, **steps},
@@ -251,6 +257,20 @@ def _mamba2_sample() -> dict[str, Any]:
     }
 
 
+def _mamba2_scan(
+    theirs: Callable[..., Any], hidden_states: Tensor, *args: Any, chunk_size: int, **options: Any
+) -> Any:
+    """transformers' function for several tokens, which takes the same result from any chunks.
+
+    It computes every pair of positions of a chunk, and chunks that are not full as well.
+    """
+    if hidden_states.is_cpu:
+        num_tokens = -(-hidden_states.shape[1] // SCAN_STEP) * SCAN_STEP
+        chunk_size = min(chunk_size, SCAN_CHUNK, max(num_tokens, SCAN_STEP))
+    return theirs(hidden_states, *args, chunk_size=chunk_size, **options)
+
+
+_SCAN = "mamba2_chunk_scan"
 _STEPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "torch_recurrent_gated_delta_rule": (
         _delta_rule,

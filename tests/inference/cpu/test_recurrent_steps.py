@@ -12,6 +12,7 @@ import pytest
 import tiny_checkpoints
 import torch
 from moe_families import FAMILIES
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import moe_runtime
@@ -189,3 +190,23 @@ def test_a_sequence_has_the_same_bits_beside_others(heads: int):
         parts = (query[own], beta[own], decay[0, :, 0], key[own], value[own])
         assert torch.equal(mamba2_step(alone := state[own].clone(), *parts), read[own])
         assert torch.equal(alone, other[own])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 70])
+def test_chunks_of_a_scan_are_small(num_tokens: int):
+    """In fp32 chunks of any size differ by roundings alone: sums over up to 70 positions."""
+    torch.manual_seed(0)
+    x, dt = torch.randn(2, num_tokens, 4, 3), torch.rand(2, num_tokens, 4)
+    B, C = torch.randn(2, 2, num_tokens, 2, 5)
+    seen: list[int] = []
+
+    def theirs(*args: Any, chunk_size: int, **options: Any) -> Any:
+        seen.append(chunk_size)
+        return granite.mamba2_chunk_scan(*args, chunk_size=chunk_size, **options)
+
+    parts, options = (x, dt, -torch.rand(4), B, C), {"return_final_states": True}
+    found = recurrent_steps._mamba2_scan(theirs, *parts, chunk_size=256, **options)
+    expected = granite.mamba2_chunk_scan(*parts, chunk_size=256, **options)
+    assert seen == [{1: 16, 17: 32, 70: 64}[num_tokens]]
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
