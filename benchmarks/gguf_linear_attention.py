@@ -101,7 +101,19 @@ def ours(model: Any) -> dict[str, float]:
 
 def llama_bench(file: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """The same in llama.cpp, which draws tokens of its own."""
-    words = [arguments.llama_bench, "-m", file, "-p", PROMPT, "-n", STEPS, "-r", 1, "-o", "json"]
+    words = [
+        arguments.llama_bench.absolute(),
+        "-m",
+        file,
+        "-p",
+        PROMPT,
+        "-n",
+        STEPS,
+        "-r",
+        1,
+        "-o",
+        "json",
+    ]
     found = subprocess.run(
         [*map(str, words), "-t", str(arguments.threads)], check=True, capture_output=True
     )
