@@ -1,4 +1,4 @@
-"""A GGUF file as of Qwen3.6-35B-A3B beside llama.cpp: `python benchmarks/gguf_linear_attention.py`.
+"""A GGUF file as of Qwen3.6-35B-A3B beside llama.cpp: `python benchmarks/gguf_decode.py`.
 
 Some layers with that model's sizes (three of four of linear attention), random blocks as in
 Q4_K_M: experts in Q4_K and Q6_K, other matrices in Q8_0. Everything is in memory. llama.cpp's
@@ -70,7 +70,7 @@ def main() -> None:
         }
     print(json.dumps({key: result[key] for key in result if key not in facts}, indent=1))
     if arguments.save:
-        name = f"gguf-linear-attention-{machine_name(facts['machine'])}.json"
+        name = f"gguf-decode-{machine_name(facts['machine'])}.json"
         write_text(ROOT / "benchmarks" / "results" / name, json.dumps(result, indent=1) + "\n")
         print(f"written to {name}")
 
