@@ -116,12 +116,11 @@ class AdapterFolder:
             CheckpointError: they cannot be read, or are no longer those whose shapes were read.
         """
         found = {}
-        with (
-            blamed_on(f"{self._file}: cannot be read"),
-            safe_open(self._file, framework="pt") as tensors,
-        ):
-            if self._state_of_file() != self._state:
-                raise CheckpointError(f"{self._file}: has changed; start the server anew")
+        with blamed_on(f"{self._file}: cannot be read"):
+            self._require_same_file()  # a pipe in its place would be waited for
+            tensors = safe_open(self._file, framework="pt")
+        with blamed_on(f"{self._file}: cannot be read"), tensors:
+            self._require_same_file()
             for layer in self._layers:
                 first, second = (
                     tensors.get_tensor(f"base_model.model.{layer}.lora_{part}.weight").to(
@@ -131,6 +130,10 @@ class AdapterFolder:
                 )
                 found[layer] = LowRankPair(first, second, self._scales[layer])
         return found
+
+    def _require_same_file(self) -> None:
+        if self._state_of_file() != self._state:
+            raise CheckpointError(f"{self._file}: has changed; start the server anew")
 
     def _state_of_file(self) -> tuple[int, int]:
         state = self._file.stat()

@@ -296,6 +296,8 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         ("qwen35moe", {"ssm.group_count": 0}, "ssm.group_count of at least 1 .*found 0"),
         ("qwen35moe", {"rope.dimension_count": 99}, "rope.dimension_count of 1 to 32, found 99"),
         ("qwen35moe", {"block_count": 2**31}, "as many layers as it has tensors"),
+        ("qwen35moe", {"nextn_predict_layers": 4}, "nextn_predict_layers below block_count"),
+        ("qwen35moe", {"nextn_predict_layers": 1}, "full attention in one of 3 layers"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(

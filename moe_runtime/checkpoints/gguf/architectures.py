@@ -300,6 +300,8 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
         values[setting] = metadata[f"{name}.{key}"]
     if (num_layers := num_layers_of(header)) is not None:
         values["num_hidden_layers"] = num_layers
+    elif further := metadata.get(f"{name}.nextn_predict_layers"):
+        refuse(file, f"{name}.nextn_predict_layers below block_count", clipped(further))
     tensors = {tensor.name: tensor for tensor in header.tensors}
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         refuse(file, "a matrix token_embd.weight", "none")

@@ -85,6 +85,9 @@ def qwen35moe(header: GgufHeader, file: Path) -> Architecture:
     if num_layers > len(header.tensors):
         refuse(file, "no more than as many layers as it has tensors", clipped(num_layers))
     kinds = ("full_attention", "linear_attention")
+    layer_types = [kinds[f"blk.{i}.ssm_a" in linear] for i in range(num_layers)]
+    if kinds[0] not in layer_types:
+        refuse(file, f"full attention in one of {num_layers} layers", "ssm_a in each")
     heads = functools.partial(_of_one_key, num_keys=num_keys, num_values=num_values)
     of_values = functools.partial(heads, begin=2 * num_keys * width)
     moved = ValueChange(heads, moves_rows=True)
@@ -98,7 +101,7 @@ def qwen35moe(header: GgufHeader, file: Path) -> Architecture:
         },
         {
             "linear_value_head_dim": all_widths // num_values,
-            "layer_types": [kinds[f"blk.{i}.ssm_a" in linear] for i in range(num_layers)],
+            "layer_types": layer_types,
         },
         {**FIELDS, **_SIZES, "head_dim": "attention.key_length"},
         rotated=rotated / head_dim,
@@ -106,7 +109,7 @@ def qwen35moe(header: GgufHeader, file: Path) -> Architecture:
             **dict.fromkeys(_NORMS, ValueChange(_less_one)),
             _PARTS["attn_qkv"]: ValueChange(of_values, moves_rows=True),
             **{_PARTS[own]: moved for own in ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_dt")},
-            _PARTS["ssm_a"]: ValueChange(lambda decay: heads(decay.neg().log())),
+            _PARTS["ssm_a"]: ValueChange(lambda decay: heads(decay.float().neg().log())),
             _PARTS["ssm_conv1d"]: ValueChange(of_values, shape=_of_convolution),
             _PARTS["ssm_out"]: ValueChange(lambda out: heads(out.T).T.contiguous()),
         },
