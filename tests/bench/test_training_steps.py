@@ -33,7 +33,7 @@ REMEMBERING = """
 INSTALL = "pip install nothing"
 PACKAGES = ()
 CASES = ("training",)
-VARIANTS = ("other", "dies")
+VARIANTS = ("other", "dies", "silent")
 
 class Peer:
     def __init__(self, settings):
@@ -46,6 +46,8 @@ class Peer:
             raise ValueError("no room")
         expected, loss = next(self.steps)
         assert windows == expected
+        if self.settings["variant"] == "silent":
+            return None
         return loss + 2e-4 * (self.settings["variant"] == "other")
 """
 
@@ -84,7 +86,7 @@ def test_a_peer_is_given_the_same_tokens_and_held_to_the_same_losses(tmp_path: P
             program = find_peer(f"{file}{variant}", settings, "training")
             return TrainingPeer(program, PLAN, expected, running)
 
-        sound, other, dies = map(peer, ("", ":other", ":dies"))
+        sound, other, dies, silent = map(peer, ("", ":other", ":dies", ":silent"))
         assert sound.repeat()["step_s"] > 0  # type: ignore[operator]
         assert (sound.compared, sound.equal) == (3, 3)
         assert sound.versions.keys() == {"python"}
@@ -92,6 +94,8 @@ def test_a_peer_is_given_the_same_tokens_and_held_to_the_same_losses(tmp_path: P
             other.repeat()
         with pytest.raises(PeerFailedError, match="ValueError: no room"):
             dies.repeat()
+        with pytest.raises(PeerFailedError, match="must be a string or a real number"):
+            silent.repeat()
 
 
 class Engine:
