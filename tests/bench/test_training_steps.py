@@ -155,13 +155,16 @@ def test_the_command_trains_in_memory_and_offloaded(
     path = tmp_path / "r.json"
     words = ["--layers", "1", "--sequences", "1", "--context", "8", "--host-memory", "64MiB"]
     words += ["--quick", "--time", "1", "--threads", "1", "--precision", "1"]
-    words += ["-o", str(path), "--json"]
+    words += ["-o", str(path), "--json", "--peer", str(tmp_path / "eager.py")]
+    (tmp_path / "eager.py").write_text(REMEMBERING)
     assert main(["bench", "training", str(tmp_path / "model"), *words]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == read_results(path)
     names = [one["system"] for one in printed["measurements"]]
-    assert names == ["moe_runtime", "grouped_mm", "eager", "moe_runtime:offloaded"]
-    for one in printed["measurements"]:
+    assert names == ["moe_runtime", "grouped_mm", "eager", "moe_runtime:offloaded", "eager#2"]
+    *systems, failed = printed["measurements"]
+    assert failed["failure"]
+    for one in systems:
         assert one["quality"] == {"compared": 3, "equal": 3}
         assert list(one["summary"]) == ["step_s", "tokens_per_s"]
     found = printed["settings"]

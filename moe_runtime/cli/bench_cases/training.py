@@ -143,6 +143,7 @@ def bench_training(
                     "sequences": sequences,
                 },
                 "training",
+                plan.peers(),
             ),
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,
