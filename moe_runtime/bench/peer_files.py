@@ -96,10 +96,17 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
 
 
 def find_peers(
-    asked: Sequence[str], settings: dict[str, Any], case: str = "latency"
+    asked: Sequence[str], settings: dict[str, Any], case: str = "latency", names: Sequence[str] = ()
 ) -> list[PeerProgram]:
-    """Reads all of ``--peer``. One that comes again, of another environment say, has a number."""
-    found, taken = [], {OURS}
+    """Reads all of ``--peer``. One that comes again, of another environment say, has a number.
+
+    Args:
+        asked: as `find_peer` takes it, each.
+        settings: of the run.
+        case: what they shall take part in.
+        names: of other systems in the same run.
+    """
+    found, taken = [], {OURS, *names}
     for one in asked:
         program = find_peer(one, settings, case)
         numbered = (f"{program.name}#{number}" for number in count(2))

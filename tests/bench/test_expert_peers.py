@@ -188,6 +188,7 @@ def test_kt_kernel_without_its_extension_says_where_it_looked(tmp_path: Path) ->
         (["latency", "models/pocket", "--peer", "kt_kernel"], "takes part in bench experts, not"),
         (["throughput", "models/pocket", "--peer", "kt-kernel"], "not in bench throughput"),
         (["experts", "--shape", "olmoe-1b-7b", "--peer", "kt_kernel=no"], "no is not there"),
+        (["training", "--shape", "pocket", "--peer", "deepspeed=."], "leave =MODEL out"),
     ],
 )
 def test_a_peer_of_another_case_is_one_line(

@@ -33,7 +33,7 @@ REMEMBERING = """
 INSTALL = "pip install nothing"
 PACKAGES = ()
 CASES = ("training",)
-VARIANTS = ("other", "dies")
+VARIANTS = ("other", "dies", "silent")
 
 class Peer:
     def __init__(self, settings):
@@ -46,6 +46,8 @@ class Peer:
             raise ValueError("no room")
         expected, loss = next(self.steps)
         assert windows == expected
+        if self.settings["variant"] == "silent":
+            return None
         return loss + 2e-4 * (self.settings["variant"] == "other")
 """
 
@@ -84,7 +86,7 @@ def test_a_peer_is_given_the_same_tokens_and_held_to_the_same_losses(tmp_path: P
             program = find_peer(f"{file}{variant}", settings, "training")
             return TrainingPeer(program, PLAN, expected, running)
 
-        sound, other, dies = map(peer, ("", ":other", ":dies"))
+        sound, other, dies, silent = map(peer, ("", ":other", ":dies", ":silent"))
         assert sound.repeat()["step_s"] > 0  # type: ignore[operator]
         assert (sound.compared, sound.equal) == (3, 3)
         assert sound.versions.keys() == {"python"}
@@ -92,6 +94,8 @@ def test_a_peer_is_given_the_same_tokens_and_held_to_the_same_losses(tmp_path: P
             other.repeat()
         with pytest.raises(PeerFailedError, match="ValueError: no room"):
             dies.repeat()
+        with pytest.raises(PeerFailedError, match="must be a string or a real number"):
+            silent.repeat()
 
 
 class Engine:
@@ -127,8 +131,9 @@ def test_deepspeed_takes_the_steps_that_are_asked_for(
         monkeypatch.setenv(name, "")
     torch.manual_seed(0)
     export_hugging_face(LanguageModel(PLAN.config()), tmp_path / "model")
-    settings = {"model": str(tmp_path / "model"), "num_threads": 1, "dtype": "float32"}
-    settings |= {"sequences": 2, "rate": 3e-4, "betas": [0.9, 0.95], "decay": 0.1}
+    settings = {"model": str(tmp_path / "model"), "dtype": "float32"}
+    settings |= {"num_threads": torch.get_num_threads(), "sequences": 2}
+    settings |= {"rate": 3e-4, "betas": [0.9, 0.95], "decay": 0.1}
     peer = deepspeed.Peer(settings)
     try:
         peer.load()
@@ -150,13 +155,16 @@ def test_the_command_trains_in_memory_and_offloaded(
     path = tmp_path / "r.json"
     words = ["--layers", "1", "--sequences", "1", "--context", "8", "--host-memory", "64MiB"]
     words += ["--quick", "--time", "1", "--threads", "1", "--precision", "1"]
-    words += ["-o", str(path), "--json"]
+    words += ["-o", str(path), "--json", "--peer", str(tmp_path / "eager.py")]
+    (tmp_path / "eager.py").write_text(REMEMBERING)
     assert main(["bench", "training", str(tmp_path / "model"), *words]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == read_results(path)
     names = [one["system"] for one in printed["measurements"]]
-    assert names == ["moe_runtime", "grouped_mm", "eager", "moe_runtime:offloaded"]
-    for one in printed["measurements"]:
+    assert names == ["moe_runtime", "grouped_mm", "eager", "moe_runtime:offloaded", "eager#2"]
+    *systems, failed = printed["measurements"]
+    assert failed["failure"]
+    for one in systems:
         assert one["quality"] == {"compared": 3, "equal": 3}
         assert list(one["summary"]) == ["step_s", "tokens_per_s"]
     found = printed["settings"]

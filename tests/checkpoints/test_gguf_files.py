@@ -16,6 +16,7 @@ import pytest
 from gguf_checkpoints import SAMPLES, Written
 from gguf_rewriting import rewritten, tensors_of
 
+import moe_runtime
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.gguf.architectures import architecture_of, settings_of
 from moe_runtime.checkpoints.gguf.header import BLOCK_SIZES, GgufHeader, read_header
@@ -319,6 +320,25 @@ def test_convolutions_are_no_quantised_weights(tmp_path: Path) -> None:
     file = rewritten(written.folder, tmp_path / "a.gguf", instead=stored)
     with pytest.raises(UnsupportedModelError, match=r"conv1d\.weight is quantised; expected F32"):
         read(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kind", "found"),
+    [
+        ("blk.0.ssm_a", np.ones(5, np.float32), "F32", r"A_log: expected \(6,\), .* has \(5,\)"),
+        ("blk.0.ssm_conv1d.weight", np.ones((321, 4), np.float32), "F32", r"has \(321, 1, 4\)"),
+        ("blk.0.attn_qkv.weight", np.zeros((321, 68), np.uint8), "Q8_0", r"has \(321, 64\)"),
+    ],
+)
+def test_rows_of_no_whole_heads_are_refused(
+    tmp_path: Path, name: str, values: np.ndarray, kind: str, found: str
+) -> None:
+    sample = next(sample for sample in SAMPLES if sample.architecture == "qwen35moe")
+    stored = {name: (values, gguf.GGMLQuantizationType[kind])}
+    source = gguf_checkpoints.write(sample, tmp_path).folder
+    file = rewritten(source, tmp_path / "a.gguf", instead=stored)
+    with pytest.raises(CheckpointError, match=found):
+        moe_runtime.load(file, device="cpu", max_tokens=32)
 
 
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F32])

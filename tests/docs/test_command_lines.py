@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from fnmatch import filter as matching
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from command_lines import COMMANDS
 from page_blocks import PAGES, command_lines_of
 
 from moe_runtime.cli.main import main
+from moe_runtime.lab.traces import read_trace
 
 # What stands for a word of a line.
 SMALLER = {
@@ -83,6 +85,8 @@ NOT_RUN = {
     "moe-runtime bench training *--peer *": "DeepSpeed is not installed: tests/bench",
     "moe-runtime bench policies TRACE --golden *": "rows of a trace that is kept elsewhere",
 }
+# Options whose file a line writes: it must be there afterwards, and made by this line.
+OUTPUTS = ("-o", "--output", "--trace")
 LINES = [(page, line) for page in PAGES for line in command_lines_of(page)]
 
 
@@ -131,8 +135,14 @@ def test_the_command_lines_of_a_page_run(
             if "--resume" not in words:
                 for folder in ("OUT", "out", "finetuned"):
                     shutil.rmtree(folder, ignore_errors=True)
+            outputs = [Path(path) for option, path in pairwise(words) if option in OUTPUTS]
+            for file in filter(Path.is_file, outputs):
+                file.unlink()
             monkeypatch.setattr("sys.stdin", io.StringIO("A question\n"))
             assert main(words) == 0, (line, words, capsys.readouterr().err)
+            assert [path for path in outputs if not path.exists()] == [], line
+    if page.name == "prediction.md":  # whose lines read what its first ones recorded
+        assert len(set(read_trace(Path("trace.npz")).token_request.tolist())) == 5
 
 
 def test_the_tables_have_no_row_in_vain() -> None:

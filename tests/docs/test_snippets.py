@@ -44,6 +44,8 @@ NOT_RUN = {
     ("elasticity.md", 0): "starts three processes; tests/research/elastic do the same",
 }
 """Snippets of which only the imports are run, and why."""
+WRITTEN = {("training.md", 0): "out/model/config.json"}
+"""What a snippet leaves."""
 SERVED = ("serving.md", 0)
 """Has a test of its own: the server's address differs each time."""
 
@@ -117,14 +119,18 @@ def imports_of(text: str) -> str:
 
 @pytest.mark.usefixtures("workplace", "group")
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in SNIPPETS))
-def test_the_snippets_of_a_page_run(name: str) -> None:
+def test_the_snippets_of_a_page_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     for place in (one for one in SNIPPETS if one[0] == name and one != SERVED):
         text = made_small(snippet_of(*place))
         names |= GIVEN.get(place, dict)()
         if place in NOT_RUN:
             text = imports_of(text)
+        capsys.readouterr()
         exec(compile(text, f"{name}, snippet {place[1]}", "exec"), names)
+        # an engine's failed request, say, raises nothing
+        assert bool(capsys.readouterr().out) == ("print" in text), place
+        assert Path(WRITTEN.get(place, ".")).exists()
 
 
 @pytest.mark.usefixtures("workplace")
@@ -142,6 +148,6 @@ def test_the_client_is_answered() -> None:
 
 
 def test_the_tables_have_no_row_in_vain() -> None:
-    assert {*GIVEN, *NOT_RUN, SERVED} <= {*SNIPPETS}
+    assert {*GIVEN, *NOT_RUN, *WRITTEN, SERVED} <= {*SNIPPETS}
     pages = "".join(snippet_of(*place) for place in SNIPPETS)
     assert [larger for larger in SMALLER if larger not in pages] == []

@@ -90,7 +90,7 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
             found = run_experts(peer, asked["folder"], asked["tokens"], asked["block_s"])
         elif asked["do"] == "train":
             begin = time.perf_counter()
-            loss = peer.train(asked["windows"])
+            loss = float(peer.train(asked["windows"]))
             found = {"loss": loss, "seconds": time.perf_counter() - begin}
         else:
             found = {"peak_rss_bytes": _status_bytes("VmHWM")}

@@ -117,7 +117,12 @@ def qwen35moe(header: GgufHeader, file: Path) -> Architecture:
 
 
 def _of_one_key(rows: Tensor, *, num_keys: int, num_values: int, begin: int = 0) -> Tensor:
-    """Rows of value heads, from `begin` on, with those of one key side by side."""
+    """Rows of value heads, from `begin` on, with those of one key side by side.
+
+    A damaged file's, which are no whole heads, stay as they are: the model refuses their number.
+    """
+    if (len(rows) - begin) % num_values:
+        return rows
     in_file = rows[begin:].unflatten(0, (num_values // num_keys, num_keys, -1))
     moved = rows.clone()
     moved[begin:] = in_file.transpose(0, 1).flatten(0, 2)

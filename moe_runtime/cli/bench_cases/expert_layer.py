@@ -81,7 +81,7 @@ def bench_experts(
     import torch
 
     from moe_runtime.bench.experts.backends import measure_experts
-    from moe_runtime.bench.experts.layers import layer_of_model, synthetic_layer
+    from moe_runtime.bench.experts.layers import PEERS, layer_of_model, synthetic_layer
     from moe_runtime.bench.experts.results import ExpertsPlan
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
@@ -127,6 +127,7 @@ def bench_experts(
                     "most_tokens": numbers[-1],
                 },
                 "experts",
+                PEERS,
             ),
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,

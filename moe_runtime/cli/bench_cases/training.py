@@ -73,7 +73,14 @@ def bench_training(
     budget = None if host_memory is None else parse_budget(host_memory, name="--host-memory")
     from moe_runtime.bench.peer_files import find_peers
 
-    shared.check_results(output, find_peers(peer or (), {}, "training"))
+    peers = find_peers(peer or (), {}, "training")
+    for one in peers:
+        if "model" in one.settings:
+            raise ValueError(
+                f"--peer {one.name} is given {one.settings['model']}, but trains the random "
+                "weights of all; leave =MODEL out"
+            )
+    shared.check_results(output, peers)
     quiet_transformers(session)
     import torch
 
@@ -136,6 +143,7 @@ def bench_training(
                     "sequences": sequences,
                 },
                 "training",
+                plan.peers(),
             ),
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,

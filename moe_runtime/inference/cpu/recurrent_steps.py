@@ -34,7 +34,7 @@ def use_recurrent_steps(layer: torch.nn.Module) -> None:
 
     Its code is the layer's own. A layer that takes such steps by no known function is left alone.
     """
-    if "forward" not in vars(layer) and _forward_of(type(layer)) is not None:
+    if "forward" not in vars(layer) and _with_steps(type(layer).forward) is not None:
         vars(layer)["forward"] = _Forward(layer)
 
 
@@ -109,15 +109,34 @@ class _Forward:
         self._layer = layer
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        forward = _forward_of(type(self._layer))
-        assert forward is not None
-        return forward(self._layer, *args, **options)
+        forward = type(self._layer).forward
+        ours = None if torch.compiler.is_compiling() else _with_steps(forward)
+        return (forward if ours is None else ours)(self._layer, *args, **options)
+
+
+class _Globals(dict[str, Any]):
+    """Those of a module as they are now, with our steps for the functions that were compared."""
+
+    def __init__(self, own: dict[str, Any], steps: dict[str, functools.partial[Any]]) -> None:
+        super().__init__()
+        self._own, self._steps = own, steps
+
+    def __missing__(self, name: str) -> Any:
+        found, step = self._own[name], self._steps.get(name)
+        return found if step is None or step.args[0] is not found else step
 
 
 @functools.cache
-def _forward_of(kind: type[torch.nn.Module]) -> Callable[..., Any] | None:
-    """The class's own function, which finds our steps under the names it calls them by."""
-    function: Any = inspect.unwrap(kind.forward)
+def _with_steps(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A class's own function, which finds our steps under the names it calls them by.
+
+    None where there are none, or where somebody else than transformers has wrapped it.
+    """
+    function: Any = forward
+    while hasattr(function, "__wrapped__"):
+        if not function.__globals__["__name__"].startswith("transformers."):
+            return None
+        function = function.__wrapped__
     if not inspect.isfunction(function):
         return None
     names = _STEPS.keys() & function.__code__.co_names & function.__globals__.keys()
@@ -133,7 +152,7 @@ def _forward_of(kind: type[torch.nn.Module]) -> Callable[..., Any] | None:
         steps[_SCAN] = functools.partial(_mamba2_scan, scan)
     return types.FunctionType(
         function.__code__,
-        {**function.__globals__, **steps},
+        _Globals(function.__globals__, steps),
         function.__name__,
         function.__defaults__,
         function.__closure__,
@@ -229,9 +248,15 @@ def _compute_the_same(
     return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in zip(*results, strict=True))
 
 
+def _random() -> Callable[..., Tensor]:
+    """Numbers of the type that states have, whatever torch's default is."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return functools.partial(torch.rand, generator=generator, dtype=torch.float32, device="cpu")
+
+
 def _delta_sample(*, by_channel: bool) -> dict[str, Any]:
     """Arguments of ``_delta_rule``, with a key so short that it shows how its length is taken."""
-    random = functools.partial(torch.rand, generator=torch.Generator().manual_seed(0))
+    random = _random()
     shape = (2, 1, 3, 4)
     query, key, value = random(3, *shape)
     key[0] *= NORM_EPS**0.5
@@ -244,8 +269,8 @@ def _delta_sample(*, by_channel: bool) -> dict[str, Any]:
 
 def _mamba2_sample() -> dict[str, Any]:
     """Arguments of ``_mamba2``."""
-    random = functools.partial(torch.rand, generator=torch.Generator().manual_seed(0))
-    batch, heads, groups, dim, num_states = 2, 4, 2, 3, 5
+    random = _random()
+    batch, heads, groups, dim, num_states = 2, 4, 2, 3, 8
     return {
         **{"state": random(batch, heads, dim, num_states), "hidden_states": random(2, heads, dim)},
         "dt": random(batch, heads, 1).expand(-1, -1, dim),
@@ -295,11 +320,16 @@ def _are_packed(options: dict[str, Any]) -> bool:
 
 
 def _can_change(state: Tensor, *parts: Tensor | None) -> bool:
-    """Whether a state can be changed where it lies, with nothing to be differentiated."""
+    """Whether a state can be changed where it lies, with nothing to be differentiated.
+
+    The sums of MKL's products depend on how its rows are aligned: those of a sequence alone begin
+    elsewhere than beside others, unless all begin at multiples of 16 bytes.
+    """
     return (
         state.dtype is torch.float32
         and state.is_cpu
         and state.is_contiguous()
+        and state.shape[-1] % 4 == 0
         and not is_differentiated(state, *parts)
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")

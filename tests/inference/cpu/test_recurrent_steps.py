@@ -101,7 +101,7 @@ class Calls:
 
 def watch(layer: torch.nn.Module, name: str, monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Counts the calls of transformers' function by a layer of a loaded model."""
-    globals_of_forward = cast(Any, recurrent_steps._forward_of(type(layer))).__globals__
+    globals_of_forward = cast(Any, recurrent_steps._with_steps(type(layer).forward)).__globals__
     step = globals_of_forward[name]
     calls = Calls(step.args[0])
     watched = functools.partial(step.func, calls)
@@ -169,7 +169,7 @@ def test_a_function_of_another_meaning_is_left_alone():
     assert not recurrent_steps._compute_the_same(lambda q, k: q, *row)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not recurrent_steps._compute_the_same(theirs, *row)
-    assert recurrent_steps._forward_of(torch.nn.Linear) is None
+    assert recurrent_steps._with_steps(torch.nn.Linear.forward) is None
 
 
 @pytest.mark.parametrize("heads", [1, 16])
@@ -210,3 +210,64 @@ def test_chunks_of_a_scan_are_small(num_tokens: int):
     assert seen == [{1: 16, 17: 32, 70: 64}[num_tokens]]
     for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_between_multiples_of_16_bytes_have_the_same_bits_too():
+    """Products of such rows follow their addresses: transformers' sums do not."""
+    torch.manual_seed(0)
+    state = torch.randn(5, 1, 64, 5)
+    query, key = torch.randn(2, 5, 1, 1, 64)
+    value, gates = torch.randn(5, 1, 1, 5), torch.rand(2, 5, 1, 1)
+
+    def step(rows: slice) -> tuple[torch.Tensor, Any]:
+        parts = (part[rows] for part in (query, key, value, -gates[0], gates[1]))
+        return recurrent_steps._delta_rule(
+            qwen3_next.torch_recurrent_gated_delta_rule,
+            *parts,
+            initial_state=state[rows].clone(),
+            output_final_state=True,
+        )
+
+    out, states = step(slice(5))
+    for row in range(5):
+        alone, own = step(slice(row, row + 1))
+        assert torch.equal(alone[0], out[row])
+        assert torch.equal(own[0], states[row])
+
+
+def test_whoever_changes_the_code_of_a_layer_is_heard(monkeypatch: pytest.MonkeyPatch):
+    """The functions of its module, and the `forward` of its class, once it has ours."""
+    family = family_of("Qwen3Next")
+    model = tiny_checkpoints.tiny_model(family)
+    kind = qwen3_next.Qwen3NextGatedDeltaNet
+    use_small_batch_layers(model)
+    steps = Calls(qwen3_next.torch_recurrent_gated_delta_rule)
+    prompts = Calls(qwen3_next.torch_chunk_gated_delta_rule)
+    with monkeypatch.context() as patch:
+        patch.setattr(qwen3_next, "torch_recurrent_gated_delta_rule", steps)
+        patch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", prompts)
+        tiny_checkpoints.prompt_and_step_logits(model, family)
+        assert steps.count == prompts.count == len(layers_with_steps(model))
+    theirs, called = kind.forward, []
+
+    @functools.wraps(theirs)
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        called.append(self)
+        return theirs(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", forward)
+        tiny_checkpoints.prompt_and_step_logits(model, family)
+        assert called == 2 * layers_with_steps(model)
+    calls = watch(layers_with_steps(model)[0], STEPS["Qwen3Next"], monkeypatch)
+    tiny_checkpoints.prompt_and_step_logits(model, family)
+    assert (calls.count, len(called)) == (0, 2 * len(layers_with_steps(model)))
+
+
+def test_torchs_default_type_does_not_matter():
+    row = recurrent_steps._STEPS["torch_recurrent_gated_delta_rule"]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert recurrent_steps._compute_the_same(qwen3_next.torch_recurrent_gated_delta_rule, *row)
+    finally:
+        torch.set_default_dtype(torch.float32)
