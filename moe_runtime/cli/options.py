@@ -60,7 +60,7 @@ def bytes_of(text: str, option: str) -> int:
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
     if num_bytes < 1:
-        raise ValueError(f"{option} must be at least one byte, such as 512MiB, got {text!r}")
+        raise ValueError(f"{option} must be positive and at least one byte, got {text!r}")
     return num_bytes
 
 

@@ -125,7 +125,7 @@ def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
         (["--expert-size", "1MB,2MB,3MB"], "one size, 2 for the layers, or 16 for the experts"),
         (
             ["--expert-size", "1MB,0"],
-            "--expert-size must be at least one byte, such as 512MiB, got '0'",
+            "--expert-size must be positive and at least one byte, got '0'",
         ),
         (["--expert-size", "large,1MB"], "--expert-size: expected a size such as"),
         (["--expert-size", "large", "--bandwidth", "1GB"], "--expert-size: expected a size such"),
@@ -139,7 +139,7 @@ def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
         (["--predictor", "previous-token"], "say how fast the link is"),
         (["--predictor", "previous-token", "--bandwidth", "1GB"], "needs a training trace"),
         (["--policy", "predicted"], "needs a predictor"),
-        (["--bandwidth", "0"], "--bandwidth must be at least one byte, such as 512MiB, got '0'"),
+        (["--bandwidth", "0"], "--bandwidth must be positive and at least one byte, got '0'"),
         (["--bandwidth", "fast"], "--bandwidth: expected a size"),
         (["--polcy", "lru"], "No such option"),
     ],

@@ -151,7 +151,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
     (tmp_path / "keys").write_text("\n# one for each team\n")
     assert "expected a key" in refused("--api-keys", str(tmp_path / "keys"))
     assert "--max-body" in refused("--max-body", "much")
-    assert "--prefix-disk must be at least one byte" in refused("--prefix-disk", "0")
+    assert "--prefix-disk must be positive" in refused("--prefix-disk", "0")
     both = ("--no-prefix-cache", "--prefix-disk", "1GiB")
     assert "--prefix-disk keeps what --no-prefix-cache does not" in refused(*both)
     assert "no-model is not a directory" in refused("--port", "0")

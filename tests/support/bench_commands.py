@@ -124,6 +124,7 @@ BENCH_CASES = {
         (str(ROOT / "models" / "pocket"),),
         {
             "model": ("", ("model", "pocket")),
+            "peer": ("--peer deepspeed", ("name", "deepspeed")),
             "layers": ("--layers 3", ("layers", 3)),
             "sequences": ("--sequences 7", ("sequences", 7)),
             "context": ("--context 19", ("context", 19)),

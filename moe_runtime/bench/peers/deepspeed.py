@@ -1,7 +1,4 @@
-"""DeepSpeed's ZeRO-Offload: its own Adam on the CPU, which here has the weights as well.
-
-Operators are compiled when they are first needed, which takes minutes.
-"""
+"""DeepSpeed's ZeRO-Offload on the CPU; its operators are compiled at first, for minutes."""
 
 import os
 import sys
@@ -9,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 INSTALL = (
-    "a C++ compiler, pip install torch transformers setuptools wheel ninja, and then "
+    "pip install torch transformers setuptools wheel ninja, and then, with a C++ compiler, "
     "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
 )
 PACKAGES = ("deepspeed", "torch", "transformers")
@@ -42,8 +39,7 @@ class Peer:
         asked = self._settings
         options = {"dtype": self._torch.float32, "experts_implementation": "grouped_mm"}
         model = self._model_class.from_pretrained(asked["model"], **options).train()
-        matrices = [p for p in model.parameters() if p.ndim > 1]
-        norms = [p for p in model.parameters() if p.ndim == 1]
+        matrices, norms = ([p for p in model.parameters() if (p.ndim > 1) == m] for m in (1, 0))
         groups = [{"params": matrices, "weight_decay": asked["decay"]}, {"params": norms}]
         config = {
             "train_micro_batch_size_per_gpu": asked["sequences"],
