@@ -118,17 +118,15 @@ class AdapterFolder:
         found = {}
         with blamed_on(f"{self._file}: cannot be read"):
             self._require_same_file()  # a pipe in its place would be waited for
-            tensors = safe_open(self._file, framework="pt")
-        with blamed_on(f"{self._file}: cannot be read"), tensors:
-            self._require_same_file()
-            for layer in self._layers:
-                first, second = (
-                    tensors.get_tensor(f"base_model.model.{layer}.lora_{part}.weight").to(
-                        torch.float32, copy=True
+            with safe_open(self._file, framework="pt") as tensors:
+                self._require_same_file()
+                for layer in self._layers:
+                    name = f"base_model.model.{layer}.lora_"
+                    first, second = (
+                        tensors.get_tensor(f"{name}{part}.weight").to(torch.float32, copy=True)
+                        for part in "AB"
                     )
-                    for part in "AB"
-                )
-                found[layer] = LowRankPair(first, second, self._scales[layer])
+                    found[layer] = LowRankPair(first, second, self._scales[layer])
         return found
 
     def _require_same_file(self) -> None:
