@@ -243,6 +243,14 @@ class DecodeProducts:
         """
         self._given.append((rows_N.long(), y_ND))
         self._dim = y_ND.shape[1]
+        self._take_given()
+
+    def _take_given(self) -> None:
+        """Puts given rows where those of other experts are, if there is such a place yet."""
+        while self._partial is not None and self._given:
+            rows_N, y_ND = self._given.pop()
+            self._partial[1:, rows_N] = 0.0
+            self._partial[0, rows_N] = y_ND.float()
 
     def sums(self, slot_of_expert: Tensor | None = None) -> Tensor:
         """The output, once every expert was added that an id names and that has a slot here.
@@ -250,14 +258,11 @@ class DecodeProducts:
         Args:
             slot_of_expert: `[E]`, below 0 for experts that take no part; None if all do.
         """
-        partial, weights_TK = self._partial, self._weights_TK
-        if partial is None and self._given:
+        if self._partial is None and self._given:
             shape = 1, self._ids_TK.numel(), self._dim
-            partial = self._x_TD.new_empty(shape, dtype=torch.float32)
-        for rows_N, y_ND in self._given:
-            assert partial is not None
-            partial[1:, rows_N] = 0.0
-            partial[0, rows_N] = y_ND.float()
+            self._partial = self._x_TD.new_empty(shape, dtype=torch.float32)
+        self._take_given()
+        partial, weights_TK = self._partial, self._weights_TK
         out_TD = self._x_TD.new_empty(len(self._x_TD), self._dim)
         if partial is None:
             return out_TD.zero_()

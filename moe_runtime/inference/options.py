@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from moe_runtime.inference.cache_code import open_coded_stores as open_coded_stores
     from moe_runtime.inference.cpu_misses.computing import open_misses as open_misses
     from moe_runtime.inference.cpu_misses.option import check_misses as check_misses
+    from moe_runtime.inference.device.decode_graphs import DecodeGraphs as DecodeGraphs
     from moe_runtime.inference.device.device_experts import DeviceExperts as DeviceExperts
     from moe_runtime.inference.device.device_stores import experts_on_device as experts_on_device
     from moe_runtime.inference.device.device_stores import open_device_stores as open_device_stores
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from moe_runtime.lab.traces.recent import read_recent as read_recent
     from moe_runtime.lab.traces.recorder import TraceRecorder as TraceRecorder
     from moe_runtime.lab.traces.timeline import Timeline as Timeline
-    from moe_runtime.memory.device import CudaDevice as CudaDevice
+    from moe_runtime.memory.cuda_device import CudaDevice as CudaDevice
     from moe_runtime.parallel.dispatch import as_transport as as_transport
 else:
     __getattr__ = lazy_names(
@@ -54,11 +55,12 @@ else:
             "moe_runtime.parallel.dispatch": "as_transport",
             "moe_runtime.inference.expert_partition": "divide_experts",
             # a device
+            "moe_runtime.inference.device.decode_graphs": "DecodeGraphs",
             "moe_runtime.inference.device.device_experts": "DeviceExperts",
             "moe_runtime.inference.cpu_misses.computing": "open_misses",
             "moe_runtime.inference.cpu_misses.option": "check_misses",
             "moe_runtime.inference.device.device_stores": "experts_on_device open_device_stores",
-            "moe_runtime.memory.device": "CudaDevice",
+            "moe_runtime.memory.cuda_device": "CudaDevice",
             "moe_runtime.checkpoints.int8_activations": "with_int8_activations",
             # experts in a code
             "moe_runtime.inference.cache_code": "coded_experts open_coded_stores",

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-from moe_runtime.config import format_bytes
-from moe_runtime.errors import CapacityError
 from moe_runtime.memory.io_queue import Priority
-
-PAGE_BYTES = 4096
-PIN_BYTES = 2**30
-"""Host memory is registered in parts of about this size, which fail early and name a limit."""
 
 
 class Event(Protocol):
@@ -38,6 +30,37 @@ class Copy(Event, Protocol):
 
         Args:
             before: the copy that ended before this one, whose time is its own; None for none.
+        """
+        ...
+
+
+class Graph(Protocol):
+    """Work of a device that was recorded, and is computed when it is replayed."""
+
+    def replay(self) -> None:
+        """Queues the work on the current stream."""
+        ...
+
+
+class GraphRecorder(Protocol):
+    """Records the work that is queued within a ``with`` block, in one or several graphs.
+
+    Graphs of one recorder share memory: they are replayed one after another, in their order.
+    """
+
+    def __enter__(self) -> GraphRecorder: ...
+
+    def __exit__(self, *failure: object) -> None: ...
+
+    def cut(self) -> Graph:
+        """Ends a graph, and begins the next one."""
+        ...
+
+    def end(self) -> Graph:
+        """Ends the last graph.
+
+        Raises:
+            RuntimeError: there was work that cannot be recorded.
         """
         ...
 
@@ -129,177 +152,6 @@ class Device(Protocol):
         """Returns when no copy writes any more: for where an exception left one to itself."""
         ...
 
-
-class CudaCopy:
-    """Events of CUDA around a copy."""
-
-    def __init__(self, begun: torch.cuda.Event, done: torch.cuda.Event) -> None:
-        self.begun, self.done = begun, done
-
-    def query(self) -> bool:
-        """As ``Event.query``."""
-        return self.done.query()
-
-    def synchronize(self) -> None:
-        """As ``Event.synchronize``."""
-        self.done.synchronize()
-
-    def seconds_after(self, before: CudaCopy | None) -> float:
-        """As ``Copy.seconds_after``."""
-        took_ms = self.begun.elapsed_time(self.done)
-        if before is not None:
-            took_ms = min(took_ms, before.done.elapsed_time(self.done))
-        return max(0.0, took_ms) / 1e3
-
-
-class CudaDevice:
-    """A CUDA or ROCm device.
-
-    Copies run on three streams, demands, read-aheads and those back to the host, which are made
-    once. Nothing here waits for the computation: the copies do, on the device.
-    """
-
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
-        self._copies = {
-            priority: torch.cuda.Stream(place, priority=-(priority is Priority.DEMAND))
-            for priority in Priority
-        }
-        self._back = torch.cuda.Stream(place)
-        self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
-        self._allocated: list[weakref.ref[torch.Tensor]] = []
-        self.compute_here()
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """As ``Device.allocate``."""
-        try:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
-        except torch.OutOfMemoryError:
-            size = format_bytes(num_bytes)
-            raise CapacityError(f"cannot allocate {size} on {self._place}") from None
-        # torch gives the memory to others when it goes, once these streams have come so far
-        for stream in (*self._copies.values(), self._back, *self._computing.values()):
-            memory.record_stream(stream)
-        self._allocated.append(weakref.ref(memory))
-        return memory
-
-    def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
-        """As ``Device.pin``."""
-        pin_in_parts(torch.cuda.cudart(), memory, slot_bytes)
-
-    def compute_here(self) -> int:
-        """As ``Device.compute_here``."""
-        stream = torch.cuda.current_stream(self._place)
-        if stream.cuda_stream not in self._computing:
-            for memory in [ref() for ref in self._allocated]:
-                if memory is not None:
-                    memory.record_stream(stream)
-            self._computing[stream.cuda_stream] = stream
-        return stream.cuda_stream
-
-    def upload(self, numbers: Sequence[int]) -> torch.Tensor:
-        """As ``Device.upload``."""
-        pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=True)
-        return pinned.to(self._place, non_blocking=True)
-
-    def download(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """As ``Device.download``."""
-        found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        found.copy_(numbers, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(self._place))
-        return found, copied
-
-    def send(self, values: torch.Tensor) -> torch.Tensor:
-        """As ``Device.send``."""
-        return values.pin_memory().to(self._place, non_blocking=True)
-
-    def wait_here(self, event: CudaCopy) -> None:
-        """As ``Device.wait_here``."""
-        torch.cuda.current_stream(self._place).wait_event(event.done)
-
-    def vacate(self, slot: torch.Tensor) -> list[Any]:
-        """As ``Device.vacate``."""
-        return [stream.record_event() for stream in tuple(self._computing.values())]
-
-    def copy(
-        self,
-        parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        after: Sequence[Any],
-        priority: Priority,
-    ) -> CudaCopy:
-        """As ``Device.copy``."""
-        stream, done = self._copies[priority], torch.cuda.Event(enable_timing=True, blocking=True)
-        begun = torch.cuda.Event(enable_timing=True)
-        for event in after:
-            stream.wait_event(event)
-        begun.record(stream)
-        with torch.cuda.stream(stream):
-            for source, target in parts:
-                target.copy_(source, non_blocking=True)
-        done.record(stream)
-        return CudaCopy(begun, done)
-
-    def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
-        """As ``Device.copy_back``."""
-        done = torch.cuda.Event(blocking=True)
-        self._back.wait_stream(torch.cuda.current_stream(self._place))
-        with torch.cuda.stream(self._back):
-            for source, target in parts:
-                target.copy_(source, non_blocking=True)
-        done.record(self._back)
-        return done
-
-    def drain(self) -> None:
-        """As ``Device.drain``."""
-        for stream in (*self._copies.values(), self._back):
-            stream.synchronize()
-
-
-def open_device(place: torch.device) -> Device:
-    """The device of a place that is not the CPU.
-
-    Raises:
-        ValueError: it is none of CUDA or ROCm.
-    """
-    if place.type != "cuda":
-        raise ValueError(f"experts are computed on the CPU or on a CUDA device, not on {place}")
-    return CudaDevice(place)
-
-
-def pin_in_parts(
-    runtime: Any, memory: torch.Tensor, slot_bytes: int, *, part_bytes: int = PIN_BYTES
-) -> None:
-    """Registers host memory with CUDA until the tensor goes, and then gives it back.
-
-    A copy must not cross two registrations, nor may these share a page: a part is a number of whole
-    slots that ends with a page.
-
-    Args:
-        runtime: ``torch.cuda.cudart()``, or what has its functions.
-        memory: page-aligned, ``uint8``.
-        slot_bytes: copies begin and end in one slot.
-        part_bytes: how much is registered at once, about.
-
-    Raises:
-        CapacityError: the system does not allow so much; nothing is registered then.
-    """
-    unit = math.lcm(slot_bytes, PAGE_BYTES)
-    parts = memory.split(max(1, part_bytes // unit) * unit)
-    held: list[int] = []
-    # the tensor itself must not be held: its memory goes with it
-    weakref.finalize(memory.untyped_storage(), _unregister, runtime, held)
-    for part in parts:
-        if int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), 0)) != 0:
-            _unregister(runtime, held)
-            size = format_bytes(memory.numel())
-            raise CapacityError(
-                f"cannot lock {size} of host memory for the GPU; raise the limit of locked memory "
-                "(ulimit -l) or lower host_memory"
-            )
-        held.append(part.data_ptr())
-
-
-def _unregister(runtime: Any, held: list[int]) -> None:
-    while held:
-        runtime.cudaHostUnregister(held.pop())
+    def record(self) -> GraphRecorder:
+        """Records what the caller queues, instead of computing it."""
+        ...

@@ -69,6 +69,10 @@ class SlotStacks(Protocol):
         """
         ...
 
+    def stack_over(self, layer: int, table: torch.Tensor) -> Any:
+        """As ``stack``, with slots that are found in a table of the device: ``[E]`` int32."""
+        ...
+
 
 class Residents(NamedTuple):
     """The experts of a layer that are in slots of a device.
@@ -111,6 +115,7 @@ class DeviceStore(TierStore[W]):
     Attributes:
         device: whose slots they are.
         stacks: how kernels take them, if they do.
+        recorded: a step that is replayed over these slots, which goes with them.
     """
 
     def __init__(self, device: Device, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
@@ -118,6 +123,7 @@ class DeviceStore(TierStore[W]):
         super().__init__(fetcher, *args, **kwargs)
         self.device = device
         self.stacks: SlotStacks | None = None
+        self.recorded: Any = None
         self._residents: dict[int, Residents] = {}
         self._planned: deque[Planned] = deque()
         self._uncounted: deque[tuple[Event, Callable[[], Sequence[ExpertKey]]]] = deque()
@@ -159,8 +165,6 @@ class DeviceStore(TierStore[W]):
     def launch_residents(self, layer: int, launch: Callable[[Any], object]) -> Residents:
         """Queues work on all experts of a layer that are in their slots; nothing is waited for.
 
-        Nobody is evicted while it is queued, and what fills a slot later runs behind it.
-
         Args:
             layer: one with a stack.
             launch: is given the stack, unless nobody is there; it must not wait.
@@ -168,14 +172,20 @@ class DeviceStore(TierStore[W]):
         Raises:
             MoERuntimeError: a copy failed that earlier work was queued behind.
         """
+        return self.with_residents(layer, lambda found: found.experts and launch(found.stack))
+
+    def with_residents(self, layer: int, queue: Callable[[Residents], object]) -> Residents:
+        """As ``launch_residents``, but the work is queued whoever is there.
+
+        Nobody is evicted while it is queued, and what fills a slot later runs behind it.
+        """
         self.fetcher.raise_failure()
         stream = self.device.compute_here()
         with self._changed:
             found = self._residents.get(layer)
             if found is None or found.stream != stream:
                 found = self._residents[layer] = self._find_residents(layer, stream)
-            if found.experts:
-                launch(found.stack)
+            queue(found)
             return found
 
     def stack_of(self, keys: Sequence[ExpertKey]) -> Any:
@@ -256,7 +266,7 @@ class DeviceStore(TierStore[W]):
     def close(self) -> None:
         """As ``ExpertStore.close``; what kernels take lives on with who still has it."""
         self._residents.clear()
-        self.stacks = None
+        self.stacks = self.recorded = None
         super().close()
 
     def _count_uses(self, *, waits: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from emulated_graphs import EmulatedRecorder
 
 from moe_runtime.memory.io_queue import Priority
 
@@ -162,6 +163,9 @@ class EmulatedDevice:
             self._at(begin, work)
             self._at(end, work)
             return EmulatedEvent(self, end)
+
+    def record(self) -> EmulatedRecorder:
+        return EmulatedRecorder()
 
     def drain(self) -> None:
         self.num_drains += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference import loading
 from moe_runtime.inference.cpu_misses.computing import open_misses
+from moe_runtime.inference.device.decode_graphs import DecodeGraphs
 from moe_runtime.inference.device.device_experts import DeviceExperts
 from moe_runtime.inference.device.device_stores import experts_on_device, open_device_stores
 from moe_runtime.inference.expert_layer import OffloadedExperts
@@ -48,7 +50,15 @@ def load_on_emulated_device(
 
     Its ``moe`` is the handle of the two stores.
     """
-    with patch.object(loading, "OffloadedExperts", DeviceExperts):
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(loading, "OffloadedExperts", DeviceExperts))
+        for name in (
+            "use_small_batch_layers",
+            "use_single_query_attention",
+            "fuse_attention_layers",
+        ):
+            # other layers are transformers' own on a device
+            patches.enter_context(patch.object(loading, name, lambda model: None))
         model: Any = moe_runtime.load(checkpoint, device="cpu", dtype=dtype, max_tokens=64)
     facts = model.moe.facts
     model.moe.close()
@@ -73,6 +83,7 @@ def load_on_emulated_device(
             module.store = stores[0]
     if misses != "device":
         open_misses(misses, experts_modules_of(model), *stores, bind_slots(experts))
+    model.forward = DecodeGraphs(model, experts_modules_of(model))
     model._steps._stores = [*stores]
     facts = dataclasses.replace(facts, host_plan=plans["host"], device_plan=plans["device"])
     model.moe = RuntimeHandle(stores[0], facts, host_store=stores[1])

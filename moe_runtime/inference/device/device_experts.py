@@ -5,9 +5,9 @@ Shape suffixes: T tokens, K top-k, E experts, D model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,8 +16,39 @@ from moe_runtime.inference.expert_layer import OffloadedExperts, is_kernels
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
-from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.device import Event
+from moe_runtime.memory.device_store import DeviceStore, Residents
 from moe_runtime.types import ExpertKey
+
+
+class Routed(NamedTuple):
+    """What a layer of experts is called with."""
+
+    hidden_TD: torch.Tensor
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
+
+
+class Found(NamedTuple):
+    """What the host knows of a step of a layer, once it was copied.
+
+    Attributes:
+        ids_TK: experts of each token.
+        values_TD: what they are given; None where the CPU computes nothing.
+        copied: behind which both are there.
+    """
+
+    ids_TK: torch.Tensor
+    values_TD: torch.Tensor | None
+    copied: Event
+
+
+class Recording(Protocol):
+    """A step of a model while it is recorded, to be replayed later."""
+
+    def record_layer(self, experts: DeviceExperts, routed: Routed) -> torch.Tensor:
+        """The experts' sums ``[T, D]``, which are computed when the step is replayed."""
+        ...
 
 
 class DeviceExperts(OffloadedExperts):
@@ -32,11 +63,14 @@ class DeviceExperts(OffloadedExperts):
     With `misses`, the CPU may compute experts of a few tokens that are not resident, where they lie
     in the host's memory. Its rows join the same sums, but are not the bits of the device.
 
+    While there is a `recording`, nothing is computed (`inference.device.decode_graphs`).
+
     Experts that are normed, have a gate of their own, compute in another dtype, or are quantised in
     a format that the kernels do not read go the way of `OffloadedExperts`.
     """
 
     misses: Misses | None = None
+    recording: Recording | None = None
 
     def _make_step(self, weights: ExpertWeights) -> None:
         """That step is the host's."""
@@ -45,46 +79,86 @@ class DeviceExperts(OffloadedExperts):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """As `OffloadedExperts.compute`."""
-        store, activation = self.store, self._activation_now()
-        if (
-            not isinstance(store, DeviceStore)
-            or self.share is not None
-            or self._norms_outputs
-            or not is_kernels(activation)
-            or not store.has_stack(self.layer, hidden_states.dtype)
-            or not top_k_index.numel()
-        ):
-            return super().compute(hidden_states, top_k_index, top_k_weights)
-        found, copied = store.device.download(top_k_index)
-        products = SlottedProducts(
-            hidden_states, top_k_index, top_k_weights, self.num_experts, activation
+        routed = Routed(hidden_states, top_k_index, top_k_weights)
+        if not self.has_stack(hidden_states.dtype) or not top_k_index.numel():
+            return super().compute(*routed)
+        if self.recording is not None:
+            return self.recording.record_layer(self, routed)
+        assert isinstance(self.store, DeviceStore)
+        early, copied = self.store.device.download(top_k_index)
+        products = self.products(routed)
+        found = self._found(products, routed, early, copied)
+        launch = partial(self.store.launch_residents, self.layer, products.add)
+        self.complete(products, routed, lambda: (launch(), found))
+        return products.sums()
+
+    def has_stack(self, dtype: torch.dtype) -> bool:
+        """Whether kernels take the slots of this layer as one stack, for rows of this type."""
+        return (
+            isinstance(self.store, DeviceStore)
+            and self.share is None
+            and not self._norms_outputs
+            and is_kernels(self._activation_now())
+            and self.store.has_stack(self.layer, dtype)
         )
-        values, plans = None, self._plans(products, hidden_states, top_k_weights)
-        if plans:
-            values, copied = store.device.download(hidden_states)
-        residents, is_done = None, False
+
+    def products(self, routed: Routed) -> SlottedProducts:
+        """What sums the experts of these tokens, none of which is computed yet."""
+        activation = self._activation_now()
+        assert is_kernels(activation)
+        return SlottedProducts(*routed, self.num_experts, activation)
+
+    def download(self, products: SlottedProducts, routed: Routed) -> Found:
+        """Copies to the host what it has to know of a step, behind what is queued."""
+        assert isinstance(self.store, DeviceStore)
+        return self._found(products, routed, *self.store.device.download(routed.ids_TK))
+
+    def _found(
+        self, products: SlottedProducts, routed: Routed, ids_TK: torch.Tensor, copied: Event
+    ) -> Found:
+        values_TD = None
+        if self._plans(products, routed.hidden_TD, routed.weights_TK):
+            assert isinstance(self.store, DeviceStore)
+            values_TD, copied = self.store.device.download(routed.hidden_TD)
+        return Found(ids_TK, values_TD, copied)
+
+    def complete(
+        self,
+        products: SlottedProducts,
+        routed: Routed,
+        launch: Callable[[], tuple[Residents, Found]],
+    ) -> None:
+        """Queues everything that the sums of these tokens lack.
+
+        Args:
+            products: of the tokens.
+            routed: what the layer was called with.
+            launch: queues the residents; returns them, and what the host will know.
+        """
+        store = self.store
+        assert isinstance(store, DeviceStore)
+        is_done = False
         try:
-            residents = store.launch_residents(self.layer, products.add)
+            residents, found = launch()
             listens = self.listeners.routed or self.listeners.demanded
             if residents.are_all and not listens and store.listener is None:
-                store.count_later(copied, lambda: [self._keys[e] for e in self.rows_of(found)])
+                used = partial(self.rows_of, found.ids_TK)
+                store.count_later(found.copied, lambda: [self._keys[e] for e in used()])
                 is_done = True
-                return products.sums()
+                return
             is_done = True
         finally:
             if not is_done:
                 store.let_go()
-        copied.synchronize()
-        rows = self.rows_of(found)
-        self._announce(rows, hidden_states, top_k_index, top_k_weights)
-
+        found.copied.synchronize()
+        rows = self.rows_of(found.ids_TK)
+        self._announce(rows, *routed)
         keys = [self._keys[expert] for expert in rows]
-        routing = LayerRouting(self.layer, keys, hidden_states, top_k_index, top_k_weights)
-        if plans and values is not None:
-            self._compute_planned(routing, rows, residents.experts, products, values)
+        routing = LayerRouting(self.layer, keys, *routed)
+        if found.values_TD is not None:
+            self._compute_planned(routing, rows, residents.experts, products, found.values_TD)
         elif rows:
             self._compute(routing, partial(self._add, store, products, residents.experts))
-        return products.sums()
 
     def _plans(self, products: SlottedProducts, *differentiated: torch.Tensor) -> bool:
         """Whether the CPU may compute a part: not of long prompts, nor where there are gradients,

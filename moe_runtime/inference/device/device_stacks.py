@@ -62,7 +62,11 @@ class DeviceStacks:
 
     def stack(self, layer: int, slots: Sequence[int]) -> StackedExperts | QuantizedExperts:
         """As ``SlotStacks.stack``."""
-        return replace(self._stacks[layer], slot_of_expert=self._device.upload(slots))
+        return self.stack_over(layer, self._device.upload(slots))
+
+    def stack_over(self, layer: int, table: Tensor) -> StackedExperts | QuantizedExperts:
+        """As ``SlotStacks.stack_over``."""
+        return replace(self._stacks[layer], slot_of_expert=table)
 
 
 def _stack(

@@ -1,0 +1,297 @@
+"""Decode steps on a GPU as CUDA graphs: recorded once, replayed without a launch of theirs.
+
+A step of one token a sequence is some fifty launches a layer, which take the host longer than the
+GPU computes. With a static cache every step is the same work on the same memory. It is recorded in
+parts: one ends where the residents of a layer's experts were queued, and the next begins with the
+sums. What a layer lacks is queued between two parts, as without a recording, and joins the same
+sums: the same bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
+from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
+from moe_runtime.memory.device import Graph, GraphRecorder
+from moe_runtime.memory.device_store import DeviceStore, Residents
+
+Forward = Callable[..., Any]
+_ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
+
+
+class RecordedLayer:
+    """The experts of one layer in a recorded step."""
+
+    def __init__(self, experts: DeviceExperts, table_E: torch.Tensor, routed: Routed) -> None:
+        """Records the residents, wherever they will be.
+
+        Args:
+            experts: of the layer.
+            table_E: their slots, which is filled before each replay.
+            routed: what the layer is called with.
+        """
+        assert isinstance(experts.store, DeviceStore)
+        assert experts.store.stacks is not None, "the layer has a stack"
+        self._experts, self._table_E, self._routed = experts, table_E, routed
+        self._store = experts.store
+        self._listed: Residents | None = None
+        self._products = experts.products(routed)
+        self._products.add(experts.store.stacks.stack_over(experts.layer, table_E))
+        self.sums = self._products.sums
+
+    def replay(self, before: Graph) -> None:
+        """Replays the part that ends with this layer's residents, and queues the others."""
+        self._experts.complete(self._products, self._routed, partial(self._launch, before))
+
+    def _launch(self, before: Graph) -> tuple[Residents, Found]:
+        residents = self._store.with_residents(
+            self._experts.layer, partial(self._list_and_replay, before)
+        )
+        return residents, self._experts.download(self._products, self._routed)
+
+    def _list_and_replay(self, before: Graph, residents: Residents) -> None:
+        if residents is not self._listed:
+            if residents.stack is None:
+                self._table_E.fill_(-1)
+            else:
+                self._table_E.copy_(residents.stack.slot_of_expert)
+            self._listed = residents
+        before.replay()
+
+
+class _Structure:
+    """The modules and parameters of a model, as a recording takes them for granted."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        every = [*model.modules()]
+        self._members = [part for m in every for part in (m._parameters, m._buffers, m._modules)]
+        # those of the model itself are called around a recording
+        self._hooks = [part for m in every[1:] for part in (m._forward_hooks, m._forward_pre_hooks)]
+        self._attention = model.config._attn_implementation  # type: ignore[union-attr]
+        self._config: Any = model.config
+        # held, so that nothing else gets their names
+        self._held = [*self._now()]
+        self._names = [*map(id, self._held)]
+        self._weights = [p for p in self._held if type(p) is torch.nn.Parameter]
+        self._addresses = [*map(torch.Tensor.data_ptr, self._weights)]
+
+    def holds(self) -> bool:
+        """Whether all are the same, where they were, and nobody looks into a module."""
+        return (
+            not any(self._hooks)
+            and not torch.nn.modules.module._has_any_global_hook()
+            and [*map(id, self._now())] == self._names
+            and [*map(torch.Tensor.data_ptr, self._weights)] == self._addresses
+            and self._config._attn_implementation == self._attention
+        )
+
+    def _now(self) -> itertools.chain[Any]:
+        return itertools.chain.from_iterable(map(dict.values, self._members))
+
+
+class _Call(NamedTuple):
+    """A call of a model.
+
+    Attributes:
+        key: what two calls have in common that one recording is good for.
+        tensors: by their names, all but what is in the cache.
+        cache: the static cache.
+    """
+
+    key: Any
+    tensors: dict[str, torch.Tensor]
+    cache: Any
+
+
+class RecordedStep:
+    """One step of a model, to be replayed with other tokens.
+
+    Attributes:
+        key: of the calls that it stands for.
+    """
+
+    def __init__(
+        self, model: Any, forward: Forward, call: _Call, modules: Sequence[DeviceExperts]
+    ) -> None:
+        """Records a call; nothing is computed.
+
+        Raises:
+            RuntimeError: the model does what a graph cannot hold.
+        """
+        store = modules[0].store
+        assert isinstance(store, DeviceStore)
+        self.key = call.key
+        self._cache = weakref.ref(call.cache)
+        self._structure = _Structure(model)
+        self._inputs = {name: tensor.clone() for name, tensor in call.tensors.items()}
+        self._tables = {
+            m.layer: torch.full((m.num_experts,), -1, dtype=torch.int32, device=model.device)
+            for m in modules
+        }
+        self._parts: list[tuple[Graph, RecordedLayer]] = []
+        with store.device.record() as recorder:
+            self._recorder: GraphRecorder | None = recorder
+            for module in modules:
+                module.recording = self
+            try:
+                self._output = forward(**_named(self._inputs), **dict(call.key.values),
+                                       past_key_values=call.cache)  # fmt: skip
+                self._last = recorder.end()
+            finally:
+                self._recorder = None
+                for module in modules:
+                    module.recording = None
+        kept = (torch.Tensor, type(None), type(call.cache))
+        if not all(isinstance(value, kept) for value in self._output.values()):
+            raise RuntimeError(f"{type(self._output).__name__} holds more than tensors")
+
+    def record_layer(self, experts: DeviceExperts, routed: Routed) -> torch.Tensor:
+        """As ``Recording.record_layer``."""
+        assert self._recorder is not None
+        layer = RecordedLayer(experts, self._tables[experts.layer], routed)
+        self._parts.append((self._recorder.cut(), layer))
+        return layer.sums()
+
+    def stands_for(self, call: _Call) -> bool:
+        """Whether it is this call with other tokens."""
+        return (
+            call.key == self.key and call.cache is self._cache() and self._structure.holds()
+        )  # fmt: skip
+
+    def replay(self, call: _Call) -> Any:
+        """Computes the step for the tokens of a call.
+
+        Returns:
+            What ``forward`` returns, in memory of its own.
+        """
+        for name, tensor in call.tensors.items():
+            self._inputs[name].copy_(tensor, non_blocking=True)
+        for graph, layer in self._parts:
+            layer.replay(graph)
+        self._last.replay()
+        found = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in self._output.items()
+        }
+        return type(self._output)(**found)
+
+
+class DecodeGraphs:
+    """Stands for a model's ``forward``, and replays the steps that repeat.
+
+    The first step of a kind is computed as ever, so that kernels are compiled; the second one is
+    recorded. Steps that cannot be recorded are computed as ever: prompts, other caches, more than
+    16 tokens, layers without a stack, and models into which somebody looks.
+    """
+
+    def __init__(self, model: Any, modules: Sequence[DeviceExperts]) -> None:
+        """Takes a model and its experts."""
+        self._model, self._modules = model, modules
+        self._forward: Forward = model.forward
+        self.__wrapped__ = self._forward  # whose signature it has
+        self._names = [*inspect.signature(self._forward).parameters]
+        self._seen: Any = None
+        self._is_refused = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``forward``."""
+        kwargs.update(zip(self._names, args, strict=False))
+        call = None if self._is_refused else self._read(kwargs)
+        if call is None:
+            return self._forward(**kwargs)
+        store = self._modules[0].store
+        assert isinstance(store, DeviceStore)
+        recorded = store.recorded
+        if recorded is None or not recorded.stands_for(call):
+            store.recorded = None
+            is_repeated = self._seen == (call.key, id(call.cache))
+            self._seen = call.key, id(call.cache)
+            if not is_repeated or not all(m.has_stack(self._model.dtype) for m in self._modules):
+                return self._forward(**kwargs)
+            try:
+                recorded = RecordedStep(self._model, self._forward, call, self._modules)
+            except RuntimeError as error:
+                self._is_refused = True
+                warnings.warn(
+                    f"decode steps of this model are not recorded as CUDA graphs: {error}",
+                    stacklevel=2,
+                )
+                return self._forward(**kwargs)
+            store.recorded = recorded
+        return recorded.replay(call)
+
+    def _read(self, kwargs: Mapping[str, Any]) -> _Call | None:
+        """A call that can be recorded, or None."""
+        ids_B1 = kwargs.get("input_ids")
+        cache = kwargs.get("past_key_values")
+        if (
+            not isinstance(ids_B1, torch.Tensor)
+            or ids_B1.shape[1:] != (1,)
+            or not 0 < len(ids_B1) <= MAX_TOKENS
+            or not _is_static(cache)
+            or any(kwargs.get(name) for name in _ASKS_FOR_MORE)
+            or any(getattr(self._model.config, name, False) for name in _ASKS_FOR_MORE)
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(ids_B1.device.type)
+            or self._model.training
+        ):
+            return None
+        tensors, values = {}, []
+        for name, value in kwargs.items():
+            if name == "past_key_values":
+                continue
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+            elif isinstance(value, dict) and all(
+                isinstance(v, torch.Tensor) for v in value.values()
+            ):
+                tensors |= {f"{name}.{part}": tensor for part, tensor in value.items()}
+            elif value is None or isinstance(value, (bool, int)):
+                values.append((name, value))
+            else:
+                return None
+        return _Call(
+            _Key(
+                tuple(values),
+                tuple((name, t.shape, t.dtype, t.device) for name, t in tensors.items()),
+                torch.is_inference_mode_enabled(),
+            ),
+            tensors,
+            cache,
+        )
+
+
+class _Key(NamedTuple):
+    values: tuple[tuple[str, Any], ...]
+    tensors: tuple[Any, ...]
+    is_inference: bool
+
+
+def _is_static(cache: Any) -> bool:
+    """Whether keys and values of a token are written where the device knows, in every layer."""
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    return type(cache) is StaticCache and all(
+        type(layer) is StaticLayer and layer.is_initialized for layer in cache.layers
+    )
+
+
+def _named(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Arguments by name; those whose name has two parts are in a dictionary of the first."""
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        outer, _, inner = name.partition(".")
+        if inner:
+            found.setdefault(outer, {})[inner] = tensor
+        else:
+            found[name] = tensor
+    return found

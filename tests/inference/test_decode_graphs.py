@@ -1,0 +1,178 @@
+"""Decode steps that are recorded and replayed, with experts in slots of an emulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_models import experts_modules_of, load_on_emulated_device
+from moe_families import Family
+from tiny_checkpoints import PROMPT, save, tiny_model
+from transformers import StaticCache
+from triton_interpreter import repair_interpreter
+
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.memory.device_store import DeviceStore
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels run on the GPU here, which sees no emulated device"
+)
+NUM_EXPERTS, NEW_TOKENS = 6, 5
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> None:
+    if not torch.cuda.is_available():
+        repair_interpreter()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
+
+
+@contextmanager
+def loaded(checkpoint: Path, slots: int, misses: str = "device") -> Iterator[Any]:
+    model = load_on_emulated_device(checkpoint, slots_a_layer=slots, misses=misses)
+    with model.moe:
+        yield model
+
+
+def recorded(model: Any) -> Any:
+    store = experts_modules_of(model)[0].store
+    assert isinstance(store, DeviceStore)
+    return store.recorded
+
+
+class Decoding:
+    """One greedy request, step by step, with a static cache."""
+
+    def __init__(self, model: Any, prompt: torch.Tensor = PROMPT, num_tokens: int = 20) -> None:
+        self.model, self.logits = model, []
+        self.cache = StaticCache(model.config, max_cache_len=num_tokens)
+        self._ids = prompt
+        self.step()
+
+    def step(self) -> torch.Tensor:
+        with torch.no_grad():
+            logits = self.model(self._ids, past_key_values=self.cache, use_cache=True).logits
+        self._ids = logits[:, -1:].argmax(-1)
+        self.logits.append(logits[:, -1])
+        return self.logits[-1]
+
+    def steps(self, number: int = NEW_TOKENS) -> list[torch.Tensor]:
+        for _ in range(number):
+            self.step()
+        return self.logits
+
+
+def without_graphs(model: Any) -> Any:
+    model.forward = model.forward.__wrapped__
+    return model
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "slots", "misses"),
+    [(1, NUM_EXPERTS, "device"), (3, 2, "device"), (1, 2, "cpu"), (3, 3, "cpu")],
+)
+def test_the_same_bits_as_without_graphs(
+    checkpoint: Path, num_sequences: int, slots: int, misses: str
+) -> None:
+    prompt, found, counts = PROMPT.expand(num_sequences, -1), [], []
+    for is_recorded in (True, False):
+        with loaded(checkpoint, slots, misses) as model:
+            if not is_recorded:
+                without_graphs(model)
+            found.append(Decoding(model, prompt).steps())
+            assert (recorded(model) is not None) == is_recorded
+            model.moe.check()
+            stats = model.moe.stats()
+            counts.append((stats.hits, stats.misses))
+    assert all(map(torch.equal, *found))
+    assert counts[0] == counts[1]
+
+
+def test_generation_is_that_of_a_cache_that_grows(checkpoint: Path) -> None:
+    texts = []
+    for implementation in ("static", "dynamic"):
+        with loaded(checkpoint, 2) as model:
+            for _ in range(2):  # the second one in the same cache, where it is static
+                options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+                texts.append(model.generate(PROMPT, cache_implementation=implementation, **options))
+            assert (recorded(model) is not None) == (implementation == "static")
+    assert all(torch.equal(text, texts[0]) for text in texts)
+
+
+def test_what_changes_in_the_model_is_seen(checkpoint: Path) -> None:
+    called: list[Any] = []
+    with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
+        ours = Decoding(model, num_tokens=40)
+        theirs = Decoding(without_graphs(other), num_tokens=40)
+        norms = [each.model.layers[1].input_layernorm for each in (model, other)]
+
+        def step() -> None:
+            assert torch.equal(ours.step(), theirs.step())
+
+        for _ in range(3):
+            step()
+        first = recorded(model)
+        assert first is not None
+        for norm in norms:
+            norm.weight.data.mul_(1.5)  # where it is: a recording reads it there
+        step()
+        assert recorded(model) is first
+        for norm in norms:
+            norm.weight = torch.nn.Parameter(2 * norm.weight, requires_grad=False)
+        step()
+        assert recorded(model) is not first
+        for norm in norms:
+            norm.weight.data = norm.weight.data.clone()
+        step()
+        hook = norms[0].register_forward_hook(lambda *_: called.append(1))
+        step()
+        step()
+        assert len(called) == 2
+        hook.remove()
+        step()
+        step()
+        assert recorded(model) is not None
+        assert len(called) == 2
+
+
+def test_a_step_that_fails_leaves_the_next_request_right(checkpoint: Path) -> None:
+    with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
+        expected = Decoding(without_graphs(other)).steps(2)
+        store: Any = experts_modules_of(model)[0].store
+        for error in (KeyboardInterrupt(), OSError("unplugged")):
+            request = Decoding(model, PROMPT.expand(3, -1))
+            request.steps(2)
+            assert recorded(model) is not None
+            store.device.faults.append(error)
+            with pytest.raises((KeyboardInterrupt, OSError, MoERuntimeError)):
+                request.step()
+            model.moe.check()
+            store.device.faults.clear()
+            assert all(map(torch.equal, Decoding(model).steps(2), expected))
+
+
+def test_what_cannot_be_recorded_is_computed(checkpoint: Path) -> None:
+    class Waiting(torch.nn.Module):
+        def __init__(self, norm: torch.nn.Module) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) if x.sum().item() < 1e9 else x
+
+    with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
+        model.model.norm = Waiting(model.model.norm)
+        with pytest.warns(UserWarning, match="not recorded as CUDA graphs: aten._local_scalar"):
+            found = Decoding(model).steps()
+        assert recorded(model) is None
+        assert all(map(torch.equal, found, Decoding(without_graphs(other)).steps()))

@@ -1,0 +1,106 @@
+"""Graphs of a device that computes on the host: torch's operations and Triton's launches, in order.
+
+As on a GPU, recording computes nothing: what it wrote is put back, and what it made is poison until
+a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from moe_runtime.kernels.grouped_gemm import decode
+
+WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
+"""What cannot be recorded: the host would need to know a value."""
+
+
+class EmulatedGraph:
+    """Work in the order in which it was queued."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], object]] = []
+
+    def replay(self) -> None:
+        for each in self.work:
+            each()
+
+
+class EmulatedRecorder(TorchDispatchMode):
+    """Records what is computed within a ``with`` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._graph = EmulatedGraph()
+        self._made: dict[int, torch.Tensor] = {}  # by the addresses of their memory
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._launch = decode.launch
+        self._patch = patch.object(decode, "launch", self._record_launch)
+
+    def __enter__(self) -> EmulatedRecorder:
+        super().__enter__()
+        self._patch.start()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._patch.stop()
+        super().__exit__(*failure)
+        for there, before in self._before.values():
+            there.copy_(before)
+        for made in self._made.values():
+            made.fill_(torch.nan if made.is_floating_point() else 0)
+
+    def cut(self) -> EmulatedGraph:
+        done = self.end()
+        self._graph = EmulatedGraph()
+        return done
+
+    def end(self) -> EmulatedGraph:
+        return self._graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name in WAITS:
+            raise RuntimeError(f"{func} cannot be recorded")
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func._schema.is_mutable:
+            for tensor in given:
+                self._keep(tensor)
+        found = func(*args, **kwargs)
+        known = {_address(tensor) for tensor in given}
+        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        fresh = [tensor if _address(tensor) not in known else None for tensor in made]
+        for tensor in fresh:
+            if tensor is not None:
+                self._made[_address(tensor)] = tensor
+
+        def compute() -> None:
+            again = func(*args, **kwargs)
+            for tensor, value in zip(fresh, tree_leaves(again), strict=True):
+                if tensor is not None:
+                    tensor.copy_(value)
+
+        self._graph.work.append(compute)
+        return found
+
+    def _record_launch(self, kernel: Any, grid: Any, /, **arguments: Any) -> None:
+        def compute() -> None:
+            self._launch(kernel, grid, **arguments)
+
+        with _disable_current_modes():
+            compute()
+        self._graph.work.append(compute)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        address = _address(tensor)
+        if address not in self._made and address not in self._before:
+            self._before[address] = tensor, tensor.clone()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
