@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -187,6 +187,23 @@ class DeviceStore(TierStore[W]):
                 found = self._residents[layer] = self._find_residents(layer, stream)
             queue(found)
             return found
+
+    def with_same_residents(
+        self, expected: Mapping[int, Residents], queue: Callable[[], object]
+    ) -> bool:
+        """As ``with_residents`` for several layers, if all are as they were found before.
+
+        Returns:
+            Whether they are; otherwise nothing is queued.
+        """
+        self.fetcher.raise_failure()
+        stream = self.device.compute_here()
+        with self._changed:
+            for layer, found in expected.items():
+                if self._residents.get(layer) is not found or found.stream != stream:
+                    return False
+            queue()
+            return True
 
     def stack_of(self, keys: Sequence[ExpertKey]) -> Any:
         """What kernels take of experts of one layer that a lease has just yielded."""

@@ -15,14 +15,16 @@ from tiny_checkpoints import PROMPT, save, tiny_model
 from transformers import StaticCache
 from triton_interpreter import repair_interpreter
 
-from moe_runtime.errors import MoERuntimeError
+import moe_runtime
+from moe_runtime.errors import CapacityError, MoERuntimeError
 from moe_runtime.memory.device_store import DeviceStore
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
+emulated = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels run on the GPU here, which sees no emulated device"
 )
 NUM_EXPERTS, NEW_TOKENS = 6, 5
+THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
 
 
@@ -72,11 +74,21 @@ class Decoding:
         return self.logits
 
 
+class Waiting(torch.nn.Module):
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) if x.sum().item() < 1e9 else x
+
+
 def without_graphs(model: Any) -> Any:
     model.forward = model.forward.__wrapped__
     return model
 
 
+@emulated
 @pytest.mark.parametrize(
     ("num_sequences", "slots", "misses"),
     [(1, NUM_EXPERTS, "device"), (3, 2, "device"), (1, 2, "cpu"), (3, 3, "cpu")],
@@ -84,7 +96,7 @@ def without_graphs(model: Any) -> Any:
 def test_the_same_bits_as_without_graphs(
     checkpoint: Path, num_sequences: int, slots: int, misses: str
 ) -> None:
-    prompt, found, counts = PROMPT.expand(num_sequences, -1), [], []
+    prompt, found, counts = THREE[:num_sequences], [], []
     for is_recorded in (True, False):
         with loaded(checkpoint, slots, misses) as model:
             if not is_recorded:
@@ -98,6 +110,7 @@ def test_the_same_bits_as_without_graphs(
     assert counts[0] == counts[1]
 
 
+@emulated
 def test_generation_is_that_of_a_cache_that_grows(checkpoint: Path) -> None:
     texts = []
     for implementation in ("static", "dynamic"):
@@ -109,6 +122,7 @@ def test_generation_is_that_of_a_cache_that_grows(checkpoint: Path) -> None:
     assert all(torch.equal(text, texts[0]) for text in texts)
 
 
+@emulated
 def test_what_changes_in_the_model_is_seen(checkpoint: Path) -> None:
     called: list[Any] = []
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
@@ -145,12 +159,13 @@ def test_what_changes_in_the_model_is_seen(checkpoint: Path) -> None:
         assert len(called) == 2
 
 
+@emulated
 def test_a_step_that_fails_leaves_the_next_request_right(checkpoint: Path) -> None:
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
         expected = Decoding(without_graphs(other)).steps(2)
         store: Any = experts_modules_of(model)[0].store
         for error in (KeyboardInterrupt(), OSError("unplugged")):
-            request = Decoding(model, PROMPT.expand(3, -1))
+            request = Decoding(model, THREE)
             request.steps(2)
             assert recorded(model) is not None
             store.device.faults.append(error)
@@ -161,18 +176,55 @@ def test_a_step_that_fails_leaves_the_next_request_right(checkpoint: Path) -> No
             assert all(map(torch.equal, Decoding(model).steps(2), expected))
 
 
+@emulated
 def test_what_cannot_be_recorded_is_computed(checkpoint: Path) -> None:
-    class Waiting(torch.nn.Module):
-        def __init__(self, norm: torch.nn.Module) -> None:
-            super().__init__()
-            self.norm = norm
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(x) if x.sum().item() < 1e9 else x
-
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
         model.model.norm = Waiting(model.model.norm)
         with pytest.warns(UserWarning, match="not recorded as CUDA graphs: aten._local_scalar"):
             found = Decoding(model).steps()
         assert recorded(model) is None
         assert all(map(torch.equal, found, Decoding(without_graphs(other)).steps()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("misses", ["device", "cpu", "auto"])
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_a_gpu_replays_the_bits_of_its_steps(
+    checkpoint: Path, misses: str, num_sequences: int
+) -> None:
+    with pytest.raises(CapacityError) as refused:
+        moe_runtime.load(checkpoint, device="cuda", max_tokens=64, device_memory=1)
+    smallest = refused.value.smallest_bytes
+    assert smallest is not None
+    for budget in ("1GiB", smallest + 20_000, smallest):
+        found = []
+        for is_recorded in (True, False):
+            model: Any = moe_runtime.load(
+                checkpoint, device="cuda", max_tokens=64, device_memory=budget,
+                misses=misses if is_recorded or misses == "cpu" else "device",
+            )  # fmt: skip
+            with model.moe:
+                if not is_recorded:
+                    without_graphs(model)
+                found.append(Decoding(model, THREE[:num_sequences].to("cuda")).steps())
+                assert (recorded(model) is not None) == is_recorded
+                model.moe.check()
+        if misses == "auto":  # whoever computed what, by the clock; fp32 sums in another order
+            for ours, theirs in zip(*found, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        else:
+            assert all(map(torch.equal, *found))
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_what_it_cannot_record(checkpoint: Path) -> None:
+    model: Any = moe_runtime.load(checkpoint, device="cuda", max_tokens=64)
+    with model.moe:
+        expected = Decoding(without_graphs(model), PROMPT.to("cuda")).steps()
+    model = moe_runtime.load(checkpoint, device="cuda", max_tokens=64)
+    with model.moe:
+        model.model.norm = Waiting(model.model.norm)
+        with pytest.warns(UserWarning, match="not recorded as CUDA graphs"):
+            found = Decoding(model, PROMPT.to("cuda")).steps()
+        assert all(map(torch.equal, found, expected))
+        torch.randn(3, device="cuda")  # the generator is as it was

@@ -1,10 +1,10 @@
 """Decode steps on a GPU as CUDA graphs: recorded once, replayed without a launch of theirs.
 
 A step of one token a sequence is some fifty launches a layer, which take the host longer than the
-GPU computes. With a static cache every step is the same work on the same memory. It is recorded in
-parts: one ends where the residents of a layer's experts were queued, and the next begins with the
-sums. What a layer lacks is queued between two parts, as without a recording, and joins the same
-sums: the same bits.
+GPU computes. With a static cache every step is the same work on the same memory. Where all experts
+are resident, it is one graph. Otherwise it is recorded in parts: one ends where the residents of a
+layer's experts were queued, and the next begins with the sums. What a layer lacks is queued between
+two parts, as without a recording, and joins the same sums: the same bits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Ro
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
 from moe_runtime.memory.device import Graph, GraphRecorder
 from moe_runtime.memory.device_store import DeviceStore, Residents
+from moe_runtime.types import ExpertKey
 
 Forward = Callable[..., Any]
 _ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
@@ -48,9 +49,14 @@ class RecordedLayer:
         self._products.add(experts.store.stacks.stack_over(experts.layer, table_E))
         self.sums = self._products.sums
 
-    def replay(self, before: Graph) -> None:
-        """Replays the part that ends with this layer's residents, and queues the others."""
+    def replay(self, before: Graph) -> bool:
+        """Replays the part that ends with this layer's residents, and queues the others.
+
+        Returns:
+            Whether the whole layer was resident.
+        """
         self._experts.complete(self._products, self._routed, partial(self._launch, before))
+        return self._listed is not None and self._listed.are_all
 
     def _launch(self, before: Graph) -> tuple[Residents, Found]:
         residents = self._store.with_residents(
@@ -130,21 +136,28 @@ class RecordedStep:
         store = modules[0].store
         assert isinstance(store, DeviceStore)
         self.key = call.key
+        self._store, self._modules = store, modules
         self._cache = weakref.ref(call.cache)
         self._structure = _Structure(model)
         self._inputs = {name: tensor.clone() for name, tensor in call.tensors.items()}
+        found = {m.layer: store.with_residents(m.layer, lambda _: None) for m in modules}
+        is_whole = all(map(self._is_quiet, modules, found.values()))
+        self._residents = found if is_whole else None
         self._tables = {
             m.layer: torch.full((m.num_experts,), -1, dtype=torch.int32, device=model.device)
             for m in modules
+            if not is_whole
         }
+        self._ids: list[torch.Tensor] = []
         self._parts: list[tuple[Graph, RecordedLayer]] = []
+        given = {**_nested(self._inputs), **dict(call.key.values), "past_key_values": call.cache}
         with store.device.record() as recorder:
             self._recorder: GraphRecorder | None = recorder
             for module in modules:
                 module.recording = self
             try:
-                self._output = forward(**_named(self._inputs), **dict(call.key.values),
-                                       past_key_values=call.cache)  # fmt: skip
+                self._output = forward(**given)
+                self._ids_LTK = torch.stack(self._ids) if self._ids else None
                 self._last = recorder.end()
             finally:
                 self._recorder = None
@@ -154,35 +167,71 @@ class RecordedStep:
         if not all(isinstance(value, kept) for value in self._output.values()):
             raise RuntimeError(f"{type(self._output).__name__} holds more than tensors")
 
+    def _is_quiet(self, experts: DeviceExperts, residents: Residents) -> bool:
+        """Whether nobody has to hear of a layer within a step."""
+        listens = experts.listeners.routed or experts.listeners.demanded
+        return residents.are_all and not listens and self._store.listener is None
+
     def record_layer(self, experts: DeviceExperts, routed: Routed) -> torch.Tensor:
         """As ``Recording.record_layer``."""
         assert self._recorder is not None
+        if self._residents is not None:
+            products = experts.products(routed)
+            products.add(self._residents[experts.layer].stack)
+            self._ids.append(routed.ids_TK)
+            return products.sums()
         layer = RecordedLayer(experts, self._tables[experts.layer], routed)
         self._parts.append((self._recorder.cut(), layer))
         return layer.sums()
 
     def stands_for(self, call: _Call) -> bool:
         """Whether it is this call with other tokens."""
-        return (
-            call.key == self.key and call.cache is self._cache() and self._structure.holds()
-        )  # fmt: skip
+        return call.key == self.key and call.cache is self._cache() and self._structure.holds()
 
     def replay(self, call: _Call) -> Any:
         """Computes the step for the tokens of a call.
 
         Returns:
-            What ``forward`` returns, in memory of its own.
+            What ``forward`` returns, in memory of its own; None where experts have left that had to
+            be there, and nothing was computed.
         """
         for name, tensor in call.tensors.items():
             self._inputs[name].copy_(tensor, non_blocking=True)
-        for graph, layer in self._parts:
-            layer.replay(graph)
-        self._last.replay()
+        if self._residents is None:
+            are_all = [layer.replay(graph) for graph, layer in self._parts]
+            self._last.replay()
+            if all(are_all) and all(map(self._is_quiet, self._modules, self._found())):
+                self._store.recorded = None  # the next one is recorded as a whole
+        elif not self._replay_whole():
+            return None
         found = {
             name: value.clone() if isinstance(value, torch.Tensor) else value
             for name, value in self._output.items()
         }
         return type(self._output)(**found)
+
+    def _found(self) -> list[Residents]:
+        return [self._store.with_residents(m.layer, lambda _: None) for m in self._modules]
+
+    def _replay_whole(self) -> bool:
+        assert self._residents is not None
+        if any(not self._is_quiet(m, self._residents[m.layer]) for m in self._modules):
+            return False
+        is_done = False
+        try:
+            was_there = self._store.with_same_residents(self._residents, self._last.replay)
+            if was_there and self._ids_LTK is not None:
+                ids_LTK, copied = self._store.device.download(self._ids_LTK)
+                self._store.count_later(copied, partial(self._used, ids_LTK))
+            is_done = True
+        finally:
+            if not is_done:
+                self._store.let_go()
+        return was_there
+
+    def _used(self, ids_LTK: torch.Tensor) -> list[ExpertKey]:
+        layers = zip(self._modules, ids_LTK, strict=True)
+        return [ExpertKey(m.layer, e) for m, ids_TK in layers for e in m.rows_of(ids_TK)]
 
 
 class DecodeGraphs:
@@ -227,7 +276,11 @@ class DecodeGraphs:
                 )
                 return self._forward(**kwargs)
             store.recorded = recorded
-        return recorded.replay(call)
+        found = recorded.replay(call)
+        if found is None:
+            store.recorded = None
+            return self._forward(**kwargs)
+        return found
 
     def _read(self, kwargs: Mapping[str, Any]) -> _Call | None:
         """A call that can be recorded, or None."""
@@ -285,7 +338,7 @@ def _is_static(cache: Any) -> bool:
     )
 
 
-def _named(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Arguments by name; those whose name has two parts are in a dictionary of the first."""
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
