@@ -21,6 +21,11 @@ from moe_runtime.kernels.grouped_gemm.packed import (
     packed_arguments,
     stages_of,
 )
+from moe_runtime.kernels.grouped_gemm.persistent import (
+    persistent_product,
+    takes_rows,
+    takes_weight,
+)
 from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
 from moe_runtime.kernels.triton_support import is_interpreted, launch
 
@@ -160,6 +165,20 @@ def _run(
     **rest: Any,
 ) -> None:
     if not groups.num_rows or not dim_n:
+        return
+    is_simple = bias is None and scale is None and up is None and not scatters and is_concatenated
+    if (
+        tile.is_persistent
+        and is_simple
+        and groups.columns is None
+        and rest["EPILOGUE"] != "plain"
+        and isinstance(weight, Tensor)
+        and takes_weight(weight, tile.block_k)
+        and takes_rows(x, gathers=gathers)
+    ):
+        spec = rest["ACTIVATION"]
+        shape: dict[str, Any] = {"out": out, "dim_n": dim_n}
+        persistent_product(x, weight, groups, tile, gathers=gathers, spec=spec, pre=pre, **shape)
         return
     tiles = groups.tiles(tile.block_m)
     is_plain, is_gated = (rest["EPILOGUE"] == name for name in ("none", "gated"))

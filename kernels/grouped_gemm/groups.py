@@ -24,10 +24,12 @@ class TileMap(NamedTuple):
     Attributes:
         expert: int32.
         first_row: int64.
+        num_used: `[1]` int32: tiles that have an expert; they come first.
     """
 
     expert: Tensor
     first_row: Tensor
+    num_used: Tensor
 
 
 @dataclass(slots=True)
@@ -119,6 +121,7 @@ class Groups:
             tiles = TileMap(
                 torch.empty(num_tiles, dtype=torch.int32, device=device),
                 torch.empty(num_tiles, dtype=torch.int64, device=device),
+                torch.empty(1, dtype=torch.int32, device=device),
             )
             rows = self.arguments()
             del rows["order_ptr"]
@@ -126,7 +129,7 @@ class Groups:
                 tile_map, (num_experts + 1,),
                 **rows,
                 tile_expert_ptr=tiles.expert, tile_row_ptr=tiles.first_row,
-                num_experts=num_experts, num_tiles=num_tiles,
+                num_used_ptr=tiles.num_used, num_experts=num_experts, num_tiles=num_tiles,
                 BLOCK_M=block_m, BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_TILES=64,
             )  # fmt: skip
             self._maps[block_m] = tiles

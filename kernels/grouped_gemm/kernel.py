@@ -22,12 +22,13 @@ from moe_runtime.kernels.grouped_gemm.packed_kernel import (
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def tile_map(
-    offsets_ptr, slots_ptr, tile_expert_ptr, tile_row_ptr,
+    offsets_ptr, slots_ptr, tile_expert_ptr, tile_row_ptr, num_used_ptr,
     num_experts, num_tiles,
     HAS_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Program e lists the tiles of expert e; the program after the last one marks unused entries.
+    """Program e lists the tiles of expert e; the program after the last one marks unused entries
+    and says how many are used.
 
     Experts whose slot is negative get no tiles.
     """
@@ -44,6 +45,7 @@ def tile_map(
     own_row = tl.sum(tl.where(offs_e == expert, first_row, 0), axis=0)
     own_tiles = tl.sum(tl.where(offs_e == expert, tiles, 0), axis=0)
     is_last = expert == num_experts
+    tl.store(num_used_ptr, first_tile.to(tl.int32), mask=is_last)
     own_tiles = tl.where(is_last, num_tiles - first_tile, own_tiles)
     name = tl.where(is_last, -1, expert)
     for i in range(0, own_tiles, BLOCK_TILES):

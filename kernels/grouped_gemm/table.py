@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from functools import cache
 from pathlib import Path
@@ -97,7 +97,7 @@ def read_table(path: Path) -> dict[TileKey, Tile]:
         table = json.loads(text)
         if table["format"] != FORMAT:
             raise ValueError(f"format {table['format']}, expected {FORMAT}")
-        return {_key(entry): Tile(*map(int, entry["tile"])) for entry in table["tiles"]}
+        return {_key(entry): _tile(entry["tile"]) for entry in table["tiles"]}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no table of tiles ({error!r}): delete it, or write it again with "
@@ -112,7 +112,9 @@ def write_table(path: Path, gpu: str, tiles: Mapping[TileKey, Tile]) -> None:
         ValueError: There is a file already and it is no table.
     """
     merged = {**read_table(path), **tiles}
-    entries = [{**key._asdict(), "tile": astuple(merged[key])} for key in sorted(merged)]
+    entries = [
+        {**key._asdict(), "tile": list(map(int, astuple(merged[key])))} for key in sorted(merged)
+    ]
     lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
     text = f'{{\n "format": {FORMAT},\n "gpu": {json.dumps(gpu)},\n "tiles": [\n{lines}\n ]\n}}\n'
     make_folders(path.parent)
@@ -127,3 +129,8 @@ def _key(entry: Mapping[str, object]) -> TileKey:
         raise ValueError(f"unknown kind {kind!r}")
     numbers = [int(cast(int, entry[name])) for name in TileKey._fields[1:]]
     return TileKey(cast(ProductKind, kind), *numbers)
+
+
+def _tile(numbers: Sequence[int]) -> Tile:
+    sizes = list(map(int, numbers))
+    return Tile(*sizes[:6], *map(bool, sizes[6:]))

@@ -38,6 +38,9 @@ class Tile:
         num_warps: Warps of a program.
         num_stages: Loads in flight, counted in steps of `block_k`.
         group_m: Row tiles that share a column tile while it is cached.
+        is_persistent: Whether programs stay for tile after tile and load by TMA, where a product
+            can be computed so; see `persistent.py`.
+        is_specialized: And whether warps of their own do the loading.
     """
 
     block_m: int
@@ -46,6 +49,8 @@ class Tile:
     num_warps: int
     num_stages: int
     group_m: int = 8
+    is_persistent: bool = False
+    is_specialized: bool = False
 
     def shared_bytes(self, element_bytes: int) -> int:
         """Shared memory of the operands in flight."""

@@ -109,6 +109,43 @@ def test_every_shipped_tile(kind: ProductKind, tile: Tile, dtype: torch.dtype) -
         close(out, exact, dtype)
 
 
+PERSISTENT = Tile(128, 64, 32, 4, 3, is_persistent=True)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("dims", [(64, 72), (48, 136)], ids=["even", "uneven"])
+def test_persistent_programs(dims: tuple[int, int], *, is_transposed: bool) -> None:
+    """By descriptors, or by pointers where nothing else reads the operands, to the same values."""
+    dim_k, dim_n = dims
+    case = Rows((0, 300, 300, 313, 330), dim_k, dim_n)
+    slots = torch.tensor([3, 0, -1, 1], device=DEVICE)
+    num_rows, is_given = 336, torch.arange(336) < 300
+    is_given |= (torch.arange(336) >= 313) & (torch.arange(336) < 330)
+    order = torch.randperm(num_rows).to(DEVICE)
+    groups = Groups(torch.tensor(case.offsets, device=DEVICE), num_rows, slots, order, 3)
+    x = case.draw(num_rows, dim_k, dtype=torch.bfloat16)
+    tokens = case.draw(num_rows // 3, dim_k, dtype=torch.bfloat16)
+    weight = case.draw(4, 2 * dim_n, dim_k, dtype=torch.bfloat16)
+    if is_transposed:
+        weight = weight.mT.contiguous().mT
+    parts = [(0, 300, 3), (313, 330, 1)]
+    out = plain_product(x, weight, groups, out=x.new_zeros(num_rows, 2 * dim_n), tile=PERSISTENT)
+    exact = [x[a:b].double() @ weight[slot].double().T for a, b, slot in parts]
+    close(out[is_given], torch.cat(exact), torch.bfloat16)
+    assert out[~is_given].eq(0).all()
+    hidden, pre = x.new_zeros(num_rows, dim_n), x.new_zeros(num_rows, 2 * dim_n)
+    activated_product(
+        tokens, weight, groups, SILU, GateLayout(), out=hidden, pre=pre, gathers=True,
+        tile=PERSISTENT,
+    )  # fmt: skip
+    rows = tokens[order // 3].double()
+    z = torch.cat([rows[a:b] @ weight[slot].double().T for a, b, slot in parts])
+    close(pre[is_given], z, torch.bfloat16)
+    close(hidden[is_given], SILU(*z.chunk(2, dim=1)), torch.bfloat16)
+    assert hidden[~is_given].eq(0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_added_to_those_there_are(dtype: torch.dtype) -> None:
     """beta = 1: what lies in the gradient stays, for experts without rows to the last bit."""

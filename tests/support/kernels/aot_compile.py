@@ -78,6 +78,7 @@ def _recorded_launches() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
 def _compile(kernel: Any, arguments: dict[str, Any], target: str) -> Binary:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     if target.startswith("gfx") and "PRECISION" in arguments:
         # What the launcher says on AMD's GPUs, which have no TF32.
@@ -91,6 +92,9 @@ def _compile(kernel: Any, arguments: dict[str, Any], target: str) -> Binary:
         if parameter.is_constexpr or (type(value) is int and value == 1):
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
+        elif isinstance(value, TensorDescriptor):
+            kind = f"{TYPE_NAMES[value.base.dtype]}{value.block_shape}"
+            signature[parameter.name] = f"tensordesc<{kind}>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
