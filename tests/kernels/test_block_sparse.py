@@ -359,4 +359,4 @@ def test_bad_arguments() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     with pytest.raises(ValueError, match=r"takes fp32, bf16 or fp16, got torch\.float64"):
-        sdd(a.double(), b.double(), topology, impl="triton")
+        sdd(a.double().to(DEVICE), b.double().to(DEVICE), Pattern().topology(DEVICE), impl="triton")

@@ -120,6 +120,6 @@ def test_bad_arguments() -> None:
         combine(
             torch.zeros(4, 8).double().to(DEVICE),
             torch.zeros(2, 2).to(DEVICE),
-            order,
+            SortedTokens(*[tensor.to(DEVICE) for tensor in order]),
             impl="triton",
         )

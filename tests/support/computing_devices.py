@@ -86,6 +86,7 @@ def computing_on(name: str, device: ForeignDevice | None = None) -> Iterator[tor
     if name != NAME:
         yield place_of(name)
         return
+    place = accelerator()
     device = device or ForeignDevice()
     before = vars(CROSSINGS).copy()
     vars(CROSSINGS).update(vars(Crossings()), on_work=device.work)
@@ -97,5 +98,5 @@ def computing_on(name: str, device: ForeignDevice | None = None) -> Iterator[tor
         patch.object(frozen_stores, "open_device", lambda place: device),
         patch.object(frozen_memory, "available_device_bytes", lambda place: 2**34),
     ):
-        yield accelerator()
+        yield place
     vars(CROSSINGS).update(before)

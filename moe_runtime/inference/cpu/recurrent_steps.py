@@ -69,7 +69,8 @@ def delta_rule_step(
     both = both.repeat_interleave(heads // query_BGK.shape[1], dim=1).flatten(0, 1)
     known = torch.bmm(both * decay, state)
     learnt = (value - known[:, 1]) * beta_BH.float().flatten()[:, None]
-    state.mul_(decay.transpose(1, 2)).baddbmm_(both[:, 1, :, None], learnt[:, None])
+    # not as a product: MKL rounds one of a single sequence otherwise than several
+    state.mul_(decay.transpose(1, 2)).addcmul_(both[:, 1, :, None], learnt[:, None])
     overlap = torch.linalg.vecdot(both[:, 0], both[:, 1])[:, None]
     return torch.addcmul(known[:, 0], overlap, learnt).view_as(value_BHV)
 

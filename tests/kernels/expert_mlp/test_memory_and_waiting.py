@@ -117,35 +117,41 @@ def stacked() -> StackedExperts:
     return replace(experts, **tensors, slot_of_expert=slots)
 
 
-def whole_layer() -> None:
+def whole_layer() -> Callable[[], None]:
     """The three functions that the operator calls on a GPU; on `meta` it would call none."""
     x, ids, weights = (t.detach() for t in operands())
     experts, path = stacked(), TritonPath()
-    path.infer(RoutedBatch(x, ids, weights, experts, SILU))
-    path.infer(RoutedBatch(x[:3], ids[:3], weights[:3], experts, SILU))
-    order = token_sort(ids, E, impl="triton")
-    rows = SortedRows(order.order_R, order.offsets_E1)
-    batch = RoutedBatch(x, ids, weights, experts, SILU, rows)
-    for keeps in (True, False):
-        out, z = path.forward(batch, keeps=keeps)
-        needs = Needs.of(*[True] * 6)
-        path.backward(out, batch, z, needs=needs)
+
+    def call() -> None:
+        path.infer(RoutedBatch(x, ids, weights, experts, SILU))
+        path.infer(RoutedBatch(x[:3], ids[:3], weights[:3], experts, SILU))
+        order = token_sort(ids, E, impl="triton")
+        rows = SortedRows(order.order_R, order.offsets_E1)
+        batch = RoutedBatch(x, ids, weights, experts, SILU, rows)
+        for keeps in (True, False):
+            out, z = path.forward(batch, keeps=keeps)
+            needs = Needs.of(*[True] * 6)
+            path.backward(out, batch, z, needs=needs)
+
+    return call
 
 
-def products() -> None:
+def products() -> Callable[[], None]:
     x, ids, weights = operands()
-    order = token_sort(ids, E, impl="triton")
     weight = torch.zeros(E, F, D, device=DEVICE).requires_grad_()
-    y = grouped_gemm(
-        x, weight, order.offsets_E1, sorted_tokens=order, gathers_choices=K, impl="triton"
-    )
-    combine(y, weights, order, impl="triton").sum().backward()
+
+    def call() -> None:
+        order = token_sort(ids, E, impl="triton")
+        y = grouped_gemm(
+            x, weight, order.offsets_E1, sorted_tokens=order, gathers_choices=K, impl="triton"
+        )
+        combine(y, weights, order, impl="triton").sum().backward()
+
+    return call
 
 
-def experts_of_different_widths() -> None:
+def experts_of_different_widths() -> Callable[[], None]:
     x, ids, weights = (t.detach() for t in operands())
-    order = token_sort(ids, E, impl="triton")
-    rows, path = SortedRows(order.order_R, order.offsets_E1), TritonPath()
     widths = (8, 16, 40, 8)
     columns = ExpertColumns.of(widths, block_columns=16, device="cpu")
     moved = {
@@ -154,15 +160,21 @@ def experts_of_different_widths() -> None:
     }
     gate, up, down = (torch.zeros(72, D, device=DEVICE) for _ in range(3))
     experts = PackedExperts(gate=gate, up=up, down=down, columns=replace(columns, **moved))
-    batch = RoutedBatch(x, ids, weights, experts, SILU, rows)
-    for keeps in (True, False):
-        out, kept = path.forward(batch, keeps=keeps)
-        needs = Needs.of(*[True] * 5, False, False, False)
-        path.backward(out, batch, kept, needs=needs)
+
+    def call() -> None:
+        order = token_sort(ids, E, impl="triton")
+        rows, path = SortedRows(order.order_R, order.offsets_E1), TritonPath()
+        batch = RoutedBatch(x, ids, weights, experts, SILU, rows)
+        for keeps in (True, False):
+            out, kept = path.forward(batch, keeps=keeps)
+            needs = Needs.of(*[True] * 5, False, False, False)
+            path.backward(out, batch, kept, needs=needs)
+
+    return call
 
 
 @pytest.mark.parametrize(
-    ("call", "kernels"),
+    ("prepare", "kernels"),
     [
         (whole_layer, {"decode_up", "grouped_gemm_dw", "gate_weight_grad", "_token_sort_small"}),
         (products, {"grouped_gemm_fwd", "_combine_bwd"}),
@@ -170,8 +182,10 @@ def experts_of_different_widths() -> None:
     ],
 )
 def test_the_host_never_waits(
-    call: Callable[[], None], kernels: set[str], monkeypatch: pytest.MonkeyPatch
+    prepare: Callable[[], Callable[[], None]], kernels: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of what a layer does; its operands are there already."""
+    call = prepare()
     if HAS_GPU:
         call()  # what is compiled and allocated at the first call may wait
     with no_waiting(monkeypatch) as started:
