@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.families import config_of, plan_tensors
 from harness.shapes import Shape
@@ -19,12 +20,18 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 def write_checkpoint(
-    shape: Shape, folder: Path, *, seed: int = 0, progress: Callable[[int, int], None] | None = None
+    shape: Shape,
+    folder: Path,
+    *,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+    make: Callable[[TensorPlan, int], Sequence[Any]] = make_parts,
 ) -> None:
     """Writes the checkpoint of `shape` into `folder`; the index comes last, so it marks the end.
 
     Args:
         progress: called with bytes written and bytes in all after each weight.
+        make: gives the contents of a weight's parts as arrays, from its plan and the seed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = _split_into_shards(list(plan_tensors(shape)), shape.shard_bytes)
@@ -36,7 +43,7 @@ def write_checkpoint(
         with (folder / file_name).open("wb") as file:
             file.write(header)
             for plan in plans:
-                for part, content in zip(plan.parts, make_parts(plan, seed), strict=True):
+                for part, content in zip(plan.parts, make(plan, seed), strict=True):
                     file.seek(offsets[part.name])
                     file.write(content.data)
                     weight_map[part.name] = file_name

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.shapes import GptOssShape, GroupedShape, Qwen3Fp8Shape, Shape
+from harness.shapes import GptOssShape, GroupedShape, Qwen3Fp8Shape, Qwen3Shape, Shape
 from harness.tensors import Stored, TensorPlan
 
 WEIGHT_STD = 0.02
@@ -28,7 +28,7 @@ def plan_tensors(shape: Shape) -> Iterator[TensorPlan]:
         prefix = f"model.layers.{layer}"
         if isinstance(shape, GptOssShape):
             yield from _gpt_oss_layer(shape, prefix)
-        elif isinstance(shape, Qwen3Fp8Shape):
+        elif isinstance(shape, Qwen3Shape):
             yield from _qwen3_layer(shape, prefix)
         else:
             yield from _olmoe_layer(shape, prefix)
@@ -40,7 +40,7 @@ def config_of(shape: Shape) -> dict[str, object]:
     """The content of `config.json`."""
     if isinstance(shape, GptOssShape):
         return _gpt_oss_config(shape)
-    if isinstance(shape, Qwen3Fp8Shape):
+    if isinstance(shape, Qwen3Shape):
         return _qwen3_config(shape)
     return _olmoe_config(shape)
 
@@ -57,13 +57,15 @@ def _olmoe_layer(shape: Shape, prefix: str) -> Iterator[TensorPlan]:
     yield TensorPlan(f"{prefix}.self_attn.k_norm.weight", (width,), None)
 
 
-def _qwen3_layer(shape: Qwen3Fp8Shape, prefix: str) -> Iterator[TensorPlan]:
-    width = shape.model_width
+def _qwen3_layer(shape: Qwen3Shape, prefix: str) -> Iterator[TensorPlan]:
+    width, stored = shape.model_width, "bf16"
+    if isinstance(shape, Qwen3Fp8Shape):
+        stored = "fp8"
     yield TensorPlan(f"{prefix}.input_layernorm.weight", (width,), None)
-    yield from _separate_experts(shape, prefix, "fp8")
+    yield from _separate_experts(shape, prefix, stored)
     yield TensorPlan(f"{prefix}.mlp.gate.weight", (shape.num_experts, width), WEIGHT_STD)
     yield TensorPlan(f"{prefix}.post_attention_layernorm.weight", (width,), None)
-    yield from _grouped_attention(shape, prefix, "fp8")
+    yield from _grouped_attention(shape, prefix, stored)
     yield TensorPlan(f"{prefix}.self_attn.q_norm.weight", (shape.head_dim,), None)
     yield TensorPlan(f"{prefix}.self_attn.k_norm.weight", (shape.head_dim,), None)
 
@@ -138,8 +140,8 @@ def _olmoe_config(shape: Shape) -> dict[str, object]:
     }
 
 
-def _qwen3_config(shape: Qwen3Fp8Shape) -> dict[str, object]:
-    return _common_config(shape) | {
+def _qwen3_config(shape: Qwen3Shape) -> dict[str, object]:
+    config = _common_config(shape) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "attention_bias": False,
         "decoder_sparse_step": 1,
@@ -150,16 +152,18 @@ def _qwen3_config(shape: Qwen3Fp8Shape) -> dict[str, object]:
         "norm_topk_prob": True,
         "num_experts": shape.num_experts,
         "num_key_value_heads": shape.num_kv_heads,
-        "quantization_config": {
+        "rope_theta": 1000000.0,
+        "use_sliding_window": False,
+    }
+    if isinstance(shape, Qwen3Fp8Shape):
+        config["quantization_config"] = {
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "modules_to_not_convert": ["lm_head"],
             "quant_method": "fp8",
             "weight_block_size": [128, 128],
-        },
-        "rope_theta": 1000000.0,
-        "use_sliding_window": False,
-    }
+        }
+    return config
 
 
 def _gpt_oss_config(shape: GptOssShape) -> dict[str, object]:

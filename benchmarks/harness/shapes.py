@@ -87,7 +87,19 @@ class GroupedShape(Shape):
         return (2 * self.vocab_size + 1) * self.model_width * BF16_BYTES
 
 
-class Qwen3Fp8Shape(GroupedShape):
+class Qwen3Shape(GroupedShape):
+    """Qwen3-MoE in bf16."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of everything that is not an expert."""
+        width = self.model_width
+        attention = 2 * self.query_width * width + 2 * self.kv_width * width
+        plain = self.num_experts * width + 2 * width + 2 * self.head_dim
+        return self.num_layers * (attention + plain) * BF16_BYTES + self.table_bytes
+
+
+class Qwen3Fp8Shape(Qwen3Shape):
     """Qwen3-MoE as its publisher quantises it: FP8 in blocks of 128 x 128, scales in bf16."""
 
     @property

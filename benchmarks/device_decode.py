@@ -1,0 +1,385 @@
+"""Decoding on a GPU: everything resident, and slots for a part of the experts, beside transformers.
+
+One command: `python benchmarks/device_decode.py --shape qwen3-30b-a3b --layers 4 --save`. Makes a
+checkpoint of whole layers of a published shape with random weights, measures what the GPU, its link
+and the CPU can do, and then greedy tokens a second of one sequence, in medians over prompts: ours
+with all experts on the GPU; with slots for a half and for a quarter of them and the rest in locked
+host memory, missing experts copied, computed by the CPU, or both (`load(misses=...)`); and
+transformers with its implementations of experts, which decodes by `batched_mm` where `grouped_mm`
+is asked for, and with our kernels as one more. Routing is even and no token comes again, the worst
+case of a cache: its hit rate is about the share of the experts that has slots.
+
+Beside each: the bytes of the weights that a token reads, as a share of what a copy moves; for a
+part of the experts what the link, the CPU or both would take for the misses that were counted, or
+the rest of the model if that is more; and how far logits agree, see `harness.device_decoding`.
+Reading a long prompt is timed apart. `--device cpu --tiny` is a rehearsal without a GPU: there the
+host's memory takes the part of the experts, and nobody computes for anybody else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from harness.arguments import positive
+from harness.device_decoding import (
+    Answer,
+    Prompts,
+    answer_of,
+    compare,
+    decode,
+    new_prompts,
+    prefill_tokens_per_s,
+    prepare_generation,
+)
+from harness.device_rates import Rates, measure_rates
+from harness.drawn_checkpoints import DEVICE_SHAPES, active_bytes, drawn_checkpoint, shape_of
+from harness.machine import run_facts
+from harness.profiled import profiled
+from harness.shapes import Shape
+
+from moe_runtime.files import write_text
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARES = (0.5, 0.25)
+PEER_EXPERTS = ("eager", "grouped_mm", "batched_mm", "moe_runtime")
+# Copies the weights of every choice, which a long prompt has no memory for.
+DECODES_ALONE = "batched_mm"
+# Of a model that is all on the device experts only pass through the host's memory.
+PASSING_EXPERTS = 32
+PROFILED_TOKENS = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What all rows have in common.
+
+    Attributes:
+        shape: of the checkpoint.
+        folder: it lies there.
+        options: of the command.
+        prompts: what is asked.
+        rates: what the machine can do.
+        began_s: when this process began.
+    """
+
+    shape: Shape
+    folder: Path
+    options: argparse.Namespace
+    prompts: Prompts
+    rates: Rates
+    began_s: float
+
+    @property
+    def num_experts(self) -> int:
+        """Of all layers."""
+        return self.shape.num_layers * self.shape.num_experts
+
+    @property
+    def is_late(self) -> bool:
+        """Whether rows that are left would take longer than may be."""
+        return time.time() - self.began_s > self.options.seconds
+
+    def generation(self, cache: str) -> dict[str, Any]:
+        """Options of `generate` for a kind of cache."""
+        return {} if cache == "dynamic" else {"cache_implementation": cache}
+
+
+def main() -> int:
+    options, began_s = _arguments(), psutil.Process().create_time()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU here; rehearse with --device cpu --tiny", file=sys.stderr)
+        return 2
+    import moe_runtime
+
+    moe_runtime.register_with_transformers()
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
+    shape = shape_of(options.shape, options.layers, is_tiny=options.tiny)
+    counts = (options.repeats + 1, options.prompt_tokens, options.long_prompt)
+    prompts = new_prompts(shape.vocab_size, counts, options.device)
+    rates = measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
+    results: dict[str, Any] = {
+        **run_facts(ROOT),
+        "gpu": gpu,
+        "shape": shape.describe(),
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "long_prompt_tokens": options.long_prompt,
+        "active_bytes_a_token": active_bytes(shape),
+        "rates": rates._asdict(),
+        "rows": [],
+    }
+    path, profiles = options.out, list[str]()
+    if options.save:
+        name = re.sub(r"[^a-z0-9]+", "-", (gpu or "rehearsal").lower()).strip("-")
+        path = ROOT / "benchmarks" / "results" / f"device-decode-{shape.name}-{name}.json"
+    print(f"copies {_gb(rates.copy_bytes_s)}, from the host {_gb(rates.link_bytes_s)}; ", end="")
+    print(f"an expert on the CPU {1e3 * rates.cpu_expert_s:.3f} ms", flush=True)
+    with drawn_checkpoint(shape, options.device) as folder:
+        bench = Bench(shape, folder, options, prompts, rates, began_s)
+        print(f"checkpoint after {time.time() - began_s:.1f} s", flush=True)
+        for row in measure(bench, profiles):
+            results["rows"].append(row)
+            print(line(row), flush=True)
+            # After each row: what was measured stays if the next one fails.
+            if path is not None:
+                write_text(path, json.dumps(results, indent=1) + "\n")
+            if options.profile is not None:
+                write_text(options.profile, "\n".join(profiles) + "\n")
+    print(f"done after {time.time() - began_s:.1f} s")
+    return 0
+
+
+def measure(bench: Bench, profiles: list[str]) -> Iterator[dict[str, Any]]:
+    """All rows, those that are wanted most first."""
+    ours = Ours(bench, profiles)
+    yield from ours.resident()
+    yield from ours.partial(SHARES[0])
+    yield from peers(bench, ours.answer, profiles)
+    yield from ours.partial(SHARES[1])
+
+
+class Ours:
+    """Rows of this runtime.
+
+    Attributes:
+        answer: of the model that is resident as a whole, once it was measured.
+    """
+
+    def __init__(self, bench: Bench, profiles: list[str]) -> None:
+        self._bench, self._profiles = bench, profiles
+        self.answer: Answer | None = None
+        self._row_s = 0.0
+        self._plan: Any = None
+        self._host_slot_bytes = 0
+
+    def resident(self) -> Iterator[dict[str, Any]]:
+        """With every expert where it is computed, for each kind of cache."""
+        model = self._load(1.0, "device")
+        for cache in self._bench.options.caches:
+            row = {"system": "ours", "share": 1.0, "misses": "device", "cache": cache}
+            row = self._measured(row, model)
+            if "tokens_per_s" in row and not self._row_s:
+                self._row_s = 1 / row["tokens_per_s"]
+            yield row
+        model.moe.close()
+        del model
+        _free()
+
+    def partial(self, share: float) -> Iterator[dict[str, Any]]:
+        """With slots for a share of the experts."""
+        options = self._bench.options
+        ways = ("device", "cpu", "auto") if options.device == "cuda" else ("device",)
+        for misses in ways:
+            row = {"system": "ours", "share": share, "misses": misses}
+            if self._bench.is_late:
+                yield row | {"obstacle": "no time was left"}
+                continue
+            model = self._load(share, misses)
+            row = self._measured({**row, "cache": options.caches[0]}, model)
+            if "tokens_per_s" in row:
+                row |= self._bound(row)
+            yield row
+            model.moe.close()
+            del model
+            _free()
+
+    def _load(self, share: float, misses: str) -> Any:
+        import moe_runtime
+
+        bench, device = self._bench, self._bench.options.device
+        num_slots = round(share * bench.num_experts)
+        budgets: dict[str, Any] = {}
+        if self._plan is not None:
+            around = self._plan.dense_bytes + self._plan.reserve_bytes
+            budget = around + num_slots * self._plan.slot_bytes
+            budgets = {"host_memory": budget}
+            if device == "cuda":
+                host = bench.num_experts * self._host_slot_bytes
+                budgets = {"host_memory": host, "device_memory": budget, "misses": misses}
+        elif device == "cuda":
+            budgets = {"host_memory": PASSING_EXPERTS * 2 * bench.shape.expert_bytes}
+        model: Any = moe_runtime.load(bench.folder, device=device, **budgets)
+        facts = model.moe.facts
+        if self._plan is None:
+            self._plan = facts.device_plan or facts.host_plan
+            self._host_slot_bytes = facts.host_plan.slot_bytes
+        slots = model.moe.stats().expert_slots
+        assert slots == num_slots, f"{num_slots} slots were asked for, there are {slots}"
+        prepare_generation(model)
+        return model
+
+    def _measured(self, row: dict[str, Any], model: Any) -> dict[str, Any]:
+        bench, options = self._bench, self._bench.options
+        generation = bench.generation(row["cache"])
+        row["load_s"] = model.moe.facts.load_s
+        try:
+            row["prefill_tokens_per_s"] = prefill_tokens_per_s(
+                model, bench.prompts, options.device, options.repeats
+            )
+            answer = answer_of(model, bench.prompts.short_NT[0], options.new_tokens, **generation)
+            row |= decode(model, bench.prompts, options.new_tokens, **generation)
+        except RuntimeError as error:  # a kind of cache that does not work here
+            return row | {"obstacle": _first_line(error)}
+        if self.answer is None:
+            self.answer = answer
+        else:
+            row["beside_resident"] = compare(answer, self.answer)
+        row["read_of_copy"] = _read_of_copy(bench, row)
+        title = f"ours, {row['share']:.0%} resident, misses {row['misses']}, {row['cache']} cache"
+        _profile(bench, title, model, generation, self._profiles)
+        return row
+
+    def _bound(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The least that a token could take where these misses are treated so, and its share."""
+        rates, missed = self._bench.rates, row["missed_a_token"]
+        cpu_s, link_s = missed * rates.cpu_expert_s, 0.0
+        if rates.link_bytes_s is not None:
+            link_s = missed * self._bench.shape.expert_bytes / rates.link_bytes_s
+        together_s = cpu_s * link_s / (cpu_s + link_s) if link_s else 0.0
+        least_s = {"device": link_s, "cpu": cpu_s, "auto": together_s}[row["misses"]]
+        bound_s = max(least_s, self._row_s)
+        return {
+            "misses_bound_s": least_s,
+            "resident_s": self._row_s,
+            "of_bound": bound_s * row["tokens_per_s"],
+        }
+
+
+def peers(bench: Bench, wanted: Answer | None, profiles: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of transformers, everything resident."""
+    from transformers import AutoModelForCausalLM
+
+    options = bench.options
+    if bench.is_late:
+        yield {"system": "transformers", "obstacle": "no time was left"}
+        return
+    begun_s = time.perf_counter()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        bench.folder, dtype=torch.bfloat16, device_map=options.device
+    )
+    model.eval()
+    prepare_generation(model)
+    load_s = time.perf_counter() - begun_s
+    for kind in PEER_EXPERTS:
+        for cache in ("dynamic", *(["static"] if options.compile_peer else [])):
+            row: dict[str, Any] = {"system": "transformers", "experts": kind, "cache": cache}
+            row["load_s"] = load_s
+            if bench.is_late:
+                yield row | {"obstacle": "no time was left"}
+                continue
+            model.set_experts_implementation(kind)
+            generation = bench.generation(cache)
+            try:
+                if kind != DECODES_ALONE:
+                    row["prefill_tokens_per_s"] = prefill_tokens_per_s(
+                        model, bench.prompts, options.device, options.repeats
+                    )
+                answer = answer_of(
+                    model, bench.prompts.short_NT[0], options.new_tokens, **generation
+                )
+                row |= decode(model, bench.prompts, options.new_tokens, **generation)
+            except RuntimeError as error:  # memory, or what compiles
+                yield row | {"obstacle": _first_line(error)}
+                continue
+            if wanted is not None:
+                row["beside_resident"] = compare(answer, wanted)
+            row["read_of_copy"] = _read_of_copy(bench, row)
+            _profile(bench, f"transformers, {kind}, {cache} cache", model, generation, profiles)
+            yield row
+    del model
+    _free()
+
+
+def _profile(
+    bench: Bench, title: str, model: Any, generation: dict[str, Any], profiles: list[str]
+) -> None:
+    if bench.options.profile is None or bench.is_late:
+        return
+    prompt_1T = bench.prompts.short_NT[:1]
+
+    def generate() -> None:
+        model.generate(prompt_1T, max_new_tokens=PROFILED_TOKENS, do_sample=False, **generation)
+
+    profiles.append(profiled(title, generate, bench.options.device))
+
+
+def _free() -> None:
+    """Gives up the memory of a model that nobody has any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _read_of_copy(bench: Bench, row: dict[str, Any]) -> float:
+    return row["tokens_per_s"] * active_bytes(bench.shape) / bench.rates.copy_bytes_s
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def _gb(bytes_s: float | None) -> str:
+    return "-" if bytes_s is None else f"{bytes_s / 1e9:.1f} GB/s"
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row for the terminal."""
+    name = f"{row['system']:12} "
+    if "experts" in row:
+        name += f"{row['experts']:11} {row['cache']:8}"
+    elif "share" in row:
+        name += f"{row['share']:4.0%} {row['misses']:6} {row.get('cache', '-'):8}"
+    if "obstacle" in row:
+        return f"{name} {row['obstacle']}"
+    text = f"{name} {row['tokens_per_s']:7.1f} tokens/s, reads {row['read_of_copy']:4.0%} of copy"
+    if "prefill_tokens_per_s" in row:
+        text += f", prompt {row['prefill_tokens_per_s']:,.0f} tokens/s"
+    if "hit_rate" in row:
+        text += f", hits {row['hit_rate']:.0%}"
+    if "of_bound" in row:
+        text += f", {row['of_bound']:.0%} of the bound"
+    if "beside_resident" in row:
+        found = row["beside_resident"]
+        same = "same bits" if found["is_bit_equal"] else "rounding alone"
+        if not found["is_equal_up_to_rounding"]:
+            same = "OTHER LOGITS"
+        text += f", {same} ({found['equal_tokens']} of {found['of_tokens']} tokens, "
+        text += f"{found['largest_difference_in_deviations']:.3f})"
+    return text
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cuda", choices=("cuda", "cpu"))
+    add("--shape", default="olmoe-1b-7b", choices=DEVICE_SHAPES)
+    add("--layers", type=positive, default=4, help="(default: %(default)s)")
+    add("--tiny", action="store_true", help="a tiny shape, as a rehearsal")
+    add("--caches", nargs="+", default=["dynamic"], choices=("dynamic", "static"), help="of ours")
+    add("--compile-peer", action="store_true", help="transformers with a static cache too")
+    add("--repeats", type=positive, default=3, help="prompts (default: %(default)s)")
+    add("--prompt-tokens", type=positive, default=32, help="(default: %(default)s)")
+    add("--new-tokens", type=positive, default=64, help="(default: %(default)s)")
+    add("--long-prompt", type=positive, default=2048, help="(default: %(default)s)")
+    add("--seconds", type=float, default=50.0, help="after them no row begins")
+    add("--profile", type=Path, metavar="FILE", help="write where the time of 9 tokens goes")
+    add("--save", action="store_true", help="write benchmarks/results/device-decode-SHAPE-GPU")
+    add("--out", type=Path, help="write the results here as JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Greedy decoding of one sequence on a device: its speed, its misses, and whose logits it has."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from harness.device_rates import median_s, wait_for
+
+ROUNDING = 0.1
+"""Most that logits of two systems may differ, in standard deviations of the logits: a few roundings
+of bf16, of 8 bits each, in every layer."""
+
+
+class Prompts(NamedTuple):
+    """What is asked: several short prompts `[N, T]`, and a long one `[1, T]`."""
+
+    short_NT: Tensor
+    long_1T: Tensor
+
+
+class Answer(NamedTuple):
+    """Greedy tokens `[N]` and the logits `[N, V]` that they were taken from."""
+
+    tokens_N: Tensor
+    logits_NV: Tensor
+
+
+class TokenClock(BaseStreamer):
+    """Knows when `generate` had its first and its last new token, on the host.
+
+    Args:
+        on_first: called before the clock starts with the first token.
+    """
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self._on_first = on_first
+        self._is_prompt = True
+        self.num_tokens = 0
+        self.first_s = self.last_s = 0.0
+
+    def put(self, value: Tensor) -> None:
+        """Called with the prompt, and then with every token."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self.num_tokens += 1
+        if self.num_tokens == 1:
+            self._on_first()
+            self.first_s = time.perf_counter()
+        self.last_s = time.perf_counter()
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the tokens after the first."""
+        return (self.num_tokens - 1) / (self.last_s - self.first_s)
+
+
+def prepare_generation(model: Any) -> None:
+    """Texts have no end."""
+    model.generation_config.eos_token_id = None
+
+
+def answer_of(model: Any, prompt_T: Tensor, num_tokens: int, **options: Any) -> Answer:
+    """What a model says, and why; also a warm-up."""
+    found = model.generate(
+        prompt_T[None], max_new_tokens=num_tokens, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return Answer(found.sequences[0, len(prompt_T) :], torch.cat(found.logits))
+
+
+def decode(model: Any, prompts: Prompts, num_tokens: int, **options: Any) -> dict[str, Any]:
+    """Tokens a second after the first token, for each prompt but the first, and their median.
+
+    Of a model with a runtime also what its experts did for these tokens.
+    """
+    runtime, rates, counted = getattr(model, "moe", None), list[float](), list[Any]()
+    for prompt_T in prompts.short_NT[1:]:
+        clock = TokenClock(runtime.reset_stats if runtime else lambda: None)
+        model.generate(
+            prompt_T[None], max_new_tokens=num_tokens, do_sample=False, streamer=clock, **options
+        )
+        assert clock.num_tokens == num_tokens, "an end was asked for"
+        rates.append(clock.tokens_per_s)
+        if runtime:
+            counted.append(runtime.stats())
+    row = {"tokens_per_s": statistics.median(rates), "tokens_per_s_of_runs": rates}
+    return row | (_experts(counted, num_tokens - 1) if counted else {})
+
+
+def _experts(counted: list[Any], tokens_of_run: int) -> dict[str, Any]:
+    """What became of the experts that layers asked for, in the mean of a token."""
+
+    def total(name: str) -> float:
+        return sum(getattr(stats, name) for stats in counted)
+
+    tokens, misses = tokens_of_run * len(counted), total("misses")
+    asked = total("hits") + total("late_hits") + misses
+    return {
+        "hit_rate": total("hits") / asked,
+        "missed_a_token": misses / tokens,
+        "computed_by_cpu_a_token": total("computed_misses") / tokens,
+        "copied_bytes_a_token": total("copied_bytes") / tokens,
+        "read_bytes_a_token": total("bytes_read") / tokens,
+        "stall_s_a_token": total("stall_s") / tokens,
+    }
+
+
+def prefill_tokens_per_s(model: Any, prompts: Prompts, device: str, repeats: int) -> float:
+    """Of the long prompt, by the median pass after one that is not counted."""
+
+    @torch.inference_mode()
+    def read() -> None:
+        model(prompts.long_1T, use_cache=True, logits_to_keep=1)
+
+    return prompts.long_1T.shape[1] / median_s(read, device, repeats)
+
+
+def compare(answer: Answer, wanted: Answer) -> dict[str, Any]:
+    """How far two systems agree, up to the token from which they follow different texts.
+
+    Logits are compared where both had the same tokens before, that of the first other token among
+    them.
+    """
+    is_other_N = (answer.tokens_N != wanted.tokens_N).cpu()
+    num_equal = int(is_other_N.int().argmax()) if is_other_N.any() else len(is_other_N)
+    ours_NV, theirs_NV = answer.logits_NV[: num_equal + 1], wanted.logits_NV[: num_equal + 1]
+    difference = float((ours_NV - theirs_NV).abs().max() / theirs_NV.std())
+    return {
+        "equal_tokens": num_equal,
+        "of_tokens": len(is_other_N),
+        "is_bit_equal": torch.equal(answer.logits_NV, wanted.logits_NV),
+        "largest_difference_in_deviations": difference,
+        "is_equal_up_to_rounding": difference <= ROUNDING,
+    }
+
+
+def new_prompts(
+    vocab_size: int, counts: tuple[int, int, int], device: str, seed: int = 1
+) -> Prompts:
+    """Random tokens.
+
+    Args:
+        vocab_size: of the model.
+        counts: of short prompts, of tokens of each, and of the long one's tokens.
+        device: where they are wanted.
+        seed: of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    number, short, long = counts
+    short_NT = torch.randint(vocab_size, (number, short), generator=generator)
+    long_1T = torch.randint(vocab_size, (1, long), generator=generator)
+    found = Prompts(short_NT.to(device), long_1T.to(device))
+    wait_for(device)
+    return found
