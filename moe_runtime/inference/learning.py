@@ -19,6 +19,7 @@ class PolicyListener(Listener):
 
     def __init__(self, stores: Sequence[ExpertStore[Any]]) -> None:
         self._stores = [store for store in stores if store.watchers]
+        self.follows_requests = bool(self._stores)
         decide_later = all(store.decides_later for store in self._stores)
         self.hears_demands = bool(self._stores) and decide_later
         self.hears_routing = not decide_later

@@ -220,11 +220,11 @@ def load(
     for module in modules:
         module.store, module.share, module.listeners = store, share, listeners
         module.list_parameters(checkpoint.dtype, place)
-    if place.type != "cpu":
-        cast(Any, model).forward = options.DecodeGraphs(model, cast(Any, modules))
     if misses != "device":
         options.open_misses(misses, modules, store, host_store, bind_slots(cached["host"]))
     as_loaded_model(model, folder, source.versions(), steps, max_tokens)
+    if place.type != "cpu":
+        options.record_decoding(model, cast(Any, modules))
     facts = LoadedFacts(
         signature=signature,
         host_plan=plans["host"],

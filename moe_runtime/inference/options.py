@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from moe_runtime.inference.cache_code import open_coded_stores as open_coded_stores
     from moe_runtime.inference.cpu_misses.computing import open_misses as open_misses
     from moe_runtime.inference.cpu_misses.option import check_misses as check_misses
-    from moe_runtime.inference.device.decode_graphs import DecodeGraphs as DecodeGraphs
+    from moe_runtime.inference.device.decoding_model import record_decoding as record_decoding
     from moe_runtime.inference.device.device_experts import DeviceExperts as DeviceExperts
     from moe_runtime.inference.device.device_stores import experts_on_device as experts_on_device
     from moe_runtime.inference.device.device_stores import open_device_stores as open_device_stores
@@ -55,7 +55,7 @@ else:
             "moe_runtime.parallel.dispatch": "as_transport",
             "moe_runtime.inference.expert_partition": "divide_experts",
             # a device
-            "moe_runtime.inference.device.decode_graphs": "DecodeGraphs",
+            "moe_runtime.inference.device.decoding_model": "record_decoding",
             "moe_runtime.inference.device.device_experts": "DeviceExperts",
             "moe_runtime.inference.cpu_misses.computing": "open_misses",
             "moe_runtime.inference.cpu_misses.option": "check_misses",

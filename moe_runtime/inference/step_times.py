@@ -21,6 +21,8 @@ class StepTimes(Listener):
         timeline: where events go.
     """
 
+    follows_requests = False
+
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self._begun: list[tuple[float, Step]] = []

@@ -29,7 +29,6 @@ class Step:
     Attributes:
         num_sequences: sequences of the batch.
         num_new: tokens of a sequence that the pass computes.
-        num_cached: tokens of a sequence that were computed before.
         cache: of keys and values, if there is one.
         first_request: number of the first sequence's request; they are counted as they begin.
         begun: the requests that begin with this step.
@@ -45,12 +44,16 @@ class Step:
         """
         self.num_sequences, self.num_new = shape
         self.cache = inputs.get("past_key_values")
-        self.num_cached = 0 if self.cache is None else int(self.cache.get_seq_length())
         self.first_request = 0
         self.begun: Sequence[int] = ()
         self.ended: Sequence[int] = ()
         self._ids: torch.Tensor | None = inputs.get("input_ids")
         self._positions: torch.Tensor | None = inputs.get("position_ids")
+
+    @cached_property
+    def num_cached(self) -> int:
+        """Tokens of a sequence that were computed before; of a static cache the device knows it."""
+        return 0 if self.cache is None else int(self.cache.get_seq_length())
 
     @property
     def phase(self) -> str:
@@ -107,10 +110,11 @@ class Listener:
     Attributes:
         hears_routing: whether ``routed`` is called; a layer to which nobody listens is quicker.
         hears_demands: whether ``demanded`` is called.
+        follows_requests: whether it has to know which requests a step belongs to.
     """
 
-    hears_routing = False
-    hears_demands = False
+    hears_routing = hears_demands = False
+    follows_requests = True
 
     def allow(self, step: Step) -> None:
         """A pass is asked for; raises an error if it must not be."""
@@ -189,7 +193,8 @@ class Listeners:
         step = Step(inputs, tokens.shape[:2])
         for listener in self._all:
             listener.allow(step)
-        self._requests.begin(step)
+        if any(listener.follows_requests for listener in self._all):
+            self._requests.begin(step)
         for listener in self._all:
             listener.begin(step)
 

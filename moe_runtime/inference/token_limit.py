@@ -45,6 +45,8 @@ class TokenLimit(Listener):
     has.
     """
 
+    follows_requests = False
+
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
 
@@ -54,13 +56,8 @@ class TokenLimit(Listener):
         Raises:
             CapacityError: it does.
         """
-        length = step.num_cached + step.num_new
-        if step.cache is not None:
-            from transformers import StaticCache
-
-            if isinstance(step.cache, StaticCache):
-                places = [getattr(layer, "max_cache_len", 0) for layer in step.cache.layers]
-                length = max(step.num_new, *places)
+        places = [getattr(layer, "max_cache_len", 0) for layer in getattr(step.cache, "layers", ())]
+        length = max(step.num_new, *places) if any(places) else step.num_cached + step.num_new
         if step.num_sequences * length > self._max_tokens:
             raise _too_long(step.num_sequences, length, self._max_tokens)
 

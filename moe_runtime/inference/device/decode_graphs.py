@@ -282,6 +282,15 @@ class DecodeGraphs:
             return self._forward(**kwargs)
         return found
 
+    @staticmethod
+    def takes(cache: Any) -> bool:
+        """Whether the device itself knows where keys and values of a token go, in every layer."""
+        from transformers.cache_utils import StaticCache, StaticLayer
+
+        return type(cache) is StaticCache and all(
+            type(layer) is StaticLayer and layer.is_initialized for layer in cache.layers
+        )
+
     def _read(self, kwargs: Mapping[str, Any]) -> _Call | None:
         """A call that can be recorded, or None."""
         ids_B1 = kwargs.get("input_ids")
@@ -290,7 +299,7 @@ class DecodeGraphs:
             not isinstance(ids_B1, torch.Tensor)
             or ids_B1.shape[1:] != (1,)
             or not 0 < len(ids_B1) <= MAX_TOKENS
-            or not _is_static(cache)
+            or not self.takes(cache)
             or any(kwargs.get(name) for name in _ASKS_FOR_MORE)
             or any(getattr(self._model.config, name, False) for name in _ASKS_FOR_MORE)
             or torch.is_grad_enabled()
@@ -329,13 +338,12 @@ class _Key(NamedTuple):
     is_inference: bool
 
 
-def _is_static(cache: Any) -> bool:
-    """Whether keys and values of a token are written where the device knows, in every layer."""
+def has_static_layers(config: Any) -> bool:
+    """Whether static caches of a model keep all tokens in every layer."""
     from transformers.cache_utils import StaticCache, StaticLayer
 
-    return type(cache) is StaticCache and all(
-        type(layer) is StaticLayer and layer.is_initialized for layer in cache.layers
-    )
+    layers = StaticCache(config, max_cache_len=1).layers
+    return all(type(layer) is StaticLayer for layer in layers)
 
 
 def _nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -249,8 +249,6 @@ class GeneratingModel(LoadedModel):
             CapacityError: what is asked for needs room for more.
         """
         limit_generation(inputs, generation_config, options, self._max_tokens)
-        # experts come and go: a GPU has graphs of its own for what repeats
-        options.setdefault("disable_compile", True)
         generate = cast(Any, super()).generate
         return generate(inputs, generation_config, *rest, **options)
 
