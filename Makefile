@@ -105,6 +105,9 @@ demo: $(INSTALLED)
 	$(BIN)/moe-runtime run $(DEMO_MODEL) --host-memory $(DEMO_BUDGET) --prompt "$(DEMO_PROMPT)" \
 	  --max-new-tokens 120 --temperature 0.7 --seed 1
 
+# Tests compute on the CPU, as commands do where there is no GPU; `make gpu` is for those that use one.
+test test-isa test-versions test-pythons test-clients test-long: export CUDA_VISIBLE_DEVICES =
+
 # What one process has compiled is there for the others, whatever Python is told about bytecode.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
