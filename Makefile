@@ -34,7 +34,7 @@ BENCH_ARGS ?= --quick
 
 # What `make gpu` runs: whose tests a GPU can fail, which layers get tiles of their own, and seconds
 # for the tests, the tiles and the measurements. Each part keeps what it has found when its time ends.
-GPU_PYTEST_ARGS ?= --numprocesses 4
+GPU_PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8
 GPU_TESTS ?= $(addprefix tests/,inference/test_device_experts.py memory/test_device_tier.py \
   offload/test_computing_device.py offload/test_device_updates.py training/test_runs_on_a_device.py \
   training/test_adapters_on_a_device.py kernels)
