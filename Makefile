@@ -34,9 +34,10 @@ BENCH_ARGS ?= --quick
 
 # What `make gpu` runs: whose tests a GPU can fail, which layers get tiles of their own, and seconds
 # for the tests, the tiles and the measurements. Each part keeps what it has found when its time ends.
-GPU_PYTEST_ARGS ?= --numprocesses 4
+GPU_PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8
 GPU_TESTS ?= $(addprefix tests/,inference/test_device_experts.py memory/test_device_tier.py \
-  offload/test_computing_device.py offload/test_device_updates.py training/test_runs_on_a_device.py kernels)
+  offload/test_computing_device.py offload/test_device_updates.py training/test_runs_on_a_device.py \
+  training/test_adapters_on_a_device.py kernels)
 GPU_SHAPES ?= 16384,2048,768,128,8 1,2048,768,128,8
 GPU_SECONDS ?= 200 120 200
 
@@ -104,6 +105,9 @@ demo: $(INSTALLED)
 	$(BIN)/moe-runtime run $(DEMO_MODEL) --host-memory $(DEMO_BUDGET) --prompt "$(DEMO_PROMPT)" \
 	  --max-new-tokens 120 --temperature 0.7 --seed 1
 
+# Tests compute on the CPU, as commands do where there is no GPU; `make gpu` is for those that use one.
+test test-isa test-versions test-pythons test-clients test-long: export CUDA_VISIBLE_DEVICES =
+
 # What one process has compiled is there for the others, whatever Python is told about bytecode.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
@@ -159,9 +163,29 @@ wheel: $(INSTALLED)
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist dist/*.tar.gz
 	@ls dist/*
 
+# A Python whose torch sees the GPU is taken with all that it has, since there may be no network: then
+# pip names a package that it cannot fetch, and tests that ask for such are skipped. Of those that the
+# program itself asks for, platformdirs alone is rare beside torch, and pip has it among its own.
+SEES_GPU := import sys, torch; sys.exit(not torch.cuda.is_available())
+SITE := import sysconfig; print(sysconfig.get_path('purelib'))
+
+$(VENV)/.gpu: pyproject.toml $(NATIVE_SOURCES)
+	@if [ -e $(INSTALLED) ] || ! $(PYTHON) -c "$(SEES_GPU)" 2>/dev/null; then \
+	  $(MAKE) install || exit 1; \
+	else \
+	  $(PYTHON) -m venv --without-pip $(VENV) || exit 1; \
+	  { echo "import site; site.addsitedir('$$($(PYTHON) -c "$(SITE)")')"; \
+	    $(PYTHON) -c "import pip; print(pip.__path__[0] + '/_vendor')"; \
+	  } > $$($(BIN)/python -c "$(SITE)")/base.pth; \
+	  install="$(BIN)/python -P -m pip install --quiet --no-build-isolation --editable"; \
+	  $$install ".[dev]" --retries 0 --timeout 5 \
+	    || { echo "going on with the packages of $(PYTHON)"; $$install . --no-deps; } || exit 1; \
+	fi
+	@touch $@
+
 # Tests first: no figure counts where they fail. Whoever has the time gives more of it.
-gpu: $(INSTALLED)
-	timeout --signal INT $(word 1,$(GPU_SECONDS)) $(BIN)/pytest \
+gpu: $(VENV)/.gpu
+	timeout --signal INT $(word 1,$(GPU_SECONDS)) $(BIN)/python -P -m pytest \
 	  $(GPU_PYTEST_ARGS) $(GPU_TESTS)
 	-timeout --signal INT $(word 2,$(GPU_SECONDS)) $(BIN)/moe-runtime bench kernels --tune \
 	  $(addprefix --shape ,$(GPU_SHAPES))

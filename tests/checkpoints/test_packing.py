@@ -52,7 +52,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def smallest_budget(folder: Path) -> int:
     with pytest.raises(CapacityError) as refusal:
-        moe_runtime.load(folder, host_memory=1)
+        moe_runtime.load(folder, device="cpu", host_memory=1)
     assert refusal.value.smallest_bytes is not None
     return refusal.value.smallest_bytes
 

@@ -333,7 +333,7 @@ def test_the_coldest_temperature_takes_the_likeliest_token(checkpoint: Path) -> 
     from moe_runtime.checkpoints.model_files import load_tokenizer
     from moe_runtime.inference.generation import COLDEST, generate_text
 
-    model = moe_runtime.load(checkpoint, host_memory="1GiB")
+    model = moe_runtime.load(checkpoint, device="cpu", host_memory="1GiB")
     tokenizer = load_tokenizer(checkpoint)
     with model.moe:
         texts = [

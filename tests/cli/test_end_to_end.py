@@ -35,7 +35,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 def smallest_budget(checkpoint: Path) -> int:
     """What the runtime says when it is given a single byte."""
     with pytest.raises(CapacityError) as refused:
-        moe_runtime.load(checkpoint, host_memory=1, max_tokens=256)
+        moe_runtime.load(checkpoint, device="cpu", host_memory=1, max_tokens=256)
     assert refused.value.smallest_bytes is not None
     return refused.value.smallest_bytes
 

@@ -226,7 +226,7 @@ def accelerator() -> torch.device:
 
 
 PLACES = [NAME, pytest.param("cuda", marks=pytest.mark.gpu)]
-"""Where tests of training on a device run: on the emulated one, and on a GPU if there is one."""
+"""Where tests of training on a device run: on a GPU if there is one, else on the emulated one."""
 
 
 def place_of(name: str) -> torch.device:

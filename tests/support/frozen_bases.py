@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-import gguf_checkpoints
 import quantized_checkpoints
 from finetuning_runs import SIZES
 from moe_families import Family
@@ -13,7 +12,6 @@ from tiny_checkpoints import save, tiny_model
 from moe_runtime.checkpoints.packing import pack_checkpoint
 
 SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
-GGUF = {f"{sample.name}.gguf": sample for sample in gguf_checkpoints.SAMPLES}
 PLANES = Family("mixtral", "MixtralForCausalLM", SIZES | {"hidden_size": 64})
 
 
@@ -25,8 +23,11 @@ def bases(kind: str, folder: Path) -> tuple[Path, Path]:
         tiny_tokenizer().save_pretrained(plain)
         pack_checkpoint(plain, folder / "packed", "planes")
         return folder / "packed", plain
-    if kind in GGUF:
-        found = gguf_checkpoints.write(GGUF[kind], folder)
+    if kind.endswith(".gguf"):
+        import gguf_checkpoints  # which asks for a package that writes them
+
+        named = {f"{sample.name}.gguf": sample for sample in gguf_checkpoints.SAMPLES}
+        found = gguf_checkpoints.write(named[kind], folder)
         return found.folder, found.plain
     sample = SAMPLES[kind]
     family = dataclasses.replace(sample.family, config=sample.family.config | SIZES)

@@ -172,10 +172,10 @@ def test_a_function_of_another_meaning_is_left_alone():
     assert recurrent_steps._with_steps(torch.nn.Linear.forward) is None
 
 
-@pytest.mark.parametrize("heads", [1, 16])
-def test_a_sequence_has_the_same_bits_beside_others(heads: int):
+@pytest.mark.parametrize(("heads", "width"), [(1, 128), (16, 128), (3, 20)])
+def test_a_sequence_has_the_same_bits_beside_others(heads: int, width: int):
     torch.manual_seed(0)
-    batch, width = 8, 128
+    batch = 8
     state = torch.randn(batch, heads, width, width)
     query, key, value = torch.randn(3, batch, heads, width)
     decay, beta = -torch.rand(batch, heads, 1), torch.rand(batch, heads)

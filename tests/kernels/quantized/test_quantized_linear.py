@@ -239,11 +239,12 @@ for isa in library.isas():
             assert torch.equal(found, expected), (isa, name, n, k, rows)
 """
     support = Path(__file__).parents[2] / "support" / "kernels"
+    paths = [str(support), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(support)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
     assert done.returncode == 0, done.stderr

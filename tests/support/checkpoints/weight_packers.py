@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -141,6 +142,7 @@ def compressed(kind: str, **arguments: Any) -> Packer:
     def pack(name: str, weight: Tensor) -> Packed:
         if not arguments.get("symmetric", True):
             weight = with_extremes(weight)
+        pytest.importorskip("compressed_tensors")
         from compressed_tensors.compressors import BaseCompressor
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
         from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import gguf
 import torch
 from torch import Tensor
 
@@ -42,9 +41,6 @@ PUBLISHED = {
     "gptq8": GPTQ8,
 }
 """The formats that checkpoints are published in."""
-GGML_TYPES = {
-    name: gguf.GGMLQuantizationType[name.removesuffix("_block").upper()] for name in BLOCKS
-}
 BLOCK_FORMATS = {name: WeightFormat(name) for name in BLOCKS}  # type: ignore[arg-type]
 """Those of GGUF files."""
 

@@ -59,7 +59,7 @@ def refusal(path: str, other_dtype_on: int) -> tuple[str, tuple[int, ...]]:
     """The error of a load in which one rank asks for another dtype."""
     dtype = "bfloat16" if dist.get_rank() == other_dtype_on else "float32"
     try:
-        moe_runtime.load(path, dtype=dtype, max_tokens=64, group=dist.group.WORLD)
+        moe_runtime.load(path, device="cpu", dtype=dtype, max_tokens=64, group=dist.group.WORLD)
     except RankFailureError as error:
         return str(error), error.ranks
     return "", ()
@@ -69,7 +69,9 @@ def refusal_of(paths: Sequence[str]) -> str:
     """The error of a load in which each rank has a checkpoint of its own."""
     path = paths[dist.get_rank()]
     try:
-        model = moe_runtime.load(path, dtype="float32", max_tokens=64, group=dist.group.WORLD)
+        model = moe_runtime.load(
+            path, device="cpu", dtype="float32", max_tokens=64, group=dist.group.WORLD
+        )
         model.moe.close()
     except RankFailureError as error:
         return str(error)
