@@ -51,7 +51,6 @@ from harness.shapes import Shape
 from moe_runtime.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARES = (0.5, 0.25)
 PEER_EXPERTS = ("eager", "grouped_mm", "batched_mm", "moe_runtime")
 # Copies the weights of every choice, which a long prompt has no memory for.
 DECODES_ALONE = "batched_mm"
@@ -144,9 +143,11 @@ def measure(bench: Bench, profiles: list[str]) -> Iterator[dict[str, Any]]:
     """All rows, those that are wanted most first."""
     ours = Ours(bench, profiles)
     yield from ours.resident()
-    yield from ours.partial(SHARES[0])
+    first, *others = bench.options.shares
+    yield from ours.partial(first)
     yield from peers(bench, ours.answer, profiles)
-    yield from ours.partial(SHARES[1])
+    for share in others:
+        yield from ours.partial(share)
 
 
 class Ours:
@@ -370,6 +371,7 @@ def _arguments() -> argparse.Namespace:
     add("--tiny", action="store_true", help="a tiny shape, as a rehearsal")
     add("--caches", nargs="+", default=["dynamic"], choices=("dynamic", "static"), help="of ours")
     add("--compile-peer", action="store_true", help="transformers with a static cache too")
+    add("--shares", nargs="+", type=float, default=[0.5, 0.25], help="of experts with slots")
     add("--repeats", type=positive, default=3, help="prompts (default: %(default)s)")
     add("--prompt-tokens", type=positive, default=32, help="(default: %(default)s)")
     add("--new-tokens", type=positive, default=64, help="(default: %(default)s)")

@@ -148,7 +148,7 @@ def compare(answer: Answer, wanted: Answer) -> dict[str, Any]:
 def new_prompts(
     vocab_size: int, counts: tuple[int, int, int], device: str, seed: int = 1
 ) -> Prompts:
-    """Random tokens.
+    """Random tokens, without those that models have for other purposes.
 
     Args:
         vocab_size: of the model.
@@ -158,8 +158,8 @@ def new_prompts(
     """
     generator = torch.Generator().manual_seed(seed)
     number, short, long = counts
-    short_NT = torch.randint(vocab_size, (number, short), generator=generator)
-    long_1T = torch.randint(vocab_size, (1, long), generator=generator)
+    short_NT = torch.randint(2, vocab_size, (number, short), generator=generator)
+    long_1T = torch.randint(2, vocab_size, (1, long), generator=generator)
     found = Prompts(short_NT.to(device), long_1T.to(device))
     wait_for(device)
     return found
