@@ -132,7 +132,8 @@ def main() -> int:
         name = re.sub(r"[^a-z0-9]+", "-", (gpu or "rehearsal").lower()).strip("-")
         path = ROOT / "benchmarks" / "results" / f"device-decode-{shape.name}-{name}.json"
     print(f"copies {_gb(rates.copy_bytes_s)}, from the host {_gb(rates.link_bytes_s)}; ", end="")
-    print(f"an expert on the CPU {1e3 * rates.cpu_expert_s:.3f} ms", flush=True)
+    by_threads = {key: f"{1e3 * s:.3f}" for key, s in rates.cpu_expert_s_by_threads.items()}
+    print(f"an expert on the CPU {1e3 * rates.cpu_expert_s:.3f} ms {by_threads}", flush=True)
     with drawn_checkpoint(shape, options.device) as folder:
         bench = Bench(shape, folder, options, prompts, rates, began_s)
         print(f"checkpoint after {time.time() - began_s:.1f} s", flush=True)
