@@ -11,7 +11,8 @@ case of a cache: its hit rate is about the share of the experts that has slots.
 
 Beside each: the bytes of the weights that a token reads, as a share of what a copy moves; for a
 part of the experts what the link, the CPU or both would take for the misses that were counted, or
-the rest of the model if that is more; and how far logits agree, see `harness.device_decoding`.
+the rest of the model if that is more; whether logits have the bits of the resident model; and how
+far they are from those of the same weights in fp32, which must be as near as transformers' are.
 Reading a long prompt is timed apart. `--device cpu --tiny` is a rehearsal without a GPU: there the
 host's memory takes the part of the experts, and nobody computes for anybody else.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import re
 import sys
@@ -38,10 +40,13 @@ from harness.device_decoding import (
     answer_of,
     compare,
     decode,
+    error_of,
+    exact_answer,
     new_prompts,
     prefill_tokens_per_s,
     prepare_generation,
 )
+from harness.device_lines import decode_line
 from harness.device_rates import Rates, measure_rates
 from harness.drawn_checkpoints import DEVICE_SHAPES, active_bytes, drawn_checkpoint, shape_of
 from harness.machine import run_facts
@@ -51,13 +56,16 @@ from harness.shapes import Shape
 from moe_runtime.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARES = (0.5, 0.25)
 PEER_EXPERTS = ("eager", "grouped_mm", "batched_mm", "moe_runtime")
 # Copies the weights of every choice, which a long prompt has no memory for.
 DECODES_ALONE = "batched_mm"
 # Of a model that is all on the device experts only pass through the host's memory.
 PASSING_EXPERTS = 32
 PROFILED_TOKENS = 9
+PROFILED_PEERS = ("grouped_mm", "moe_runtime")
+MOST_ERROR = 1.5
+"""Of the largest error of transformers in bf16, at most, where logits differ by rounding alone."""
+LATE = {"obstacle": "no time was left"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,13 +132,15 @@ def main() -> int:
         name = re.sub(r"[^a-z0-9]+", "-", (gpu or "rehearsal").lower()).strip("-")
         path = ROOT / "benchmarks" / "results" / f"device-decode-{shape.name}-{name}.json"
     print(f"copies {_gb(rates.copy_bytes_s)}, from the host {_gb(rates.link_bytes_s)}; ", end="")
-    print(f"an expert on the CPU {1e3 * rates.cpu_expert_s:.3f} ms", flush=True)
+    by_threads = {key: f"{1e3 * s:.3f}" for key, s in rates.cpu_expert_s_by_threads.items()}
+    print(f"an expert on the CPU {1e3 * rates.cpu_expert_s:.3f} ms {by_threads}", flush=True)
     with drawn_checkpoint(shape, options.device) as folder:
         bench = Bench(shape, folder, options, prompts, rates, began_s)
         print(f"checkpoint after {time.time() - began_s:.1f} s", flush=True)
         for row in measure(bench, profiles):
+            row["after_s"] = round(time.time() - began_s, 1)
             results["rows"].append(row)
-            print(line(row), flush=True)
+            print(decode_line(row), flush=True)
             # After each row: what was measured stays if the next one fails.
             if path is not None:
                 write_text(path, json.dumps(results, indent=1) + "\n")
@@ -144,9 +154,11 @@ def measure(bench: Bench, profiles: list[str]) -> Iterator[dict[str, Any]]:
     """All rows, those that are wanted most first."""
     ours = Ours(bench, profiles)
     yield from ours.resident()
-    yield from ours.partial(SHARES[0])
-    yield from peers(bench, ours.answer, profiles)
-    yield from ours.partial(SHARES[1])
+    yield from peers(bench, ours, profiles)
+    ways = ("device", "auto", "cpu") if bench.options.device == "cuda" else ("device",)
+    for misses in ways:
+        for share in bench.options.shares:
+            yield from ours.partial(share, misses)
 
 
 class Ours:
@@ -154,11 +166,15 @@ class Ours:
 
     Attributes:
         answer: of the model that is resident as a whole, once it was measured.
+        exact: the same tokens with logits in fp32, once transformers computed them.
+        most_error: logits that are equal up to rounding are as near to these.
     """
 
     def __init__(self, bench: Bench, profiles: list[str]) -> None:
         self._bench, self._profiles = bench, profiles
         self.answer: Answer | None = None
+        self.exact: Answer | None = None
+        self.most_error = 0.0
         self._row_s = 0.0
         self._plan: Any = None
         self._host_slot_bytes = 0
@@ -176,23 +192,20 @@ class Ours:
         del model
         _free()
 
-    def partial(self, share: float) -> Iterator[dict[str, Any]]:
+    def partial(self, share: float, misses: str) -> Iterator[dict[str, Any]]:
         """With slots for a share of the experts."""
-        options = self._bench.options
-        ways = ("device", "cpu", "auto") if options.device == "cuda" else ("device",)
-        for misses in ways:
-            row = {"system": "ours", "share": share, "misses": misses}
-            if self._bench.is_late:
-                yield row | {"obstacle": "no time was left"}
-                continue
-            model = self._load(share, misses)
-            row = self._measured({**row, "cache": options.caches[0]}, model)
-            if "tokens_per_s" in row:
-                row |= self._bound(row)
-            yield row
-            model.moe.close()
-            del model
-            _free()
+        row = {"system": "ours", "share": share, "misses": misses}
+        if self._bench.is_late:
+            yield row | LATE
+            return
+        model = self._load(share, misses)
+        row = self._measured({**row, "cache": self._bench.options.caches[0]}, model)
+        if "tokens_per_s" in row:
+            row |= self._bound(row)
+        yield row
+        model.moe.close()
+        del model
+        _free()
 
     def _load(self, share: float, misses: str) -> Any:
         import moe_runtime
@@ -235,6 +248,9 @@ class Ours:
             self.answer = answer
         else:
             row["beside_resident"] = compare(answer, self.answer)
+        if self.exact is not None:
+            row["error"] = error_of(answer, self.exact)
+            row["is_equal_up_to_rounding"] = row["error"] <= self.most_error
         row["read_of_copy"] = _read_of_copy(bench, row)
         title = f"ours, {row['share']:.0%} resident, misses {row['misses']}, {row['cache']} cache"
         _profile(bench, title, model, generation, self._profiles)
@@ -256,13 +272,13 @@ class Ours:
         }
 
 
-def peers(bench: Bench, wanted: Answer | None, profiles: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of transformers, everything resident."""
+def peers(bench: Bench, ours: Ours, profiles: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of transformers, everything resident, and how far both are from logits in fp32."""
     from transformers import AutoModelForCausalLM
 
-    options = bench.options
+    options, answers = bench.options, dict[str, Answer]()
     if bench.is_late:
-        yield {"system": "transformers", "obstacle": "no time was left"}
+        yield {"system": "transformers"} | LATE
         return
     begun_s = time.perf_counter()
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -271,32 +287,40 @@ def peers(bench: Bench, wanted: Answer | None, profiles: list[str]) -> Iterator[
     model.eval()
     prepare_generation(model)
     load_s = time.perf_counter() - begun_s
-    for kind in PEER_EXPERTS:
-        for cache in ("dynamic", *(["static"] if options.compile_peer else [])):
-            row: dict[str, Any] = {"system": "transformers", "experts": kind, "cache": cache}
-            row["load_s"] = load_s
-            if bench.is_late:
-                yield row | {"obstacle": "no time was left"}
-                continue
-            model.set_experts_implementation(kind)
-            generation = bench.generation(cache)
-            try:
-                if kind != DECODES_ALONE:
-                    row["prefill_tokens_per_s"] = prefill_tokens_per_s(
-                        model, bench.prompts, options.device, options.repeats
-                    )
-                answer = answer_of(
-                    model, bench.prompts.short_NT[0], options.new_tokens, **generation
+    caches = ("dynamic", "static") if options.compile_peer else ("dynamic",)
+    for kind, cache in itertools.product(PEER_EXPERTS, caches):
+        row: dict[str, Any] = {"system": "transformers", "experts": kind, "cache": cache}
+        row["load_s"] = load_s
+        if bench.is_late:
+            yield row | LATE
+            continue
+        model.set_experts_implementation(kind)
+        generation = bench.generation(cache)
+        try:
+            if kind != DECODES_ALONE:
+                row["prefill_tokens_per_s"] = prefill_tokens_per_s(
+                    model, bench.prompts, options.device, options.repeats
                 )
-                row |= decode(model, bench.prompts, options.new_tokens, **generation)
-            except RuntimeError as error:  # memory, or what compiles
-                yield row | {"obstacle": _first_line(error)}
-                continue
-            if wanted is not None:
-                row["beside_resident"] = compare(answer, wanted)
-            row["read_of_copy"] = _read_of_copy(bench, row)
+            answer = answer_of(model, bench.prompts.short_NT[0], options.new_tokens, **generation)
+            row |= decode(model, bench.prompts, options.new_tokens, **generation)
+        except RuntimeError as error:  # memory, or what compiles
+            yield row | {"obstacle": _first_line(error)}
+            continue
+        answers[f"{kind}, {cache} cache"] = answer
+        if ours.answer is not None:
+            row["beside_resident"] = compare(answer, ours.answer)
+        row["read_of_copy"] = _read_of_copy(bench, row)
+        if kind in PROFILED_PEERS:
             _profile(bench, f"transformers, {kind}, {cache} cache", model, generation, profiles)
-            yield row
+        yield row
+    if ours.answer is not None and answers and not bench.is_late:
+        model.set_experts_implementation("eager")
+        ours.exact = exact_answer(model.float(), bench.prompts.short_NT[0], ours.answer)
+        errors = {name: error_of(answer, ours.exact) for name, answer in answers.items()}
+        ours.most_error = MOST_ERROR * max(errors.values())
+        errors["ours"] = error_of(ours.answer, ours.exact)
+        is_equal = errors["ours"] <= ours.most_error
+        yield {"system": "fp32", "errors": errors, "is_equal_up_to_rounding": is_equal}
     del model
     _free()
 
@@ -333,32 +357,6 @@ def _gb(bytes_s: float | None) -> str:
     return "-" if bytes_s is None else f"{bytes_s / 1e9:.1f} GB/s"
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row for the terminal."""
-    name = f"{row['system']:12} "
-    if "experts" in row:
-        name += f"{row['experts']:11} {row['cache']:8}"
-    elif "share" in row:
-        name += f"{row['share']:4.0%} {row['misses']:6} {row.get('cache', '-'):8}"
-    if "obstacle" in row:
-        return f"{name} {row['obstacle']}"
-    text = f"{name} {row['tokens_per_s']:7.1f} tokens/s, reads {row['read_of_copy']:4.0%} of copy"
-    if "prefill_tokens_per_s" in row:
-        text += f", prompt {row['prefill_tokens_per_s']:,.0f} tokens/s"
-    if "hit_rate" in row:
-        text += f", hits {row['hit_rate']:.0%}"
-    if "of_bound" in row:
-        text += f", {row['of_bound']:.0%} of the bound"
-    if "beside_resident" in row:
-        found = row["beside_resident"]
-        same = "same bits" if found["is_bit_equal"] else "rounding alone"
-        if not found["is_equal_up_to_rounding"]:
-            same = "OTHER LOGITS"
-        text += f", {same} ({found['equal_tokens']} of {found['of_tokens']} tokens, "
-        text += f"{found['largest_difference_in_deviations']:.3f})"
-    return text
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -370,6 +368,7 @@ def _arguments() -> argparse.Namespace:
     add("--tiny", action="store_true", help="a tiny shape, as a rehearsal")
     add("--caches", nargs="+", default=["dynamic"], choices=("dynamic", "static"), help="of ours")
     add("--compile-peer", action="store_true", help="transformers with a static cache too")
+    add("--shares", nargs="+", type=float, default=[0.5, 0.25], help="of experts with slots")
     add("--repeats", type=positive, default=3, help="prompts (default: %(default)s)")
     add("--prompt-tokens", type=positive, default=32, help="(default: %(default)s)")
     add("--new-tokens", type=positive, default=64, help="(default: %(default)s)")

@@ -227,7 +227,7 @@ def _arguments() -> argparse.Namespace:
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--layers", type=positive, default=4, help="(default: %(default)s)")
     add("--tiny", action="store_true", help="a tiny shape, as a rehearsal")
-    add("--steps", type=positive, default=4, help="timed steps (default: %(default)s)")
+    add("--steps", type=positive, default=3, help="timed steps (default: %(default)s)")
     add("--tokens", type=positive, default=2048, help="of a step (default: %(default)s)")
     add("--context", type=positive, default=512, help="of a sequence (default: %(default)s)")
     add("--rank", type=positive, default=8, help="of the adapters (default: %(default)s)")

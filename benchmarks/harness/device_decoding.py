@@ -13,9 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from harness.device_rates import median_s, wait_for
 
-ROUNDING = 0.1
-"""Most that logits of two systems may differ, in standard deviations of the logits: a few roundings
-of bf16, of 8 bits each, in every layer."""
+MOST_S = 4.0
+"""After them a model is asked no other prompt."""
 
 
 class Prompts(NamedTuple):
@@ -82,10 +81,15 @@ def answer_of(model: Any, prompt_T: Tensor, num_tokens: int, **options: Any) -> 
 def decode(model: Any, prompts: Prompts, num_tokens: int, **options: Any) -> dict[str, Any]:
     """Tokens a second after the first token, for each prompt but the first, and their median.
 
+    Of a slow model fewer prompts are asked.
+
     Of a model with a runtime also what its experts did for these tokens.
     """
     runtime, rates, counted = getattr(model, "moe", None), list[float](), list[Any]()
+    begun_s = time.perf_counter()
     for prompt_T in prompts.short_NT[1:]:
+        if rates and time.perf_counter() - begun_s > MOST_S:
+            break
         clock = TokenClock(runtime.reset_stats if runtime else lambda: None)
         model.generate(
             prompt_T[None], max_new_tokens=num_tokens, do_sample=False, streamer=clock, **options
@@ -127,28 +131,46 @@ def prefill_tokens_per_s(model: Any, prompts: Prompts, device: str, repeats: int
 
 
 def compare(answer: Answer, wanted: Answer) -> dict[str, Any]:
-    """How far two systems agree, up to the token from which they follow different texts.
+    """How far two systems say the same, and how much their logits differ until they do not."""
+    num_equal, difference_NV = _differences(answer, wanted)
+    largest = float(difference_NV.abs().max() / wanted.logits_NV.std())
+    return {
+        "equal_tokens": num_equal,
+        "of_tokens": len(wanted.tokens_N),
+        "is_bit_equal": torch.equal(answer.logits_NV, wanted.logits_NV),
+        "largest_difference_in_deviations": largest,
+    }
 
-    Logits are compared where both had the same tokens before, that of the first other token among
-    them.
+
+def error_of(answer: Answer, exact: Answer) -> float:
+    """Root of the mean square of the logits' errors, in standard deviations of the logits."""
+    _, difference_NV = _differences(answer, exact)
+    return float(difference_NV.square().mean().sqrt() / exact.logits_NV.std())
+
+
+def _differences(answer: Answer, wanted: Answer) -> tuple[int, Tensor]:
+    """Tokens until the first other one, and logits where both had the same tokens before.
+
+    Those of the first other token are among them.
     """
     is_other_N = (answer.tokens_N != wanted.tokens_N).cpu()
     num_equal = int(is_other_N.int().argmax()) if is_other_N.any() else len(is_other_N)
-    ours_NV, theirs_NV = answer.logits_NV[: num_equal + 1], wanted.logits_NV[: num_equal + 1]
-    difference = float((ours_NV - theirs_NV).abs().max() / theirs_NV.std())
-    return {
-        "equal_tokens": num_equal,
-        "of_tokens": len(is_other_N),
-        "is_bit_equal": torch.equal(answer.logits_NV, wanted.logits_NV),
-        "largest_difference_in_deviations": difference,
-        "is_equal_up_to_rounding": difference <= ROUNDING,
-    }
+    both = answer.logits_NV[: num_equal + 1], wanted.logits_NV[: num_equal + 1]
+    return num_equal, both[0] - both[1]
+
+
+@torch.inference_mode()
+def exact_answer(model: Any, prompt_T: Tensor, answer: Answer) -> Answer:
+    """The tokens of an answer with the logits of a model, all at once."""
+    ids_T = torch.cat((prompt_T, answer.tokens_N[:-1]))
+    found = model(ids_T[None], logits_to_keep=len(answer.tokens_N))
+    return Answer(answer.tokens_N, found.logits[0].float())
 
 
 def new_prompts(
     vocab_size: int, counts: tuple[int, int, int], device: str, seed: int = 1
 ) -> Prompts:
-    """Random tokens.
+    """Random tokens, without those that models have for other purposes.
 
     Args:
         vocab_size: of the model.
@@ -158,8 +180,8 @@ def new_prompts(
     """
     generator = torch.Generator().manual_seed(seed)
     number, short, long = counts
-    short_NT = torch.randint(vocab_size, (number, short), generator=generator)
-    long_1T = torch.randint(vocab_size, (1, long), generator=generator)
+    short_NT = torch.randint(2, vocab_size, (number, short), generator=generator)
+    long_1T = torch.randint(2, vocab_size, (1, long), generator=generator)
     found = Prompts(short_NT.to(device), long_1T.to(device))
     wait_for(device)
     return found
