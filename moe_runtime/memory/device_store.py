@@ -28,19 +28,23 @@ class DeviceLease(TierLease[W]):
     _store: DeviceStore[W]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def _take_ready(self) -> list[ExpertKey]:
-        """What is there goes first; then one expert after the other, so that the device computes
-        one while the next is copied."""
+        """What is there goes first, then those whose copies are queued.
+
+        These come together, and are computed together once they have all arrived, where a few
+        tokens want few experts; of a stream one after the other, so that the device computes one
+        while the next is copied.
+        """
         ready = super()._take_ready()
         if ready or self._decides_later:
             return ready
         queued, entries = self._store.fetcher.queued, self._store._entries
-        for key in self._arriving:
-            copy = queued.get(entries[key].read)
-            if copy is not None:
-                copy.has_users = True
-                self._arriving.remove(key)
-                return [key]
-        return []
+        found = [key for key in self._arriving if entries[key].read in queued]
+        if self._streaming:
+            found = found[:1]
+        for key in found:
+            queued[entries[key].read].has_users = True
+            self._arriving.remove(key)
+        return found
 
     def _weights(self, key: ExpertKey) -> W:
         store = self._store

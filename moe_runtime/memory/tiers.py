@@ -10,9 +10,9 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.copy_speed import CopySpeed
-from moe_runtime.memory.device import Device, Event
+from moe_runtime.memory.device import Copy, Device, Event
 from moe_runtime.memory.device_layout import CopyPart
-from moe_runtime.memory.io_queue import Read, ReadQueue
+from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.lease import Lease
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
@@ -33,8 +33,9 @@ class TierFetcher:
     read-ahead takes.
 
     Copies to a device run behind the computation that was queued when the slot was given up, and
-    beside all other. The thread that began a copy waits for it, so a read has ended when its bytes
-    are there, and with the error if there was one; nobody else waits. Who computes may queue work
+    beside all other. A demand for what is resident below is queued at once, by who asks. A thread
+    of the queue waits for each copy, so a read has ended when its bytes are there, and with the
+    error if there was one; nobody else waits. Who computes may queue work
     behind a copy's event before that (``DeviceLease``); until then the slot is not given up.
 
     Attributes:
@@ -70,7 +71,11 @@ class TierFetcher:
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """Starts to copy an expert into a slot; it is read first if it is not resident below."""
         after = self._device.vacate(slot) if self._device else ()
-        self._copies.submit([partial(self._copy, key, slot, read, after)], read)
+        is_queued = False
+        if self._device and read.priority is Priority.DEMAND:
+            is_queued = self._copy_resident(key, slot, read, after)
+        if not is_queued:
+            self._copies.submit([partial(self._copy, key, slot, read, after)], read)
 
     def promote(self, key: ExpertKey, read: Read) -> None:
         """Serves a copy before all read-aheads, here and below."""
@@ -79,7 +84,7 @@ class TierFetcher:
 
     def cancel(self, read: Read) -> bool:
         """Takes back a read that has not begun; says whether it could be."""
-        return self._copies.cancel(read)
+        return read not in self.queued and self._copies.cancel(read)
 
     def is_under_way(self, read: Read) -> bool:
         """Whether a copy was started and its end is still to be told."""
@@ -92,6 +97,8 @@ class TierFetcher:
 
     def close(self) -> None:
         """Ends the tier below, and with it what waits for that; then the copies."""
+        if self._device and not self.changed.is_forked:
+            self._device.drain()  # what nobody waits for yet still reads from slots below
         self.lower.close()
         self._copies.close()
 
@@ -115,6 +122,60 @@ class TierFetcher:
     def _move(self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor) -> None:
         slot.copy_(source[: len(slot)])
 
+    def _copy_resident(
+        self, key: ExpertKey, slot: torch.Tensor, read: Read, after: Sequence[Any]
+    ) -> bool:
+        """Queues the copy of an expert that is resident below, on the thread that asks for it.
+
+        A thread of the queue waits for its end. Handing over the copy itself would take longer than
+        the link takes for it.
+
+        Returns:
+            Whether it is queued: not where the expert is absent, or the device refuses.
+        """
+        assert self._device is not None
+        lease = self.lower.lease([key], streaming=read.passes, above=read)
+        is_done = False
+        try:
+            group = lease.enter_resident()
+            if group is None:
+                is_done = True
+                return False
+            parts, num_bytes = self._parts(key, group[0][1], slot)
+            copied = self._device.copy(parts, after, read.priority)
+            self.queued[read] = _Copy(copied)
+            self._copies.submit([partial(self._finish, lease, read, copied, num_bytes)], read)
+            is_done = True
+            return True
+        except (MemoryError, OSError, RuntimeError):
+            return False  # a thread tries again, and tells of what fails there
+        finally:
+            if not is_done:
+                try:
+                    self._device.drain()
+                finally:
+                    self.queued.pop(read, None)
+                    self.lower.give_up(lease)
+
+    def _finish(self, lease: Lease[torch.Tensor], read: Read, copied: Copy, num_bytes: int) -> int:
+        """Returns the bytes of a copy that was queued, when they are there."""
+        try:
+            self._wait(read, copied, num_bytes)
+        finally:
+            lease.__exit__()
+        return num_bytes
+
+    def _parts(
+        self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+        """What is copied where, and how many bytes that is."""
+        moves = [CopyPart(0, 0, len(slot))] if self._moves is None else self._moves(key)
+        parts = [
+            (source[move.source :][: move.num_bytes], slot[move.place :][: move.num_bytes])
+            for move in moves
+        ]
+        return parts, sum(move.num_bytes for move in moves)
+
     def _send(
         self,
         key: ExpertKey,
@@ -125,27 +186,33 @@ class TierFetcher:
     ) -> int:
         """Returns the bytes that were copied, when they are there."""
         assert self._device is not None
-        is_done = False
-        moves = [CopyPart(0, 0, len(slot))] if self._moves is None else self._moves(key)
-        parts = [
-            (source[move.source :][: move.num_bytes], slot[move.place :][: move.num_bytes])
-            for move in moves
-        ]
-        num_bytes = sum(move.num_bytes for move in moves)
+        parts, num_bytes = self._parts(key, source, slot)
+        copied, is_done = None, False
         try:
             copied = self._device.copy(parts, after, read.priority)
             with self.changed:
                 self.queued[read] = _Copy(copied)
                 self.changed.notify_all()
-            copied.synchronize()
             is_done = True
-            self.speed.ended(num_bytes, copied)
-            return num_bytes
+        finally:
+            if not is_done:
+                self._wait(read, None, num_bytes)
+        self._wait(read, copied, num_bytes)
+        return num_bytes
+
+    def _wait(self, read: Read, copied: Copy | None, num_bytes: int) -> None:
+        """Returns when a copy has ended; without one, when none writes any more."""
+        assert self._device is not None
+        is_done = False
+        try:
+            if copied is not None:
+                copied.synchronize()
+                is_done = True
+                self.speed.ended(num_bytes, copied)
         finally:
             try:
-                if (
-                    not is_done
-                ):  # it may still read from a slot, and write to one, that are given up
+                if not is_done:
+                    # it may still read from a slot, and write to one, that are given up
                     self._device.drain()
             finally:
                 self._forget(read, sys.exc_info()[1])

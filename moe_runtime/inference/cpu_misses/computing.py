@@ -13,7 +13,6 @@ import torch
 
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
-from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
 from moe_runtime.memory.device_store import DeviceStore
 from moe_runtime.memory.prefetch_slots import Guesses
 from moe_runtime.memory.residency import ExpertStore
@@ -160,12 +159,16 @@ class HostPart:
         self._places += rows
         self._done.append(y_ND)
 
-    def finish(self, products: SlottedProducts) -> None:
-        """Computes what is left, and gives all rows to the sums on the device."""
+    def finish(self, give: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Computes what is left, and gives all rows to the sums on the device.
+
+        Args:
+            give: takes rows, see `SlottedProducts.give`.
+        """
         while self.left:
             self.compute_next()
         device, begun_s = self._misses.store.device, self._misses.clock()
-        products.give(device.upload(self._places), device.send(torch.cat(self._done)))
+        give(device.upload(self._places), device.send(torch.cat(self._done)))
         self._misses.speeds.back.add(self._misses.clock() - begun_s)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
-from moe_runtime.memory.device import Graph, GraphRecorder
+from moe_runtime.memory.device import GraphRecorder
 from moe_runtime.memory.device_store import DeviceStore, Residents
 from moe_runtime.types import ExpertKey
 
@@ -30,48 +30,68 @@ _ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output
 
 
 class RecordedLayer:
-    """The experts of one layer in a recorded step."""
+    """The experts of one layer in a recorded step, to which missing ones are added.
 
-    def __init__(self, experts: DeviceExperts, table_E: torch.Tensor, routed: Routed) -> None:
-        """Records the residents, wherever they will be.
+    Attributes:
+        sums: queues the sums of all experts.
+        takes_rows: as of `SlottedProducts`.
+    """
+
+    def __init__(
+        self,
+        experts: DeviceExperts,
+        routed: Routed,
+        recorder: GraphRecorder,
+        tables_2E: torch.Tensor,
+    ) -> None:
+        """Records the residents and those that arrive, whoever they will be.
 
         Args:
             experts: of the layer.
-            table_E: their slots, which is filled before each replay.
             routed: what the layer is called with.
+            recorder: of the step; the part before the sums is ended.
+            tables_2E: slots of residents and of those that arrived, filled before a replay.
         """
         assert isinstance(experts.store, DeviceStore)
         assert experts.store.stacks is not None, "the layer has a stack"
-        self._experts, self._table_E, self._routed = experts, table_E, routed
-        self._store = experts.store
+        self._experts, self._routed, self._store = experts, routed, experts.store
+        self._residents_E, self._arrived_E = tables_2E
         self._listed: Residents | None = None
         self._products = experts.products(routed)
-        self._products.add(experts.store.stacks.stack_over(experts.layer, table_E))
-        self.sums = self._products.sums
+        self.sums, self.takes_rows = self._products.sums, self._products.takes_rows
+        self.give = self._products.give
+        stack_over = partial(experts.store.stacks.stack_over, experts.layer)
+        self._products.add(stack_over(self._residents_E))
+        self._before = recorder.cut()
+        self._products.add(stack_over(self._arrived_E))
+        self._arrivals = recorder.cut()
 
-    def replay(self, before: Graph) -> bool:
+    def add(self, experts: Any) -> None:
+        """As `SlottedProducts.add`, for experts that have arrived."""
+        self._arrived_E.copy_(experts.slot_of_expert)
+        self._arrivals.replay()
+
+    def replay(self) -> bool:
         """Replays the part that ends with this layer's residents, and queues the others.
 
         Returns:
             Whether the whole layer was resident.
         """
-        self._experts.complete(self._products, self._routed, partial(self._launch, before))
+        self._experts.complete(self, self._routed, self._launch)
         return self._listed is not None and self._listed.are_all
 
-    def _launch(self, before: Graph) -> tuple[Residents, Found]:
-        residents = self._store.with_residents(
-            self._experts.layer, partial(self._list_and_replay, before)
-        )
-        return residents, self._experts.download(self._products, self._routed)
+    def _launch(self) -> tuple[Residents, Found]:
+        residents = self._store.with_residents(self._experts.layer, self._list_and_replay)
+        return residents, self._experts.download(self, self._routed)
 
-    def _list_and_replay(self, before: Graph, residents: Residents) -> None:
+    def _list_and_replay(self, residents: Residents) -> None:
         if residents is not self._listed:
             if residents.stack is None:
-                self._table_E.fill_(-1)
+                self._residents_E.fill_(-1)
             else:
-                self._table_E.copy_(residents.stack.slot_of_expert)
+                self._residents_E.copy_(residents.stack.slot_of_expert)
             self._listed = residents
-        before.replay()
+        self._before.replay()
 
 
 class _Structure:
@@ -144,12 +164,12 @@ class RecordedStep:
         is_whole = all(map(self._is_quiet, modules, found.values()))
         self._residents = found if is_whole else None
         self._tables = {
-            m.layer: torch.full((m.num_experts,), -1, dtype=torch.int32, device=model.device)
+            m.layer: torch.full((2, m.num_experts), -1, dtype=torch.int32, device=model.device)
             for m in modules
             if not is_whole
         }
         self._ids: list[torch.Tensor] = []
-        self._parts: list[tuple[Graph, RecordedLayer]] = []
+        self._layers: list[RecordedLayer] = []
         given = {**_nested(self._inputs), **dict(call.key.values), "past_key_values": call.cache}
         with store.device.record() as recorder:
             self._recorder: GraphRecorder | None = recorder
@@ -180,9 +200,9 @@ class RecordedStep:
             products.add(self._residents[experts.layer].stack)
             self._ids.append(routed.ids_TK)
             return products.sums()
-        layer = RecordedLayer(experts, self._tables[experts.layer], routed)
-        self._parts.append((self._recorder.cut(), layer))
-        return layer.sums()
+        tables_2E = self._tables[experts.layer]
+        self._layers.append(RecordedLayer(experts, routed, self._recorder, tables_2E))
+        return self._layers[-1].sums()
 
     def stands_for(self, call: _Call) -> bool:
         """Whether it is this call with other tokens."""
@@ -198,7 +218,7 @@ class RecordedStep:
         for name, tensor in call.tensors.items():
             self._inputs[name].copy_(tensor, non_blocking=True)
         if self._residents is None:
-            are_all = [layer.replay(graph) for graph, layer in self._parts]
+            are_all = [layer.replay() for layer in self._layers]
             self._last.replay()
             if all(are_all) and all(map(self._is_quiet, self._modules, self._found())):
                 self._store.recorded = None  # the next one is recorded as a whole

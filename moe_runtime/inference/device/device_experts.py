@@ -43,6 +43,23 @@ class Found(NamedTuple):
     copied: Event
 
 
+class Sums(Protocol):
+    """Sums of experts that come a few at a time: `SlottedProducts`, or their recording."""
+
+    @property
+    def takes_rows(self) -> bool:
+        """As of `SlottedProducts`."""
+        ...
+
+    def add(self, experts: Any) -> None:
+        """As `SlottedProducts.add`."""
+        ...
+
+    def give(self, rows_N: torch.Tensor, y_ND: torch.Tensor) -> None:
+        """As `SlottedProducts.give`."""
+        ...
+
+
 class Recording(Protocol):
     """A step of a model while it is recorded, to be replayed later."""
 
@@ -108,14 +125,12 @@ class DeviceExperts(OffloadedExperts):
         assert is_kernels(activation)
         return SlottedProducts(*routed, self.num_experts, activation)
 
-    def download(self, products: SlottedProducts, routed: Routed) -> Found:
+    def download(self, products: Sums, routed: Routed) -> Found:
         """Copies to the host what it has to know of a step, behind what is queued."""
         assert isinstance(self.store, DeviceStore)
         return self._found(products, routed, *self.store.device.download(routed.ids_TK))
 
-    def _found(
-        self, products: SlottedProducts, routed: Routed, ids_TK: torch.Tensor, copied: Event
-    ) -> Found:
+    def _found(self, products: Sums, routed: Routed, ids_TK: torch.Tensor, copied: Event) -> Found:
         values_TD = None
         if self._plans(products, routed.hidden_TD, routed.weights_TK):
             assert isinstance(self.store, DeviceStore)
@@ -124,7 +139,7 @@ class DeviceExperts(OffloadedExperts):
 
     def complete(
         self,
-        products: SlottedProducts,
+        products: Sums,
         routed: Routed,
         launch: Callable[[], tuple[Residents, Found]],
     ) -> None:
@@ -160,7 +175,7 @@ class DeviceExperts(OffloadedExperts):
         elif rows:
             self._compute(routing, partial(self._add, store, products, residents.experts))
 
-    def _plans(self, products: SlottedProducts, *differentiated: torch.Tensor) -> bool:
+    def _plans(self, products: Sums, *differentiated: torch.Tensor) -> bool:
         """Whether the CPU may compute a part: not of long prompts, nor where there are gradients,
         which are of what the device computes."""
         return (
@@ -172,7 +187,7 @@ class DeviceExperts(OffloadedExperts):
     def _add(
         self,
         store: DeviceStore[ExpertWeights],
-        products: SlottedProducts,
+        products: Sums,
         residents: frozenset[int],
         group: Sequence[tuple[ExpertKey, Any]],
     ) -> None:
@@ -185,7 +200,7 @@ class DeviceExperts(OffloadedExperts):
         routing: LayerRouting,
         rows: dict[int, list[int]],
         residents: frozenset[int],
-        products: SlottedProducts,
+        products: Sums,
         values_TD: torch.Tensor,
     ) -> None:
         """Computes what is not resident, the CPU its part while the others are copied."""
@@ -216,7 +231,7 @@ class DeviceExperts(OffloadedExperts):
             for listener in self.listeners.demanded:
                 listener.demanded(routing)
         if keys:
-            part.finish(products)
+            part.finish(products.give)
         if keys or plan.seconds:
             copied = [self._keys[expert] for expert in plan.copied]
             misses.store.count_misses(copied, len(keys), plan.seconds, begun_s, misses.clock())
