@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.decode_kernel import decode_combine, decode_down, decode_up
@@ -24,7 +23,7 @@ from moe_runtime.kernels.grouped_gemm.packed import (
 )
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import describe_device
-from moe_runtime.kernels.triton_support import launch
+from moe_runtime.kernels.triton_support import cdiv, launch, power_of_2
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
@@ -165,7 +164,7 @@ class DecodeProducts:
             "num_experts": self._num_experts,
             "NUM_CHOICES": self._num_choices,
             "HAS_SLOTS": slot_of_expert is not None,
-            "BLOCK_C": triton.next_power_of_2(self._num_choices),
+            "BLOCK_C": power_of_2(self._num_choices),
         }
 
     def _add_up(
@@ -191,7 +190,7 @@ class DecodeProducts:
             to_up_b = 0 if up is None or up[1] is None else distance(bias, up[1])
         block_k = _block_k(x_TD, gate_up_SZD, has_gate=layout.has_gate)
         launch(
-            decode_up, (len(hidden), triton.cdiv(dim_f, _BLOCK_N)),
+            decode_up, (len(hidden), cdiv(dim_f, _BLOCK_N)),
             x_ptr=x_TD, weight_ptr=weight, bias_ptr=bias, hidden_ptr=hidden,
             dim_n=dim_f, dim_k=dim_d,
             stride_xt=x_TD.stride(0), stride_xk=x_TD.stride(1),
@@ -215,14 +214,14 @@ class DecodeProducts:
         num_slots, dim_f = hidden.shape
         weight, dim_d = codes_of(down_SDF), self._dim
         block_k = _block_k(x_TD, down_SDF, has_gate=False)
-        programs = min(num_slots, self._num_experts) * triton.cdiv(dim_d, _BLOCK_N)
+        programs = min(num_slots, self._num_experts) * cdiv(dim_d, _BLOCK_N)
         num_parts, split_k = _parts(programs, dim_f, block_k, self._device)
         if self._partial is None:
             self._partial = x_TD.new_empty(num_parts, num_slots, dim_d, dtype=torch.float32)
         partial = self._partial
         bias = weight[:, :, 0] if down_bias_SD is None else down_bias_SD
         launch(
-            decode_down, (num_slots, triton.cdiv(dim_d, _BLOCK_N), num_parts),
+            decode_down, (num_slots, cdiv(dim_d, _BLOCK_N), num_parts),
             hidden_ptr=hidden, weight_ptr=weight, bias_ptr=bias, partial_ptr=partial,
             dim_n=dim_d, dim_k=dim_f, split_k=split_k,
             stride_hr=hidden.stride(0), stride_ws=weight.stride(0), stride_wn=weight.stride(1),
@@ -263,7 +262,7 @@ class DecodeProducts:
             return out_TD.zero_()
         block_d = 256
         launch(
-            decode_combine, (len(out_TD), triton.cdiv(self._dim, block_d)),
+            decode_combine, (len(out_TD), cdiv(self._dim, block_d)),
             partial_ptr=partial, weights_ptr=weights_TK, out_ptr=out_TD,
             num_parts=len(partial), dim=self._dim,
             stride_ps=partial.stride(0), stride_pr=partial.stride(1),
@@ -290,7 +289,7 @@ def _num_stages(x: Tensor, device: GpuLimits) -> int:
 
 def _parts(programs: int, dim_k: int, block_k: int, device: GpuLimits) -> tuple[int, int]:
     """`(parts, summed columns of each)` so that the GPU has enough programs at once."""
-    wanted = triton.cdiv(device.num_multiprocessors * _PROGRAMS_EACH, programs)
-    num_steps = triton.cdiv(dim_k, block_k)
-    steps_each = triton.cdiv(num_steps, min(wanted, num_steps, _MAX_PARTS))
-    return triton.cdiv(num_steps, steps_each), steps_each * block_k
+    wanted = cdiv(device.num_multiprocessors * _PROGRAMS_EACH, programs)
+    num_steps = cdiv(dim_k, block_k)
+    steps_each = cdiv(num_steps, min(wanted, num_steps, _MAX_PARTS))
+    return cdiv(num_steps, steps_each), steps_each * block_k

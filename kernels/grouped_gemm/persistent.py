@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -12,7 +11,7 @@ from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.persistent_kernel import grouped_gemm_persistent
 from moe_runtime.kernels.grouped_gemm.tile import Tile
 from moe_runtime.kernels.grouped_gemm.tiles import describe_device
-from moe_runtime.kernels.triton_support import launch
+from moe_runtime.kernels.triton_support import cdiv, launch
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.operands.activation import ActivationSpec
@@ -86,7 +85,7 @@ def persistent_product(
     tiles = groups.tiles(tile.block_m)
     room = describe_device(x.device)
     at_once = max(1, room.shared_bytes // tile.shared_bytes(x.element_size()))
-    most = len(tiles.expert) * triton.cdiv(dim_n, columns)
+    most = len(tiles.expert) * cdiv(dim_n, columns)
     num_programs = min(most, room.num_multiprocessors * at_once)
     arguments: dict[str, Any] = groups.arguments()
     launch(
@@ -102,5 +101,5 @@ def persistent_product(
         IN_ROWS=in_rows, EVEN_K=dim_k % tile.block_k == 0,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         IS_SPECIALIZED=tile.is_specialized and not gathers,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **arguments,
+        **tile.options(), **arguments,
     )  # fmt: skip

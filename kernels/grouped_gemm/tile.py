@@ -41,6 +41,7 @@ class Tile:
         is_persistent: Whether programs stay for tile after tile and load by TMA, where a product
             can be computed so; see `persistent.py`.
         is_specialized: And whether warps of their own do the loading.
+        max_registers: Of a thread, so that programs share a multiprocessor; 0 is what it takes.
     """
 
     block_m: int
@@ -51,6 +52,12 @@ class Tile:
     group_m: int = 8
     is_persistent: bool = False
     is_specialized: bool = False
+    max_registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        """What the compiler is told."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**options, "maxnreg": self.max_registers} if self.max_registers else options
 
     def shared_bytes(self, element_bytes: int) -> int:
         """Shared memory of the operands in flight."""
