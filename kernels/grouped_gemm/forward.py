@@ -165,14 +165,15 @@ def _run(
 ) -> None:
     if not groups.num_rows or not dim_n:
         return
+    is_plain, is_gated = (rest["EPILOGUE"] == name for name in ("none", "gated"))
     is_simple = bias is None and scale is None and up is None and not scatters and is_concatenated
     if (
         tile.is_persistent
         and is_simple
         and groups.columns is None
-        and rest["EPILOGUE"] != "plain"
+        and (is_plain or is_gated)
         and isinstance(weight, Tensor)
-        and takes_weight(weight, tile.block_k)
+        and takes_weight(weight, tile.block_k, is_gated=is_gated)
         and takes_rows(x, gathers=gathers)
     ):
         spec = rest["ACTIVATION"]
@@ -180,7 +181,6 @@ def _run(
         persistent_product(x, weight, groups, tile, gathers=gathers, spec=spec, pre=pre, **shape)
         return
     tiles = groups.tiles(tile.block_m)
-    is_plain, is_gated = (rest["EPILOGUE"] == name for name in ("none", "gated"))
     dim_k = groups.width_of(weight.shape[2]) if is_plain else weight.shape[2]
     # Distances from one hidden column's gate row to the next one's, and to its up row.
     step, to_up = (2, 1) if is_gated and not is_concatenated else (1, dim_n)
