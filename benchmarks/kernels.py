@@ -213,7 +213,7 @@ def measure(
         return torch.autograd.grad(experts(x, ids, weights), inputs, grad)
 
     both_s = median_s(both, device)
-    # As layer after layer of a decoding loop: other experts every time, so that none is in the cache.
+    # Other experts every time, as in layer after layer of a decoding loop: none is in the cache.
     turns = [(ids + turn * shape.K) % shape.E for turn in range(max(1, shape.E // ids.numel()))]
 
     def in_turn() -> None:
