@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-
-# Compiled kernels that are remembered of one kernel: shapes come and go.
-_MOST_REMEMBERED = 1024
 
 
 def cdiv(number: int, size: int) -> int:
@@ -25,9 +21,7 @@ def power_of_2(number: int) -> int:
 def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
     """Runs `kernel` over `grid` on the GPU that its tensors lie on.
 
-    By keyword only: kernels have too many arguments to tell apart by position. What was compiled
-    for the same arguments, but for tensors' addresses, is started at once: for a decode step
-    Triton's own way to find it takes longer than the kernel.
+    By keyword only: kernels have too many arguments to tell apart by position.
 
     Args:
         kernel: A `triton.jit` function.
@@ -41,39 +35,43 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
     arguments["enable_fp_fusion"] = True
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _launch(kernel, grid, device, arguments)
+        return kernel[grid](**arguments)
     # Triton launches on the current device, wherever the tensors are.
     with torch.cuda.device(device):
-        return _launch(kernel, grid, device, arguments)
+        return kernel[grid](**arguments)
 
 
-def _launch(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, arguments: dict[str, Any]
-) -> Any:
-    remembered = _remembered(kernel)
-    key = (device, *arguments, *map(_what_counts, arguments.values()))
-    compiled = remembered.get(key)
-    if compiled is None:
-        compiled = kernel[grid](**arguments)
-        if compiled is not None:
-            if len(remembered) >= _MOST_REMEMBERED:
-                remembered.clear()
-            remembered[key] = compiled
-        return compiled
-    compiled[(*grid, 1, 1)[:3]](*[arguments[name] for name in kernel.arg_names])
-    return compiled
+class PreparedLaunch:
+    """Launches that differ in their tensors alone, for steps that are as short as a launch.
 
+    Triton's own way from arguments to what was compiled for them takes tens of microseconds. Of
+    tensors it depends on their types, and on whether addresses are multiples of 16.
+    """
 
-def _what_counts(value: Any) -> Any:
-    """What the compiled code depends on of an argument."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16
-    if hasattr(value, "block_shape"):
-        return value.base.dtype, *value.block_shape
-    return value
+    def __init__(self, kernel: Any, grid: tuple[int, ...], /, **numbers: Any) -> None:
+        """Takes what `launch` takes, but for the tensors."""
+        self._kernel, self._grid, self._numbers = kernel, grid, numbers
+        self._compiled: dict[Any, Any] = {}
+        self._places: list[int] = []
+        self._arguments: list[Any] = []
 
-
-@cache
-def _remembered(kernel: Any) -> dict[Any, Any]:
-    """What was compiled of a kernel, by everything that it depends on."""
-    return {}
+    def __call__(self, **tensors: Tensor) -> None:
+        """Runs the kernel with tensors, which are named in the same order in every call."""
+        device = next(iter(tensors.values())).device
+        kinds = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors.values()]
+        key = device, *kinds
+        compiled = self._compiled.get(key)
+        if compiled is None or (
+            device.type == "cuda" and device.index != torch.cuda.current_device()
+        ):
+            compiled = launch(self._kernel, self._grid, **tensors, **self._numbers)
+            if compiled is not None:
+                names = self._kernel.arg_names
+                self._places = [names.index(name) for name in tensors]
+                self._arguments = [self._numbers.get(name) for name in names]
+                self._compiled[key] = compiled
+            return
+        arguments = self._arguments.copy()
+        for place, tensor in zip(self._places, tensors.values(), strict=True):
+            arguments[place] = tensor
+        compiled[(*self._grid, 1, 1)[:3]](*arguments)
