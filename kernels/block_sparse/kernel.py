@@ -19,7 +19,7 @@ from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.kernel import tile_of_program, tile_product
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import describe_device
-from moe_runtime.kernels.triton_support import launch
+from moe_runtime.kernels.triton_support import cdiv, launch
 
 _GROUP_M = 8
 
@@ -253,7 +253,7 @@ def launch_dsd(
     if is_transposed:
         stride_own, stride_across = stride_across, stride_own
     launch(
-        block_sparse_dsd, (len(own.first) * triton.cdiv(dim_n, tile.block_n),),
+        block_sparse_dsd, (len(own.first) * cdiv(dim_n, tile.block_n),),
         values_ptr=values, b_ptr=b, out_ptr=out,
         **_gathering(topology, gather),
         offsets_ptr=own.offsets, block_ptr=own.offsets if own.block is None else own.block,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_runtime.kernels.triton_support import launch
+from moe_runtime.kernels.triton_support import cdiv, launch, power_of_2
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def launch_combine_fwd(
         block = _block(dim)
         weights = y_RD if weights_TK is None else weights_TK
         launch(
-            _combine_fwd, (num_tokens, triton.cdiv(dim, block)),
+            _combine_fwd, (num_tokens, cdiv(dim, block)),
             y_ptr=y_RD, weights_ptr=weights, inverse_ptr=inverse_R, num_rows_ptr=num_rows,
             out_ptr=out_TD,
             num_choices=num_choices, dim=dim,
@@ -132,4 +132,4 @@ def launch_combine_bwd(
 
 
 def _block(dim: int) -> int:
-    return min(1024, max(16, triton.next_power_of_2(dim)))
+    return min(1024, max(16, power_of_2(dim)))

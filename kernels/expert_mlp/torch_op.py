@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.implementations.paths import path_of
@@ -61,8 +62,15 @@ def call(
     impl: str,
     recompute: bool,
 ) -> Tensor:
-    """Runs the operator: tokens with `ids_TK` and `weights_TK`, or sorted rows with `counts_E`."""
+    """Runs the operator: tokens with `ids_TK` and `weights_TK`, or sorted rows with `counts_E`.
+
+    Where no gradient is wanted and nobody else looks at operators, what it runs is called at once:
+    a decode step is as short as what stands in between.
+    """
     keeps = wants_gradient((x, weights_TK, *experts.tensors()))
+    if not keeps and _is_unobserved(x, experts.down):
+        known = None if counts_E is None else already_sorted(counts_E)
+        return _infer(RoutedBatch(x, ids_TK, weights_TK, experts, activation, known), impl)
     static = static_arguments(experts, activation, impl)
     out, *_ = torch.ops.moe_runtime.expert_mlp(
         x, ids_TK, weights_TK, counts_E, *experts.tensors(), experts.slot_of_expert, *static,
@@ -71,18 +79,34 @@ def call(
     return out
 
 
+def _is_unobserved(*tensors: Tensor) -> bool:
+    """Whether no compiler, mode, subclass of tensors or transform takes part in this call."""
+    return (
+        not torch.compiler.is_compiling()
+        and _get_current_dispatch_mode() is None
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    )
+
+
+def _infer(batch: RoutedBatch, impl: str) -> Tensor:
+    path = path_of(impl, batch.x_TD)
+    with torch.autocast(batch.x_TD.device.type, enabled=False):
+        if batch.ids_TK is None:
+            return path.forward(batch, keeps=False)[0]
+        return path.infer(batch)
+
+
 def _forward(
     x: Tensor, ids: Tensor | None, weights: Tensor | None, counts: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *pieces, impl, keeps, recompute = rest
     known = None if counts is None else already_sorted(counts)
     batch = RoutedBatch(x, ids, weights, *_experts(*pieces), known)
-    path = path_of(impl, x)
+    if not keeps:
+        return _infer(batch, impl), x.new_empty(0), *_no_rows(x)
     with torch.autocast(x.device.type, enabled=False):
-        if not keeps:
-            out = path.forward(batch, keeps=False)[0] if ids is None else path.infer(batch)
-            return out, x.new_empty(0), *_no_rows(x)
-        out, z = path.forward(batch, keeps=not recompute)
+        out, z = path_of(impl, x).forward(batch, keeps=not recompute)
         return out, z, batch.rows.order_R, batch.rows.offsets_E1
 
 

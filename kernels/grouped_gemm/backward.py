@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.backward_kernel import (
@@ -17,7 +16,7 @@ from moe_runtime.kernels.grouped_gemm.down_act_kernel import grouped_gemm_down_a
 from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import Tile
-from moe_runtime.kernels.triton_support import launch
+from moe_runtime.kernels.triton_support import cdiv, launch, power_of_2
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
@@ -77,7 +76,7 @@ def activation_backward(
     dim_f, dim_d = groups.width_of(down_SDF.shape[2]), down_SDF.shape[1]
     num_rows = groups.num_rows
     tile = tile or groups.choose_tile("down_act_backward", dout_TD, dim_f, dim_d)
-    num_tiles_n = triton.cdiv(dim_f, tile.block_n)
+    num_tiles_n = cdiv(dim_f, tile.block_n)
     dpre = torch.empty_like(pre_RZ)
     is_ragged = groups.columns is not None
     hidden = None
@@ -109,7 +108,7 @@ def activation_backward(
             EVEN_K=dim_d % tile.block_k == 0, PRECISION=precision_of(dout_TD), BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
             NUM_SLICES=max(1, tile.block_n // 32),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            **tile.options(),
             ACTIVATION=spec,
             **groups.arguments(), **groups.width_arguments(),
         )  # fmt: skip
@@ -126,7 +125,7 @@ def _sum_gate_weight_grad(
     if groups.num_rows:
         bias = dout_TD if down_bias_SD is None else down_bias_SD
         launch(
-            gate_weight_grad, (triton.cdiv(groups.num_rows, _GATE_ROWS),),
+            gate_weight_grad, (cdiv(groups.num_rows, _GATE_ROWS),),
             partial_ptr=partial, dout_ptr=dout_TD, bias_ptr=bias, gate_weight_grad_ptr=grad_R,
             num_partials=len(partial), num_rows=groups.num_rows, num_experts=groups.num_experts,
             dim=dout_TD.shape[1],
@@ -134,7 +133,7 @@ def _sum_gate_weight_grad(
             stride_bs=bias.stride(0), stride_bn=bias.stride(1),
             GATHER_DIVISOR=groups.num_choices,
             **groups.arguments(),
-            HAS_BIAS=down_bias_SD is not None, BLOCK_E=triton.next_power_of_2(groups.num_experts),
+            HAS_BIAS=down_bias_SD is not None, BLOCK_E=power_of_2(groups.num_experts),
             BLOCK_R=_GATE_ROWS, BLOCK_D=64,
         )  # fmt: skip
     return grad_R
@@ -169,7 +168,7 @@ def weight_grad(
     tile = tile or groups.choose_tile("dw", left, dim_k, dim_n)
     if not dim_n or not dim_k:
         return out_SNK
-    tiles_n, tiles_k = triton.cdiv(dim_n, tile.block_m), triton.cdiv(dim_k, tile.block_n)
+    tiles_n, tiles_k = cdiv(dim_n, tile.block_m), cdiv(dim_k, tile.block_n)
     launch(
         grouped_gemm_dw, (tiles_n * tiles_k, groups.num_experts),
         left_ptr=left, right_ptr=right, dw_ptr=out_SNK,
@@ -182,7 +181,7 @@ def weight_grad(
         ACCUMULATES=accumulates, EVEN_N=groups.are_even(dim_n, tile.block_m, is_width=True),
         EVEN_K=dim_k % tile.block_n == 0, PRECISION=precision_of(left), BLOCK_N=tile.block_m,
         BLOCK_K=tile.block_n, BLOCK_R=tile.block_k, GROUP_M=tile.group_m,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **tile.options(),
     )  # fmt: skip
     return out_SNK
 
@@ -211,7 +210,7 @@ def bias_grad(
         return out_SN
     block_n = 64
     launch(
-        grouped_bias_grad, (triton.cdiv(dim, block_n), groups.num_experts),
+        grouped_bias_grad, (cdiv(dim, block_n), groups.num_experts),
         x_ptr=x, scale_ptr=x if scale_R is None else scale_R, sum_ptr=out_SN,
         dim=dim,
         stride_xr=x.stride(0), stride_xn=x.stride(1), stride_ss=out_SN.stride(0),

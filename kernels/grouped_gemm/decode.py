@@ -9,34 +9,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from torch import Tensor
 
-from moe_runtime.kernels.grouped_gemm.decode_kernel import decode_combine, decode_down, decode_up
+from moe_runtime.kernels.grouped_gemm.decode_launches import (
+    MAX_TOKENS as MAX_TOKENS,
+)
+from moe_runtime.kernels.grouped_gemm.decode_launches import (
+    DecodeRows,
+    prepare_down,
+    prepare_sums,
+    prepare_up,
+)
 from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.packed import (
     Weights,
     codes_of,
-    depth_of,
     distance,
     packed_arguments,
-    stages_of,
 )
-from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
 from moe_runtime.kernels.grouped_gemm.tiles import describe_device
-from moe_runtime.kernels.triton_support import launch
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 
-# A tile holds every token; the smallest a matrix instruction takes.
-MAX_TOKENS = 16
-# Programs that each multiprocessor should have.
-_PROGRAMS_EACH = 2
-_MAX_PARTS = 8
-_BLOCK_N = 32
-# Summed elements a step with packed weights at most: decoded codes take registers.
-_DEPTH = 128
+_Rows = tuple[DecodeRows, dict[str, Tensor]]
 
 
 def decode_expert_mlp(
@@ -144,29 +141,19 @@ class DecodeProducts:
             return
         if self._hidden is None:
             self._hidden = x_TD.new_empty(num_slots, dim_f)
-        common = self._common(slot_of_expert)
-        products: dict[str, Any] = {
-            "num_tokens": len(x_TD),
-            "PRECISION": precision_of(x_TD),
-            "BLOCK_T": MAX_TOKENS,
-            "BLOCK_N": _BLOCK_N,
-            "num_warps": 4,
-        }
-        num_stages = _num_stages(x_TD, self._device)
-        self._add_up(
-            gate_up_SZD, up, gate_up_bias_SZ, spec, layout, num_stages, **common, **products
-        )
-        self._add_down(down_SDF, down_bias_SD, num_stages, **common, **products)
+        rows = self._rows(slot_of_expert)
+        self._add_up(gate_up_SZD, up, gate_up_bias_SZ, spec, layout, rows)
+        self._add_down(down_SDF, down_bias_SD, rows)
 
-    def _common(self, slot_of_expert: Tensor | None) -> dict[str, Any]:
-        return {
+    def _rows(self, slot_of_expert: Tensor | None) -> _Rows:
+        tensors = {
             "ids_ptr": self._ids_TK,
             "slots_ptr": self._ids_TK if slot_of_expert is None else slot_of_expert,
-            "num_experts": self._num_experts,
-            "NUM_CHOICES": self._num_choices,
-            "HAS_SLOTS": slot_of_expert is not None,
-            "BLOCK_C": triton.next_power_of_2(self._num_choices),
         }
+        numbers = DecodeRows(
+            len(self._x_TD), self._num_experts, self._num_choices, slot_of_expert is not None
+        )
+        return numbers, tensors
 
     def _add_up(
         self,
@@ -175,63 +162,68 @@ class DecodeProducts:
         gate_up_bias_SZ: Tensor | None,
         spec: ActivationSpec,
         layout: GateLayout,
-        num_stages: int,
-        **arguments: Any,
+        rows: _Rows,
     ) -> None:
         x_TD, hidden = self._x_TD, self._hidden
         assert hidden is not None
-        dim_f, dim_d = hidden.shape[1], x_TD.shape[1]
-        step, to_up = (2, 1) if layout.has_gate and not layout.is_concatenated else (1, dim_f)
         weight = codes_of(gate_up_SZD)
         bias = weight[:, :, 0] if gate_up_bias_SZ is None else gate_up_bias_SZ
-        to_up_w, to_up_b = weight.stride(1) * to_up, bias.stride(1) * to_up
+        # Of packed weights up is a tensor of its own, or there is no gate.
+        distances = None
         if weight is not gate_up_SZD:
-            # of packed weights up is a tensor of its own, or there is no gate
-            to_up_w = 0 if up is None else distance(weight, codes_of(up[0]))
-            to_up_b = 0 if up is None or up[1] is None else distance(bias, up[1])
-        block_k = _block_k(x_TD, gate_up_SZD, has_gate=layout.has_gate)
-        launch(
-            decode_up, (len(hidden), triton.cdiv(dim_f, _BLOCK_N)),
+            distances = 0, 0
+            if up is not None:
+                to_bias = 0 if up[1] is None else distance(bias, up[1])
+                distances = distance(weight, codes_of(up[0])), to_bias
+        scales, packed = _split(packed_arguments(gate_up_SZD, up and up[0], x_TD))
+        prepared = prepare_up(
+            rows[0],
+            self._device,
+            precision_of(x_TD),
+            x_TD.dtype,
+            x_TD.stride(),
+            (hidden.shape[1], x_TD.shape[1]),
+            weight.stride(),
+            distances,
+            bias.stride(),
+            has_bias=gate_up_bias_SZ is not None,
+            spec=spec,
+            layout=layout,
+            packed=packed,
+        )
+        prepared(
             x_ptr=x_TD, weight_ptr=weight, bias_ptr=bias, hidden_ptr=hidden,
-            dim_n=dim_f, dim_k=dim_d,
-            stride_xt=x_TD.stride(0), stride_xk=x_TD.stride(1),
-            stride_ws=weight.stride(0), stride_wn=weight.stride(1) * step,
-            stride_wk=weight.stride(2), stride_w_up=to_up_w,
-            stride_bs=bias.stride(0), stride_bn=bias.stride(1) * step,
-            stride_b_up=to_up_b, stride_hr=hidden.stride(0),
-            IS_GATED=layout.has_gate, HAS_BIAS=gate_up_bias_SZ is not None,
-            BLOCK_K=block_k, EVEN_N=dim_f % _BLOCK_N == 0, EVEN_K=dim_d % block_k == 0,
-            ACTIVATION=spec,
-            num_stages=stages_of(gate_up_SZD, num_stages, _DEPTH, block_k),
-            **packed_arguments(gate_up_SZD, None if up is None else up[0], x_TD),
-            **arguments,
+            **rows[1], **scales,
         )  # fmt: skip
 
     def _add_down(
-        self, down_SDF: Weights, down_bias_SD: Tensor | None, num_stages: int, **arguments: Any
+        self,
+        down_SDF: Weights,
+        down_bias_SD: Tensor | None,
+        rows: _Rows,
     ) -> None:
         x_TD, hidden = self._x_TD, self._hidden
         assert hidden is not None
         num_slots, dim_f = hidden.shape
         weight, dim_d = codes_of(down_SDF), self._dim
-        block_k = _block_k(x_TD, down_SDF, has_gate=False)
-        programs = min(num_slots, self._num_experts) * triton.cdiv(dim_d, _BLOCK_N)
-        num_parts, split_k = _parts(programs, dim_f, block_k, self._device)
+        bias = weight[:, :, 0] if down_bias_SD is None else down_bias_SD
+        scales, packed = _split(packed_arguments(down_SDF, None, x_TD))
+        prepared, num_parts = prepare_down(
+            rows[0],
+            self._device,
+            precision_of(x_TD),
+            x_TD.dtype,
+            (dim_f, dim_d),
+            weight.stride(),
+            bias.stride(),
+            has_bias=down_bias_SD is not None,
+            packed=packed,
+        )
         if self._partial is None:
             self._partial = x_TD.new_empty(num_parts, num_slots, dim_d, dtype=torch.float32)
-        partial = self._partial
-        bias = weight[:, :, 0] if down_bias_SD is None else down_bias_SD
-        launch(
-            decode_down, (num_slots, triton.cdiv(dim_d, _BLOCK_N), num_parts),
-            hidden_ptr=hidden, weight_ptr=weight, bias_ptr=bias, partial_ptr=partial,
-            dim_n=dim_d, dim_k=dim_f, split_k=split_k,
-            stride_hr=hidden.stride(0), stride_ws=weight.stride(0), stride_wn=weight.stride(1),
-            stride_wk=weight.stride(2), stride_bs=bias.stride(0), stride_bn=bias.stride(1),
-            stride_ps=partial.stride(0), stride_pr=partial.stride(1),
-            HAS_BIAS=down_bias_SD is not None, BLOCK_K=block_k,
-            EVEN_N=dim_d % _BLOCK_N == 0, EVEN_K=dim_f % block_k == 0,
-            num_stages=stages_of(down_SDF, num_stages, _DEPTH, block_k),
-            **packed_arguments(down_SDF, None, x_TD), **arguments,
+        prepared(
+            hidden_ptr=hidden, weight_ptr=weight, bias_ptr=bias, partial_ptr=self._partial,
+            **rows[1], **scales,
         )  # fmt: skip
 
     def give(self, rows_N: Tensor, y_ND: Tensor) -> None:
@@ -266,36 +258,13 @@ class DecodeProducts:
         out_TD = self._x_TD.new_empty(len(self._x_TD), self._dim)
         if partial is None:
             return out_TD.zero_()
-        block_d = 256
-        launch(
-            decode_combine, (len(out_TD), triton.cdiv(self._dim, block_d)),
-            partial_ptr=partial, weights_ptr=weights_TK, out_ptr=out_TD,
-            num_parts=len(partial), dim=self._dim,
-            stride_ps=partial.stride(0), stride_pr=partial.stride(1),
-            stride_wt=weights_TK.stride(0), stride_wk=weights_TK.stride(1),
-            stride_ot=out_TD.stride(0), BLOCK_D=block_d,
-            **self._common(slot_of_expert),
-        )  # fmt: skip
+        rows = self._rows(slot_of_expert)
+        prepared = prepare_sums(rows[0], len(partial), self._dim, weights_TK.stride())
+        prepared(partial_ptr=partial, weights_ptr=weights_TK, out_ptr=out_TD, **rows[1])
         return out_TD
 
 
-def _block_k(x: Tensor, weight: Weights, *, has_gate: bool) -> int:
-    """Summed elements a step: 512 bytes of a row of x, half of it where two weights are read."""
-    block_k = (512 if not has_gate else 256) // x.element_size()
-    if isinstance(weight, Tensor):
-        return block_k
-    return depth_of(weight.format, x.dtype, min(block_k, _DEPTH), weight.num_cols)
-
-
-def _num_stages(x: Tensor, device: GpuLimits) -> int:
-    """Loads in flight: as many as the shared memory holds, at most four."""
-    tile = Tile(MAX_TOKENS, _BLOCK_N, _block_k(x, x, has_gate=False), 4, 4)
-    return tile.fitted(x.element_size(), device).num_stages
-
-
-def _parts(programs: int, dim_k: int, block_k: int, device: GpuLimits) -> tuple[int, int]:
-    """`(parts, summed columns of each)` so that the GPU has enough programs at once."""
-    wanted = triton.cdiv(device.num_multiprocessors * _PROGRAMS_EACH, programs)
-    num_steps = triton.cdiv(dim_k, block_k)
-    steps_each = triton.cdiv(num_steps, min(wanted, num_steps, _MAX_PARTS))
-    return triton.cdiv(num_steps, steps_each), steps_each * block_k
+def _split(packed: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[tuple[str, Any], ...]]:
+    """The tensors and the numbers of `packed_arguments`."""
+    tensors = {name: packed.pop(name) for name in ("scales_ptr", "zeros_ptr", "global_ptr")}
+    return tensors, tuple(packed.items())

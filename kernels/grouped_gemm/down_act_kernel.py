@@ -16,15 +16,19 @@ from moe_runtime.kernels.grouped_gemm.kernel import (
 
 @triton.jit
 def _down_act_slice(
-    dhidden, first_column, scale, mask_r, pre_ptrs, dpre_ptrs, hidden_ptrs, dim_n,
-    stride_z_up,
+    dhidden, first_column, scale, mask_r, pre_ptr, dpre_ptr, hidden_ptr, dim_n,
+    stride_zr, stride_dzr, stride_hr, stride_z_up,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     STORES_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of `grouped_gemm_down_act` for some columns; returns each row's `<d, h>`.
 
-    Pointers are one a row. Columns past the end have d = 0.
+    Pointers are to the tile's first row. Columns past the end have d = 0.
     """
+    offs_r = tl.arange(0, ROWS)[:, None]
+    pre_ptrs = pre_ptr + offs_r * stride_zr
+    dpre_ptrs = dpre_ptr + offs_r * stride_dzr
+    hidden_ptrs = hidden_ptr + offs_r * stride_hr
     offs_n = first_column + tl.arange(0, COLUMNS)
     mask = mask_r[:, None] & (offs_n < dim_n)[None, :]
     scaled = dhidden * scale[:, None]
@@ -32,26 +36,26 @@ def _down_act_slice(
         offs_z = 2 * first_column + tl.arange(0, 2 * COLUMNS)
         mask_z = mask_r[:, None] & (offs_z < 2 * dim_n)[None, :]
         if IS_INTERLEAVED:
-            both = tl.load(pre_ptrs[:, None] + offs_z[None, :], mask=mask_z, other=0.0)
+            both = tl.load(pre_ptrs + offs_z[None, :], mask=mask_z, other=0.0)
             gate, up = tl.split(tl.reshape(both.to(tl.float32), (ROWS, COLUMNS, 2)))
         else:
-            gate_ptrs = pre_ptrs[:, None] + offs_n[None, :]
+            gate_ptrs = pre_ptrs + offs_n[None, :]
             gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
             up = tl.load(gate_ptrs + stride_z_up, mask=mask, other=0.0).to(tl.float32)
         hidden, dgate, dup = gate_bwd(scaled, gate, up, ACTIVATION)
         if IS_INTERLEAVED:
             both = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * COLUMNS))
-            tl.store(dpre_ptrs[:, None] + offs_z[None, :], both, mask=mask_z)
+            tl.store(dpre_ptrs + offs_z[None, :], both, mask=mask_z)
         else:
-            dgate_ptrs = dpre_ptrs[:, None] + offs_n[None, :]
+            dgate_ptrs = dpre_ptrs + offs_n[None, :]
             tl.store(dgate_ptrs, dgate, mask=mask)
             tl.store(dgate_ptrs + stride_z_up, dup, mask=mask)
     else:
-        pre = tl.load(pre_ptrs[:, None] + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
+        pre = tl.load(pre_ptrs + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
         hidden, slope = activate(pre, ACTIVATION)
-        tl.store(dpre_ptrs[:, None] + offs_n[None, :], scaled * slope, mask=mask)
+        tl.store(dpre_ptrs + offs_n[None, :], scaled * slope, mask=mask)
     if STORES_HIDDEN:
-        tl.store(hidden_ptrs[:, None] + offs_n[None, :], hidden * scale[:, None], mask=mask)
+        tl.store(hidden_ptrs + offs_n[None, :], hidden * scale[:, None], mask=mask)
     return tl.sum(dhidden * hidden, axis=1)
 
 
@@ -150,10 +154,13 @@ def grouped_gemm_down_act(
             tile_n * BLOCK_N + i * SLICE,
             scale,
             mask_r,
-            pre_ptr + rows * stride_zr,
-            dpre_ptr + rows * stride_dzr,
-            hidden_ptr + rows * stride_hr,
+            pre_ptr + first_row * stride_zr,
+            dpre_ptr + first_row * stride_dzr,
+            hidden_ptr + first_row * stride_hr,
             dim_n,
+            stride_zr,
+            stride_dzr,
+            stride_hr,
             stride_z_up,
             IS_GATED,
             ACTIVATION,

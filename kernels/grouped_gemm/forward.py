@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.groups import Groups
@@ -27,7 +26,7 @@ from moe_runtime.kernels.grouped_gemm.persistent import (
     takes_weight,
 )
 from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
-from moe_runtime.kernels.triton_support import is_interpreted, launch
+from moe_runtime.kernels.triton_support import cdiv, is_interpreted, launch
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
@@ -166,14 +165,15 @@ def _run(
 ) -> None:
     if not groups.num_rows or not dim_n:
         return
+    is_plain, is_gated = (rest["EPILOGUE"] == name for name in ("none", "gated"))
     is_simple = bias is None and scale is None and up is None and not scatters and is_concatenated
     if (
         tile.is_persistent
         and is_simple
         and groups.columns is None
-        and rest["EPILOGUE"] != "plain"
+        and (is_plain or is_gated)
         and isinstance(weight, Tensor)
-        and takes_weight(weight, tile.block_k)
+        and takes_weight(weight, tile.block_k, is_gated=is_gated)
         and takes_rows(x, gathers=gathers)
     ):
         spec = rest["ACTIVATION"]
@@ -181,7 +181,6 @@ def _run(
         persistent_product(x, weight, groups, tile, gathers=gathers, spec=spec, pre=pre, **shape)
         return
     tiles = groups.tiles(tile.block_m)
-    is_plain, is_gated = (rest["EPILOGUE"] == name for name in ("none", "gated"))
     dim_k = groups.width_of(weight.shape[2]) if is_plain else weight.shape[2]
     # Distances from one hidden column's gate row to the next one's, and to its up row.
     step, to_up = (2, 1) if is_gated and not is_concatenated else (1, dim_n)
@@ -197,7 +196,7 @@ def _run(
         to_up_w = distance(weight, codes_of(up[0]))
         to_up_b = 0 if bias is None or up[1] is None else distance(bias, up[1])
     launch(
-        grouped_gemm_fwd, (len(tiles.expert) * triton.cdiv(dim_n, columns_per_tile),),
+        grouped_gemm_fwd, (len(tiles.expert) * cdiv(dim_n, columns_per_tile),),
         x_ptr=x, weight_ptr=weight, bias_ptr=bias_or_weight, out_ptr=out,
         scale_ptr=out if scale is None else scale, pre_ptr=out if pre is None else pre,
         tile_expert_ptr=tiles.expert, tile_row_ptr=tiles.first_row,
@@ -217,6 +216,6 @@ def _run(
         EVEN_K=groups.are_even(dim_k, block_k, is_width=is_plain), PRECISION=precision_of(x),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k, GROUP_M=tile.group_m,
         NUM_SLICES=2 if tile.block_n >= 256 else 1,
-        num_warps=tile.num_warps, num_stages=num_stages,
+        **tile.options() | {"num_stages": num_stages},
         **groups.arguments(), **groups.width_arguments(), **packed, **rest,
     )  # fmt: skip

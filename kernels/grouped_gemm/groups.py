@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns
@@ -15,7 +14,7 @@ from moe_runtime.kernels.grouped_gemm.packed import Weights
 from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile
 from moe_runtime.kernels.grouped_gemm.tiles import choose_tile
 from moe_runtime.kernels.quantized import QuantizedStack
-from moe_runtime.kernels.triton_support import launch
+from moe_runtime.kernels.triton_support import launch, power_of_2
 
 
 class TileMap(NamedTuple):
@@ -130,7 +129,7 @@ class Groups:
                 **rows,
                 tile_expert_ptr=tiles.expert, tile_row_ptr=tiles.first_row,
                 num_used_ptr=tiles.num_used, num_experts=num_experts, num_tiles=num_tiles,
-                BLOCK_M=block_m, BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_TILES=64,
+                BLOCK_M=block_m, BLOCK_E=power_of_2(num_experts), BLOCK_TILES=64,
             )  # fmt: skip
             self._maps[block_m] = tiles
         return self._maps[block_m]

@@ -18,7 +18,7 @@ class GpuLimits:
         shared_bytes: Shared memory a program can have.
         has_wide_accumulators: Whether 128 x 256 sums fit beside the operands: the matrix units of
             Hopper and of Blackwell's servers read these from shared memory, others through
-            registers.
+            registers. Those have descriptors of tensors, too.
         num_multiprocessors: Programs that run at once, at one each.
     """
 
@@ -40,7 +40,7 @@ class Tile:
         group_m: Row tiles that share a column tile while it is cached.
         is_persistent: Whether programs stay for tile after tile and load by TMA, where a product
             can be computed so; see `persistent.py`.
-        is_specialized: And whether warps of their own do the loading.
+        max_registers: Of a thread, so that programs share a multiprocessor; 0 is what it takes.
     """
 
     block_m: int
@@ -50,7 +50,12 @@ class Tile:
     num_stages: int
     group_m: int = 8
     is_persistent: bool = False
-    is_specialized: bool = False
+    max_registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        """What the compiler is told."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**options, "maxnreg": self.max_registers} if self.max_registers else options
 
     def shared_bytes(self, element_bytes: int) -> int:
         """Shared memory of the operands in flight."""
@@ -67,6 +72,8 @@ class Tile:
         tile = self
         if tile.block_m * tile.block_n > 128 * 128 and not device.has_wide_accumulators:
             tile = replace(tile, block_n=tile.block_n // 2)
+        if tile.is_persistent and not device.has_wide_accumulators:
+            tile = replace(tile, is_persistent=False)
         limit = device.shared_bytes - _RESERVED_BYTES
         while tile.shared_bytes(element_bytes) > limit and tile.num_stages > 2:
             tile = replace(tile, num_stages=tile.num_stages - 1)

@@ -25,7 +25,7 @@ TILES_16_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
         (24, Tile(16, 64, 128, 4, 4)),
         (48, Tile(32, 64, 128, 4, 4)),
         (192, Tile(64, 128, 64, 4, 4)),
-        (_UNBOUNDED, Tile(128, 256, 64, 8, 4)),
+        (_UNBOUNDED, Tile(128, 256, 64, 8, 4, is_persistent=True)),
     ),
     "gated": (
         (24, Tile(16, 64, 128, 4, 4)),

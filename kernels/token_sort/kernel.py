@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_runtime.kernels.triton_support import launch
+from moe_runtime.kernels.triton_support import cdiv, launch, power_of_2
 
 # Up to here one program compares every pair of slots faster than three launches start.
 _SMALL_SLOTS = 512
@@ -139,10 +139,10 @@ def token_sort_triton(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
         "CHUNK": _CHUNK,
     }
     if num_slots <= _SMALL_SLOTS:
-        block = max(16, triton.next_power_of_2(num_slots))
+        block = max(16, power_of_2(num_slots))
         launch(_token_sort_small, (1,), ids_ptr=ids_R, BLOCK=block, num_warps=8, **results)
         return counts_E, offsets_E1, order_R, inverse_R
-    num_blocks = triton.cdiv(num_slots, _BLOCK)
+    num_blocks = cdiv(num_slots, _BLOCK)
     histogram = torch.empty((num_experts + 1, num_blocks), dtype=torch.int32, device=ids_R.device)
     totals = torch.empty(num_experts + 1, dtype=torch.int32, device=ids_R.device)
     launch(

@@ -7,13 +7,16 @@ from moe_runtime.kernels.triton_support.choice import (
     require_triton,
     resolve_impl,
 )
-from moe_runtime.kernels.triton_support.launch import launch
+from moe_runtime.kernels.triton_support.launch import PreparedLaunch, cdiv, launch, power_of_2
 
 __all__ = [
     "TRITON_HINT",
+    "PreparedLaunch",
+    "cdiv",
     "check_triton_dtype",
     "is_interpreted",
     "launch",
+    "power_of_2",
     "require_triton",
     "resolve_impl",
 ]

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_MOST_REMEMBERED = 1024
+
+
+def cdiv(number: int, size: int) -> int:
+    """Blocks of a size that a number takes; `triton.cdiv` on the host takes microseconds."""
+    return -(-number // size)
+
+
+def power_of_2(number: int) -> int:
+    """The next power of two from a number on, which is at least 1."""
+    return 1 << (number - 1).bit_length()
+
 
 def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
     """Runs `kernel` over `grid` on the GPU that its tensors lie on.
 
-    By keyword only: kernels have too many arguments to tell apart by position.
+    By keyword only: kernels have too many arguments to tell apart by position. What was compiled
+    for the same arguments is started at once: of tensors it depends on their types, and on whether
+    addresses are multiples of 16. Triton's own way to find it takes as long as a small kernel runs.
 
     Args:
         kernel: A `triton.jit` function.
@@ -25,7 +41,70 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
     arguments["enable_fp_fusion"] = True
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return kernel[grid](**arguments)
+        return _launch(kernel, grid, device, arguments)
     # Triton launches on the current device, wherever the tensors are.
     with torch.cuda.device(device):
-        return kernel[grid](**arguments)
+        return _launch(kernel, grid, device, arguments)
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, arguments: dict[str, Any]
+) -> Any:
+    remembered = _remembered(kernel)
+    parts: list[Any] = [device, *arguments]
+    for value in arguments.values():
+        if isinstance(value, Tensor):
+            parts += value.dtype, value.data_ptr() % 16
+        elif value.__class__.__hash__ is None:  # a descriptor of a tensor
+            parts += value.base.dtype, *value.block_shape
+        else:
+            parts.append(value)
+    key = tuple(parts)
+    compiled = remembered.get(key)
+    if compiled is None:
+        compiled = kernel[grid](**arguments)
+        if compiled is not None:
+            if len(remembered) >= _MOST_REMEMBERED:
+                remembered.clear()
+            remembered[key] = compiled
+        return compiled
+    compiled[(*grid, 1, 1)[:3]](*itemgetter(*kernel.arg_names)(arguments))
+    return compiled
+
+
+@cache
+def _remembered(kernel: Any) -> dict[Any, Any]:
+    """What was compiled of a kernel; shapes come and go, and so it is emptied now and then."""
+    return {}
+
+
+class PreparedLaunch:
+    """Launches that differ in their tensors alone, for steps that are as short as a launch."""
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], /, **numbers: Any) -> None:
+        """Takes what `launch` takes, but for the tensors."""
+        self._kernel, self._grid, self._numbers = kernel, grid, numbers
+        self._compiled: dict[Any, Any] = {}
+        self._places: list[int] = []
+        self._arguments: list[Any] = []
+
+    def __call__(self, **tensors: Tensor) -> None:
+        """Runs the kernel with tensors, which are named in the same order in every call."""
+        device = next(iter(tensors.values())).device
+        kinds = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors.values()]
+        key = device, *kinds
+        compiled = self._compiled.get(key)
+        if compiled is None or (
+            device.type == "cuda" and device.index != torch.cuda.current_device()
+        ):
+            compiled = launch(self._kernel, self._grid, **tensors, **self._numbers)
+            if compiled is not None:
+                names = self._kernel.arg_names
+                self._places = [names.index(name) for name in tensors]
+                self._arguments = [self._numbers.get(name) for name in names]
+                self._compiled[key] = compiled
+            return
+        arguments = self._arguments.copy()
+        for place, tensor in zip(self._places, tensors.values(), strict=True):
+            arguments[place] = tensor
+        compiled[(*self._grid, 1, 1)[:3]](*arguments)

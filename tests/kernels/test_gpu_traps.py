@@ -29,7 +29,9 @@ def launched_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
     names = {
         ast.unparse(call.args[0])
         for call in calls
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "launch"
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in ("launch", "PreparedLaunch")
+        and ast.unparse(call.args[0]) != "self._kernel"
     }
     for node in calls:
         if isinstance(node, ast.FunctionDef) and node.name in names:

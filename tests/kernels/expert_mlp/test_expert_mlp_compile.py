@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from stacked_experts import DIM_MODEL, make_experts, make_routing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.torch_op import static_arguments
@@ -48,6 +49,36 @@ def test_compiles_without_a_break(impl: str) -> None:
         for parameter, grad in zip(layer.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-5, atol=1e-5)
         layer.zero_grad(set_to_none=True)
+
+
+class Operators(TorchDispatchMode):
+    """The names of those that were called within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_looks_at_operators_sees_one_and_the_same_values() -> None:
+    """Without a gradient and an observer no operator is called."""
+    experts = make_experts(3, dtype=torch.float32)
+    ids, weights = make_routing(6, 2, 3, dtype=torch.float32)
+    x = torch.randn(6, DIM_MODEL)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return expert_mlp(x, ids, weights, experts, activation="silu", impl="torch")
+
+    with torch.no_grad():
+        unseen = run(x)
+        with Operators() as seen:
+            assert torch.equal(run(x), unseen)
+        assert "moe_runtime.expert_mlp.default" in seen.names
+        both = torch.func.vmap(run)(torch.stack([x, -x]))
+        assert torch.equal(both, torch.stack([unseen, run(-x)]))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -27,7 +27,7 @@ TYPE_NAMES = {
     torch.int16: "i16",
     torch.uint8: "u8",
 }
-OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")
+OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 
 
 @dataclass(frozen=True, slots=True)
