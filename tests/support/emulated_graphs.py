@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from moe_runtime.kernels.grouped_gemm import decode
+from moe_runtime.kernels.triton_support import PreparedLaunch
 
 WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
 """What cannot be recorded: the host would need to know a value."""
@@ -39,8 +39,12 @@ class EmulatedRecorder(TorchDispatchMode):
         self._graph = EmulatedGraph()
         self._made: dict[int, torch.Tensor] = {}  # by the addresses of their memory
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._launch = decode.launch
-        self._patch = patch.object(decode, "launch", self._record_launch)
+        launch = PreparedLaunch.__call__
+        self._patch = patch.object(
+            PreparedLaunch,
+            "__call__",
+            lambda prepared, **tensors: self._record(lambda: launch(prepared, **tensors)),
+        )
 
     def __enter__(self) -> EmulatedRecorder:
         super().__enter__()
@@ -88,13 +92,10 @@ class EmulatedRecorder(TorchDispatchMode):
         self._graph.work.append(compute)
         return found
 
-    def _record_launch(self, kernel: Any, grid: Any, /, **arguments: Any) -> None:
-        def compute() -> None:
-            self._launch(kernel, grid, **arguments)
-
+    def _record(self, launch: Callable[[], object]) -> None:
         with _disable_current_modes():
-            compute()
-        self._graph.work.append(compute)
+            launch()
+        self._graph.work.append(launch)
 
     def _keep(self, tensor: torch.Tensor) -> None:
         address = _address(tensor)

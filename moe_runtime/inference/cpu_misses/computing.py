@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.inference.cpu.threads import leave_threads_to_kernels
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
 from moe_runtime.memory.device_store import DeviceStore
@@ -174,6 +175,7 @@ class HostPart:
 
 def open_misses(
     mode: str,
+    model: Any,
     modules: Iterable[Any],
     store: Any,
     lower: ExpertStore[torch.Tensor] | None,
@@ -183,13 +185,15 @@ def open_misses(
 
     Args:
         mode: ``"cpu"`` for all of them, or ``"auto"``.
-        modules: the `DeviceExperts` of the model.
+        model: the model.
+        modules: its `DeviceExperts`.
         store: the tier that experts are computed from.
         lower: the tier below, of the host.
         bind: a slot of the host as the weights of an expert.
     """
     assert isinstance(store, DeviceStore), "load has looked for a device"
     assert lower is not None, "a device has a tier below"
+    leave_threads_to_kernels(model)
     misses = Misses(store, lower, bind, is_planned=mode == "auto")
     for module in modules:
         module.misses = misses
