@@ -210,9 +210,8 @@ def load(
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     new_policy = choosing.policy_maker(choice, signature, trained, experts.layouts)
-    times = None
-    if timeline is not None and is_first:
-        times = options.StepTimes(options.Timeline(timeline))
+    is_timed = timeline is not None and is_first
+    times = options.StepTimes(options.Timeline(timeline)) if is_timed else None
     store, host_store = _open_stores(source, slab, experts, cached, plans, new_policy, place, times)
     stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
     steps = Steps(stores, [*inspect.signature(model.forward).parameters])
@@ -224,7 +223,7 @@ def load(
         options.open_misses(misses, model, modules, store, host_store, bind_slots(cached["host"]))
     as_loaded_model(model, folder, source.versions(), steps, max_tokens)
     if place.type != "cpu":
-        options.record_decoding(model, cast(Any, modules))
+        options.record_decoding(model, modules)
     facts = LoadedFacts(
         signature=signature,
         host_plan=plans["host"],

@@ -78,21 +78,6 @@ class Lease(Generic[W]):
             self.is_whole = True
         return self
 
-    def enter_resident(self) -> list[tuple[ExpertKey, W]] | None:
-        """Enters if the first group would be all of the experts, without a wait.
-
-        Returns:
-            That group; None where something is missing, and nothing was entered.
-        """
-        store = self._store
-        with store._changed:
-            for key in self._keys:
-                entry = store._entries.get(key)
-                if entry is None or not entry.arrived or entry.read.error is not None:
-                    return None
-            self.__enter__()
-            return [(key, self._weights(key)) for key in self._next_group()]
-
     def __exit__(self, *_: object) -> None:
         self._leave()
         if self._listener is not None:

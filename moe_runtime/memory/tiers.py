@@ -137,11 +137,11 @@ class TierFetcher:
         lease = self.lower.lease([key], streaming=read.passes, above=read)
         is_done = False
         try:
-            group = lease.enter_resident()
-            if group is None:
+            source = _entered(lease, key)
+            if source is None:
                 is_done = True
                 return False
-            parts, num_bytes = self._parts(key, group[0][1], slot)
+            parts, num_bytes = self._parts(key, source, slot)
             copied = self._device.copy(parts, after, read.priority)
             self.queued[read] = _Copy(copied)
             self._copies.submit([partial(self._finish, lease, read, copied, num_bytes)], read)
@@ -257,6 +257,18 @@ class TierFetcher:
             raise MoERuntimeError(
                 f"a copy to the device failed with {reason}; what was computed meanwhile is void"
             ) from error
+
+
+def _entered(lease: Lease[torch.Tensor], key: ExpertKey) -> torch.Tensor | None:
+    """Enters a lease of one expert if it is resident, and returns its slot; else None."""
+    store = lease._store
+    with store._changed:
+        entry = store._entries.get(key)
+        if entry is None or not entry.arrived or entry.read.error is not None:
+            return None
+        lease.__enter__()
+        ((_, slot),) = next(iter(lease))
+        return slot
 
 
 class _Copy:

@@ -30,16 +30,7 @@ def rest_torch_threads(model: PreTrainedModel) -> None:
     library = native_library()
     if library is None or native_row_limit(library, model.dtype) != UNLIMITED:
         return
-    leave_threads_to_kernels(model)
-
-
-def leave_threads_to_kernels(model: PreTrainedModel) -> None:
-    """Runs torch on one thread during a model's forward passes.
-
-    Native kernels have threads of their own then. Those of torch begin and end together, so that an
-    expert waits for a processor that another thread is on: 8 ms instead of 0.1 on 16 cores.
-    """
-    threads = _OneThread()
+    threads = OneThread()
     model.register_forward_pre_hook(threads.begin)
     model.register_forward_hook(threads.end, always_call=True)
 
@@ -75,7 +66,7 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(1)
 
 
-class _OneThread:
+class OneThread:
     """Sets torch to one thread, and back to what it was."""
 
     def __init__(self) -> None:

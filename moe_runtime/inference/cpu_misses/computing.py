@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.inference.cpu.threads import leave_threads_to_kernels
+from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
 from moe_runtime.memory.device_store import DeviceStore
@@ -193,7 +193,11 @@ def open_misses(
     """
     assert isinstance(store, DeviceStore), "load has looked for a device"
     assert lower is not None, "a device has a tier below"
-    leave_threads_to_kernels(model)
+    # Native kernels have threads of their own then. Those of torch begin and end together, so that
+    # an expert waits for a processor that another thread is on: 8 ms instead of 0.1 on 16 of them.
+    threads = OneThread()
+    model.register_forward_pre_hook(threads.begin)
+    model.register_forward_hook(threads.end, always_call=True)
     misses = Misses(store, lower, bind, is_planned=mode == "auto")
     for module in modules:
         module.misses = misses

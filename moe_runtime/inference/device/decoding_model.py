@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, has_static_layers
-from moe_runtime.inference.device.device_experts import DeviceExperts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,12 +21,12 @@ _OTHER_WAYS = (
 _WITHOUT_POSITIONS = frozenset({"use_cache", "logits_to_keep", "position_ids"})
 
 
-def record_decoding(model: PreTrainedModel, modules: Sequence[DeviceExperts]) -> None:
+def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
     """Has the decode steps of a loaded model recorded as CUDA graphs.
 
     Args:
         model: the model; its class becomes a subclass of its own.
-        modules: its experts.
+        modules: its `DeviceExperts`.
     """
     cast(Any, model).forward = DecodeGraphs(model, modules)
     if model.can_generate():

@@ -66,7 +66,7 @@ def test_torch_keeps_its_threads_where_many_rows_are_its_own(monkeypatch: pytest
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_thread_that_begins_within_the_pass_of_another_keeps_torchs_threads(waits: bool):
     """Torch gives a thread the number that any thread set last, when it first computes."""
-    steps, one_thread = Steps([make_store(FakeTier(), 1)]), threads._OneThread()
+    steps, one_thread = Steps([make_store(FakeTier(), 1)]), threads.OneThread()
     inside, go = threading.Event(), threading.Event()
 
     def forward() -> None:
