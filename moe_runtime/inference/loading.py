@@ -210,8 +210,8 @@ def load(
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     new_policy = choosing.policy_maker(choice, signature, trained, experts.layouts)
-    is_timed = timeline is not None and is_first
-    times = options.StepTimes(options.Timeline(timeline)) if is_timed else None
+    timed = timeline if is_first else None
+    times = None if timed is None else options.StepTimes(options.Timeline(timed))
     store, host_store = _open_stores(source, slab, experts, cached, plans, new_policy, place, times)
     stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
     steps = Steps(stores, [*inspect.signature(model.forward).parameters])
