@@ -32,7 +32,7 @@ _MAX_PARTS = 8
 _BLOCK_N = 32
 _NUM_WARPS = 4
 # Bytes of a row of the weights a step, or half of them of each of two; and most steps under way.
-_ROW_BYTES = 512
+_ROW_BYTES = _CODED_ROW_BYTES = 512
 _NUM_STAGES = 4
 # Columns of the output that one program sums up.
 _BLOCK_D = 256
@@ -150,7 +150,8 @@ def prepare_down(
         HAS_BIAS=has_bias, PRECISION=precision,
         BLOCK_T=MAX_TOKENS, BLOCK_N=_BLOCK_N, BLOCK_K=block_k,
         EVEN_N=dim_d % _BLOCK_N == 0, EVEN_K=dim_f % block_k == 0,
-        num_warps=_NUM_WARPS, num_stages=num_stages, **_chain(device), **rows.arguments(), **numbers,
+        num_warps=_NUM_WARPS, num_stages=num_stages,
+        **_chain(device), **rows.arguments(), **numbers,
     )  # fmt: skip
     return prepared, num_parts
 
@@ -188,7 +189,7 @@ def _depth(
     has_gate: bool,
 ) -> tuple[int, int]:
     """`(summed elements a step, steps under way)`: as many as the shared memory holds."""
-    most = _ROW_BYTES // dtype.itemsize
+    most = (_ROW_BYTES if kind is None else _CODED_ROW_BYTES) // dtype.itemsize
     tile = Tile(MAX_TOKENS, _BLOCK_N, most, _NUM_WARPS, _NUM_STAGES)
     tile = tile.fitted(dtype.itemsize, device)
     block_k = most // 2 if has_gate else most
