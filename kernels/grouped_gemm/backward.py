@@ -169,7 +169,10 @@ def weight_grad(
     tile = tile or groups.choose_tile("dw", left, dim_k, dim_n)
     if not dim_n or not dim_k:
         return out_SNK
-    gathers = left_divisor > 0 or right_divisor > 0
+    num_stages = tile.num_stages
+    if (left_divisor or right_divisor) and left.element_size() == 2:
+        # Loads of rows wait for those of their numbers, which are under way as long before.
+        num_stages = 2 * num_stages - 1
     tiles_n, tiles_k = cdiv(dim_n, tile.block_m), cdiv(dim_k, tile.block_n)
     launch(
         grouped_gemm_dw, (tiles_n * tiles_k, groups.num_experts),
@@ -183,8 +186,7 @@ def weight_grad(
         ACCUMULATES=accumulates, EVEN_N=groups.are_even(dim_n, tile.block_m, is_width=True),
         EVEN_K=dim_k % tile.block_n == 0, PRECISION=precision_of(left), BLOCK_N=tile.block_m,
         BLOCK_K=tile.block_n, BLOCK_R=tile.block_k, GROUP_M=tile.group_m,
-        # Loads of rows wait for those of their numbers, which are under way as long before.
-        **tile.options(num_stages=2 * tile.num_stages - 1 if gathers else tile.num_stages),
+        **tile.options(num_stages=num_stages),
     )  # fmt: skip
     return out_SNK
 
