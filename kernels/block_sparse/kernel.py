@@ -41,24 +41,21 @@ def block_sparse_sdd(
     strip = tl.load(row_of_block_ptr + block)
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    out_ptrs = values_ptr + block * (BLOCK_M * BLOCK_N)
-    out_ptrs += offs_m[:, None] * BLOCK_N + offs_n[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    if strip < 0:
-        tl.store(out_ptrs, acc)
-        return
+    # A block of no strip is summed over nothing, and no row of it is stored as anything but zero.
+    dim_k = tl.where(strip < 0, 0, dim_k)
+    strip = tl.maximum(strip, 0)
     row_end = tl.load(row_end_ptr + strip)
     rows = tl.load(row_first_ptr + strip) + offs_m
-    mask_m = rows < row_end
+    mask_m = (rows < row_end) & (dim_k > 0)
     # Rows past the end repeat the last one: loads need no mask.
-    rows = tl.minimum(rows, row_end - 1)
+    rows = tl.maximum(tl.minimum(rows, row_end - 1), 0)
     if GATHER_DIVISOR > 0:
         rows = tl.load(order_ptr + rows) // GATHER_DIVISOR
     columns = tl.load(column_first_ptr + block) + offs_n
     mask_n = columns < tl.load(column_end_ptr + block)
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
     acc = tile_product(
-        acc,
+        tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32),
         a_ptr + rows[:, None] * stride_am + offs_k[None, :] * stride_ak,
         b_ptr + columns[None, :] * stride_bn + offs_k[:, None] * stride_bk,
         mask_n,
@@ -70,7 +67,8 @@ def block_sparse_sdd(
         EVEN_K,
         PRECISION,
     )
-    tl.store(out_ptrs, tl.where(mask_m[:, None] & mask_n[None, :], acc, 0.0))
+    ptrs = values_ptr + block * (BLOCK_M * BLOCK_N) + offs_m[:, None] * BLOCK_N + offs_n[None, :]
+    tl.store(ptrs, tl.where(mask_m[:, None] & mask_n[None, :], acc, 0.0))
 
 
 @triton.jit
@@ -160,7 +158,8 @@ def choose_tile(block_m: int, block_n: int, x: Tensor, device: GpuLimits | None 
     block_k = 32 if x.dtype == torch.float32 else 64
     # Sums that fill the registers of four warps at 16 bits; at 32, operands need some of them too.
     num_warps = 8 if block_m * block_n * x.element_size() > 64 * 128 * 2 else 4
-    tile = Tile(block_m, block_n, block_k, num_warps, 4)
+    # With three stages two programs of square tiles share a multiprocessor.
+    tile = Tile(block_m, block_n, block_k, num_warps, 3 if block_m == block_n == 128 else 4)
     return tile.fitted(x.element_size(), device or describe_device(x.device))
 
 
@@ -168,10 +167,11 @@ def choose_dsd_tile(block_m: int, x: Tensor, device: GpuLimits | None = None) ->
     """The tile of a product with the sparse matrix on the left; arguments as in `choose_tile`.
 
     Before Hopper operands reach the matrix units through registers, which a transposed block takes
-    more of: half as many columns.
+    more of: fewer columns.
     """
     device = device or describe_device(x.device)
-    return choose_tile(block_m, 128 if device.has_wide_accumulators else 64, x, device)
+    wide = 256 if block_m == 128 and x.element_size() == 2 else 128
+    return choose_tile(block_m, wide if device.has_wide_accumulators else 64, x, device)
 
 
 def _gathering(topology: BlockTopology, gather: Gather | None) -> dict[str, Any]:

@@ -108,6 +108,7 @@ def activation_backward(
             EVEN_K=dim_d % tile.block_k == 0, PRECISION=precision_of(dout_TD), BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
             NUM_SLICES=max(1, tile.block_n // 32),
+            IS_AHEAD=tile.block_m * tile.block_n >= 128 * 128 and not tile.max_registers,
             **tile.options(),
             ACTIVATION=spec,
             **groups.arguments(), **groups.width_arguments(),
@@ -168,6 +169,10 @@ def weight_grad(
     tile = tile or groups.choose_tile("dw", left, dim_k, dim_n)
     if not dim_n or not dim_k:
         return out_SNK
+    num_stages = tile.num_stages
+    if (left_divisor or right_divisor) and left.element_size() == 2:
+        # Loads of rows wait for those of their numbers, which are under way as long before.
+        num_stages = 2 * num_stages - 1
     tiles_n, tiles_k = cdiv(dim_n, tile.block_m), cdiv(dim_k, tile.block_n)
     launch(
         grouped_gemm_dw, (tiles_n * tiles_k, groups.num_experts),
@@ -181,7 +186,7 @@ def weight_grad(
         ACCUMULATES=accumulates, EVEN_N=groups.are_even(dim_n, tile.block_m, is_width=True),
         EVEN_K=dim_k % tile.block_n == 0, PRECISION=precision_of(left), BLOCK_N=tile.block_m,
         BLOCK_K=tile.block_n, BLOCK_R=tile.block_k, GROUP_M=tile.group_m,
-        **tile.options(),
+        **tile.options(num_stages=num_stages),
     )  # fmt: skip
     return out_SNK
 

@@ -95,8 +95,7 @@ def grouped_gemm_dw(
     left_ptrs = left_ptr + (offs_n.to(tl.int64) * stride_ln)[None, :]
     right_ptrs = right_ptr + (offs_k.to(tl.int64) * stride_rk)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    # Rows are 32-bit numbers, their distances 64-bit products of two such. Which of them are
-    # gathered is known one step ahead, so that no load waits for another one.
+    # Rows are 32-bit numbers, their distances 64-bit products of two such.
     num_rows = (end_row - first_row).to(tl.int32)
     order_ptr += first_row
     offs_r = tl.arange(0, BLOCK_R)
@@ -104,26 +103,24 @@ def grouped_gemm_dw(
         left_ptrs += first_row * stride_lr
     if RIGHT_DIVISOR == 0:
         right_ptrs += first_row * stride_rr
-    slots_of_rows = offs_r
-    if LEFT_DIVISOR > 0 or RIGHT_DIVISOR > 0:
-        slots_of_rows = tl.load(order_ptr + offs_r, mask=offs_r < num_rows, other=0).to(tl.int32)
-    for _first in range(0, num_rows, BLOCK_R):
-        mask_left = (offs_r < num_rows)[:, None]
-        mask_right = mask_left
+    for first in range(0, num_rows, BLOCK_R):
+        # Past the end, zeros on the left meet the expert's last row on the right.
+        rows = tl.minimum(first + offs_r, num_rows - 1)
+        mask_left = (first + offs_r < num_rows)[:, None]
         if not EVEN_N:
             mask_left = mask_left & (offs_n < dim_n)[None, :]
-        if not EVEN_K:
-            mask_right = mask_right & (offs_k < dim_k)[None, :]
-        left_rows = slots_of_rows // LEFT_DIVISOR if LEFT_DIVISOR > 0 else offs_r
-        right_rows = slots_of_rows // RIGHT_DIVISOR if RIGHT_DIVISOR > 0 else offs_r
-        to_left = left_rows.to(tl.int64) * stride_lr
-        to_right = right_rows.to(tl.int64) * stride_rr
-        offs_r += BLOCK_R
+        slots = rows
         if LEFT_DIVISOR > 0 or RIGHT_DIVISOR > 0:
-            ptrs = order_ptr + offs_r
-            slots_of_rows = tl.load(ptrs, mask=offs_r < num_rows, other=0).to(tl.int32)
-        left = tl.load(left_ptrs + to_left[:, None], mask=mask_left, other=0.0)
-        right = tl.load(right_ptrs + to_right[:, None], mask=mask_right, other=0.0)
+            slots = tl.load(order_ptr + rows).to(tl.int32)
+        left_rows = slots // LEFT_DIVISOR if LEFT_DIVISOR > 0 else rows
+        right_rows = slots // RIGHT_DIVISOR if RIGHT_DIVISOR > 0 else rows
+        to_left = (left_rows.to(tl.int64) * stride_lr)[:, None]
+        to_right = (right_rows.to(tl.int64) * stride_rr)[:, None]
+        left = tl.load(left_ptrs + to_left, mask=mask_left, other=0.0)
+        if EVEN_K:
+            right = tl.load(right_ptrs + to_right)
+        else:
+            right = tl.load(right_ptrs + to_right, mask=(offs_k < dim_k)[None, :], other=0.0)
         acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
     dw_ptrs = dw_ptr + slot * stride_ws + (offs_n.to(tl.int64) * stride_wn)[:, None]
     dw_ptrs += (offs_k.to(tl.int64) * stride_wk)[None, :]

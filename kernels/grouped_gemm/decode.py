@@ -259,7 +259,7 @@ class DecodeProducts:
         if partial is None:
             return out_TD.zero_()
         rows = self._rows(slot_of_expert)
-        prepared = prepare_sums(rows[0], len(partial), self._dim, weights_TK.stride())
+        prepared = prepare_sums(rows[0], self._device, len(partial), self._dim, weights_TK.stride())
         prepared(partial_ptr=partial, weights_ptr=weights_TK, out_ptr=out_TD, **rows[1])
         return out_TD
 

@@ -3,6 +3,9 @@
 Nothing is sorted. A program belongs to one slot and some columns; it works only if its slot is the
 first one that names its expert, and then for all tokens that chose it: with at most BLOCK_T tokens
 they fit in one tile, in token order, and no expert's weights are read twice.
+
+IS_CHAINED: Each kernel is launched while the one before it runs, and waits for it where it reads
+what that wrote.
 """
 
 from __future__ import annotations
@@ -54,12 +57,14 @@ def decode_up(
     HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
     SCALES_TILE: tl.constexpr, HAS_GLOBAL: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    EVEN_K: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`hidden[slot of (t, expert)] = activation(x[t] @ weight.T + bias)`; N: hidden columns.
 
     With FORMAT, weights are codes, addressed in bytes, and have scales and zero points.
     """
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     slot, leads, choice_T = _users(
         ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C
     )
@@ -132,7 +137,7 @@ def decode_down(
     NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr,
-    HAS_GLOBAL: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`partial[part, slot of (t, expert)]`: the down product over one part of the hidden columns.
 
@@ -141,6 +146,9 @@ def decode_down(
     slot, leads, choice_T = _users(
         ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C
     )
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if (slot < 0) | (leads == 0):
         return
     part = tl.program_id(2)
@@ -188,9 +196,11 @@ def decode_combine(
     num_experts, num_parts, dim,
     stride_ps, stride_pr, stride_wt, stride_wk, stride_ot,
     NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`out[t]`: the parts of every choice summed, then the choices by gate weight, in order."""
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     offs_c = tl.arange(0, BLOCK_C)

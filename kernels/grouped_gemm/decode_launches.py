@@ -14,7 +14,12 @@ from moe_runtime.kernels.grouped_gemm.decode_kernel import decode_combine, decod
 from moe_runtime.kernels.grouped_gemm.packed import depth_of
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
 from moe_runtime.kernels.quantized import WeightFormat
-from moe_runtime.kernels.triton_support import PreparedLaunch, cdiv, power_of_2
+from moe_runtime.kernels.triton_support import (
+    PreparedLaunch,
+    cdiv,
+    is_interpreted,
+    power_of_2,
+)
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
@@ -25,6 +30,10 @@ MAX_TOKENS = 16
 _PROGRAMS_EACH = 2
 _MAX_PARTS = 8
 _BLOCK_N = 32
+_NUM_WARPS = 4
+# Bytes of a row of the weights a step, or half of them of each of two; and most steps under way.
+_ROW_BYTES = _CODED_ROW_BYTES = 512
+_NUM_STAGES = 4
 # Columns of the output that one program sums up.
 _BLOCK_D = 256
 # Summed elements a step with packed weights at most: decoded codes take registers.
@@ -108,7 +117,8 @@ def prepare_up(
         IS_GATED=layout.has_gate, HAS_BIAS=has_bias, ACTIVATION=spec, PRECISION=precision,
         BLOCK_T=MAX_TOKENS, BLOCK_N=_BLOCK_N, BLOCK_K=block_k,
         EVEN_N=dim_f % _BLOCK_N == 0, EVEN_K=dim_d % block_k == 0,
-        num_warps=4, num_stages=num_stages, **rows.arguments(), **numbers,
+        num_warps=_NUM_WARPS, num_stages=num_stages, IS_CHAINED=_is_chained(device),
+        **rows.arguments(), **numbers,
     )  # fmt: skip
 
 
@@ -140,22 +150,34 @@ def prepare_down(
         HAS_BIAS=has_bias, PRECISION=precision,
         BLOCK_T=MAX_TOKENS, BLOCK_N=_BLOCK_N, BLOCK_K=block_k,
         EVEN_N=dim_d % _BLOCK_N == 0, EVEN_K=dim_f % block_k == 0,
-        num_warps=4, num_stages=num_stages, **rows.arguments(), **numbers,
+        num_warps=_NUM_WARPS, num_stages=num_stages,
+        **_chain(device), **rows.arguments(), **numbers,
     )  # fmt: skip
     return prepared, num_parts
 
 
 @lru_cache(maxsize=_MOST_PREPARED)
 def prepare_sums(
-    rows: DecodeRows, num_parts: int, dim_d: int, stride_weights: Strides
+    rows: DecodeRows, device: GpuLimits, num_parts: int, dim_d: int, stride_weights: Strides
 ) -> PreparedLaunch:
     """The sums of the parts and of the choices."""
     return PreparedLaunch(
         decode_combine, (rows.num_tokens, cdiv(dim_d, _BLOCK_D)),
         num_parts=num_parts, dim=dim_d, stride_ps=rows.num_slots * dim_d, stride_pr=dim_d,
         stride_wt=stride_weights[0], stride_wk=stride_weights[1], stride_ot=dim_d,
-        BLOCK_D=_BLOCK_D, **rows.arguments(),
+        BLOCK_D=_BLOCK_D, **_chain(device), **rows.arguments(),
     )  # fmt: skip
+
+
+def _is_chained(device: GpuLimits) -> bool:
+    """Whether a kernel can be launched while the one before it runs: on Hopper and later."""
+    return device.has_wide_accumulators and not is_interpreted()
+
+
+def _chain(device: GpuLimits) -> dict[str, bool]:
+    """What a kernel is launched with that follows another one."""
+    is_chained = _is_chained(device)
+    return {"IS_CHAINED": is_chained} | ({"launch_pdl": True} if is_chained else {})
 
 
 def _depth(
@@ -166,12 +188,10 @@ def _depth(
     *,
     has_gate: bool,
 ) -> tuple[int, int]:
-    """`(summed elements a step, loads in flight)`: 512 bytes of a row, or half and half of two.
-
-    As many loads as the shared memory holds, at most four steps of them.
-    """
-    most = 512 // dtype.itemsize
-    tile = Tile(MAX_TOKENS, _BLOCK_N, most, 4, 4).fitted(dtype.itemsize, device)
+    """`(summed elements a step, steps under way)`: as many as the shared memory holds."""
+    most = (_ROW_BYTES if kind is None else _CODED_ROW_BYTES) // dtype.itemsize
+    tile = Tile(MAX_TOKENS, _BLOCK_N, most, _NUM_WARPS, _NUM_STAGES)
+    tile = tile.fitted(dtype.itemsize, device)
     block_k = most // 2 if has_gate else most
     if kind is None:
         return block_k, tile.num_stages

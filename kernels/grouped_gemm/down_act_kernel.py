@@ -15,9 +15,31 @@ from moe_runtime.kernels.grouped_gemm.kernel import (
 
 
 @triton.jit
+def _preactivations(
+    first_column, mask_r, pre_ptr, dim_n, stride_zr, stride_z_up,
+    IS_GATED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Gate and up of some columns as they are stored; twice the same where they are not apart."""
+    pre_ptrs = pre_ptr + tl.arange(0, ROWS)[:, None] * stride_zr
+    if IS_GATED and IS_INTERLEAVED:
+        offs_z = 2 * first_column + tl.arange(0, 2 * COLUMNS)
+        mask_z = mask_r[:, None] & (offs_z < 2 * dim_n)[None, :]
+        gate = tl.load(pre_ptrs + offs_z[None, :], mask=mask_z, other=0.0)
+        up = gate
+    else:
+        offs_n = first_column + tl.arange(0, COLUMNS)
+        mask = mask_r[:, None] & (offs_n < dim_n)[None, :]
+        gate = tl.load(pre_ptrs + offs_n[None, :], mask=mask, other=0.0)
+        up = gate
+        if IS_GATED:
+            up = tl.load(pre_ptrs + stride_z_up + offs_n[None, :], mask=mask, other=0.0)
+    return gate, up
+
+
+@triton.jit
 def _down_act_slice(
-    dhidden, first_column, scale, mask_r, pre_ptr, dpre_ptr, hidden_ptr, dim_n,
-    stride_zr, stride_dzr, stride_hr, stride_z_up,
+    dhidden, gate, up, first_column, scale, mask_r, dpre_ptr, hidden_ptr, dim_n,
+    stride_dzr, stride_hr, stride_z_up,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     STORES_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -26,33 +48,25 @@ def _down_act_slice(
     Pointers are to the tile's first row. Columns past the end have d = 0.
     """
     offs_r = tl.arange(0, ROWS)[:, None]
-    pre_ptrs = pre_ptr + offs_r * stride_zr
     dpre_ptrs = dpre_ptr + offs_r * stride_dzr
     hidden_ptrs = hidden_ptr + offs_r * stride_hr
     offs_n = first_column + tl.arange(0, COLUMNS)
     mask = mask_r[:, None] & (offs_n < dim_n)[None, :]
     scaled = dhidden * scale[:, None]
     if IS_GATED:
-        offs_z = 2 * first_column + tl.arange(0, 2 * COLUMNS)
-        mask_z = mask_r[:, None] & (offs_z < 2 * dim_n)[None, :]
         if IS_INTERLEAVED:
-            both = tl.load(pre_ptrs + offs_z[None, :], mask=mask_z, other=0.0)
-            gate, up = tl.split(tl.reshape(both.to(tl.float32), (ROWS, COLUMNS, 2)))
-        else:
-            gate_ptrs = pre_ptrs + offs_n[None, :]
-            gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-            up = tl.load(gate_ptrs + stride_z_up, mask=mask, other=0.0).to(tl.float32)
-        hidden, dgate, dup = gate_bwd(scaled, gate, up, ACTIVATION)
+            gate, up = tl.split(tl.reshape(gate.to(tl.float32), (ROWS, COLUMNS, 2)))
+        hidden, dgate, dup = gate_bwd(scaled, gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
         if IS_INTERLEAVED:
+            offs_z = 2 * first_column + tl.arange(0, 2 * COLUMNS)
+            mask_z = mask_r[:, None] & (offs_z < 2 * dim_n)[None, :]
             both = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * COLUMNS))
             tl.store(dpre_ptrs + offs_z[None, :], both, mask=mask_z)
         else:
-            dgate_ptrs = dpre_ptrs + offs_n[None, :]
-            tl.store(dgate_ptrs, dgate, mask=mask)
-            tl.store(dgate_ptrs + stride_z_up, dup, mask=mask)
+            tl.store(dpre_ptrs + offs_n[None, :], dgate, mask=mask)
+            tl.store(dpre_ptrs + stride_z_up + offs_n[None, :], dup, mask=mask)
     else:
-        pre = tl.load(pre_ptrs + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-        hidden, slope = activate(pre, ACTIVATION)
+        hidden, slope = activate(up.to(tl.float32), ACTIVATION)
         tl.store(dpre_ptrs + offs_n[None, :], scaled * slope, mask=mask)
     if STORES_HIDDEN:
         tl.store(hidden_ptrs + offs_n[None, :], hidden * scale[:, None], mask=mask)
@@ -71,6 +85,7 @@ def grouped_gemm_down_act(
     HAS_SCALE: tl.constexpr, STORES_HIDDEN: tl.constexpr, STORES_PARTIAL: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr,
+    IS_AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the pre-activations, from that of the layer's output.
 
@@ -79,6 +94,9 @@ def grouped_gemm_down_act(
     gate weight `s` of the row: `dpre = s * d * activation'(pre)`, `hidden = s * h` for the gradient
     of the down projection, and `<d, h>` over the tile's columns, one value a row and column tile,
     whose sum is the gradient of `s`. WIDTH_MULTIPLE as in `grouped_gemm_fwd`, for N.
+
+    IS_AHEAD: Loads the pre-activations before the product and before what is stored of others,
+    which takes registers; otherwise another program on the multiprocessor computes meanwhile.
     """
     tile_m, tile_n = tile_of_program(num_tiles_m, tl.cdiv(dim_n, BLOCK_N), GROUP_M)
     expert = tl.load(tile_expert_ptr + tile_m)
@@ -118,6 +136,13 @@ def grouped_gemm_down_act(
     columns = offs_n.to(tl.int64)
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
     weight_ptr += slot * stride_ws
+    SLICE: tl.constexpr = BLOCK_N // NUM_SLICES
+    pre_ptr += first_row * stride_zr
+    if IS_AHEAD:
+        gate, up = _preactivations(
+            tile_n * BLOCK_N, mask_r, pre_ptr, dim_n,
+            stride_zr, stride_z_up, IS_GATED, IS_INTERLEAVED, BLOCK_M, SLICE,
+        )  # fmt: skip
     dhidden = tile_product(
         tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32),
         dout_ptr + dout_rows[:, None] * stride_gr + offs_k[None, :] * stride_gk,
@@ -136,29 +161,40 @@ def grouped_gemm_down_act(
     if HAS_SCALE:
         scale = tl.load(scale_ptr + slots_of_rows).to(tl.float32)
     # Gate, up and what becomes of them would not fit in the registers for a whole tile at once.
-    SLICE: tl.constexpr = BLOCK_N // NUM_SLICES
     if NUM_SLICES == 1:
         slices = (dhidden,)
     elif NUM_SLICES == 2:
         slices = column_halves(dhidden, BLOCK_M, BLOCK_N)
+    elif NUM_SLICES == 4:
+        slices = _quarters(dhidden, BLOCK_M, BLOCK_N)
     else:
-        tl.static_assert(NUM_SLICES == 4)
+        tl.static_assert(NUM_SLICES == 8)
         left, right = column_halves(dhidden, BLOCK_M, BLOCK_N)
-        first, second = column_halves(left, BLOCK_M, BLOCK_N // 2)
-        third, fourth = column_halves(right, BLOCK_M, BLOCK_N // 2)
-        slices = (first, second, third, fourth)
+        slices = _quarters(left, BLOCK_M, BLOCK_N // 2) + _quarters(right, BLOCK_M, BLOCK_N // 2)
     gate_weight_grad = tl.zeros([BLOCK_M], dtype=tl.float32)
     for i in tl.static_range(NUM_SLICES):  # type: ignore[misc]
+        if not IS_AHEAD:
+            gate, up = _preactivations(
+                tile_n * BLOCK_N + i * SLICE, mask_r, pre_ptr, dim_n,
+                stride_zr, stride_z_up, IS_GATED, IS_INTERLEAVED, BLOCK_M, SLICE,
+            )  # fmt: skip
+        next_gate, next_up = gate, up
+        if IS_AHEAD and i + 1 < NUM_SLICES:
+            # Before what this slice stores, which no load may overtake.
+            next_gate, next_up = _preactivations(
+                tile_n * BLOCK_N + (i + 1) * SLICE, mask_r, pre_ptr, dim_n,
+                stride_zr, stride_z_up, IS_GATED, IS_INTERLEAVED, BLOCK_M, SLICE,
+            )  # fmt: skip
         gate_weight_grad += _down_act_slice(
             slices[i],
+            gate,
+            up,
             tile_n * BLOCK_N + i * SLICE,
             scale,
             mask_r,
-            pre_ptr + first_row * stride_zr,
             dpre_ptr + first_row * stride_dzr,
             hidden_ptr + first_row * stride_hr,
             dim_n,
-            stride_zr,
             stride_dzr,
             stride_hr,
             stride_z_up,
@@ -169,6 +205,16 @@ def grouped_gemm_down_act(
             BLOCK_M,
             SLICE,
         )
+        gate, up = next_gate, next_up
     if STORES_PARTIAL:
         place = tile_n.to(tl.int64) * num_rows + rows
         tl.store(partial_ptr + place, gate_weight_grad, mask=mask_r)
+
+
+@triton.jit
+def _quarters(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns of a tile in four parts."""
+    left, right = column_halves(tile, ROWS, COLUMNS)
+    first, second = column_halves(left, ROWS, COLUMNS // 2)
+    third, fourth = column_halves(right, ROWS, COLUMNS // 2)
+    return first, second, third, fourth

@@ -216,6 +216,6 @@ def _run(
         EVEN_K=groups.are_even(dim_k, block_k, is_width=is_plain), PRECISION=precision_of(x),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k, GROUP_M=tile.group_m,
         NUM_SLICES=2 if tile.block_n >= 256 else 1,
-        **tile.options() | {"num_stages": num_stages},
+        **tile.options(num_stages=num_stages),
         **groups.arguments(), **groups.width_arguments(), **packed, **rest,
     )  # fmt: skip

@@ -52,9 +52,9 @@ class Tile:
     is_persistent: bool = False
     max_registers: int = 0
 
-    def options(self) -> dict[str, int]:
-        """What the compiler is told."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+    def options(self, *, num_stages: int | None = None) -> dict[str, int]:
+        """What the compiler is told; `num_stages` instead of the tile's."""
+        options = {"num_warps": self.num_warps, "num_stages": num_stages or self.num_stages}
         return {**options, "maxnreg": self.max_registers} if self.max_registers else options
 
     def shared_bytes(self, element_bytes: int) -> int:

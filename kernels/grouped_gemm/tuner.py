@@ -6,7 +6,8 @@ Shape suffixes: T tokens, R sorted rows, E experts, D model, F hidden, Z = 2F.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -23,8 +24,20 @@ from moe_runtime.kernels.grouped_gemm.tiles import describe_device, tile_by_rule
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.token_sort import token_sort
 
-# Sums of a program that one thread can keep in registers beside its operands.
-_SUMS_OF_A_THREAD = 128
+# Rows, columns, depth and warps of tiles, for experts with many rows and with few.
+_WIDE = (
+    (128, 256, 64, 8),
+    (128, 128, 64, 4),
+    (128, 128, 64, 8),
+    (256, 128, 64, 8),
+    (64, 256, 64, 4),
+    (64, 128, 64, 4),
+)
+_NARROW = tuple(product((16, 32, 64), (64, 128), (64, 128), (4,)))
+# Tiles that are timed again, in turn: a GPU is not as fast at one moment as at another.
+_FINALISTS, _ROUNDS = 4, 2
+# Registers of a thread with which two programs of eight warps share a multiprocessor.
+_SHARED_REGISTERS = 128
 
 
 class LayerBatch(NamedTuple):
@@ -83,8 +96,9 @@ def tune(
     seconds_of: Callable[[Callable[[], Any]], float],
     *,
     refusals: tuple[type[Exception], ...] = (),
+    num_threads: int = 1,
 ) -> Iterator[Measured]:
-    """Times every tile of every problem, one problem after another.
+    """Times every tile of every problem, one problem after another, and the fastest again in turn.
 
     The rule's tile is timed first and wins ties. It must run; any other may be refused.
 
@@ -93,47 +107,71 @@ def tune(
         candidates: Tiles to try beside the rule's.
         seconds_of: Runs a call often enough and says what it takes.
         refusals: What a tile that does not fit raises.
+        num_threads: That compile at once, before anything is timed.
     """
     done: set[TileKey] = set()
     for problem in problems:
         if problem.key in done:
             continue
         done.add(problem.key)
-        seconds = {problem.rule: seconds_of(partial(problem.run, problem.rule))}
-        num_refused = 0
-        for tile in candidates(problem):
-            if tile in seconds:
-                continue
-            try:
-                seconds[tile] = seconds_of(partial(problem.run, tile))
-            except refusals:
-                num_refused += 1
-        best = min(seconds, key=lambda tile: seconds[tile])
+        tiles = [tile for tile in dict.fromkeys(candidates(problem)) if tile != problem.rule]
+        fits = partial(_runs, problem, refusals=refusals)
+        with ThreadPoolExecutor(num_threads) as pool:
+            tried = [tile for tile, fit in zip(tiles, pool.map(fits, tiles), strict=True) if fit]
+        seconds: dict[Tile, float] = {}
+        turns = [problem.rule, *tried]
+        for _ in range(1 + _ROUNDS):
+            for tile in turns:
+                found = seconds_of(partial(problem.run, tile))
+                seconds[tile] = min(found, seconds.get(tile, found))
+            turns = sorted(seconds, key=lambda tile: seconds[tile])[:_FINALISTS]
+            if len(seconds) == 1:
+                break
+        best = turns[0]
         yield Measured(
-            problem, best, seconds[best], seconds[problem.rule], len(seconds), num_refused
+            problem,
+            best,
+            seconds[best],
+            seconds[problem.rule],
+            len(seconds),
+            len(tiles) - len(tried),
         )
+
+
+def _runs(problem: Problem, tile: Tile, *, refusals: tuple[type[Exception], ...]) -> bool:
+    """Whether a product can be computed in a tile; it is compiled then."""
+    try:
+        problem.run(tile)
+    except refusals:
+        return False
+    return True
 
 
 def candidate_tiles(problem: Problem, device: GpuLimits) -> list[Tile]:
     """Tiles worth trying: those that the device holds and that fit the rows of an expert."""
     kind, bits, _, _, rows = problem.key
+    is_filled = kind == "dw" or rows >= 64
     found = []
-    for block_m, block_n, block_k, num_warps, num_stages in product(
-        (16, 32, 64, 128), (64, 128, 256), (32, 64, 128), (4, 8), (3, 4)
-    ):
-        tile = Tile(block_m, block_n, block_k, num_warps, num_stages)
+    for sizes, num_stages in product(_WIDE if is_filled else _NARROW, (4, 3)):
+        tile = Tile(*sizes, num_stages)
         fits = tile.fitted(bits // 8, device) == tile
-        sums = block_m * block_n // (num_warps * 32)
-        is_sensible = sums <= _SUMS_OF_A_THREAD and (sums >= 16 or num_warps == 4)
         # A weight gradient's tile spans weights; of any other it spans rows, some of them empty.
-        if kind == "dw":
-            is_sensible &= block_m >= 64 and block_n >= 128
-        else:
-            is_sensible &= block_m <= max(16, 2 * rows) and block_m >= min(64, rows // 2)
-        # The epilogue that goes back through an activation cuts a tile into at most four parts.
-        if fits and is_sensible and not (kind == "down_act_backward" and block_n > 128):
+        if fits and (kind == "dw" or tile.block_m <= max(16, 2 * rows)):
             found.append(tile)
-    return found
+    return [variant for tile in found for variant in _variants(tile, kind, device)]
+
+
+def _variants(tile: Tile, kind: ProductKind, device: GpuLimits) -> Iterator[Tile]:
+    """A tile, and wide ones in other ways too."""
+    yield tile
+    if tile.block_m * tile.block_n <= 128 * 64:
+        return
+    if kind in ("plain", "gated") and device.has_wide_accumulators:
+        yield replace(tile, is_persistent=True)
+    elif kind == "down_act_backward" and tile.num_warps == 8 and tile.block_n == 128:
+        yield replace(tile, max_registers=_SHARED_REGISTERS)
+    if kind == "dw":
+        yield replace(tile, group_m=1)
 
 
 def layer_problems(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 import moe_runtime.kernels.grouped_gemm as grouped_gemm
 from moe_runtime.kernels.grouped_gemm import forward, table, tiles
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
+from moe_runtime.kernels.triton_support import PreparedLaunch, launch
 
 KERNELS = Path(grouped_gemm.__file__).resolve().parents[1]
 CHANGING = {
@@ -121,3 +123,47 @@ def test_the_precision_of_products_is_read_however_it_was_set(
         torch.backends.cuda.matmul.fp32_precision = name
         assert forward.precision_of(x) == precision
     assert forward.precision_of(x.bfloat16()) == "ieee"
+
+
+class FakeKernel:
+    """Stands for a compiled kernel: says how it was started, by Triton's way or at once."""
+
+    arg_names = ("x_ptr", "size", "BLOCK")
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., FakeKernel]:
+        def run(*values: object, **arguments: object) -> FakeKernel:
+            names = ["x_ptr", "size", "BLOCK", "num_warps", "enable_fp_fusion"]
+            assert list(arguments) == (names if arguments else [])
+            given = list(arguments.values())[:3] or list(values)
+            assert [type(value) for value in given] == [Tensor, int, int]
+            self.started.append("found" if arguments else f"at once {given[1:]} {grid}")
+            return self
+
+        return run
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_what_was_compiled_is_started_at_once_for_the_same_kind_of_arguments(
+    *, is_prepared: bool
+) -> None:
+    kernel = FakeKernel()
+    prepared = {
+        size: PreparedLaunch(kernel, (7,), size=size, BLOCK=64, num_warps=4) for size in (1, 3)
+    }
+
+    def start(x: Tensor, size: int) -> None:
+        if is_prepared:
+            prepared[size](x_ptr=x)
+        else:
+            launch(kernel, (7,), x_ptr=x, size=size, BLOCK=64, num_warps=4)
+
+    values = torch.zeros(64)
+    for x, size in [(values, 3), (values[4:], 3), (values[1:], 3), (values, 1)]:
+        start(x, size)
+    assert kernel.started == ["found", "at once [3, 64] (7, 1, 1)", "found", "found"]
+    start(values.half(), 3)
+    start(values[32:], 1)
+    assert kernel.started[4:] == ["found", "at once [1, 64] (7, 1, 1)"]

@@ -1,6 +1,7 @@
 """``moe-runtime bench``: a model beside other systems, servers, kernels, whose tiles it picks."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -120,6 +121,7 @@ def kernels(
             (lambda problem: candidate_tiles(problem, room)) if tune else lambda problem: (),
             median_seconds,
             refusals=(OutOfResources, PTXASError, CompilationError),
+            num_threads=os.cpu_count() or 1,
         ):
             found.append(measured)
             if tune:
@@ -137,7 +139,7 @@ def median_seconds(call: Callable[[], Any]) -> float:
     """Median time of a call by the GPU's own clock, with a cold second-level cache."""
     from triton.testing import do_bench
 
-    return cast(float, do_bench(call, return_mode="median")) / 1e3
+    return cast(float, do_bench(call, warmup=10, rep=40, return_mode="median")) / 1e3
 
 
 def describe(measured: "Measured") -> str:
