@@ -8,6 +8,11 @@ Shape suffixes: R sorted rows, E experts, I inputs of a matrix, N its outputs, L
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
 from torch import Tensor, nn
 
 from moe_runtime.kernels.grouped_gemm.backward import weight_grad
@@ -75,24 +80,29 @@ class LowRank:
         """
         first, second = self._parameters
         inner_RL = self._inner(x, groups, gathers=x_divisor > 0)
-        _add_grad(first, grad_inner_RL * self._scale, x, groups, right_divisor=x_divisor)
-        _add_grad(second, grad, inner_RL, groups, left_divisor=grad_divisor)
+        grad_ELI, grad_ENL = (_gradient(parameter) for parameter in (first, second))
+        # the rank is the narrow side of both tiles
+        grad_EIL, grad_inner_RL = grad_ELI.transpose(1, 2), grad_inner_RL * self._scale
+        sums: dict[str, Any] = {"accumulates": True}
+        weight_grad(x, grad_inner_RL, groups, out_SNK=grad_EIL, left_divisor=x_divisor, **sums)
+        weight_grad(grad, inner_RL, groups, out_SNK=grad_ENL, left_divisor=grad_divisor, **sums)
 
     def _inner(self, x: Tensor, groups: Groups, *, gathers: bool) -> Tensor:
         return _product(x, self._first_ELI, groups, gathers=gathers)
 
 
 def _product(x: Tensor, weight_ENI: Tensor, groups: Groups, *, gathers: bool = False) -> Tensor:
-    out_RN = x.new_empty(groups.num_rows, weight_ENI.shape[1])
-    return plain_product(x, weight_ENI, groups, out=out_RN, gathers=gathers)
+    _, dim_n, dim_i = weight_ENI.shape
+    tile = groups.choose_tile("plain", x, dim_n, dim_i, weight_ENI)
+    # no deeper than the rank, where that is summed over
+    depth = max(16, triton.next_power_of_2(dim_i))
+    tile = replace(tile, block_k=min(tile.block_k, depth))
+    out_RN = x.new_empty(groups.num_rows, dim_n)
+    return plain_product(x, weight_ENI, groups, out=out_RN, gathers=gathers, tile=tile)
 
 
-def _add_grad(
-    parameter: nn.Parameter, left: Tensor, right: Tensor, groups: Groups, **divisors: int
-) -> None:
-    accumulates = parameter.grad is not None
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Of a parameter, to be added to."""
     if parameter.grad is None:
-        parameter.grad = parameter.detach().new_empty(parameter.shape)
-    weight_grad(
-        left, right, groups, out_SNK=parameter.grad, accumulates=accumulates, **divisors
-    )
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

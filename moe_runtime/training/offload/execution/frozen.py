@@ -102,9 +102,7 @@ class ExpertAdapters(nn.Module):
         from moe_runtime.kernels.expert_mlp.low_rank import LowRank
 
         first, down = (
-            LowRank(
-                *(self.get_parameter(f"{name}_{part}") for part in "AB"), scale=self.scale, x=x
-            )
+            LowRank(*(self.get_parameter(f"{name}_{part}") for part in "AB"), scale=self.scale, x=x)
             for name in self.names
         )
         return first, down
