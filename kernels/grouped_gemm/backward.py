@@ -52,6 +52,8 @@ def activation_backward(
     down_bias_SD: Tensor | None = None,
     needs_hidden: bool = True,
     needs_gate_weight_grad: bool = True,
+    dpre: Tensor | None = None,
+    more_RF: Tensor | None = None,
     tile: Tile | None = None,
 ) -> ActivationGrads:
     """From the gradient of the layer's output to that of the pre-activations, in one product.
@@ -71,16 +73,20 @@ def activation_backward(
         down_bias_SD: `[S, D]` or None; matters to the gate weights alone.
         needs_hidden: Whether the gradient of `down` is wanted.
         needs_gate_weight_grad: Whether the gradient of the gate weights is wanted.
+        dpre: Memory for the gradient of the pre-activations; rows of other experts stay as they
+            are.
+        more_RF: `[R, F]` that is added to the gradient of the hidden values before the gate weight
+            is multiplied; receives `hidden`.
         tile: Instead of the rule's.
     """
     dim_f, dim_d = groups.width_of(down_SDF.shape[2]), down_SDF.shape[1]
     num_rows = groups.num_rows
     tile = tile or groups.choose_tile("down_act_backward", dout_TD, dim_f, dim_d)
     num_tiles_n = cdiv(dim_f, tile.block_n)
-    dpre = torch.empty_like(pre_RZ)
+    dpre = torch.empty_like(pre_RZ) if dpre is None else dpre
     is_ragged = groups.columns is not None
-    hidden = None
-    if needs_hidden:
+    hidden = more_RF
+    if needs_hidden and hidden is None:
         hidden = pre_RZ.new_empty((1, pre_RZ.shape[1]) if is_ragged else (num_rows, dim_f))
     partial = None
     if needs_gate_weight_grad:
@@ -102,7 +108,8 @@ def activation_backward(
             stride_z_up=pre_RZ.stride(0) if is_ragged else dim_f,
             IS_GATED=layout.has_gate, IS_INTERLEAVED=not layout.is_concatenated,
             GATHER_DIVISOR=0 if scale_R is None else groups.num_choices,
-            HAS_SCALE=scale_R is not None, STORES_HIDDEN=hidden is not None,
+            HAS_SCALE=scale_R is not None, ADDS_HIDDEN=more_RF is not None,
+            STORES_HIDDEN=hidden is not None,
             STORES_PARTIAL=partial is not None,
             EVEN_N=groups.are_even(dim_f, tile.block_n, is_width=True),
             EVEN_K=dim_d % tile.block_k == 0, PRECISION=precision_of(dout_TD), BLOCK_M=tile.block_m,

@@ -41,7 +41,8 @@ def _down_act_slice(
     dhidden, gate, up, first_column, scale, mask_r, dpre_ptr, hidden_ptr, dim_n,
     stride_dzr, stride_hr, stride_z_up,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
-    STORES_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ADDS_HIDDEN: tl.constexpr, STORES_HIDDEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of `grouped_gemm_down_act` for some columns; returns each row's `<d, h>`.
 
@@ -52,6 +53,9 @@ def _down_act_slice(
     hidden_ptrs = hidden_ptr + offs_r * stride_hr
     offs_n = first_column + tl.arange(0, COLUMNS)
     mask = mask_r[:, None] & (offs_n < dim_n)[None, :]
+    if ADDS_HIDDEN:
+        more = tl.load(hidden_ptrs + offs_n[None, :], mask=mask, other=0.0)
+        dhidden += more.to(tl.float32)
     scaled = dhidden * scale[:, None]
     if IS_GATED:
         if IS_INTERLEAVED:
@@ -82,10 +86,10 @@ def grouped_gemm_down_act(
     stride_z_up,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     GATHER_DIVISOR: tl.constexpr, HAS_SLOTS: tl.constexpr, WIDTH_MULTIPLE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, STORES_HIDDEN: tl.constexpr, STORES_PARTIAL: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr,
-    IS_AHEAD: tl.constexpr,
+    HAS_SCALE: tl.constexpr, ADDS_HIDDEN: tl.constexpr, STORES_HIDDEN: tl.constexpr,
+    STORES_PARTIAL: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr, IS_AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the pre-activations, from that of the layer's output.
 
@@ -93,7 +97,8 @@ def grouped_gemm_down_act(
     and K its model dimension), the hidden values `h` recomputed from the pre-activations, and the
     gate weight `s` of the row: `dpre = s * d * activation'(pre)`, `hidden = s * h` for the gradient
     of the down projection, and `<d, h>` over the tile's columns, one value a row and column tile,
-    whose sum is the gradient of `s`. WIDTH_MULTIPLE as in `grouped_gemm_fwd`, for N.
+    whose sum is the gradient of `s`. With ADDS_HIDDEN, what is in `hidden` is added to `d` first.
+    WIDTH_MULTIPLE as in `grouped_gemm_fwd`, for N.
 
     IS_AHEAD: Loads the pre-activations before the product and before what is stored of others,
     which takes registers; otherwise another program on the multiprocessor computes meanwhile.
@@ -201,6 +206,7 @@ def grouped_gemm_down_act(
             IS_GATED,
             ACTIVATION,
             IS_INTERLEAVED,
+            ADDS_HIDDEN,
             STORES_HIDDEN,
             BLOCK_M,
             SLICE,

@@ -102,6 +102,7 @@ def activated_product(
     bias_SZ: Tensor | None = None,
     up: tuple[Weights, Tensor | None] | None = None,
     gathers: bool = False,
+    adds_pre: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
     """`out[r] = activation(x[r] @ weight[slot].T + bias[slot])`, gate and up in one pass.
@@ -119,6 +120,7 @@ def activated_product(
         bias_SZ: `[S, Z]` or None.
         up: Weights and bias of up, where there is a gate and experts differ in width or are packed.
         gathers: As in `plain_product`.
+        adds_pre: What is in `pre` is added to the pre-activations first.
         tile: Instead of the rule's.
     """
     has_gate = layout.has_gate
@@ -139,6 +141,7 @@ def activated_product(
         is_concatenated=layout.is_concatenated,
         EPILOGUE="gated" if has_gate else "plain",
         pre=pre,
+        adds_pre=adds_pre,
         up=up,
         ACTIVATION=spec,
     )
@@ -159,6 +162,7 @@ def _run(
     scatters: bool = False,
     scale: Tensor | None = None,
     pre: Tensor | None,
+    adds_pre: bool = False,
     up: tuple[Weights, Tensor | None] | None = None,
     is_concatenated: bool = True,
     **rest: Any,
@@ -172,6 +176,7 @@ def _run(
         and is_simple
         and groups.columns is None
         and (is_plain or is_gated)
+        and not adds_pre
         and isinstance(weight, Tensor)
         and takes_weight(weight, tile.block_k, is_gated=is_gated)
         and takes_rows(x, gathers=gathers)
@@ -207,7 +212,7 @@ def _run(
         stride_bs=bias_or_weight.stride(0), stride_bn=bias_or_weight.stride(1) * step,
         stride_b_up=to_up_b, stride_or=out.stride(0), stride_pr=0 if pre is None else pre.stride(0),
         stride_p_up=dim_n if up is None or pre is None else pre.stride(0),
-        STORES_PRE=pre is not None, IS_INTERLEAVED=not is_concatenated,
+        ADDS_PRE=adds_pre, STORES_PRE=pre is not None, IS_INTERLEAVED=not is_concatenated,
         # Reads the weights in order where neighbours in memory are hidden columns.
         IN_HALVES=is_gated and is_concatenated and weight.stride(1) == 1 != weight.stride(2),
         GATHER_DIVISOR=groups.num_choices if gathers else 0, SCATTERS=scatters,

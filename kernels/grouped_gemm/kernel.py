@@ -122,12 +122,24 @@ def column_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _gated_slice(
     gate, up, first_column, mask_r, out_ptrs, pre_ptrs, scale, dim_n,
     stride_p_up,
-    ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr, STORES_PRE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr, ADDS_PRE: tl.constexpr,
+    STORES_PRE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gated epilogue of `grouped_gemm_fwd` for some hidden columns; pointers are one a row."""
     offs_f = first_column + tl.arange(0, COLUMNS)
     mask = mask_r[:, None] & (offs_f < dim_n)[None, :]
+    if ADDS_PRE:
+        if IS_INTERLEAVED:
+            offs_z = 2 * first_column + tl.arange(0, 2 * COLUMNS)
+            mask_z = mask_r[:, None] & (offs_z < 2 * dim_n)[None, :]
+            both = tl.load(pre_ptrs[:, None] + offs_z[None, :], mask=mask_z, other=0.0)
+            more_gate, more_up = tl.split(tl.reshape(both.to(tl.float32), (ROWS, COLUMNS, 2)))
+        else:
+            gate_ptrs = pre_ptrs[:, None] + offs_f[None, :]
+            more_gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+            more_up = tl.load(gate_ptrs + stride_p_up, mask=mask, other=0.0).to(tl.float32)
+        gate += more_gate
+        up += more_up
     if STORES_PRE:
         if IS_INTERLEAVED:
             offs_z = 2 * first_column + tl.arange(0, 2 * COLUMNS)
@@ -152,10 +164,10 @@ def grouped_gemm_fwd(
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     IN_HALVES: tl.constexpr, GATHER_DIVISOR: tl.constexpr, SCATTERS: tl.constexpr,
     HAS_SLOTS: tl.constexpr, WIDTH_MULTIPLE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr, STORES_PRE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr, FORMAT: tl.constexpr,
-    SCALES_TILE: tl.constexpr, HAS_GLOBAL: tl.constexpr,
+    HAS_SCALE: tl.constexpr, ADDS_PRE: tl.constexpr, STORES_PRE: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_SLICES: tl.constexpr,
+    FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr, HAS_GLOBAL: tl.constexpr,
 ):  # fmt: skip
     """`out[r] = epilogue(x[row r reads] @ weight[slot].T + bias[slot])`.
 
@@ -168,6 +180,8 @@ def grouped_gemm_fwd(
 
     With WIDTH_MULTIPLE, a divisor of all widths, experts have widths of their own: N columns with
     an activation, else K. The dimension is that of the widest.
+
+    With ADDS_PRE, what is in `pre` is added to the pre-activations.
 
     With FORMAT, weights are codes, addressed in bytes, and have scales and zero points.
     HAS_GLOBAL: and a scale of all, that gate and up have each.
@@ -317,6 +331,7 @@ def grouped_gemm_fwd(
                 stride_p_up,
                 ACTIVATION,
                 IS_INTERLEAVED,
+                ADDS_PRE,
                 STORES_PRE,
                 BLOCK_M,
                 WIDTH,
@@ -324,6 +339,9 @@ def grouped_gemm_fwd(
     else:
         mask = mask_r[:, None] & (offs_n < dim_n)[None, :]
         if EPILOGUE == "plain":
+            if ADDS_PRE:
+                more = tl.load(pre_ptrs[:, None] + offs_n[None, :], mask=mask, other=0.0)
+                acc += more.to(tl.float32)
             if STORES_PRE:
                 tl.store(pre_ptrs[:, None] + offs_n[None, :], acc, mask=mask)
             acc, _ = activate(acc, ACTIVATION)

@@ -6,6 +6,7 @@ import torch
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import rms_norm, rms_norm_reference
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_native = pytest.mark.skipif(
     native_library() is None, reason="the native CPU library was not built (needs gcc)"
@@ -18,15 +19,16 @@ def operands(rows: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     return x.to(dtype), torch.randn(dim, generator=generator).to(dtype)
 
 
-@needs_native
+@pytest.mark.parametrize("impl", [pytest.param("native", marks=needs_native), "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "dim"), [(1, 1), (1, 64), (3, 65), (2, 127), (5, 2048), (1, 5003)]
 )
-def test_against_fp64(rows, dim, dtype):
+def test_against_fp64(rows, dim, dtype, impl):
     x, weight = operands(rows, dim, dtype)
     exact = rms_norm_reference(x.double(), weight.double(), 1e-5)
-    got = rms_norm(x, weight, 1e-5, impl="native")
+    place = DEVICE if impl == "triton" else "cpu"
+    got = rms_norm(x.to(place), weight.to(place), 1e-5, impl=impl).cpu()
     assert got.dtype == dtype
     # two roundings to the type, each of half a unit (where that is subnormal, of the smallest
     # number), and a sum of fp32 squares of which no partial sum has over 80 terms
@@ -89,3 +91,25 @@ def test_native_refuses_what_it_cannot_take():
     ]:
         with pytest.raises(ValueError, match="cannot compute this"):
             rms_norm(x, weight, 1e-6, impl="native")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_the_triton_kernel_does_not_depend_on_the_others_or_on_strides(dtype):
+    x, weight = (operand.to(DEVICE) for operand in operands(7, 96, dtype))
+    together = rms_norm(x, weight, 1e-6, impl="triton")
+    for row in range(7):
+        assert torch.equal(rms_norm(x[row], weight, 1e-6, impl="triton"), together[row])
+    wide = torch.empty(7, 200, dtype=dtype, device=DEVICE)
+    wide[:, :96] = x
+    assert torch.equal(rms_norm(wide[:, :96], weight, 1e-6, impl="triton"), together)
+    heads = x.view(7, 3, 32).transpose(0, 1)
+    narrow = weight[:32].contiguous()
+    found = rms_norm(heads, narrow, 1e-6, impl="triton")
+    assert torch.equal(found, rms_norm(heads.contiguous(), narrow, 1e-6, impl="triton"))
+
+
+def test_what_the_triton_kernel_cannot_take_is_refused():
+    x, weight = (operand.to(DEVICE) for operand in operands(2, 8, torch.float32))
+    for bad in (x.bfloat16(), x[:0], x.clone().requires_grad_()):
+        with pytest.raises(ValueError, match="impl='triton' takes fp32, bf16 and fp16"):
+            rms_norm(bad, weight, 1e-6, impl="triton")

@@ -35,7 +35,7 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
                 use_recurrent_steps(module)
             elif _is_router(child):
                 child.weight = _SmallBatchWeight.of(cast(torch.nn.Parameter, child.weight))
-            elif (norm := _as_rms_norm(child, known_norms)) is not None:
+            elif (norm := as_rms_norm(child, known_norms)) is not None:
                 setattr(module, name, norm)
 
 
@@ -161,7 +161,7 @@ def _is_router(module: Any) -> bool:
     return is_matrix and type(module).__name__.endswith("Router")
 
 
-def _as_rms_norm(
+def as_rms_norm(
     module: Any, known: dict[tuple[type, int, float], bool]
 ) -> SmallBatchRMSNorm | None:
     """The replacement of a module that computes just what ``rms_norm`` does, else None.
@@ -184,7 +184,7 @@ def _as_rms_norm(
 
 
 def _computes_rms_norm(module: Any, eps: float) -> bool:
-    sample = copy.deepcopy(module)
+    sample = copy.deepcopy(module).cpu()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         sample.weight.normal_(generator=generator)

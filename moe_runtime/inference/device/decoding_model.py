@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from moe_runtime.inference.cpu.small_batch import as_rms_norm
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, has_static_layers
 
 if TYPE_CHECKING:
@@ -28,11 +29,23 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
         model: the model; its class becomes a subclass of its own.
         modules: its `DeviceExperts`.
     """
+    if model.device.type == "cuda":
+        _fuse_norms(model)
     cast(Any, model).forward = DecodeGraphs(model, modules)
     if model.can_generate():
         kind = type(model)
         names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         model.__class__ = type(kind.__name__, (RecordedDecoding, kind), names)
+
+
+def _fuse_norms(model: torch.nn.Module) -> None:
+    """Makes normalisations one kernel each, where they compute just what that does."""
+    known: dict[tuple[type, int, float], bool] = {}
+    for module in [*model.modules()]:
+        for name, child in [*module.named_children()]:
+            norm = as_rms_norm(child, known)
+            if norm is not None:
+                setattr(module, name, norm)
 
 
 class RecordedDecoding:

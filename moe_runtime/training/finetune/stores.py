@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.inference.budget import MemoryPlan
+from moe_runtime.inference.device.device_stacks import DeviceStacks
 from moe_runtime.inference.device.device_stores import experts_on_device, open_tiers
 from moe_runtime.memory.cuda_device import open_device
 from moe_runtime.memory.residency import ExpertStore
@@ -59,6 +60,7 @@ def open_frozen(
             source, slab, slots, {"device": there, "host": host}, policy_of,
             {"device": on_device, "host": experts}, (None, None), device, _filled,
         )  # fmt: skip
+        stores[0].stacks = DeviceStacks(device, slots, on_device)
         opened.pop_all()
         return on_device, [*stores]
 

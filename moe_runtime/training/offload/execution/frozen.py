@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,12 @@ from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.memory.device_store import DeviceStore
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.training.offload.execution.passes import LayerInput, Visits, visited
+from moe_runtime.training.offload.execution.slotted import SlottedPasses
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.types import ExpertKey
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.low_rank import LowRank
 
 ADAPTED = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -88,6 +93,20 @@ class ExpertAdapters(nn.Module):
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad[expert].add_(found, alpha=self.scale)
 
+    def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
+        """The adapters of the first product and of the second, for all experts at once.
+
+        Args:
+            x: whose dtype products have.
+        """
+        from moe_runtime.kernels.expert_mlp.low_rank import LowRank
+
+        first, down = (
+            LowRank(*(self.get_parameter(f"{name}_{part}") for part in "AB"), scale=self.scale, x=x)
+            for name in self.names
+        )
+        return first, down
+
     def _pair(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
         first, second = self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")
         return first.detach()[expert], second.detach()[expert]
@@ -100,6 +119,7 @@ class FrozenPasses:
     """Computes layers whose experts come out of a store, expert by expert.
 
     In ascending order of experts in either direction, so sums do not depend on who was resident.
+    On a GPU, experts that are plain are computed by kernels that take whoever is in a slot.
 
     Args:
         sites: the layers' experts.
@@ -119,6 +139,7 @@ class FrozenPasses:
         self._experts = experts
         self._store = store
         self._adapters = list(adapters)
+        self._slotted = SlottedPasses(sites, store, adapters)
         self._scratch: dict[tuple[object, ...], dict[str, Tensor]] = {}
         self._last_visited: dict[int, list[ExpertKey]] = {}
         self.visits = Visits()
@@ -129,41 +150,51 @@ class FrozenPasses:
 
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
-    ) -> tuple[list[StreamedExperts], list[Tensor]]:
+    ) -> tuple[list[Any], list[Tensor]]:
         """One layer for all micro-batches that are there; as `LayerExecutor.forward`."""
+        then = self._last_visited.get(layer + 1, [])
+        if self._slotted.takes(layer, inputs):
+            calls, outputs = self._slotted.forward(layer, inputs, then, keeps=keeps)
+        else:
+            calls, outputs = self._forward(layer, inputs, then, keeps=keeps)
+        if is_visit:
+            keys = visited(layer, calls)
+            self.visits.layers.append((layer, keys))
+            self._last_visited[layer] = keys
+        if not keeps:
+            self.finish()
+        return calls, outputs
+
+    def _forward(
+        self, layer: int, inputs: Sequence[LayerInput], then: Sequence[ExpertKey], *, keeps: bool
+    ) -> tuple[list[StreamedExperts], list[Tensor]]:
+        """Expert by expert."""
         site = self._sites[layer]
         calls = [
             StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
             for x, ids, weights in inputs
         ]
-        keys = visited(layer, calls)
-        if is_visit:
-            self.visits.layers.append((layer, keys))
-            self._last_visited[layer] = keys
-        shape = site.module.get_parameter(site.first).shape
         for call in calls:
-            call.begin_forward(shape[2 if site.is_transposed else 1], keeps=keeps)
-        then = self._last_visited.get(layer + 1, [])
-        with contextlib.closing(self._each(keys, then, calls)) as experts:
+            call.begin_forward(site.dim_preactivation, keeps=keeps)
+        with contextlib.closing(self._each(visited(layer, calls), then, calls)) as experts:
             for key, weights in experts:
                 for call in calls:
                     if call.num_rows(key.expert):
                         call.forward(key.expert, weights)
-        if not keeps:
-            self.finish()
         return calls, [call.output() for call in calls]
 
     def backward(
-        self, layer: int, calls: Sequence[StreamedExperts], grads_TD: Sequence[Tensor]
+        self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """Gradients of a layer's inputs and gate weights; the adapters take their own."""
-        keys = visited(layer, calls)
         while self.visits.layers and self.visits.layers[-1][0] >= layer:
             self.visits.layers.pop()
         before = self.visits.layers[-1][1] if self.visits.layers else []
+        if not isinstance(calls[0], StreamedExperts):
+            return self._slotted.backward(layer, calls, grads_TD, before)
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
-        with contextlib.closing(self._each(keys, before, calls)) as experts:
+        with contextlib.closing(self._each(visited(layer, calls), before, calls)) as experts:
             for key, weights in experts:
                 for call in calls:
                     if call.num_rows(key.expert):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.offload.execution.activations import ActivationPolicy
 from moe_runtime.training.offload.execution.passes import LayerInput
@@ -20,14 +19,18 @@ from moe_runtime.training.offload.site import ExpertsModuleSpec
 
 
 class LayerPasses(Protocol):
-    """Computes layers whose experts are elsewhere; `LayerExecutor` says more."""
+    """Computes layers whose experts are elsewhere; `LayerExecutor` says more.
+
+    What its forward pass returns for the backward pass has `give_up_tensors` and `take_tensors` as
+    `StreamedExperts` has them.
+    """
 
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], /, *, keeps: bool, is_visit: bool
-    ) -> tuple[list[StreamedExperts], list[Tensor]]: ...
+    ) -> tuple[list[Any], list[Tensor]]: ...
 
     def backward(
-        self, layer: int, calls: Sequence[StreamedExperts], grads_TD: Sequence[Tensor], /
+        self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor], /
     ) -> list[tuple[Tensor, Tensor]]: ...
 
     def stacked(self, layer: int, name: str, /) -> Tensor: ...
@@ -93,12 +96,12 @@ class OffloadedTrainingExperts(nn.Module):
                 )
         return out_TD.to(hidden_states.dtype) if self._keeps_dtype else out_TD
 
-    def compute(self, entry: LayerInput) -> tuple[StreamedExperts, Tensor]:
+    def compute(self, entry: LayerInput) -> tuple[Any, Tensor]:
         """The forward pass, together with the other micro-batches of a window."""
         # inside a backward pass, activations are only computed again
         is_visit = torch._C._current_graph_task_id() == -1
 
-        def together(entries: list[LayerInput]) -> list[tuple[StreamedExperts, Tensor]]:
+        def together(entries: list[LayerInput]) -> list[tuple[Any, Tensor]]:
             with _plainly(entry.x_TD):
                 calls, outputs = self._passes.forward(
                     self.layer, entries, keeps=True, is_visit=is_visit
@@ -107,10 +110,10 @@ class OffloadedTrainingExperts(nn.Module):
 
         return self._meet(("forward", self.layer), entry, together)
 
-    def step_back(self, call: StreamedExperts, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def step_back(self, call: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The backward pass, likewise."""
 
-        def together(entries: list[tuple[StreamedExperts, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        def together(entries: list[tuple[Any, Tensor]]) -> list[tuple[Tensor, Tensor]]:
             calls, grads = zip(*entries, strict=True)
             with _plainly(grad_TD):
                 return self._passes.backward(self.layer, calls, grads)

@@ -1,0 +1,168 @@
+"""Frozen experts in slots of a GPU: residents in one launch, arrivals in launches of their own.
+
+Shape suffixes: T tokens, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp import StackedExperts
+from moe_runtime.kernels.expert_mlp.implementations.paths import resolve_path
+from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.training.offload.execution.passes import LayerInput, visited
+from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.types import ExpertKey
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.low_rank import LowRank
+    from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+
+
+class LowRankSource(Protocol):
+    """Adapters of a layer."""
+
+    def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
+        """Those of the first product and of the second, for rows like these."""
+        ...
+
+
+class SlottedPasses:
+    """Layers that kernels compute from the slots of a store, as many experts in a launch as are in
+    their slots.
+
+    What is resident is launched before the host knows which experts have rows; that is copied
+    beside it. Then what is missing is computed as it arrives.
+
+    Args:
+        sites: the layers' experts.
+        store: the slots.
+        adapters: of each layer; empty if the experts have none.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[ExpertsModuleSpec],
+        store: ExpertStore[Tensor],
+        adapters: Sequence[LowRankSource],
+    ) -> None:
+        self._sites = list(sites)
+        self._store = store
+        self._adapters = list(adapters)
+        self._fits: dict[tuple[int, torch.dtype], bool] = {}
+
+    def takes(self, layer: int, inputs: Sequence[LayerInput]) -> bool:
+        """Whether a layer is computed so: by Triton kernels, experts as plain as their rows."""
+        x_TD = inputs[0].x_TD
+        has_weights = all(entry.weights_TK is not None for entry in inputs)
+        if not has_weights or resolve_path(self._sites[layer].impl, x_TD) != "triton":
+            return False
+        place = (layer, x_TD.dtype)
+        if place not in self._fits:
+            self._fits[place] = self._do_fit(*place)
+        return self._fits[place]
+
+    def _do_fit(self, layer: int, dtype: torch.dtype) -> bool:
+        store, site = self._store, self._sites[layer]
+        if not isinstance(store, DeviceStore) or not store.has_stack(layer, dtype):
+            return False
+        assert store.stacks is not None, "the layer has a stack"
+        stack = store.stacks.stack(layer, [-1] * site.num_experts)
+        return (
+            isinstance(stack, StackedExperts)
+            and isinstance(site.activation, ActivationSpec)
+            # rows of adapters lie as those of the module's parameters
+            and (stack.has_gate, stack.is_concatenated) == (site.has_gate, site.is_concatenated)
+        )
+
+    def forward(
+        self, layer: int, inputs: Sequence[LayerInput], then: Sequence[ExpertKey], *, keeps: bool
+    ) -> tuple[list[SlottedTraining], list[Tensor]]:
+        """As `LayerExecutor.forward`; `then` are experts that will be wanted next."""
+        from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+
+        store, site = self._store, self._sites[layer]
+        assert isinstance(store, DeviceStore), "the layer has a stack"
+        assert isinstance(site.activation, ActivationSpec), "the layer has a stack"
+        calls = list[SlottedTraining]()
+        for x_TD, ids_TK, weights_TK in inputs:
+            assert weights_TK is not None, "rows are not sorted"
+            calls.append(
+                SlottedTraining(x_TD, ids_TK, weights_TK, site.num_experts, site.activation)
+            )
+        copies = [store.device.download(call.offsets_E1) for call in calls]
+        low = self._low_rank(layer, calls[0].x_TD)
+        for call in calls:
+            call.begin_forward(site.dim_preactivation, low, keeps=keeps)
+
+        def keys() -> list[ExpertKey]:
+            for call, (offsets_E1, copied) in zip(calls, copies, strict=True):
+                copied.synchronize()
+                call.set_bounds(offsets_E1.tolist())
+            return visited(layer, calls)
+
+        def add(experts: StackedExperts) -> None:
+            for call in calls:
+                call.forward(experts)
+
+        self._each(layer, keys, then, add)
+        return calls, [call.output() for call in calls]
+
+    def backward(
+        self,
+        layer: int,
+        calls: Sequence[SlottedTraining],
+        grads_TD: Sequence[Tensor],
+        then: Sequence[ExpertKey],
+    ) -> list[tuple[Tensor, Tensor]]:
+        """As `LayerExecutor.backward`; `then` are experts that will be wanted next."""
+        low = self._low_rank(layer, calls[0].x_TD)
+        for call, grad_TD in zip(calls, grads_TD, strict=True):
+            call.begin_backward(grad_TD, low)
+
+        def add(experts: StackedExperts) -> None:
+            for call in calls:
+                call.backward(experts)
+
+        self._each(layer, lambda: visited(layer, calls), then, add)
+        return [call.input_gradients() for call in calls]
+
+    def _low_rank(self, layer: int, x_TD: Tensor) -> tuple[LowRank | None, LowRank | None]:
+        return self._adapters[layer].low_rank(x_TD) if self._adapters else (None, None)
+
+    def _each(
+        self,
+        layer: int,
+        keys_of: Callable[[], list[ExpertKey]],
+        then: Sequence[ExpertKey],
+        add: Callable[[StackedExperts], None],
+    ) -> None:
+        """Gives every expert that has rows once, and reads ahead what will be wanted next."""
+        store = self._store
+        assert isinstance(store, DeviceStore), "the layer has a stack"
+        is_done = False
+        try:
+            residents = store.launch_residents(layer, add).experts
+            is_done = True
+        finally:
+            if not is_done:
+                store.let_go()
+        keys = keys_of()
+        if not keys:
+            return
+        are_all = residents.issuperset(key.expert for key in keys)
+        with store.lease(keys, streaming=not are_all) as lease:
+            reads_ahead = True
+            for group in lease:
+                if reads_ahead and lease.all_started:
+                    store.read_ahead(then)
+                    reads_ahead = False
+                arrived = [key for key, _ in group if key.expert not in residents]
+                if arrived:
+                    add(store.stack_of(arrived))
