@@ -100,7 +100,7 @@ class Bench:
 
     def generation(self, cache: str) -> dict[str, Any]:
         """Options of `generate` for a kind of cache."""
-        return {} if cache == "dynamic" else {"cache_implementation": cache}
+        return {"cache_implementation": cache}
 
 
 def main() -> int:

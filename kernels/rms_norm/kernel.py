@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_runtime.kernels.triton_support import launch, power_of_2
 
 
-@triton.jit(do_not_specialize=["eps"])
+@triton.jit
 def rms_norm_fwd(
     x_ptr, weight_ptr, out_ptr, dim, eps,
     stride_x, BLOCK_D: tl.constexpr,

@@ -47,6 +47,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @emulated
+def test_experts_of_a_prompt_come_in_the_order_of_their_rows(checkpoint: Path) -> None:
+    model = load_on_emulated_device(checkpoint, slots_a_layer=2)
+    with model.moe:
+        layer = experts_modules_of(model)[0]
+        for num_tokens in (1, 40, 77):
+            # some choices are of no expert
+            ids = torch.randint(-1, NUM_EXPERTS + 2, (num_tokens, 2))
+            assert layer.experts_of(ids) == [*layer.rows_of(ids)]
+        assert layer.experts_of(torch.full((40, 2), -1)) == []
+
+
+@emulated
 def test_the_same_bits_whoever_is_resident(checkpoint: Path) -> None:
     found = []
     for slots in (NUM_EXPERTS, 2):

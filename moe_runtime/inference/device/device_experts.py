@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from moe_runtime.inference.cpu_misses.computing import HostPart, Misses
@@ -19,6 +20,9 @@ from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProduc
 from moe_runtime.memory.device import Event
 from moe_runtime.memory.device_store import DeviceStore, Residents
 from moe_runtime.types import ExpertKey
+
+_FEW_CHOICES = 64
+"""Up to so many, lists of rows are quicker than arrays."""
 
 
 class Routed(NamedTuple):
@@ -157,7 +161,7 @@ class DeviceExperts(OffloadedExperts):
             residents, found = launch()
             listens = self.listeners.routed or self.listeners.demanded
             if residents.are_all and not listens and store.listener is None:
-                used = partial(self.rows_of, found.ids_TK)
+                used = partial(self.experts_of, found.ids_TK)
                 store.count_later(found.copied, lambda: [self._keys[e] for e in used()])
                 is_done = True
                 return
@@ -166,14 +170,28 @@ class DeviceExperts(OffloadedExperts):
             if not is_done:
                 store.let_go()
         found.copied.synchronize()
-        rows = self.rows_of(found.ids_TK)
-        self._announce(rows, *routed)
-        keys = [self._keys[expert] for expert in rows]
+        experts = self.experts_of(found.ids_TK)
+        self._announce(experts, *routed)
+        keys = [self._keys[expert] for expert in experts]
         routing = LayerRouting(self.layer, keys, *routed)
         if found.values_TD is not None:
+            rows = self.rows_of(found.ids_TK)
             self._compute_planned(routing, rows, residents.experts, products, found.values_TD)
-        elif rows:
+        elif keys:
             self._compute(routing, partial(self._add, store, products, residents.experts))
+
+    def experts_of(self, ids_TK: torch.Tensor) -> list[int]:
+        """The experts of a step in the order of `rows_of`, whose lists take long for a prompt."""
+        if ids_TK.numel() <= _FEW_CHOICES:
+            return [*self.rows_of(ids_TK)]
+        ids_N = ids_TK.flatten().numpy()
+        ids_N = ids_N[(ids_N >= 0) & (ids_N < self.num_experts)]
+        counts_E = np.bincount(ids_N, minlength=self.num_experts)
+        last_E = np.zeros(self.num_experts, np.int64)
+        np.maximum.at(last_E, ids_N, np.arange(len(ids_N)))
+        visited = np.flatnonzero(counts_E)
+        order = np.lexsort((last_E[visited], counts_E[visited]))
+        return visited[order].tolist()
 
     def _plans(self, products: Sums, *differentiated: torch.Tensor) -> bool:
         """Whether the CPU may compute a part: not of long prompts, nor where there are gradients,
