@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.implementations.paths import path_of
-from moe_runtime.kernels.expert_mlp.parameter_gradients import ParameterGradients
+from moe_runtime.kernels.expert_mlp.parameter_gradients import EVERY_GRADIENT, ParameterGradients
 from moe_runtime.kernels.expert_mlp.rows import (
     Needs,
     RoutedBatch,
@@ -64,13 +64,16 @@ def call(
 ) -> Tensor:
     """Runs the operator: tokens with `ids_TK` and `weights_TK`, or sorted rows with `counts_E`.
 
-    Where no gradient is wanted and nobody else looks at operators, what it runs is called at once:
-    a decode step is as short as what stands in between.
+    Where nobody else looks at operators, what it runs is called at once: a decode step is as short
+    as what stands in between.
     """
     keeps = wants_gradient((x, weights_TK, *experts.tensors()))
-    if not keeps and _is_unobserved(x, experts.down):
+    if _is_unobserved(x, experts.down):
         known = None if counts_E is None else already_sorted(counts_E)
-        return _infer(RoutedBatch(x, ids_TK, weights_TK, experts, activation, known), impl)
+        batch = RoutedBatch(x, ids_TK, weights_TK, experts, activation, known)
+        if keeps:
+            return call_with_gradients(batch, EVERY_GRADIENT, impl=impl, recompute=recompute)
+        return _infer(batch, impl)
     static = static_arguments(experts, activation, impl)
     out, *_ = torch.ops.moe_runtime.expert_mlp(
         x, ids_TK, weights_TK, counts_E, *experts.tensors(), experts.slot_of_expert, *static,
@@ -222,7 +225,8 @@ class _ExpertMlp(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, *rest: Any) -> Tensor:
         *parameters, batch, ctx.gradients, ctx.impl, keeps = rest
         experts, rows, ctx.activation = batch.experts, batch.rows, batch.activation
-        out_TD, kept = path_of(ctx.impl, x_TD).forward(batch, keeps=keeps)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            out_TD, kept = path_of(ctx.impl, x_TD).forward(batch, keeps=keeps)
         ctx.save_for_backward(x_TD, weights_TK, kept, *rows, *parameters, experts.slot_of_expert)
         ctx.kind, ctx.names, ctx.static = type(experts), experts.names, experts.static()
         return out_TD

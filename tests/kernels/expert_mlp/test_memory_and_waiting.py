@@ -76,18 +76,24 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     On a GPU torch finds it. Elsewhere tensors are of the device `meta`, which has no numbers to
     give, and kernels are not run.
     """
+    from triton.compiler import CompiledKernel
     from triton.runtime.jit import KernelInterface
 
     started: list[str] = []
-    original = KernelInterface.__getitem__
+    original, at_once = KernelInterface.__getitem__, CompiledKernel.__getitem__
 
     def getitem(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         started.append(kernel.fn.__name__)
         assert all(type(size) is int and size > 0 for size in grid)
         return original(kernel, grid) if HAS_GPU else lambda **arguments: None
 
+    def getitem_of_compiled(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+        started.append(kernel.metadata.name)
+        return at_once(kernel, grid)
+
     with monkeypatch.context() as patch:
         patch.setattr(KernelInterface, "__getitem__", getitem)
+        patch.setattr(CompiledKernel, "__getitem__", getitem_of_compiled)
         if HAS_GPU:
             torch.cuda.set_sync_debug_mode("error")
         try:
