@@ -107,9 +107,7 @@ class SlottedTraining:
             out=self._hidden_RF, pre=self.z_RZ if has_low or self._keeps else None,
             bias_SZ=experts.gate_up_bias, gathers=True, adds_pre=has_low,
         )  # fmt: skip
-        plain_product(
-            self._hidden_RF, down, groups, out=self._rows_RD, bias_SN=experts.down_bias
-        )
+        plain_product(self._hidden_RF, down, groups, out=self._rows_RD, bias_SN=experts.down_bias)
 
     def output(self) -> Tensor:
         """`[T, D]` in the dtype of `x`, once every expert had its turn."""
@@ -122,9 +120,7 @@ class SlottedTraining:
         self._let_go()
         return sums_TD
 
-    def begin_backward(
-        self, grad_TD: Tensor, low: tuple[LowRank | None, LowRank | None]
-    ) -> None:
+    def begin_backward(self, grad_TD: Tensor, low: tuple[LowRank | None, LowRank | None]) -> None:
         """Takes the output's gradient, and what `begin_forward` took."""
         self._low = low
         self._grad_TD = grad_TD.to(self.x_TD.dtype).contiguous()
@@ -135,9 +131,7 @@ class SlottedTraining:
         )
         if low[1] is not None:
             groups = self._groups()
-            self._hidden_RF, self._grad_inner = low[1].backward(
-                self._grad_TD, groups, gathers=True
-            )
+            self._hidden_RF, self._grad_inner = low[1].backward(self._grad_TD, groups, gathers=True)
 
     def backward(self, experts: StackedExperts) -> None:
         """Computes the gradients of the rows of the experts that have a slot."""
