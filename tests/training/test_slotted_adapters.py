@@ -5,7 +5,9 @@ slot.
 """
 
 import dataclasses
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,13 +21,19 @@ from tiny_checkpoints import save, tiny_model
 from torch import Tensor
 from triton_interpreter import repair_interpreter
 
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.device.device_stores import experts_on_device
+from moe_runtime.kernels.expert_mlp import StackedExperts
+from moe_runtime.training.data.batches import DataPosition
 from moe_runtime.training.finetune import stores as frozen_stores
-from moe_runtime.training.finetune.finetuning import prepare, start
+from moe_runtime.training.finetune.finetuning import FinetunePreparation, prepare, start
 from moe_runtime.training.offload.execution.slotted import SlottedPasses
 from moe_runtime.training.offload.memory import FrozenMemory
 
 pytest.importorskip("triton")
+
+from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+
 FAMILIES = {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS}
 
 
@@ -38,7 +46,14 @@ def _interpreter() -> None:
         repair_interpreter()
 
 
-def run(
+def checkpoint(folder: Path, family: str, *, num_layers: int, is_half: bool) -> None:
+    sizes = SIZES | {"num_hidden_layers": num_layers}
+    model = tiny_model(dataclasses.replace(FAMILIES[family], config=sizes))
+    save(model.bfloat16() if is_half else model, folder, sharded=False)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def prepared(
     folder: Path,
     output: Path,
     *,
@@ -46,14 +61,16 @@ def run(
     precision: str,
     places: list[str],
     parts: int,
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and trained tensors; with a share of the experts in slots, or on the CPU."""
+) -> FinetunePreparation:
+    """A run with a share of the experts in slots, or on the CPU."""
     output.mkdir()
     config = config_of(folder, output, lora={"rank": 2, "places": places}, run={"steps": 2})
     config = with_run(config, precision=precision)
     if IS_GPU and share is not None:
         config = with_run(config, device="cuda")
-    data = dataclasses.replace(config.data, context=4, tokens_per_step=8, micro_batches=parts)
+    data = dataclasses.replace(
+        config.data, context=4, tokens_per_step=8, micro_batches=parts, held_out_share=0.0
+    )
     preparation = prepare(dataclasses.replace(config, data=data))
     impl = "torch" if share is None else "triton"
     sites = [dataclasses.replace(site, impl=impl) for site in preparation.sites]
@@ -67,7 +84,21 @@ def run(
             slot_bytes=slot_bytes,
         )
         memory = FrozenMemory(host=memory.host, device=there)
-    preparation = dataclasses.replace(preparation, sites=sites, memory=memory)
+    return dataclasses.replace(preparation, sites=sites, memory=memory)
+
+
+@contextmanager
+def on_device(device: EagerDevice) -> Iterator[None]:
+    """Slots are of an emulated device where there is no GPU."""
+    opened = patch.object(frozen_stores, "open_device", lambda _: device)
+    with nullcontext() if IS_GPU else opened:
+        yield
+
+
+def run(
+    preparation: FinetunePreparation, *, is_slotted: bool
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and trained tensors."""
     ways, takes = set[bool](), SlottedPasses.takes
 
     def noted(*args: Any) -> bool:
@@ -75,18 +106,14 @@ def run(
         ways.add(way)
         return way
 
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(SlottedPasses, "takes", noted))
-        if not IS_GPU:
-            device = EagerDevice()
-            patches.enter_context(patch.object(frozen_stores, "open_device", lambda _: device))
+    with patch.object(SlottedPasses, "takes", noted), on_device(EagerDevice()):
         trainer = start(preparation, resume=False)
         losses = train(trainer, stop_after=2)
         trainer.optimizer.check()  # type: ignore[union-attr]
         trained = preparation.model.named_parameters()
         found = {name: p.detach().cpu().clone() for name, p in trained if p.requires_grad}
         trainer.close()
-    assert ways == {share is not None}
+    assert ways == {is_slotted}
     return losses, found
 
 
@@ -102,14 +129,14 @@ def test_as_on_the_cpu_and_the_same_bits_whoever_is_in_a_slot(
     tmp_path: Path, family: str, precision: str, places: list[str], parts: int
 ) -> None:
     """As many layers as micro-batches; what is nearly zero moves either way in half precision."""
-    sizes = SIZES | {"num_hidden_layers": parts}
-    model = tiny_model(dataclasses.replace(FAMILIES[family], config=sizes))
     is_half = precision == "bfloat16"
-    save(model.bfloat16() if is_half else model, tmp_path / "first", sharded=False)
-    tiny_tokenizer().save_pretrained(tmp_path / "first")
+    checkpoint(tmp_path / "first", family, num_layers=parts, is_half=is_half)
     as_given: dict[str, Any] = {"precision": precision, "places": places, "parts": parts}
     found = [
-        run(tmp_path / "first", tmp_path / str(share), share=share, **as_given)
+        run(
+            prepared(tmp_path / "first", tmp_path / str(share), share=share, **as_given),
+            is_slotted=share is not None,
+        )
         for share in (None, 1.0, 0.4)
     ]
     (cpu_losses, on_cpu), (losses, trained), (partial_losses, partial) = found
@@ -119,3 +146,48 @@ def test_as_on_the_cpu_and_the_same_bits_whoever_is_in_a_slot(
     assert losses == pytest.approx(cpu_losses, abs=2e-2 if is_half else 1e-4)
     for name, wanted in on_cpu.items():
         assert is_half or (trained[name] - wanted).norm() <= 1e-3 * wanted.norm(), name
+
+
+@pytest.mark.skipif(IS_GPU, reason="copies of an emulated device fail here")
+def test_what_ends_a_step_leaves_no_gradient(tmp_path: Path) -> None:
+    """An interrupt between products, and copies that fail, at once or while they run."""
+    checkpoint(tmp_path / "first", "mixtral", num_layers=1, is_half=False)
+    preparation = prepared(
+        tmp_path / "first", tmp_path / "run", share=0.4, precision="float32", places=["experts"],
+        parts=1,
+    )  # fmt: skip
+    device, add, left = EagerDevice(), SlottedTraining.backward, [-1]
+
+    def struck(call: SlottedTraining, experts: StackedExperts) -> None:
+        add(call, experts)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    with on_device(device), patch.object(SlottedTraining, "backward", struck):
+        trainer = start(preparation, resume=False)
+        optimizer: Any = trainer.optimizer
+        wanted_losses, wanted = list[float](), list[Tensor]()
+        losses, found = list[float](), list[Tensor]()
+        for place, error in enumerate((None, KeyboardInterrupt, MoERuntimeError, None)):
+            left[0] = place if error is KeyboardInterrupt else -1
+            if error is MoERuntimeError:
+                device.late_faults += [RuntimeError("no link")] * 100
+            trainer._run.batches.seek(DataPosition((0,)))
+            if error is not None:
+                with pytest.raises(error):
+                    trainer._backward(1e-2)
+                assert not optimizer.dense.gradients()
+            else:
+                losses = [float(part.cross_entropy) for part in trainer._backward(1e-2)]
+                found = [grad.clone() for grad in optimizer.dense.gradients()]
+                if place == 0:
+                    wanted_losses, wanted = losses, found
+                optimizer.dense.forget()
+            optimizer.check()
+            while optimizer._stores[0]._link.under_way:
+                time.sleep(1e-4)  # copies that were read ahead, and will fail
+            device.late_faults.clear()
+        assert losses == wanted_losses
+        assert all(map(torch.equal, found, wanted))
+        trainer.close()

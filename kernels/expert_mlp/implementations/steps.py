@@ -88,12 +88,12 @@ class TorchSteps:
     def add_rows(
         self, sums_TD: Tensor, tokens_n: Tensor, rows_nD: Tensor, weights_n: Tensor | None
     ) -> None:
-        """``sums[tokens[i]] += weights[i] * rows[i]``, always in the same order."""
+        """``sums[tokens[i]] += weights[i] * rows[i]``.
+
+        Always in the same order, also where `index_add_` adds by atomics: a token comes once among
+        the rows of an expert, unless its choices name that one twice.
+        """
         rows_nD = rows_nD.to(sums_TD.dtype)
         if weights_n is not None:
             rows_nD = rows_nD * weights_n[:, None]
-        if sums_TD.is_cuda:
-            # index_add_ would sum by atomics, in any order; this one sorts first
-            sums_TD.index_put_((tokens_n,), rows_nD, accumulate=True)
-        else:
-            sums_TD.index_add_(0, tokens_n, rows_nD)
+        sums_TD.index_add_(0, tokens_n, rows_nD)

@@ -60,7 +60,8 @@ def open_frozen(
             source, slab, slots, {"device": there, "host": host}, policy_of,
             {"device": on_device, "host": experts}, (None, None), device, _filled,
         )  # fmt: skip
-        stores[0].stacks = DeviceStacks(device, slots, on_device)
+        if not any(on_device.packings):  # kernels have no gradients through codes
+            stores[0].stacks = DeviceStacks(device, slots, on_device)
         opened.pop_all()
         return on_device, [*stores]
 

@@ -54,6 +54,7 @@ class Case:
         """Output and gradients of `steps` calls, experts given in these parts."""
         for parameter in self.adapters:
             parameter.grad = None
+        found = list[Tensor]()
         for _ in range(steps):
             low: tuple[LowRank | None, LowRank | None] = (None, None)
             if self.adapters:

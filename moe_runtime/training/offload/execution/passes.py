@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -350,6 +350,12 @@ class LayerExecutor:
         return self._scratch[place]
 
 
-def visited(layer: int, calls: Sequence[StreamedExperts]) -> list[ExpertKey]:
+class RoutedCall(Protocol):
+    """What a micro-batch has to do at a layer."""
+
+    experts: list[int]
+
+
+def visited(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:
     """Experts that any micro-batch visits, in ascending order."""
     return [ExpertKey(layer, e) for e in sorted({e for call in calls for e in call.experts})]
