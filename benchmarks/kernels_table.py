@@ -50,6 +50,7 @@ def gpu_table(results: Results) -> list[str]:
             f"| {aim['what']} | {aim['field']} | {aim['asked']:.4g} | {aim['measured']:.4g} | "
             f"{'holds' if aim['holds'] else '**missed**'} |"
         )
+    lines += ["", *_shapes_table(results["shapes"])] if results["shapes"] else []
     speeds = (
         f"dense product {results['dense_tflops']:.0f} TFLOP/s, copy "
         f"{results['copy_bytes_s'] / 1e9:,.0f} GB/s"
@@ -61,6 +62,30 @@ def gpu_table(results: Results) -> list[str]:
         f"{results['gpu']}: {speeds}; torch {versions['torch']}, triton {versions['triton']}, "
         f"transformers {versions['transformers']}; commit {results['commit']}.",
     ]
+
+
+def _shapes_table(shapes: Results) -> list[str]:
+    """A layer of experts, ours and how many times as long transformers' `grouped_mm` takes."""
+    lines = [
+        "| experts in bf16, × `grouped_mm` | forward | forward, backward | as a CUDA graph |",
+        "|---|--:|--:|--:|",
+    ]
+    for name, shape in shapes.items():
+        ours, peer = (shape["backends"][backend] for backend in (OURS, "grouped_mm"))
+        cells = [name]
+        for passes, what in (("forward", "forward"), ("both", "both"), ("graph", "graph_forward")):
+            seconds, ratio = ours[f"{what}_s"], peer[f"{what}_s"]
+            if seconds is None or ratio is None:
+                cells.append("–")
+                continue
+            cell = f"{_number(seconds * 1e3)} ms, **{ratio / seconds:.2f}×**"
+            if shape["T"] >= 1024 and passes != "graph":
+                cell += f", {ours[f'{passes}_tflops']:.0f} TFLOP/s"
+            elif passes == "graph" and shape["T"] < 1024:
+                cell += f", reads {ours['graph_read_of_copy']:.0%} of a copy's bandwidth"
+            cells.append(cell)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def experts_table(results: Results) -> list[str]:

@@ -69,6 +69,12 @@ def test_ops_and_their_backward_passes() -> None:
 
 def test_what_a_gpu_was_asked_for() -> None:
     aim = {"what": "120b", "field": "forward_tflops", "asked": 480, "measured": 500.5}
+    ours = {
+        "forward_s": 2e-3, "forward_tflops": 500.4, "both_s": 8e-3, "both_tflops": 400.4,
+        "graph_forward_s": 1e-3, "graph_read_of_copy": 0.75,
+    }  # fmt: skip
+    peer = {"forward_s": 3e-3, "both_s": 9e-3, "graph_forward_s": None}
+    both = {"moe_runtime": ours, "grouped_mm": peer}
     results = {
         **HEAD,
         "versions": HEAD["versions"] | {"triton": "3"},
@@ -76,10 +82,18 @@ def test_what_a_gpu_was_asked_for() -> None:
         "dense_tflops": 700.4,
         "copy_bytes_s": 4e12,
         "aims": [aim | {"holds": True}, aim | {"measured": 1.0, "holds": False}],
+        "shapes": {"many": {"T": 4096, "backends": both}, "one": {"T": 1, "backends": both}},
     }
     lines = kernels_table.gpu_table(results)
     assert lines[2] == "| 120b | forward_tflops | 480 | 500.5 | holds |"
     assert lines[3].endswith("| 1 | **missed** |")
+    assert lines[7] == (
+        "| many | 2 ms, **1.50×**, 500 TFLOP/s | 8 ms, **1.12×**, 400 TFLOP/s | – |"
+    )
+    peer["graph_forward_s"] = 2.5e-3
+    assert kernels_table.gpu_table(results)[8].endswith(
+        "| 1 ms, **2.50×**, reads 75% of a copy's bandwidth |"
+    )
     assert lines[-1].startswith(
         "H200: dense product 700 TFLOP/s, copy 4,000 GB/s; torch 2, triton 3"
     )

@@ -146,6 +146,13 @@ def test_persistent_programs(dims: tuple[int, int], *, is_transposed: bool) -> N
     assert hidden[~is_given].eq(0).all()
 
 
+def test_persistent_programs_without_a_row() -> None:
+    groups = Groups(torch.zeros(4, dtype=torch.int64, device=DEVICE), 9)
+    x = torch.full((9, 64), torch.nan, device=DEVICE).bfloat16()
+    weight = torch.ones(3, 128, 64, device=DEVICE).bfloat16()
+    assert plain_product(x, weight, groups, out=x.new_zeros(9, 128), tile=PERSISTENT).eq(0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_added_to_those_there_are(dtype: torch.dtype) -> None:
     """beta = 1: what lies in the gradient stays, for experts without rows to the last bit."""
