@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from harness.device_rates import median_s, wait_for
 
-MOST_S = 4.0
+MOST_S = 1.5
 """After them a model is asked no other prompt."""
 
 
