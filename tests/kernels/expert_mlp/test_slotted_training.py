@@ -116,6 +116,7 @@ class Case:
         return [out_TD.detach(), *(leaf.grad for leaf in [*leaves, *adapters])]  # type: ignore[misc]
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("gpt_oss", "has_low"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

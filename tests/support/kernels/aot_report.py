@@ -77,8 +77,15 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def product(kind: ProductKind, tile: Tile, dtype: torch.dtype, *, gpt_oss: bool = False) -> None:
-    """Launches one kind of product in one tile."""
+def product(
+    kind: ProductKind,
+    tile: Tile,
+    dtype: torch.dtype,
+    *,
+    gpt_oss: bool = False,
+    has_adapters: bool = False,
+) -> None:
+    """Launches one kind of product in one tile; as adapters beside the experts need it or not."""
     T, K, E, D, F = (GPT_OSS if gpt_oss else QWEN3).values()
     rows = T * K
     groups = Groups(
@@ -96,13 +103,13 @@ def product(kind: ProductKind, tile: Tile, dtype: torch.dtype, *, gpt_oss: bool 
     elif kind == "gated":
         bias = meta(E, 2 * F, dtype=dtype) if gpt_oss else None
         out = meta(rows, F, dtype=dtype)
-        activated_product(
-            x, up, groups, spec, out=out, pre=pre, bias_SZ=bias, gathers=True, **layout
-        )
+        more: dict[str, Any] = {"bias_SZ": bias, "gathers": True, "adds_pre": has_adapters}
+        activated_product(x, up, groups, spec, out=out, pre=pre, **more, **layout)
     elif kind == "down_act_backward":
         bias = meta(E, D, dtype=dtype) if gpt_oss else None
-        scale = meta(rows, dtype=torch.float32)
-        activation_backward(x, down, pre, scale, groups, spec, down_bias_SD=bias, **layout)
+        added = meta(rows, F, dtype=dtype) if has_adapters else None
+        more = {"down_bias_SD": bias, "more_RF": added}
+        activation_backward(x, down, pre, meta(rows), groups, spec, **more, **layout)
     else:
         weight_grad(pre, x, groups, out_SNK=up, right_divisor=K, tile=tile)
 
@@ -331,6 +338,8 @@ def product_calls(
     found.append((name, partial(product, kind, widest, dtype)))
     if dtype == torch.bfloat16:
         found.append((f"gpt-oss {name}", partial(product, kind, widest, dtype, gpt_oss=True)))
+    if kind in ("gated", "down_act_backward"):
+        found.append((f"adapters {name}", partial(product, kind, widest, dtype, has_adapters=True)))
     for tile in narrow if every_tile else ():
         found.append((f"{kind} {dtype} {tile}", partial(product, kind, tile, dtype)))
     return found
