@@ -47,6 +47,7 @@ WRITTEN = {
         ("A server", "docs/serving.md", "guides/serving.md"),
         ("Training", "docs/training.md", "guides/training.md"),
         ("Training off memory", "docs/offloaded-training.md", "guides/offloaded-training.md"),
+        ("On a GPU", "docs/gpu.md", "guides/gpu.md"),
         ("Several processes", "docs/scaling.md", "guides/scaling.md"),
         ("Placement of experts", "docs/placement.md", "guides/placement.md"),
         ("Benchmarks", "benchmarks/README.md", "guides/benchmarks.md"),
