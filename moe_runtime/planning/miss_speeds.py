@@ -35,11 +35,13 @@ class MissSpeeds:
 
     Attributes:
         launch: of the product of an expert that was brought to the device.
+        queue: of the host, for asking for the copy of an expert.
         back: of bringing the CPU's rows to the device.
     """
 
     def __init__(self) -> None:
         self.launch = RunningMean()
+        self.queue = RunningMean()
         self.back = RunningMean()
         self._cpu: dict[int, RunningMean] = {}  # by number of rows
         self._no_cpu_s = self._no_copy_s = 0.0  # planned since the last one of each
@@ -71,7 +73,8 @@ class MissSpeeds:
         Args:
             rows: number of rows of each.
             on_disk: those of them that are not in RAM.
-            copy_s: seconds of a copy to the device; 0 if none was measured so far.
+            copy_s: seconds that a copy has the link for; 0 if none was measured so far. It takes as
+                long as the host takes to ask for it, if that is more.
             read_s: seconds of a read from disk into RAM.
             has_residents: whether the device has others of the layer to compute.
 
@@ -84,6 +87,7 @@ class MissSpeeds:
             number = 0 if self._cpu else 1
             split = len(rows) - number
             return MissPlan((*heaviest_first[:split],), (*heaviest_first[split:],), 0.0)
+        copy_s = max(copy_s, self.queue.seconds)
         costs = MissCosts(
             cpu_s=self.cpu_s,
             copy_s=copy_s,

@@ -65,3 +65,13 @@ def test_what_comes_from_disk_is_computed_where_it_comes() -> None:
     found = plan(speeds, {1: 1, 2: 1}, 0.9, on_disk=(2,))
     # 1 is copied at once; 2 is in RAM at 2.0, and 0.9 more are less than 1.0
     assert found == ((1, 2), (), pytest.approx(2.9), ())
+
+
+def test_a_copy_takes_as_long_as_the_host_takes_to_ask_for_it() -> None:
+    speeds = MissSpeeds()
+    speeds.computed(1, 1.0)
+    assert plan(speeds, {7: 1}, 0.5).copied == (7,)
+    speeds.queue.add(3.0)
+    assert plan(speeds, {7: 1}, 0.5).computed == (7,)
+    # two on the CPU take as long as it takes to ask for one
+    assert plan(speeds, {7: 1, 8: 1, 9: 1, 6: 1}, 0.5).seconds == 3.0

@@ -231,15 +231,21 @@ class DeviceExperts(OffloadedExperts):
         part = HostPart(misses, keys, rows, values_TD, num_choices, activation)
         others = [key for key in routing.keys if key.expert not in plan.computed]
         kept = [self._keys[expert] for expert in plan.kept]
+        asked_s, is_asked = misses.clock(), not plan.copied or len(others) == len(plan.copied)
 
         def add(group: Sequence[tuple[ExpertKey, Any]]) -> None:
+            nonlocal is_asked
             before_s = misses.clock()
+            if not is_asked:  # residents come first, without a wait, when all copies are asked for
+                misses.speeds.queue.add((before_s - asked_s) / len(plan.copied))
+                is_asked = True
             if kept:  # now that the others are held
                 misses.store.bring(kept)
                 kept.clear()
             self._add(misses.store, products, residents, group)
-            if any(key.expert not in residents for key, _ in group):
-                misses.speeds.launch.add(misses.clock() - before_s)
+            num_arrived = sum(key.expert not in residents for key, _ in group)
+            if num_arrived:
+                misses.speeds.launch.add((misses.clock() - before_s) / num_arrived)
             part.compute_next()  # while the next one is copied
 
         if others:
