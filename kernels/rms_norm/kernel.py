@@ -27,7 +27,7 @@ def rms_norm_fwd(
 
 
 def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `rms_norm`, for what `op` has looked at."""
+    """As `rms_norm`, for what `gpu` has looked at."""
     dim = weight.shape[0]
     rows_RD = x.reshape(-1, dim)
     rows_RD = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Literal
 
 import torch
@@ -17,10 +16,7 @@ from moe_runtime.kernels.native import (
     require_native,
 )
 from moe_runtime.kernels.rms_norm.reference import rms_norm_reference
-from moe_runtime.kernels.triton_support import require_triton
 
-MOST_COLUMNS = 16384
-"""Of a row that one program of the Triton kernel holds."""
 ROWS_ALONE = 64
 """Rows that the native kernel leaves to the calling thread, as in `norm.c`."""
 
@@ -50,11 +46,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> T
         NativeUnavailableError: `impl="native"` and the library was not built.
         TritonUnavailableError: `impl="triton"` and Triton is not installed.
     """
-    if impl == "auto":
-        if x.is_cuda and _can_be_triton(x, weight):
-            from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
+    if impl == "triton" or (x.is_cuda and impl == "auto"):
+        from moe_runtime.kernels.rms_norm.gpu import run_triton
 
-            return launch_rms_norm(x, weight, eps)
+        normed = run_triton(x, weight, eps, is_asked_for=impl == "triton")
+        if normed is not None:
+            return normed
+    if impl == "auto":
         library = native_library()
         if library is not None and _can_be_native(x, weight):
             return _run_native(library, x, weight, eps)
@@ -69,17 +67,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> T
         if problem:
             raise ValueError(f"impl='native' cannot compute this: {problem}")
         return _run_native(library, x, weight, eps)
-    if impl == "triton":
-        require_triton(x.device)
-        from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
-
-        if not _can_be_triton(x, weight):
-            raise ValueError(
-                "impl='triton' takes fp32, bf16 and fp16, the same for both, at least one row of "
-                f"1 to {MOST_COLUMNS} columns and no gradients, got {x.dtype} {list(x.shape)} and "
-                f"{weight.dtype}"
-            )
-        return launch_rms_norm(x, weight, eps)
     if impl == "reference":
         return rms_norm_reference(x, weight, eps)
     raise ValueError(f"impl must be one of auto, native, triton, reference, got {impl!r}")
@@ -96,20 +83,6 @@ def native_problem(x: Tensor, weight: Tensor) -> str | None:
     if is_differentiated(x, weight):
         return NO_BACKWARD
     return None
-
-
-def _can_be_triton(x: Tensor, weight: Tensor) -> bool:
-    return (
-        x.numel() > 0
-        and weight.shape == x.shape[-1:]
-        and weight.shape[0] <= MOST_COLUMNS
-        and x.dtype == weight.dtype
-        and x.dtype in DTYPE_CODES
-        and weight.is_contiguous()
-        and not is_differentiated(x, weight)
-        and not torch.compiler.is_compiling()
-        and importlib.util.find_spec("triton") is not None
-    )
 
 
 def _can_be_native(x: Tensor, weight: Tensor) -> bool:

@@ -1,9 +1,8 @@
 """Compiles every kernel for one target and prints what came out, as JSON.
 
-A process of its own: the interpreter that the rest of the suite runs kernels in replaces Triton's
-compiler for good. Usage: `python aot_report.py sm_90 all`, in every shipped tile; or `in-turn`,
-where of those calls that differ in a few things (the format, the type, the width of experts) each
-target compiles one in its widest tile, and another target another one.
+A process of its own: the suite's interpreter replaces Triton's compiler for good. Usage: `python
+aot_report.py sm_90 all`, in every shipped tile; or `in-turn`, where of calls that differ in a few
+things (format, type, width of experts) each target compiles one in its widest tile.
 """
 
 from __future__ import annotations

@@ -1,0 +1,50 @@
+"""What the Triton kernel of `rms_norm` can take."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.native import DTYPE_CODES, is_differentiated
+from moe_runtime.kernels.triton_support import require_triton
+
+MOST_COLUMNS = 16384
+"""Of a row that one program holds."""
+
+
+def run_triton(x: Tensor, weight: Tensor, eps: float, *, is_asked_for: bool) -> Tensor | None:
+    """`rms_norm` by the Triton kernel; None where it is not able, unless it `is_asked_for`.
+
+    Raises:
+        ValueError: It is asked for and cannot take the input.
+        TritonUnavailableError: It is asked for and Triton is not installed.
+    """
+    if is_asked_for:
+        require_triton(x.device)
+    if _can_take(x, weight):
+        from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
+
+        return launch_rms_norm(x, weight, eps)
+    if not is_asked_for:
+        return None
+    raise ValueError(
+        "impl='triton' takes fp32, bf16 and fp16, the same for both, at least one row of 1 to "
+        f"{MOST_COLUMNS} columns and no gradients, got {x.dtype} {list(x.shape)} and "
+        f"{weight.dtype} {list(weight.shape)}"
+    )
+
+
+def _can_take(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.numel() > 0
+        and weight.shape == x.shape[-1:]
+        and weight.shape[0] <= MOST_COLUMNS
+        and x.dtype == weight.dtype
+        and x.dtype in DTYPE_CODES
+        and weight.is_contiguous()
+        and not is_differentiated(x, weight)
+        and not torch.compiler.is_compiling()
+        and importlib.util.find_spec("triton") is not None
+    )
