@@ -171,7 +171,10 @@ class TierFetcher:
         """What is copied where, and how many bytes that is."""
         moves = [CopyPart(0, 0, len(slot))] if self._moves is None else self._moves(key)
         parts = [
-            (source[move.source :][: move.num_bytes], slot[move.place :][: move.num_bytes])
+            (
+                source[move.source : move.source + move.num_bytes],
+                slot[move.place : move.place + move.num_bytes],
+            )
             for move in moves
         ]
         return parts, sum(move.num_bytes for move in moves)
