@@ -18,13 +18,15 @@ from triton_interpreter import repair_interpreter
 import moe_runtime
 from moe_runtime.errors import CapacityError, MoERuntimeError
 from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")
 emulated = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels run on the GPU here, which sees no emulated device"
 )
-NUM_EXPERTS, NEW_TOKENS = 6, 5
-THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])
+NUM_EXPERTS, NEW_TOKENS = 6, 4
+THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :2]
+ONE = THREE[:1]
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
 
 
@@ -55,7 +57,7 @@ def recorded(model: Any) -> Any:
 class Decoding:
     """One greedy request, step by step, with a static cache."""
 
-    def __init__(self, model: Any, prompt: torch.Tensor = PROMPT, num_tokens: int = 20) -> None:
+    def __init__(self, model: Any, prompt: torch.Tensor = ONE, num_tokens: int = 20) -> None:
         self.model, self.logits = model, []
         self.cache = StaticCache(model.config, max_cache_len=num_tokens)
         self._ids = prompt
@@ -111,13 +113,39 @@ def test_the_same_bits_as_without_graphs(
 
 
 @emulated
+def test_a_step_whose_experts_are_all_there_is_one_graph_until_one_leaves(checkpoint: Path) -> None:
+    found, counts = [], []
+    for is_recorded in (True, False):
+        with loaded(checkpoint, NUM_EXPERTS) as model:
+            store: Any = experts_modules_of(model)[0].store
+            for layer in range(2):
+                with store.lease([ExpertKey(layer, e) for e in range(NUM_EXPERTS)]) as lease:
+                    assert sum(map(len, lease)) == NUM_EXPERTS
+            if not is_recorded:
+                without_graphs(model)
+            request = Decoding(model)
+            request.steps(3)
+            assert not is_recorded or not recorded(model)._layers
+            with store._changed:
+                store._drop(ExpertKey(1, 0))
+                store._drop(ExpertKey(1, 5))
+            found.append(request.steps(2))
+            assert not is_recorded or recorded(model)._layers
+            stats = model.moe.stats()
+            counts.append((stats.hits, stats.misses))
+            model.moe.check()
+    assert all(map(torch.equal, *found))
+    assert counts[0] == counts[1]
+
+
+@emulated
 def test_generation_is_that_of_a_cache_that_grows(checkpoint: Path) -> None:
     texts = []
     for implementation in ("static", "dynamic"):
         with loaded(checkpoint, 2) as model:
             for _ in range(2):  # the second one in the same cache, where it is static
                 options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-                texts.append(model.generate(PROMPT, cache_implementation=implementation, **options))
+                texts.append(model.generate(ONE, cache_implementation=implementation, **options))
             assert (recorded(model) is not None) == (implementation == "static")
     assert all(torch.equal(text, texts[0]) for text in texts)
 
@@ -223,11 +251,11 @@ def test_a_gpu_replays_the_bits_of_its_steps(
 def test_a_gpu_computes_what_it_cannot_record(checkpoint: Path) -> None:
     model: Any = moe_runtime.load(checkpoint, device="cuda", max_tokens=64)
     with model.moe:
-        expected = Decoding(without_graphs(model), PROMPT.to("cuda")).steps()
+        expected = Decoding(without_graphs(model), ONE.to("cuda")).steps()
     model = moe_runtime.load(checkpoint, device="cuda", max_tokens=64)
     with model.moe:
         model.model.norm = Waiting(model.model.norm)
         with pytest.warns(UserWarning, match="not recorded as CUDA graphs"):
-            found = Decoding(model, PROMPT.to("cuda")).steps()
+            found = Decoding(model, ONE.to("cuda")).steps()
         assert all(map(torch.equal, found, expected))
         torch.randn(3, device="cuda")  # the generator is as it was
