@@ -166,7 +166,8 @@ class ReadQueue:
     def _push(self, read: Read, num_blocks: int) -> None:
         for _ in range(num_blocks):
             heapq.heappush(self._tickets, (read.priority, next(self._number), read))
-        self._changed.notify_all()
+        # every thread serves demands, not every one what is read ahead
+        self._changed.notify(num_blocks if read.priority is Priority.DEMAND else None)
 
     def _mend(self) -> None:
         """A ticket for every block that waits, in the order in which the reads were submitted."""

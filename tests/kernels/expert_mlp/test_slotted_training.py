@@ -26,7 +26,9 @@ SPEC = ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0)
 class Case:
     """Experts, inputs and adapters; a layout like gpt-oss's or like Mixtral's."""
 
-    def __init__(self, dtype: torch.dtype, *, gpt_oss: bool, has_low: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, *, gpt_oss: bool, has_low: bool, num_tokens: int = T
+    ) -> None:
         generator = torch.Generator().manual_seed(3)
 
         def drawn(*shape: int, scale: float = 0.5) -> Tensor:
@@ -41,10 +43,10 @@ class Case:
             gate_up=up, down=down, gate_up_bias=biases[0], down_bias=biases[1],
             is_transposed=gpt_oss, is_concatenated=not gpt_oss,
         )  # fmt: skip
-        self.x_TD, self.grad_TD = drawn(T, D), drawn(T, D)
-        self.weights_TK = drawn(T, K).abs()
+        self.x_TD, self.grad_TD = drawn(num_tokens, D), drawn(num_tokens, D)
+        self.weights_TK = drawn(num_tokens, K).abs()
         # one expert without rows, and choices of none
-        ids = torch.randint(0, E - 1, (T, K), generator=generator)
+        ids = torch.randint(0, E - 1, (num_tokens, K), generator=generator)
         ids[:, 1] = torch.where(ids[:, 0] == ids[:, 1], E + 1, ids[:, 1])
         self.ids_TK = ids.to(DEVICE)
         shapes = ((L, D), (2 * F, L), (L, F), (D, L)) if has_low else ()
@@ -134,3 +136,13 @@ def test_gradients_against_fp64_and_the_same_bits_in_parts(
     assert all(map(torch.equal, found, in_parts))
     for one, two in zip(found[3:], case.computed([[*range(E)]], steps=2)[3:], strict=True):
         torch.testing.assert_close(two, 2 * one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_in_tiles_of_many_rows(dtype: torch.dtype) -> None:
+    """By every call, however the experts come: no sum is made by atomics."""
+    case = Case(dtype, gpt_oss=False, has_low=True, num_tokens=64 * T)
+    found = case.computed([[*range(E)]])
+    for parts in ([[*range(E)]], [[3, 1], [2], [0, 4]]):
+        assert all(map(torch.equal, found, case.computed(parts)))

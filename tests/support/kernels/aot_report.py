@@ -105,9 +105,8 @@ def product(
         more: dict[str, Any] = {"bias_SZ": bias, "gathers": True, "adds_pre": has_adapters}
         activated_product(x, up, groups, spec, out=out, pre=pre, **more, **layout)
     elif kind == "down_act_backward":
-        bias = meta(E, D, dtype=dtype) if gpt_oss else None
-        added = meta(rows, F, dtype=dtype) if has_adapters else None
-        more = {"down_bias_SD": bias, "more_RF": added}
+        more = {"down_bias_SD": meta(E, D, dtype=dtype) if gpt_oss else None}
+        more["more_RF"] = meta(rows, F, dtype=dtype) if has_adapters else None
         activation_backward(x, down, pre, meta(rows), groups, spec, **more, **layout)
     else:
         weight_grad(pre, x, groups, out_SNK=up, right_divisor=K, tile=tile)
