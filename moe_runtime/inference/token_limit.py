@@ -45,10 +45,8 @@ class TokenLimit(Listener):
     has.
     """
 
-    follows_requests = False
-
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+        self._max_tokens, self.follows_requests = max_tokens, False
 
     def allow(self, step: Step) -> None:
         """Refuses a pass that needs more room.

@@ -101,13 +101,6 @@ class Changes:
         """Wakes all who wait; called with the lock held."""
         self._told.notify_all()
 
-    def notify(self, number: int | None) -> None:
-        """Wakes some of those who wait, or all; called with the lock held."""
-        if number is None:
-            self._told.notify_all()
-        else:
-            self._told.notify(number)
-
     def let_go(self) -> None:
         """Gives up what an exception left to this thread, and repairs the state if it needs it.
 

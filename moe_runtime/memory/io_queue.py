@@ -167,7 +167,8 @@ class ReadQueue:
         for _ in range(num_blocks):
             heapq.heappush(self._tickets, (read.priority, next(self._number), read))
         # every thread serves demands, not every one what is read ahead
-        self._changed.notify(num_blocks if read.priority is Priority.DEMAND else None)
+        told = self._changed._told
+        told.notify(num_blocks) if read.priority is Priority.DEMAND else told.notify_all()
 
     def _mend(self) -> None:
         """A ticket for every block that waits, in the order in which the reads were submitted."""
