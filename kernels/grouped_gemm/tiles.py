@@ -31,7 +31,7 @@ TILES_16_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
         (24, Tile(16, 64, 128, 4, 4)),
         (48, Tile(32, 64, 128, 4, 4)),
         (192, Tile(64, 128, 64, 4, 4)),
-        (_UNBOUNDED, Tile(128, 256, 64, 8, 4)),
+        (_UNBOUNDED, Tile(128, 256, 64, 8, 4, is_persistent=True)),
     ),
     "down_act_backward": (
         (24, Tile(16, 64, 128, 4, 4)),
@@ -41,7 +41,7 @@ TILES_16_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
     "dw": (
         (64, Tile(128, 128, 32, 8, 4)),
         # Two programs share a multiprocessor: sums over an expert's rows are short.
-        (_UNBOUNDED, Tile(128, 128, 64, 4, 3)),
+        (_UNBOUNDED, Tile(128, 128, 64, 4, 3, group_m=1)),
     ),
 }
 TILES_32_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {

@@ -90,6 +90,7 @@ def assert_products_use_the_matrix_units(
     found: list[dict[str, Any]], unit: str, least_rows: int
 ) -> None:
     products = [kernel for kernel in found if kernel["name"].startswith(PRODUCTS)]
+    assert [kernel["name"] for kernel in products].count("grouped_gemm_persistent") >= 2
     assert len(products) > 12
     for kernel in products:
         rows = re.search(r"block_m=(\d+)|(\d+) rows", kernel["what"])

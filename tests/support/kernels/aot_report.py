@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -346,7 +346,8 @@ def product_calls(
 def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[Calls]:
     """Everything to compile; those of a group are of one kind."""
     device = DEVICES[target]
-    many = TILES_16_BIT["gated"][-1][1].fitted(torch.bfloat16.itemsize, device)
+    stays = TILES_16_BIT["gated"][-1][1].fitted(torch.bfloat16.itemsize, device)
+    many = replace(stays, is_persistent=False)
     yield [("small kernels", small_kernels)]
     yield [
         (f"{model} {dtype} few tokens", partial(few_tokens, model, dtype, device))
@@ -358,6 +359,7 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[Calls]:
     ]
     yield [("slots few tokens", partial(from_slab, None, device))]
     yield [(f"slots {many}", partial(from_slab, many, device))]
+    yield [(f"stays {stays}", partial(from_slab, stays, device))]
     packed = packed_calls(device, every_tile=every_tile)
     yield from (packed[first : first + 4] for first in range(0, len(packed), 4))
     yield block_sparse_calls(device, every_tile=every_tile)
