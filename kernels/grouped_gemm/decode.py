@@ -233,16 +233,17 @@ class DecodeProducts:
             rows_N: integers, places in the flattened ids.
             y_ND: what their experts make of them, not yet weighted.
         """
-        self._given.append((rows_N.long(), y_ND))
         self._dim = y_ND.shape[1]
-        self._take_given()
+        if self._partial is None:
+            self._given.append((rows_N, y_ND))
+        else:  # at once: what is left when this is cut short would be of the next replay
+            self._put(self._partial, rows_N, y_ND)
 
-    def _take_given(self) -> None:
-        """Puts given rows where those of other experts are, if there is such a place yet."""
-        while self._partial is not None and self._given:
-            rows_N, y_ND = self._given.pop()
-            self._partial[1:, rows_N] = 0.0
-            self._partial[0, rows_N] = y_ND.float()
+    def _put(self, partial: Tensor, rows_N: Tensor, y_ND: Tensor) -> None:
+        """Puts given rows where those of other experts are."""
+        rows_N = rows_N.long()
+        partial[1:, rows_N] = 0.0
+        partial[0, rows_N] = y_ND.float()
 
     def sums(self, slot_of_expert: Tensor | None = None) -> Tensor:
         """The output, once every expert was added that an id names and that has a slot here.
@@ -253,11 +254,12 @@ class DecodeProducts:
         if self._partial is None and self._given:
             shape = 1, self._ids_TK.numel(), self._dim
             self._partial = self._x_TD.new_empty(shape, dtype=torch.float32)
-        self._take_given()
         partial, weights_TK = self._partial, self._weights_TK
         out_TD = self._x_TD.new_empty(len(self._x_TD), self._dim)
         if partial is None:
             return out_TD.zero_()
+        for given in self._given:
+            self._put(partial, *given)
         rows = self._rows(slot_of_expert)
         prepared = prepare_sums(rows[0], self._device, len(partial), self._dim, weights_TK.stride())
         prepared(partial_ptr=partial, weights_ptr=weights_TK, out_ptr=out_TD, **rows[1])

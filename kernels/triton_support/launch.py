@@ -26,8 +26,9 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
     """Runs `kernel` over `grid` on the GPU that its tensors lie on.
 
     By keyword only: kernels have too many arguments to tell apart by position. What was compiled
-    for the same arguments is started at once: of tensors it depends on their types, and on whether
-    addresses are multiples of 16. Triton's own way to find it takes as long as a small kernel runs.
+    for the same arguments is started at once: of tensors it depends on their types, on whether
+    addresses are multiples of 16, and on ROCm on whether 32 bits tell the bytes apart. Triton's
+    own way to find it takes as long as a small kernel runs.
 
     Args:
         kernel: A `triton.jit` function.
@@ -54,7 +55,7 @@ def _launch(
     parts: list[Any] = [device, *arguments]
     for value in arguments.values():
         if isinstance(value, Tensor):
-            parts += value.dtype, value.data_ptr() % 16
+            parts += _kind_of(value)
         elif value.__class__.__hash__ is None:  # a descriptor of a tensor
             parts += value.base.dtype, *value.block_shape
         else:
@@ -70,6 +71,12 @@ def _launch(
         return compiled
     compiled[(*grid, 1, 1)[:3]](*itemgetter(*kernel.arg_names)(arguments))
     return compiled
+
+
+def _kind_of(tensor: Tensor, *, is_rocm: bool = torch.version.hip is not None) -> tuple[Any, ...]:
+    """What a compiled kernel depends on of a tensor."""
+    is_short = is_rocm and tensor.untyped_storage().nbytes() < 2**31
+    return tensor.dtype, tensor.data_ptr() % 16, is_short
 
 
 @cache
@@ -91,8 +98,7 @@ class PreparedLaunch:
     def __call__(self, **tensors: Tensor) -> None:
         """Runs the kernel with tensors, which are named in the same order in every call."""
         device = next(iter(tensors.values())).device
-        kinds = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors.values()]
-        key = device, *kinds
+        key = device, *map(_kind_of, tensors.values())
         compiled = self._compiled.get(key)
         if compiled is None or (
             device.type == "cuda" and device.index != torch.cuda.current_device()

@@ -25,21 +25,22 @@ class StepTimes(Listener):
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self._begun: list[tuple[float, Step]] = []
+        self._begun: list[tuple[float, str, int]] = []
         self._dense_since_s: float | None = None
 
     def begin(self, step: Step) -> None:
         """A step begins."""
-        self._begun[:] = [(time.perf_counter(), step)]
+        # now: the cache has other tokens when the step ends
+        num_tokens = step.num_sequences * step.num_new
+        self._begun[:] = [(time.perf_counter(), step.phase, num_tokens)]
         self.begin_dense()
 
     def end(self) -> None:
         """The step came to its end."""
         now_s = time.perf_counter()
         self.end_dense(now_s)
-        for begin_s, step in self._begun:
-            num_tokens = step.num_sequences * step.num_new
-            self.timeline.slice(step.phase, begin_s, now_s, tokens=num_tokens)
+        for begin_s, phase, num_tokens in self._begun:
+            self.timeline.slice(phase, begin_s, now_s, tokens=num_tokens)
         self._begun.clear()
         self.timeline.flush()
 

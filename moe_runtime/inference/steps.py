@@ -58,7 +58,7 @@ class Step:
     @property
     def phase(self) -> str:
         """``"prefill"`` or ``"decode"``."""
-        return "decode" if self.num_cached and self.num_new == 1 else "prefill"
+        return "decode" if self.num_new == 1 and self.num_cached else "prefill"
 
     @cached_property
     def token_ids(self) -> np.ndarray:

@@ -43,13 +43,12 @@ class CudaCopy:
 
 
 class CudaRecorder:
-    """CUDA graphs with memory of their own, recorded on a stream of their own."""
+    """CUDA graphs with memory of their own."""
 
-    def __init__(self, place: torch.device) -> None:
+    def __init__(self, place: torch.device, stream: torch.cuda.Stream) -> None:
         self._place = place
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(place)
-        self._within = torch.cuda.stream(self._stream)
+        self._within = torch.cuda.stream(stream)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __enter__(self) -> CudaRecorder:
@@ -98,7 +97,8 @@ class CudaDevice:
     """A CUDA or ROCm device.
 
     Copies run on three streams, demands, read-aheads and those back to the host, which are made
-    once. Nothing here waits for the computation: the copies do, on the device.
+    once, as that of recordings: cuBLAS keeps memory for each stream that it was ever used on.
+    Nothing here waits for the computation: the copies do, on the device.
     """
 
     def __init__(self, place: torch.device) -> None:
@@ -108,6 +108,7 @@ class CudaDevice:
             for priority in Priority
         }
         self._back = torch.cuda.Stream(place)
+        self._recording = torch.cuda.Stream(place)
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
         self._allocated: list[weakref.ref[torch.Tensor]] = []
         self.compute_here()
@@ -199,7 +200,7 @@ class CudaDevice:
 
     def record(self) -> CudaRecorder:
         """As ``Device.record``."""
-        return CudaRecorder(self._place)
+        return CudaRecorder(self._place, self._recording)
 
 
 def open_device(place: torch.device) -> Device:

@@ -34,9 +34,10 @@ class TierFetcher:
 
     Copies to a device run behind the computation that was queued when the slot was given up, and
     beside all other. A demand for what is resident below is queued at once, by who asks. A thread
-    of the queue waits for each copy, so a read has ended when its bytes are there, and with the
-    error if there was one; nobody else waits. Who computes may queue work
-    behind a copy's event before that (``DeviceLease``); until then the slot is not given up.
+    waits for each copy, so a read has ended when its bytes are there, and with the error if there
+    was one; nobody else waits. Who waits for what was queued at once waits for nothing else: the
+    other threads may need the slots below that it gives back. Who computes may queue work behind a
+    copy's event before that (``DeviceLease``); until then the slot is not given up.
 
     Attributes:
         lower: the store of the tier below.
@@ -63,6 +64,7 @@ class TierFetcher:
         self.changed = Changes()
         num_ahead = max(1, min(COPY_THREADS, lower.num_slots - COPY_THREADS))
         self._copies = ReadQueue(num_ahead, num_for_demands=COPY_THREADS)
+        self._ends = ReadQueue(1)
         self._device = device
         self.speed = CopySpeed()
         self.queued: dict[Read, _Copy] = {}
@@ -84,19 +86,21 @@ class TierFetcher:
 
     def cancel(self, read: Read) -> bool:
         """Takes back a read that has not begun; says whether it could be."""
-        return read not in self.queued and self._copies.cancel(read)
+        return self._copies.cancel(read)
 
     def is_under_way(self, read: Read) -> bool:
         """Whether a copy was started and its end is still to be told."""
-        return self._copies.is_under_way(read)
+        return self._copies.is_under_way(read) or self._ends.is_under_way(read)
 
     def let_go(self) -> None:
         """Gives up what an exception left to this thread, here and below."""
         self._copies.let_go()
+        self._ends.let_go()
         self.lower.let_go()
 
     def close(self) -> None:
         """Ends the tier below, and with it what waits for that; then the copies."""
+        self._ends.close()  # no copy is queued at once any more
         if self._device and not self.changed.is_forked:
             self._device.drain()  # what nobody waits for yet still reads from slots below
         self.lower.close()
@@ -127,7 +131,7 @@ class TierFetcher:
     ) -> bool:
         """Queues the copy of an expert that is resident below, on the thread that asks for it.
 
-        A thread of the queue waits for its end. Handing over the copy itself would take longer than
+        A thread waits for its end. Handing over the copy itself would take longer than
         the link takes for it.
 
         Returns:
@@ -144,11 +148,12 @@ class TierFetcher:
             parts, num_bytes = self._parts(key, source, slot)
             copied = self._device.copy(parts, after, read.priority)
             self.queued[read] = _Copy(copied)
-            self._copies.submit([partial(self._finish, lease, read, copied, num_bytes)], read)
+            self._ends.submit([partial(self._finish, lease, read, copied, num_bytes)], read)
             is_done = True
             return True
         except (MemoryError, OSError, RuntimeError):
-            return False  # a thread tries again, and tells of what fails there
+            # unless it is queued nevertheless, a thread tries again, and tells of what fails there
+            return self._ends.is_under_way(read)
         finally:
             if not is_done:
                 try:
@@ -159,10 +164,14 @@ class TierFetcher:
 
     def _finish(self, lease: Lease[torch.Tensor], read: Read, copied: Copy, num_bytes: int) -> int:
         """Returns the bytes of a copy that was queued, when they are there."""
+        is_done = False
         try:
             self._wait(read, copied, num_bytes)
-        finally:
             lease.__exit__()
+            is_done = True
+        finally:
+            if not is_done:
+                self.lower.give_up(lease)
         return num_bytes
 
     def _parts(
@@ -245,7 +254,10 @@ class TierFetcher:
     def is_within_lower(self) -> bool:
         """Whether the caller runs within an operation below, where the lock above must not be
         waited for: others take the locks the other way round."""
-        caller, below = sys._getframe(1), (self._copies._changed, self.lower._changed)
+        caller, below = (
+            sys._getframe(1),
+            (self._copies._changed, self._ends._changed, self.lower._changed),
+        )
         return any(one._lock._is_owned() and one._is_under_way(caller) for one in below)
 
     def raise_failure(self) -> None:

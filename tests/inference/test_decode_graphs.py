@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from emulated_models import experts_modules_of, load_on_emulated_device
 from moe_families import Family
 from tiny_checkpoints import PROMPT, save, tiny_model
-from transformers import StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
@@ -151,6 +155,54 @@ def test_generation_is_that_of_a_cache_that_grows(checkpoint: Path) -> None:
 
 
 @emulated
+def test_what_generate_is_asked_for_decides_on_the_kind_of_cache(checkpoint: Path) -> None:
+    with loaded(checkpoint, 2) as model:
+        settings = {"max_new_tokens": 2, "do_sample": False}
+        found = model.generate(PROMPT, return_dict_in_generate=True, **settings)
+        assert type(found.past_key_values) is DynamicCache  # others go on with it
+        longer = torch.cat([found.sequences, PROMPT[:, :2]], 1)
+        grown = model.generate(longer, past_key_values=found.past_key_values, **settings)
+        assert torch.equal(grown, model.generate(longer, **settings))
+        model.generate(PROMPT, max_new_tokens=30, eos_token_id=[*range(model.config.vocab_size)])
+        model.generate(THREE, **settings)  # not as long as the one before, which is too much
+        for name, value in (
+            ("num_beams", 2),
+            ("num_return_sequences", 2),
+            ("prompt_lookup_num_tokens", 2),
+            ("prefill_chunk_size", 2),
+            ("use_cache", False),
+            ("cache_implementation", "dynamic"),
+        ):
+            given = GenerationConfig(max_new_tokens=3, do_sample=True, **{name: value})
+            assert not model._can_be_static(given, {})
+            assert not model._can_be_static(None, {"max_new_tokens": 3, name: value})
+        assert model._can_be_static(GenerationConfig(max_new_tokens=3), {})
+        model.generation_config.num_beams = 2
+        assert not model._can_be_static(None, settings)
+
+
+@emulated
+def test_only_plain_positions_are_left_to_the_cache(checkpoint: Path) -> None:
+    with loaded(checkpoint, 2) as model:
+        cache, where = Decoding(model).cache, PROMPT.shape[1]
+
+        def prepare(position: int) -> Any:
+            return model.prepare_inputs_for_generation(
+                PROMPT,
+                next_sequence_length=1,
+                past_key_values=cache,
+                attention_mask=torch.ones_like(PROMPT),
+                position_ids=torch.tensor([[position]]),
+            )
+
+        for position in (where + 3, where):  # what a caller gave, and what transformers makes
+            prepare(position)
+            assert ("position_ids" in prepare(position + 1)) == (position > where)
+        with patch.object(type(model), "device", torch.device("meta")):
+            assert prepare(where + 2)["input_ids"].device.type == "meta"
+
+
+@emulated
 def test_what_changes_in_the_model_is_seen(checkpoint: Path) -> None:
     called: list[Any] = []
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
@@ -185,6 +237,36 @@ def test_what_changes_in_the_model_is_seen(checkpoint: Path) -> None:
         step()
         assert recorded(model) is not None
         assert len(called) == 2
+        for each in (model, other):
+            each.model.layers[0].mlp.gate.top_k = 1
+        step()
+        for norm in norms:
+            norm.forward = partial(twice, norm.forward)
+        step()
+
+
+@emulated
+def test_a_cache_that_moves_is_seen_and_one_that_is_let_go_is_freed(checkpoint: Path) -> None:
+    with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
+        ours, theirs = Decoding(model, THREE), Decoding(without_graphs(other), THREE)
+        for request in (ours, theirs):
+            request.steps(2)
+            request.cache.reorder_cache(torch.tensor([2, 0, 1]))
+        assert all(map(torch.equal, ours.steps(1), theirs.steps(1)))
+        assert recorded(model) is not None
+        cache = weakref.ref(ours.cache)
+        del ours, request
+        gc.collect()
+        assert cache() is None
+        request = Decoding(model)
+        for _ in range(3):
+            with torch.no_grad():
+                found = model(PROMPT[:, :1], past_key_values=request.cache, return_dict=False)
+            assert isinstance(found, tuple)
+
+
+def twice(forward: Any, x: torch.Tensor) -> torch.Tensor:
+    return 2 * forward(x)
 
 
 @emulated

@@ -6,6 +6,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import OutputFile
 from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.inference.step_times import StepTimes
+from moe_runtime.inference.steps import Step
 from moe_runtime.lab.traces.timeline import COMPUTE, Timeline
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.types import RuntimeStats
@@ -241,3 +244,16 @@ def test_several_threads_may_flush(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
     names = [event["name"] for event in found if event["ph"] == "X"]
     assert sorted(names) == sorted(f"{number} {step}" for number in range(4) for step in range(200))
+
+
+def test_a_prompt_of_one_token_is_no_decode_step(tmp_path: Path) -> None:
+    length, path = [0, 1], tmp_path / "t.json"
+    cache = SimpleNamespace(get_seq_length=lambda: length.pop(0))  # as it is when it is asked
+    with contextlib.closing(Timeline(path)) as timeline:
+        times = StepTimes(timeline)
+        times.begin(Step({"past_key_values": cache}, (1, 1)))
+        length[:] = [1]
+        times.end()
+    names = [event["name"] for event in json.loads(path.read_text(encoding="utf-8"))]
+    assert "prefill" in names
+    assert "decode" not in names

@@ -16,6 +16,7 @@ import moe_runtime.kernels.grouped_gemm as grouped_gemm
 from moe_runtime.kernels.grouped_gemm import forward, table, tiles
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
 from moe_runtime.kernels.triton_support import PreparedLaunch, launch
+from moe_runtime.kernels.triton_support.launch import _kind_of
 
 KERNELS = Path(grouped_gemm.__file__).resolve().parents[1]
 CHANGING = {
@@ -167,3 +168,10 @@ def test_what_was_compiled_is_started_at_once_for_the_same_kind_of_arguments(
     start(values.half(), 3)
     start(values[32:], 1)
     assert kernel.started[4:] == ["found", "at once [1, 64] (7, 1, 1)"]
+
+
+def test_on_rocm_kernels_for_short_tensors_are_not_those_for_long_ones() -> None:
+    long = torch.empty(2**31, dtype=torch.uint8)  # never touched
+    kinds = [_kind_of(x, is_rocm=True) for x in (long, long[:64], long[:64].clone())]
+    assert kinds[0] == kinds[1] != kinds[2]
+    assert _kind_of(long, is_rocm=False) == _kind_of(long[:64].clone(), is_rocm=False)

@@ -10,7 +10,6 @@ two parts, as without a recording, and joins the same sums: the same bits.
 from __future__ import annotations
 
 import inspect
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
+from moe_runtime.inference.device.structure import Structure, memory_of
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
 from moe_runtime.memory.device import GraphRecorder
 from moe_runtime.memory.device_store import DeviceStore, Residents
@@ -94,36 +94,6 @@ class RecordedLayer:
         self._before.replay()
 
 
-class _Structure:
-    """The modules and parameters of a model, as a recording takes them for granted."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        every = [*model.modules()]
-        self._members = [part for m in every for part in (m._parameters, m._buffers, m._modules)]
-        # those of the model itself are called around a recording
-        self._hooks = [part for m in every[1:] for part in (m._forward_hooks, m._forward_pre_hooks)]
-        self._attention = model.config._attn_implementation  # type: ignore[union-attr]
-        self._config: Any = model.config
-        # held, so that nothing else gets their names
-        self._held = [*self._now()]
-        self._names = [*map(id, self._held)]
-        self._weights = [p for p in self._held if type(p) is torch.nn.Parameter]
-        self._addresses = [*map(torch.Tensor.data_ptr, self._weights)]
-
-    def holds(self) -> bool:
-        """Whether all are the same, where they were, and nobody looks into a module."""
-        return (
-            not any(self._hooks)
-            and not torch.nn.modules.module._has_any_global_hook()
-            and [*map(id, self._now())] == self._names
-            and [*map(torch.Tensor.data_ptr, self._weights)] == self._addresses
-            and self._config._attn_implementation == self._attention
-        )
-
-    def _now(self) -> itertools.chain[Any]:
-        return itertools.chain.from_iterable(map(dict.values, self._members))
-
-
 class _Call(NamedTuple):
     """A call of a model.
 
@@ -158,7 +128,6 @@ class RecordedStep:
         self.key = call.key
         self._store, self._modules = store, modules
         self._cache = weakref.ref(call.cache)
-        self._structure = _Structure(model)
         self._inputs = {name: tensor.clone() for name, tensor in call.tensors.items()}
         found = {m.layer: store.with_residents(m.layer, lambda _: None) for m in modules}
         is_whole = all(map(self._is_quiet, modules, found.values()))
@@ -176,16 +145,21 @@ class RecordedStep:
             for module in modules:
                 module.recording = self
             try:
-                self._output = forward(**given)
+                output = forward(**given)
                 self._ids_LTK = torch.stack(self._ids) if self._ids else None
                 self._last = recorder.end()
             finally:
                 self._recorder = None
                 for module in modules:
                     module.recording = None
-        kept = (torch.Tensor, type(None), type(call.cache))
-        if not all(isinstance(value, kept) for value in self._output.values()):
-            raise RuntimeError(f"{type(self._output).__name__} holds more than tensors")
+        self._structure = Structure(model)
+        self._memory = memory_of(call.cache)
+        self._kind = type(output)
+        # its memory goes with the request, and no other one waits for that
+        self._has_cache = [name for name, value in output.items() if value is call.cache]
+        self._output = {n: value for n, value in output.items() if n not in self._has_cache}
+        if not all(isinstance(v, (torch.Tensor, type(None))) for v in self._output.values()):
+            raise RuntimeError(f"{self._kind.__name__} holds more than tensors")
 
     def _is_quiet(self, experts: DeviceExperts, residents: Residents) -> bool:
         """Whether nobody has to hear of a layer within a step."""
@@ -206,7 +180,12 @@ class RecordedStep:
 
     def stands_for(self, call: _Call) -> bool:
         """Whether it is this call with other tokens."""
-        return call.key == self.key and call.cache is self._cache() and self._structure.holds()
+        return (
+            call.key == self.key
+            and call.cache is self._cache()
+            and memory_of(call.cache) == self._memory
+            and self._structure.holds()
+        )
 
     def replay(self, call: _Call) -> Any:
         """Computes the step for the tokens of a call.
@@ -224,11 +203,8 @@ class RecordedStep:
                 self._store.recorded = None  # the next one is recorded as a whole
         elif not self._replay_whole():
             return None
-        found = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in self._output.items()
-        }
-        return type(self._output)(**found)
+        found = {name: None if v is None else v.clone() for name, v in self._output.items()}
+        return self._kind(**found, **dict.fromkeys(self._has_cache, call.cache))
 
     def _found(self) -> list[Residents]:
         return [self._store.with_residents(m.layer, lambda _: None) for m in self._modules]
@@ -282,10 +258,12 @@ class DecodeGraphs:
         recorded = store.recorded
         if recorded is None or not recorded.stands_for(call):
             store.recorded = None
-            is_repeated = self._seen == (call.key, id(call.cache))
-            self._seen = call.key, id(call.cache)
+            seen = call.key, id(call.cache)
+            is_repeated = self._seen == seen
             if not is_repeated or not all(m.has_stack(self._model.dtype) for m in self._modules):
-                return self._forward(**kwargs)
+                found = self._forward(**kwargs)
+                self._seen = seen
+                return found
             try:
                 recorded = RecordedStep(self._model, self._forward, call, self._modules)
             except RuntimeError as error:
@@ -313,7 +291,7 @@ class DecodeGraphs:
 
     def _read(self, kwargs: Mapping[str, Any]) -> _Call | None:
         """A call that can be recorded, or None."""
-        ids_B1 = kwargs.get("input_ids")
+        ids_B1, config = kwargs.get("input_ids"), self._model.config
         cache = kwargs.get("past_key_values")
         if (
             not isinstance(ids_B1, torch.Tensor)
@@ -321,7 +299,8 @@ class DecodeGraphs:
             or not 0 < len(ids_B1) <= MAX_TOKENS
             or not self.takes(cache)
             or any(kwargs.get(name) for name in _ASKS_FOR_MORE)
-            or any(getattr(self._model.config, name, False) for name in _ASKS_FOR_MORE)
+            or any(getattr(config, name, False) for name in _ASKS_FOR_MORE)
+            or not (config.return_dict if (kind := kwargs.get("return_dict")) is None else kind)
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled(ids_B1.device.type)
             or self._model.training

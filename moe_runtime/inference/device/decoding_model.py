@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _OTHER_WAYS = (
-    "past_key_values", "use_cache", "assistant_model", "prompt_lookup_num_tokens",
-    "custom_generate", "prefill_chunk_size", "penalty_alpha", "num_return_sequences",
+    "past_key_values", "assistant_model", "prompt_lookup_num_tokens", "custom_generate",
+    "prefill_chunk_size", "penalty_alpha", "cache_implementation",
 )  # fmt: skip
-"""Options of `generate` with one of which the kind of cache stays as it was asked for."""
+"""Settings of `generate` with one of which the kind of cache stays as it was asked for."""
+_LONGEST = "_previous_max_cache_length"
+"""Where transformers 5.17 to 5.23 have the length of the longest static cache, so that no later one
+is shorter."""
 _WITHOUT_POSITIONS = frozenset({"use_cache", "logits_to_keep", "position_ids"})
 
 
@@ -60,29 +64,43 @@ class RecordedDecoding:
 
         The memory of a static cache stays where it is, which is what a graph needs. It is used for
         greedy decoding and sampling of models that attend to all tokens in every layer, where the
-        number of new tokens is given.
+        number of new tokens is given. A cache that is returned can grow.
         """
-        options.setdefault("disable_compile", True)
-        if "cache_implementation" not in options and self._can_be_static(
-            generation_config, options
-        ):
-            options["cache_implementation"] = "static"
-        return cast(Any, super()).generate(inputs, generation_config, *rest, **options)
+        generate = cast(Any, super()).generate
+        settings = {"disable_compile": options.get("disable_compile", True)}
+        is_static = self._can_be_static(generation_config, options)
+        if is_static:
+            settings["cache_implementation"] = "static"
+        if generation_config is None:
+            options |= settings
+        else:  # which does not go with options
+            generation_config = copy.deepcopy(generation_config)
+            vars(generation_config).update(settings)
+        if not is_static:
+            return generate(inputs, generation_config, *rest, **options)
+        longest = vars(self).pop(_LONGEST, None)
+        try:
+            found = generate(inputs, generation_config, *rest, **options)
+        finally:
+            vars(self)[_LONGEST] = -1 if longest is None else longest
+        if DecodeGraphs.takes(getattr(found, "past_key_values", None)):
+            found.past_key_values = _growing(found.past_key_values)
+        return found
 
     def _can_be_static(self, config: Any, options: dict[str, Any]) -> bool:
         model = cast(Any, self)
 
         def asked(name: str) -> Any:
-            found = options.get(name)
-            return getattr(config, name, None) if found is None else found
+            places = (getattr(each, name, None) for each in (config, model.generation_config))
+            found = (options.get(name), *places)
+            return next((value for value in found if value is not None), None)
 
-        settings = model.generation_config if config is None else config
         return (
             asked("max_new_tokens") is not None
-            and asked("num_beams") in (None, 1)
-            and not any(options.get(name) is not None for name in _OTHER_WAYS)
-            and settings.cache_implementation is None
-            and settings.use_cache is not False
+            and all(asked(name) in (None, 1) for name in ("num_beams", "num_return_sequences"))
+            and not any(asked(name) not in (None, False) for name in _OTHER_WAYS)
+            and options.get("use_cache") is None
+            and asked("use_cache") is not False
             and getattr(model, "_can_compile_fullgraph", False)
             and has_static_layers(model.config)
         )
@@ -108,13 +126,28 @@ class RecordedDecoding:
             given = {name: value for name, value in kwargs.items() if value is not None}
             if given.keys() <= _WITHOUT_POSITIONS:
                 given.pop("position_ids", None)
-                ids_B1 = input_ids[:, -1:].contiguous()
+                ids_B1 = input_ids[:, -1:].to(cast(Any, self).device).contiguous()
                 return {"input_ids": ids_B1, "past_key_values": past_key_values, **given}
         elif past_key_values is not None and DecodeGraphs.takes(past_key_values):
-            is_whole = attention_mask is None or bool(attention_mask.all())
+            positions = kwargs.get("position_ids")
+            is_whole = (attention_mask is None or bool(attention_mask.all())) and (
+                positions is None
+                or bool((positions[..., -1] == past_key_values.get_seq_length()).all())
+            )
             self._unpadded = weakref.ref(past_key_values) if is_whole else None
         return cast(Any, super()).prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length, past_key_values=past_key_values,
             attention_mask=attention_mask, inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration, **kwargs,
         )  # fmt: skip
+
+
+def _growing(cache: Any) -> Any:
+    """A dynamic cache of the tokens that a static one has."""
+    from transformers import DynamicCache
+
+    grown = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        length = int(layer.cumulative_length)
+        grown.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
+    return grown

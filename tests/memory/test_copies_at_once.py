@@ -1,0 +1,80 @@
+"""Copies that who asks queues at once, as the expert is in the host's memory already."""
+
+import time
+from typing import Any
+from unittest.mock import patch
+
+from device_tiers import Tiers
+from fake_tier import keys
+
+from moe_runtime.memory.lease import Lease
+
+
+def lacks_a_slot(tiers: Tiers, number: int) -> bool:
+    """Whether so many leases of the host's tier wait for a slot."""
+    with tiers.host._changed:
+        return sum(not lease.all_started for lease in tiers.host._open_leases()) == number
+
+
+def test_reads_that_wait_for_slots_below_do_not_wait_for_copies_that_hold_them() -> None:
+    tiers = Tiers(on_device=9, on_host=1)
+    held, *missing = keys(0, 0, 1, 2, 3)
+    with tiers.host.lease([held]) as lease:
+        next(iter(lease))
+        with tiers.store.lease(missing) as absent:
+            while not lacks_a_slot(tiers, len(missing)):  # all threads that read
+                time.sleep(1e-4)
+            with tiers.store.lease([held]) as resident:  # its copy is queued at once
+                lease.__exit__()
+                assert [key for group in resident for key, _ in group] == [held]
+            assert {key for group in absent for key, _ in group} == {*missing}
+    tiers.use([held], streaming=False)
+    tiers.settle()
+    tiers.close()
+
+
+def test_a_copy_that_is_queued_despite_an_error_is_not_queued_again() -> None:
+    tiers = Tiers()
+    (key,) = keys(0, 0)
+    tiers.host.read_ahead([key])
+    while tiers.host._link.under_way:
+        time.sleep(1e-4)
+    push, failures = tiers.store.fetcher._ends._push, [MemoryError("as asked")]
+
+    def fail(*args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        push(*args)
+
+    copies: list[Any] = []
+    copy = tiers.device.copy
+    with (
+        patch.object(tiers.store.fetcher._ends, "_push", fail),
+        patch.object(tiers.device, "copy", lambda *args: copies.append(1) or copy(*args)),
+    ):
+        tiers.use([key], streaming=False)
+        tiers.settle()
+        tiers.check()
+    assert not failures
+    assert len(copies) == 1
+    tiers.close()
+
+
+def test_an_error_while_a_copy_is_ended_leaves_no_hold_below() -> None:
+    tiers = Tiers()
+    (key,) = keys(0, 0)
+    with tiers.host.lease([key]) as lease:
+        assert [*lease]
+    held = tiers.store.lease([key])
+    with patch.object(Lease, "__exit__", side_effect=MemoryError("as asked")):
+        held.__enter__()
+        while tiers.store.fetcher.is_under_way(tiers.store._entries[key].read):
+            time.sleep(1e-4)
+    error = tiers.store._entries[key].read.error
+    assert error is not None  # and so is what it was raised in
+    tiers.host.check()
+    assert [entry.pins for entry in tiers.host._entries.values()] == [0]
+    held.__exit__()
+    tiers.use([key], streaming=False)
+    tiers.settle()
+    tiers.close()
