@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from moe_runtime.checkpoints.transformers_private import attention_name
+
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
@@ -20,8 +22,8 @@ class Structure:
         self._members = [part for m in every for part in (m._parameters, m._buffers, m._modules)]
         # those of the model itself are called around a recording
         self._hooks = [part for m in every[1:] for part in (m._forward_hooks, m._forward_pre_hooks)]
-        self._attention = model.config._attn_implementation  # type: ignore[union-attr]
-        self._config: Any = model.config
+        self._model: Any = model
+        self._attention = attention_name(self._model)
         # held, so that nothing else gets their names
         self._held = [*self._now()]
         self._names = [*map(id, self._held)]
@@ -45,7 +47,7 @@ class Structure:
             and not torch.nn.modules.module._has_any_global_hook()
             and [*map(id, self._now())] == self._names
             and [*map(torch.Tensor.data_ptr, self._weights)] == self._addresses
-            and self._config._attn_implementation == self._attention
+            and attention_name(self._model) == self._attention
             and [*map(len, self._sized)] == self._sizes
             and all(map(operator.is_, map(dict.get, self._owners, self._settings), self._values))
         )
