@@ -184,7 +184,7 @@ def test_what_generate_is_asked_for_decides_on_the_kind_of_cache(checkpoint: Pat
 @emulated
 def test_only_plain_positions_are_left_to_the_cache(checkpoint: Path) -> None:
     with loaded(checkpoint, 2) as model:
-        cache, where = Decoding(model).cache, PROMPT.shape[1]
+        cache, where = Decoding(model, PROMPT).cache, PROMPT.shape[1]
 
         def prepare(position: int) -> Any:
             return model.prepare_inputs_for_generation(

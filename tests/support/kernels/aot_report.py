@@ -1,8 +1,7 @@
 """Compiles every kernel for one target and prints what came out, as JSON.
 
-A process of its own: the suite's interpreter replaces Triton's compiler for good. Usage: `python
-aot_report.py sm_90 all`, in every shipped tile; or `in-turn`, where of calls that differ in a few
-things (format, type, width of experts) each target compiles one in its widest tile.
+A process of its own: the suite's interpreter replaces the compiler for good. `aot_report.py sm_90
+all`: every shipped tile; `in-turn`: of calls that differ little each target compiles another one.
 """
 
 from __future__ import annotations
