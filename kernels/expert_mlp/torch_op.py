@@ -87,7 +87,7 @@ def _is_unobserved(*tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and _get_current_dispatch_mode() is None
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
         and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
     )
 

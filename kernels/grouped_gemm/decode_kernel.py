@@ -64,7 +64,7 @@ def decode_up(
     With FORMAT, weights are codes, addressed in bytes, and have scales and zero points.
     """
     if IS_CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
     slot, leads, choice_T = _users(
         ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C
     )
@@ -147,8 +147,8 @@ def decode_down(
         ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C
     )
     if IS_CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
     if (slot < 0) | (leads == 0):
         return
     part = tl.program_id(2)
@@ -200,7 +200,7 @@ def decode_combine(
 ):  # fmt: skip
     """`out[t]`: the parts of every choice summed, then the choices by gate weight, in order."""
     if IS_CHAINED:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
     token = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     offs_c = tl.arange(0, BLOCK_C)

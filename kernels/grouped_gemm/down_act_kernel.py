@@ -183,7 +183,7 @@ def grouped_gemm_down_act(
                 tile_n * BLOCK_N + i * SLICE, mask_r, pre_ptr, dim_n,
                 stride_zr, stride_z_up, IS_GATED, IS_INTERLEAVED, BLOCK_M, SLICE,
             )  # fmt: skip
-        next_gate, next_up = gate, up
+        next_gate, next_up = gate, up  # type: ignore[possibly-undefined]
         if IS_AHEAD and i + 1 < NUM_SLICES:
             # Before what this slice stores, which no load may overtake.
             next_gate, next_up = _preactivations(
@@ -192,8 +192,8 @@ def grouped_gemm_down_act(
             )  # fmt: skip
         gate_weight_grad += _down_act_slice(
             slices[i],
-            gate,
-            up,
+            gate,  # type: ignore[possibly-undefined]
+            up,  # type: ignore[possibly-undefined]
             tile_n * BLOCK_N + i * SLICE,
             scale,
             mask_r,

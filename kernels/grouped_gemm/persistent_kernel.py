@@ -35,7 +35,7 @@ def grouped_gemm_persistent(
     num_tiles_m = tl.load(num_tiles_ptr)
     num_tiles = num_tiles_m * num_tiles_n
     offs_k = tl.arange(0, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):  # type: ignore[misc]
         group_size = GROUP_M * num_tiles_n
         first_m = (tile // group_size) * GROUP_M
         rows_in_group = tl.minimum(num_tiles_m - first_m, GROUP_M)
@@ -57,10 +57,12 @@ def grouped_gemm_persistent(
             if GATHER_DIVISOR == 0:
                 part = x.load([first_row.to(tl.int32), first_k])
             elif EVEN_K:
-                part = tl.load(x_ptrs + first_k)
+                part = tl.load(x_ptrs + first_k)  # type: ignore[possibly-undefined]
             else:
                 part = tl.load(
-                    x_ptrs + first_k, mask=(offs_k < dim_k - first_k)[None, :], other=0.0
+                    x_ptrs + first_k,  # type: ignore[possibly-undefined]
+                    mask=(offs_k < dim_k - first_k)[None, :],
+                    other=0.0,
                 )
             if EPILOGUE == "gated":
                 columns = weight.load([slot, 0, first_n, first_k])

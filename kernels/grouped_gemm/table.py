@@ -133,4 +133,4 @@ def _key(entry: Mapping[str, object]) -> TileKey:
 
 def _tile(numbers: Sequence[int]) -> Tile:
     sizes = list(map(int, numbers))
-    return Tile(*sizes[:6], *map(bool, sizes[6:7]), *sizes[7:])
+    return Tile(*sizes[:6], *map(bool, sizes[6:7]), *sizes[7:])  # type: ignore[arg-type]
