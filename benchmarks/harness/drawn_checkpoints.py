@@ -19,24 +19,11 @@ import torch
 
 from harness.checkpoints import write_checkpoint
 from harness.families import SMALL_STD, WEIGHT_STD
-from harness.shapes import BF16_BYTES, SHAPES, Qwen3Shape, Shape
+from harness.shapes import BF16_BYTES, QWEN3_30B_BF16, SHAPES, Qwen3Shape, Shape
 from harness.tensors import TensorPlan
 
 DEVICE_SHAPES: dict[str, Shape] = {
-    "olmoe-1b-7b": SHAPES["olmoe-1b-7b"],
-    "qwen3-30b-a3b": Qwen3Shape(
-        name="qwen3-30b-a3b",
-        num_layers=48,
-        num_experts=128,
-        top_k=8,
-        model_width=2048,
-        expert_width=768,
-        num_heads=32,
-        num_kv_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        shard_bytes=4 * 10**9,
-    ),
+    shape.name: shape for shape in (SHAPES["olmoe-1b-7b"], QWEN3_30B_BF16)
 }
 TINY = Qwen3Shape(
     name="tiny",

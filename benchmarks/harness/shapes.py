@@ -142,8 +142,8 @@ def fp8_bytes(rows: int, cols: int) -> int:
     return rows * cols + -(-rows // FP8_BLOCK) * -(-cols // FP8_BLOCK) * BF16_BYTES
 
 
-QWEN3_30B = Qwen3Fp8Shape(
-    name="qwen3-30b-a3b-fp8",
+QWEN3_30B_BF16 = Qwen3Shape(
+    name="qwen3-30b-a3b",
     num_layers=48,
     num_experts=128,
     top_k=8,
@@ -155,6 +155,7 @@ QWEN3_30B = Qwen3Fp8Shape(
     vocab_size=151936,
     shard_bytes=4 * 10**9,
 )
+QWEN3_30B = replace(Qwen3Fp8Shape(**vars(QWEN3_30B_BF16)), name="qwen3-30b-a3b-fp8")
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (

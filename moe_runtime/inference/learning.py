@@ -26,8 +26,6 @@ class PolicyListener(Listener):
 
     def begin(self, step: Step) -> None:
         """Tells of a step, and of the requests that ended before it."""
-        if not self._stores:
-            return
         for store in self._stores:
             for request in step.ended:
                 store.finish(request)

@@ -166,9 +166,8 @@ class ReadQueue:
     def _push(self, read: Read, num_blocks: int) -> None:
         for _ in range(num_blocks):
             heapq.heappush(self._tickets, (read.priority, next(self._number), read))
-        # every thread serves demands, not every one what is read ahead
-        told = self._changed._told
-        told.notify(num_blocks) if read.priority is Priority.DEMAND else told.notify_all()
+        told, is_demand = self._changed._told, read.priority is Priority.DEMAND
+        told.notify(num_blocks) if is_demand else told.notify_all()  # not all serve read-aheads
 
     def _mend(self) -> None:
         """A ticket for every block that waits, in the order in which the reads were submitted."""

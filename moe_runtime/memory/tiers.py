@@ -131,8 +131,8 @@ class TierFetcher:
     ) -> bool:
         """Queues the copy of an expert that is resident below, on the thread that asks for it.
 
-        A thread waits for its end. Handing over the copy itself would take longer than
-        the link takes for it.
+        A thread waits for its end. Handing over the copy itself would take longer than the link
+        takes for it.
 
         Returns:
             Whether it is queued: not where the expert is absent, or the device refuses.

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from emulated_models import experts_modules_of, load_on_emulated_device
+from emulated_models import emulated, experts_modules_of, load_on_emulated_device
 from moe_families import Family
 from tiny_checkpoints import PROMPT, save, tiny_model
 from transformers import DynamicCache, GenerationConfig, StaticCache
@@ -25,9 +25,6 @@ from moe_runtime.memory.device_store import DeviceStore
 from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")
-emulated = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels run on the GPU here, which sees no emulated device"
-)
 NUM_EXPERTS, NEW_TOKENS = 6, 4
 THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :2]
 ONE = THREE[:1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_models import experts_modules_of, load_on_emulated_device, logits_of
+from emulated_models import emulated, experts_modules_of, load_on_emulated_device, logits_of
 from moe_families import Family
 from quantized_checkpoints import SAMPLES, Quantized, write
 from tiny_checkpoints import PROMPT, save, tiny_model
@@ -28,11 +28,6 @@ NUM_EXPERTS = 6
 PROMPTS = [PROMPT[:, :1], torch.cat((PROMPT, PROMPT[:, :6]), 1), PROMPT[:, 2:3]]
 # Gate and up in turn, with biases, and an activation that is a formula.
 FAMILY = Family("gpt_oss", "GptOssForCausalLM", {"num_hidden_layers": 2})
-
-
-emulated = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels run on the GPU here, which sees no emulated device"
-)
 
 
 @pytest.fixture(scope="module", autouse=True)

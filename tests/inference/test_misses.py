@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_models import experts_modules_of, load_on_emulated_device, logits_of
+from emulated_models import emulated, experts_modules_of, load_on_emulated_device, logits_of
 from moe_families import Family
 from quantized_checkpoints import SAMPLES, Quantized, write
 from tiny_checkpoints import PROMPT, save, tiny_model
@@ -24,9 +24,7 @@ from moe_runtime.planning.hybrid import MissPlan
 from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels run on the GPU here, which sees no emulated device"
-)
+pytestmark = emulated
 NUM_EXPERTS = 6
 # Gate and up in turn, with biases, and an activation that is a formula.
 FAMILY = Family("gpt_oss", "GptOssForCausalLM", {"num_hidden_layers": 2})

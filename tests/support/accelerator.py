@@ -21,6 +21,9 @@ NAME = "emulated"
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention")
 """What autocast computes in its type, as far as models here need it."""
 
+WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
+"""What a host that needs a value waits for."""
+
 _AUTOCAST_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
 
@@ -95,7 +98,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_foreigners(func, tensors)
         if is_here:
             CROSSINGS.on_work(name, tensors)
-    if name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero"):
+    if name in WAITS:
         CROSSINGS.num_waits += 1
     known = {id(t.host): t for t in tensors if isinstance(t, DeviceTensor)}
     return _wrapped(func(*here_args, **here_kwargs), known, is_here)

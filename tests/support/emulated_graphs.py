@@ -11,13 +11,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from accelerator import WAITS
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from moe_runtime.kernels.triton_support import PreparedLaunch
-
-WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
-"""What cannot be recorded: the host would need to know a value."""
 
 
 class EmulatedGraph:

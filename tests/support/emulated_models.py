@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from emulated_device import EmulatedDevice
 
@@ -25,6 +26,10 @@ from moe_runtime.inference.handle import RuntimeHandle
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
+
+emulated = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels run on the GPU here, which sees no emulated device"
+)
 
 
 class EagerDevice(EmulatedDevice):

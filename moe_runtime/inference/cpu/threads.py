@@ -30,9 +30,7 @@ def rest_torch_threads(model: PreTrainedModel) -> None:
     library = native_library()
     if library is None or native_row_limit(library, model.dtype) != UNLIMITED:
         return
-    threads = OneThread()
-    model.register_forward_pre_hook(threads.begin)
-    model.register_forward_hook(threads.end, always_call=True)
+    OneThread().hold(model)
 
 
 def torch_threads_for(query: torch.Tensor, key: torch.Tensor) -> AbstractContextManager[None]:
@@ -69,8 +67,12 @@ def _threads(number: int) -> Iterator[None]:
 class OneThread:
     """Sets torch to one thread, and back to what it was."""
 
-    def __init__(self) -> None:
-        self._before: int | None = None
+    _before: int | None = None
+
+    def hold(self, model: PreTrainedModel) -> None:
+        """Does so for the forward passes of a model."""
+        model.register_forward_pre_hook(self.begin)
+        model.register_forward_hook(self.end, always_call=True)
 
     def begin(self, *_: Any) -> None:
         if torch.compiler.is_compiling():

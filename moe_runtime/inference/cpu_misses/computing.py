@@ -195,9 +195,7 @@ def open_misses(
     assert lower is not None, "a device has a tier below"
     # Native kernels have threads of their own then. Those of torch begin and end together, so that
     # an expert waits for a processor that another thread is on: 8 ms instead of 0.1 on 16 of them.
-    threads = OneThread()
-    model.register_forward_pre_hook(threads.begin)
-    model.register_forward_hook(threads.end, always_call=True)
+    OneThread().hold(model)
     misses = Misses(store, lower, bind, is_planned=mode == "auto")
     for module in modules:
         module.misses = misses
