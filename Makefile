@@ -36,6 +36,7 @@ BENCH_ARGS ?= --quick
 # for the tests, the tiles and the measurements. Each part keeps what it has found when its time ends.
 GPU_PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8
 GPU_TESTS ?= $(addprefix tests/,inference/test_device_experts.py memory/test_device_tier.py \
+  inference/test_decode_graphs.py inference/test_misses.py training/test_slotted_adapters.py \
   offload/test_computing_device.py offload/test_device_updates.py training/test_runs_on_a_device.py \
   training/test_adapters_on_a_device.py kernels)
 GPU_SHAPES ?= 16384,2048,768,128,8 1,2048,768,128,8
