@@ -161,7 +161,7 @@ class CudaDevice:
         """As ``Device.wait_here``."""
         torch.cuda.current_stream(self._place).wait_event(event.done)
 
-    def vacate(self, slot: torch.Tensor) -> list[Any]:
+    def vacate(self, *slots: torch.Tensor) -> list[Any]:
         """As ``Device.vacate``."""
         return [stream.record_event() for stream in tuple(self._computing.values())]
 

@@ -115,8 +115,8 @@ class Device(Protocol):
         """
         ...
 
-    def vacate(self, slot: torch.Tensor) -> Sequence[Any]:
-        """What a slot held is given up: the work that was queued until now, and may read it still.
+    def vacate(self, *slots: torch.Tensor) -> Sequence[Any]:
+        """What slots held is given up: the work that was queued until now, and may read it still.
 
         Returns:
             Events, one of each stream that computes.
@@ -129,10 +129,10 @@ class Device(Protocol):
         after: Sequence[Any],
         priority: Priority,
     ) -> Copy:
-        """Queues copies into a vacated slot behind what ``vacate`` returned, and does not wait.
+        """Queues copies into vacated slots behind what ``vacate`` returned, and does not wait.
 
         Args:
-            parts: host memory, unchanged until the event, and as many bytes of the slot, which
+            parts: host memory, unchanged until the event, and as many bytes of a slot, which
                 nobody reads but behind the event; both ``uint8``.
             after: what ``vacate`` returned.
             priority: a demand is not queued behind what is read ahead.

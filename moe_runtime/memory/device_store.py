@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -26,6 +27,17 @@ class DeviceLease(TierLease[W]):
     """
 
     _store: DeviceStore[W]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def _admit(self) -> None:
+        """What is resident below is copied together, but what only passes through."""
+        if len(self._wanted) > 1 and not self._streaming and self._above is None:
+            store = self._store
+            absent = [key for key in self._wanted if key not in store._entries]
+            for key in store.start_together(absent, self._keep):
+                store._entries[key].pins += 1
+                self._arriving.append(key)
+                self._wanted.remove(key)
+        super()._admit()
 
     def _take_ready(self) -> list[ExpertKey]:
         """What is there goes first, then those whose copies are queued.
@@ -129,6 +141,7 @@ class DeviceStore(TierStore[W]):
         self.stacks: SlotStacks | None = None
         self.recorded: Any = None
         self._residents: dict[int, Residents] = {}
+        self._keys: dict[int, list[ExpertKey]] = {}
         self._planned: deque[Planned] = deque()
         self._uncounted: deque[tuple[Event, Callable[[], Sequence[ExpertKey]]]] = deque()
 
@@ -301,6 +314,42 @@ class DeviceStore(TierStore[W]):
 
     # What follows is called with the lock held.
 
+    def start_together(
+        self, keys: Sequence[ExpertKey], keep: Collection[ExpertKey]
+    ) -> list[ExpertKey]:
+        """Demands experts of a layer that are resident below, as far as there are slots.
+
+        Args:
+            keys: none of them is here or on its way.
+            keep: those that the policy knows; the others pass through.
+
+        Returns:
+            Those that are on their way now.
+        """
+        begun: list[ExpertKey] = []
+        read = Read(Priority.DEMAND, partial(self._arrive_together, begun))
+
+        def take(found: Sequence[ExpertKey]) -> list[torch.Tensor]:
+            for key in found:
+                slot = self._take_slot(key, keep=key in keep)
+                if slot is None:
+                    break
+                self._enter(key, slot, read, keep=key in keep)
+                begun.append(key)
+            return [self._slab.slot(self._entries[key].slot) for key in begun]
+
+        if not self.fetcher.copy_resident(keys, read, take):
+            for key in begun:
+                entry = self._entries[key]
+                entry.read = Read(Priority.DEMAND, partial(self._arrive, key))
+                self.fetcher.fetch(key, self._slab.slot(entry.slot), entry.read)
+        return begun
+
+    def _arrive_together(self, keys: Sequence[ExpertKey], read: Read) -> None:
+        with self._changed:
+            for key in keys:
+                self._arrive(key, read)
+
     def _count_plans(self) -> None:
         """Adds up plans whose copies have ended."""
         while self._planned and all(read.ended_s for read in self._planned[0].reads):
@@ -320,7 +369,10 @@ class DeviceStore(TierStore[W]):
 
     def _find_residents(self, layer: int, stream: int) -> Residents:
         assert self.stacks is not None, "the layer has a stack"
-        keys = [ExpertKey(layer, expert) for expert in range(self.stacks.num_experts(layer))]
+        keys = self._keys.get(layer)
+        if keys is None:
+            experts = range(self.stacks.num_experts(layer))
+            keys = self._keys[layer] = [ExpertKey(layer, expert) for expert in experts]
         slots, are_kept = [-1] * len(keys), True
         for key in keys:
             entry = self._entries.get(key)

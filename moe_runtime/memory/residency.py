@@ -256,16 +256,21 @@ class ExpertStore(Generic[W]):
     def _start(
         self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority, passes: bool = False
     ) -> Entry[W]:
+        read = Read(priority, partial(self._arrive, key), passes=passes)
+        entry = self._enter(key, slot, read, keep=keep)
+        self._fetcher.fetch(key, self._slab.slot(slot), read)
+        return entry
+
+    def _enter(self, key: ExpertKey, slot: int, read: Read, *, keep: bool) -> Entry[W]:
         if self.listener is not None:
-            self.listener.read_began(key, priority)
-        entry: Entry[W] = Entry(slot, Read(priority, partial(self._arrive, key), passes=passes))
+            self.listener.read_began(key, read.priority)
+        entry: Entry[W] = Entry(slot, read)
         self._entries[key] = entry
         if keep:
             self._policy.insert(key)
         else:
             self._streamed.add(key)
-        self._link.begin(is_demand=priority is Priority.DEMAND)
-        self._fetcher.fetch(key, self._slab.slot(slot), entry.read)
+        self._link.begin(is_demand=read.priority is Priority.DEMAND)
         return entry
 
     def _hasten(self, key: ExpertKey, entry: Entry[W], priority: Priority) -> None:

@@ -72,11 +72,9 @@ class TierFetcher:
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """Starts to copy an expert into a slot; it is read first if it is not resident below."""
-        after = self._device.vacate(slot) if self._device else ()
-        is_queued = False
-        if self._device and read.priority is Priority.DEMAND:
-            is_queued = self._copy_resident(key, slot, read, after)
-        if not is_queued:
+        is_demand = self._device and read.priority is Priority.DEMAND
+        if not is_demand or not self.copy_resident([key], read, lambda _: [slot]):
+            after = self._device.vacate(slot) if self._device else ()
             self._copies.submit([partial(self._copy, key, slot, read, after)], read)
 
     def promote(self, key: ExpertKey, read: Read) -> None:
@@ -126,29 +124,43 @@ class TierFetcher:
     def _move(self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor) -> None:
         slot.copy_(source[: len(slot)])
 
-    def _copy_resident(
-        self, key: ExpertKey, slot: torch.Tensor, read: Read, after: Sequence[Any]
+    def copy_resident(
+        self,
+        keys: Sequence[ExpertKey],
+        read: Read,
+        take: Callable[[Sequence[ExpertKey]], Sequence[torch.Tensor]],
     ) -> bool:
-        """Queues the copy of an expert that is resident below, on the thread that asks for it.
+        """Queues one copy of the experts that are resident below, on the thread that asks for it.
 
-        A thread waits for its end. Handing over the copy itself would take longer than the link
-        takes for it.
+        A thread waits for its end. Handing over the copy itself, or each expert by itself, would
+        take longer than the link takes for it.
+
+        Args:
+            keys: of experts of one size.
+            read: ends when all are there; its bytes are those of one of them.
+            take: gives slots to the first of those that are resident below.
 
         Returns:
-            Whether it is queued: not where the expert is absent, or the device refuses.
+            Whether it is queued: not where there is none, or the device refuses.
         """
         assert self._device is not None
-        lease = self.lower.lease([key], streaming=read.passes, above=read)
+        lease = self.lower.lease(keys, streaming=read.passes, above=read)
         is_done = False
         try:
-            source = _entered(lease, key)
-            if source is None:
+            found = _entered(lease)
+            slots = take([*found]) if found else ()
+            if not slots:
+                lease.__exit__()
                 is_done = True
                 return False
-            parts, num_bytes = self._parts(key, source, slot)
+            after, parts, num_bytes = self._device.vacate(*slots), [], 0
+            for (key, source), slot in zip(found.items(), slots, strict=False):
+                own_parts, num_bytes = self._parts(key, source, slot)
+                parts += own_parts
             copied = self._device.copy(parts, after, read.priority)
             self.queued[read] = _Copy(copied)
-            self._ends.submit([partial(self._finish, lease, read, copied, num_bytes)], read)
+            finish = partial(self._finish, lease, read, copied, num_bytes, len(slots))
+            self._ends.submit([finish], read)
             is_done = True
             return True
         except (MemoryError, OSError, RuntimeError):
@@ -162,11 +174,13 @@ class TierFetcher:
                     self.queued.pop(read, None)
                     self.lower.give_up(lease)
 
-    def _finish(self, lease: Lease[torch.Tensor], read: Read, copied: Copy, num_bytes: int) -> int:
-        """Returns the bytes of a copy that was queued, when they are there."""
+    def _finish(
+        self, lease: Lease[torch.Tensor], read: Read, copied: Copy, num_bytes: int, count: int
+    ) -> int:
+        """Returns the bytes of an expert of a copy that was queued, when all are there."""
         is_done = False
         try:
-            self._wait(read, copied, num_bytes)
+            self._wait(read, copied, count * num_bytes)
             lease.__exit__()
             is_done = True
         finally:
@@ -274,16 +288,16 @@ class TierFetcher:
             ) from error
 
 
-def _entered(lease: Lease[torch.Tensor], key: ExpertKey) -> torch.Tensor | None:
-    """Enters a lease of one expert if it is resident, and returns its slot; else None."""
+def _entered(lease: Lease[torch.Tensor]) -> dict[ExpertKey, torch.Tensor]:
+    """Enters a lease of those experts that are resident, and returns their slots."""
     store = lease._store
     with store._changed:
-        entry = store._entries.get(key)
-        if entry is None or not entry.arrived or entry.read.error is not None:
-            return None
+        entries = [(key, store._entries.get(key)) for key in lease._keys]
+        lease._keys = [k for k, e in entries if e and e.arrived and e.read.error is None]
+        if not lease._keys:
+            return {}
         lease.__enter__()
-        ((_, slot),) = next(iter(lease))
-        return slot
+        return dict(next(iter(lease)))
 
 
 class _Copy:

@@ -113,11 +113,11 @@ class EmulatedDevice:
             done_s = (event.event if isinstance(event, _Failing) else event).time_s
             self._streams_s[self._current] = max(self._streams_s.get(self._current, 0.0), done_s)
 
-    def vacate(self, slot: torch.Tensor) -> list[EmulatedEvent]:
+    def vacate(self, *slots: torch.Tensor) -> list[EmulatedEvent]:
         with self._lock:
             ends_s = [self._streams_s.get(number, 0.0) for number in self.computing]
             last = max(self.now_s, *ends_s, 0.0)
-            self._at(last, lambda: slot.fill_(POISON))
+            self._at(last, lambda: [slot.fill_(POISON) for slot in slots])
             return [EmulatedEvent(self, end_s) for end_s in ends_s]
 
     def copy(

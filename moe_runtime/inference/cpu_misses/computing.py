@@ -87,11 +87,7 @@ class Misses:
 
 
 class HostPart:
-    """The experts of one layer that the CPU computes, one after another.
-
-    Attributes:
-        left: those to come.
-    """
+    """The experts of one layer that the CPU computes."""
 
     def __init__(
         self,
@@ -113,7 +109,7 @@ class HostPart:
             activation: of the experts.
         """
         self._misses = misses
-        self.left = [*reversed(keys)]
+        self._left = [*keys]
         self._rows = rows
         self._x_TD = x_TD
         self._num_choices = num_choices
@@ -121,43 +117,44 @@ class HostPart:
         self._places: list[int] = []
         self._done: list[torch.Tensor] = []
 
-    def compute_next(self) -> None:
-        """Computes one expert, if any is left; it is read from disk first if it has to be.
-
-        Nothing of a tier is held between two calls: copies to the device need slots here too.
+    def compute(self) -> None:
+        """Computes what was not computed so far; what is on disk is read first.
 
         Raises:
             CheckpointError: it could not be read.
         """
-        if not self.left:
+        if not self._left:
             return
-        misses, key = self._misses, self.left.pop()
-        lease, is_done = misses.lower.lease([key]), False
+        store, is_done = self._misses.lower, False
+        lease = store.lease(self._left)
         try:
             with lease:
                 for group in lease:
-                    for _, slot in group:
-                        self._compute(key, slot)
+                    self._compute(group)
             is_done = True
         finally:
             if not is_done:
-                misses.lower.give_up(lease)
+                store.give_up(lease)
+        self._left.clear()
 
-    def _compute(self, key: ExpertKey, slot: torch.Tensor) -> None:
-        misses, rows = self._misses, self._rows[key.expert]
+    def _compute(self, group: Sequence[tuple[ExpertKey, torch.Tensor]]) -> None:
+        misses, rows = self._misses, [self._rows[key.expert] for key, _ in group]
+        places, counts = [place for own in rows for place in own], [*map(len, rows)]
         begun_s = misses.clock()
-        y_ND = self._x_TD.new_empty(len(rows), self._x_TD.shape[1])
+        y_ND = self._x_TD.new_empty(len(places), self._x_TD.shape[1])
         expert_ffn(
             self._x_TD,
-            [misses.bind(key, slot)],
-            [len(rows)],
-            [row // self._num_choices for row in rows],
-            [*range(len(rows))],
+            [misses.bind(key, slot) for key, slot in group],
+            counts,
+            [place // self._num_choices for place in places],
+            [*range(len(places))],
             y_ND,
             activation=self._activation,
         )
-        misses.speeds.computed(len(rows), misses.clock() - begun_s)
-        self._places += rows
+        each_s = (misses.clock() - begun_s) / len(group)
+        for count in counts:
+            misses.speeds.computed(count, each_s)
+        self._places += places
         self._done.append(y_ND)
 
     def finish(self, give: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
@@ -166,8 +163,7 @@ class HostPart:
         Args:
             give: takes rows, see `SlottedProducts.give`.
         """
-        while self.left:
-            self.compute_next()
+        self.compute()
         device, begun_s = self._misses.store.device, self._misses.clock()
         give(device.upload(self._places), device.send(torch.cat(self._done)))
         self._misses.speeds.back.add(self._misses.clock() - begun_s)

@@ -246,7 +246,7 @@ class DeviceExperts(OffloadedExperts):
             num_arrived = sum(key.expert not in residents for key, _ in group)
             if num_arrived:
                 misses.speeds.launch.add((misses.clock() - before_s) / num_arrived)
-            part.compute_next()  # while the next one is copied
+            part.compute()  # while others are copied, or read
 
         if others:
             self._compute(routing._replace(keys=others), add)
