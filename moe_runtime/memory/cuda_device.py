@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import weakref
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from moe_runtime.memory.device import Device
 from moe_runtime.memory.io_queue import Priority
 
 PAGE_BYTES = 4096
+_ANY_WAY = 4
+"""`cudaMemcpyDefault`: addresses say which way it goes."""
 PIN_BYTES = 2**30
 """Host memory is registered in parts of about this size, which fail early and name a limit."""
 
@@ -111,6 +114,8 @@ class CudaDevice:
         self._recording = torch.cuda.Stream(place)
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
         self._allocated: list[weakref.ref[torch.Tensor]] = []
+        self._index = place.index if place.index is not None else torch.cuda.current_device()
+        self._copy_async = _find_async_copy()
         self.compute_here()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -132,25 +137,28 @@ class CudaDevice:
 
     def compute_here(self) -> int:
         """As ``Device.compute_here``."""
-        stream = torch.cuda.current_stream(self._place)
-        if stream.cuda_stream not in self._computing:
+        number: int = torch._C._cuda_getCurrentRawStream(self._index)
+        if number not in self._computing:
+            stream = torch.cuda.current_stream(self._place)
             for memory in [ref() for ref in self._allocated]:
                 if memory is not None:
                     memory.record_stream(stream)
-            self._computing[stream.cuda_stream] = stream
-        return stream.cuda_stream
+            self._computing[number] = stream
+        return number
 
-    def upload(self, numbers: Sequence[int]) -> torch.Tensor:
+    def upload(self, numbers: Sequence[int], into: torch.Tensor | None = None) -> torch.Tensor:
         """As ``Device.upload``."""
         pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=True)
-        return pinned.to(self._place, non_blocking=True)
+        if into is None:
+            return pinned.to(self._place, non_blocking=True)
+        return into.copy_(pinned, non_blocking=True)
 
     def download(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         """As ``Device.download``."""
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         found.copy_(numbers, non_blocking=True)
         copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(self._place))
+        copied.record(self._here())
         return found, copied
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
@@ -159,7 +167,7 @@ class CudaDevice:
 
     def wait_here(self, event: CudaCopy) -> None:
         """As ``Device.wait_here``."""
-        torch.cuda.current_stream(self._place).wait_event(event.done)
+        self._here().wait_event(event.done)
 
     def vacate(self, *slots: torch.Tensor) -> list[Any]:
         """As ``Device.vacate``."""
@@ -177,19 +185,15 @@ class CudaDevice:
         for event in after:
             stream.wait_event(event)
         begun.record(stream)
-        with torch.cuda.stream(stream):
-            for source, target in parts:
-                target.copy_(source, non_blocking=True)
+        self._queue(parts, stream)
         done.record(stream)
         return CudaCopy(begun, done)
 
     def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
         """As ``Device.copy_back``."""
         done = torch.cuda.Event(blocking=True)
-        self._back.wait_stream(torch.cuda.current_stream(self._place))
-        with torch.cuda.stream(self._back):
-            for source, target in parts:
-                target.copy_(source, non_blocking=True)
+        self._back.wait_stream(self._here())
+        self._queue(parts, self._back)
         done.record(self._back)
         return done
 
@@ -198,9 +202,44 @@ class CudaDevice:
         for stream in (*self._copies.values(), self._back):
             stream.synchronize()
 
+    def _here(self) -> torch.cuda.Stream:
+        """The caller's current stream, which takes torch long to make anew."""
+        return self._computing[self.compute_here()]
+
+    def _queue(
+        self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream
+    ) -> None:
+        """Queues copies of contiguous bytes."""
+        if self._copy_async is None:
+            with torch.cuda.stream(stream):
+                for source, target in parts:
+                    target.copy_(source, non_blocking=True)
+            return
+        number = stream.cuda_stream
+        for source, target in parts:
+            addresses = target.data_ptr(), source.data_ptr()
+            if status := self._copy_async(*addresses, source.numel(), _ANY_WAY, number):
+                raise RuntimeError(f"cudaMemcpyAsync failed with {status}")
+
     def record(self) -> CudaRecorder:
         """As ``Device.record``."""
         return CudaRecorder(self._place, self._recording)
+
+
+def _find_async_copy() -> Any:
+    """`cudaMemcpyAsync` of the runtime that torch has loaded; None where it has another one.
+
+    Torch's own copies look for what a tensor may be, which takes the host longer than the call.
+    """
+    try:
+        # it does not wait, so other threads need not have their turn meanwhile
+        library = ctypes.PyDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+        copy = library.cudaMemcpyAsync
+    except (OSError, AttributeError):
+        return None
+    address = ctypes.c_void_p
+    copy.argtypes = [address, address, ctypes.c_size_t, ctypes.c_int, address]
+    return copy
 
 
 def open_device(place: torch.device) -> Device:

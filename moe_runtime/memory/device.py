@@ -91,8 +91,13 @@ class Device(Protocol):
         """The caller's current stream computes from slots from now on; returns its number."""
         ...
 
-    def upload(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Numbers as int32 of the device, for work that is queued on the current stream."""
+    def upload(self, numbers: Sequence[int], into: torch.Tensor | None = None) -> torch.Tensor:
+        """Numbers as int32 of the device, for work that is queued on the current stream.
+
+        Args:
+            numbers: as many as there are places.
+            into: where they go; new memory if omitted.
+        """
         ...
 
     def download(self, numbers: torch.Tensor) -> tuple[torch.Tensor, Event]:

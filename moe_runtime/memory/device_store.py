@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ class DeviceLease(TierLease[W]):
     """
 
     _store: DeviceStore[W]  # pyright: ignore[reportIncompatibleVariableOverride]
+    _awaited: Read | None = None  # what the current stream waits for already, of this group
 
     def _admit(self) -> None:
         """What is resident below is copied together, but what only passes through."""
@@ -60,9 +61,11 @@ class DeviceLease(TierLease[W]):
 
     def _weights(self, key: ExpertKey) -> W:
         store = self._store
-        copy = store.fetcher.queued.get(store._entries[key].read)
-        if copy is not None:
+        read = store._entries[key].read
+        copy = store.fetcher.queued.get(read)
+        if copy is not None and read is not self._awaited:
             store.device.wait_here(copy.event)
+            self._awaited = read
         store.fetcher.raise_failure()
         return super()._weights(key)
 
@@ -78,10 +81,15 @@ class SlotStacks(Protocol):
         """Experts of the layer."""
         ...
 
-    def stack(self, layer: int, slots: Sequence[int]) -> Any:
+    def stack(self, layer: int, slots: Sequence[int], into: torch.Tensor | None = None) -> Any:
         """All slots, and for each expert of the layer the one that it lies in, below 0 for none.
 
         For work that is queued on the caller's current stream.
+
+        Args:
+            layer: of the experts.
+            slots: of each expert of the layer.
+            into: memory of the device for them, ``[E]`` int32; new memory if omitted.
         """
         ...
 
@@ -90,20 +98,29 @@ class SlotStacks(Protocol):
         ...
 
 
-class Residents(NamedTuple):
+class Residents:
     """The experts of a layer that are in slots of a device.
 
     Attributes:
-        experts: who they are.
-        stack: what kernels take; None where there is nobody.
+        slots: of each expert of the layer, below 0 for those that are not there.
+        experts: who is there.
         are_all: whether they are the whole layer, kept by the policy.
         stream: on whose stream kernels may take them.
     """
 
-    experts: frozenset[int]
-    stack: Any
-    are_all: bool
-    stream: int
+    def __init__(
+        self, layer: int, slots: Sequence[int], stacks: SlotStacks, stream: int, *, are_kept: bool
+    ) -> None:
+        """Takes what the attributes are made of."""
+        self.slots, self.stream = slots, stream
+        self.experts = frozenset(expert for expert, slot in enumerate(slots) if slot >= 0)
+        self.are_all = are_kept and len(self.experts) == len(slots)
+        self._make_stack = partial(stacks.stack, layer, slots)
+
+    @cached_property
+    def stack(self) -> Any:
+        """What kernels take; None where there is nobody."""
+        return self._make_stack() if self.experts else None
 
 
 class Planned(NamedTuple):
@@ -222,15 +239,20 @@ class DeviceStore(TierStore[W]):
             queue()
             return True
 
-    def stack_of(self, keys: Sequence[ExpertKey]) -> Any:
-        """What kernels take of experts of one layer that a lease has just yielded."""
+    def stack_of(self, keys: Sequence[ExpertKey], into: torch.Tensor | None = None) -> Any:
+        """What kernels take of experts of one layer that a lease has just yielded.
+
+        Args:
+            keys: the experts.
+            into: as of ``SlotStacks.stack``.
+        """
         assert self.stacks is not None, "the layer has a stack"
         layer = keys[0].layer
         slots = [-1] * self.stacks.num_experts(layer)
         with self._changed:
             for key in keys:
                 slots[key.expert] = self._entries[key].slot
-        return self.stacks.stack(layer, slots)
+        return self.stacks.stack(layer, slots, into)
 
     def count_later(self, event: Event, used: Callable[[], Sequence[ExpertKey]]) -> None:
         """Counts the use of residents once the device has told who they were.
@@ -379,9 +401,7 @@ class DeviceStore(TierStore[W]):
             if entry is not None and entry.arrived and entry.read.error is None:
                 slots[key.expert] = entry.slot
                 are_kept = are_kept and key not in self._streamed
-        experts = frozenset(expert for expert, slot in enumerate(slots) if slot >= 0)
-        stack = self.stacks.stack(layer, slots) if experts else None
-        return Residents(experts, stack, are_kept and len(experts) == len(keys), stream)
+        return Residents(layer, slots, self.stacks, stream, are_kept=are_kept)
 
     def _arrive(self, key: ExpertKey, read: Read) -> None:
         with self._changed:

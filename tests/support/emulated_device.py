@@ -92,8 +92,9 @@ class EmulatedDevice:
         self.computing.add(self._current)
         return self._current
 
-    def upload(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int32)
+    def upload(self, numbers: Sequence[int], into: torch.Tensor | None = None) -> torch.Tensor:
+        found = torch.tensor(numbers, dtype=torch.int32)
+        return found if into is None else into.copy_(found)
 
     def download(self, numbers: torch.Tensor) -> tuple[torch.Tensor, EmulatedEvent]:
         """They arrive when somebody waits; until then they are no expert's."""

@@ -26,7 +26,12 @@ class SlottedProducts:
     The number of tokens alone chooses the kernels, never what is in which slot or since when, and
     each expert's rows are computed apart from those of the others. Rows are summed once, at the
     end, in the order of a token's choices.
+
+    Attributes:
+        arrived_E: None, as slots may lie anywhere.
     """
+
+    arrived_E: Tensor | None = None
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ class RecordedLayer:
     Attributes:
         sums: queues the sums of all experts.
         takes_rows: as of `SlottedProducts`.
+        arrived_E: where the slots are of those that arrived.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RecordedLayer:
         assert isinstance(experts.store, DeviceStore)
         assert experts.store.stacks is not None, "the layer has a stack"
         self._experts, self._routed, self._store = experts, routed, experts.store
-        self._residents_E, self._arrived_E = tables_2E
+        self._residents_E, self.arrived_E = tables_2E
         self._listed: Residents | None = None
         self._products = experts.products(routed)
         self.sums, self.takes_rows = self._products.sums, self._products.takes_rows
@@ -63,12 +64,11 @@ class RecordedLayer:
         stack_over = partial(experts.store.stacks.stack_over, experts.layer)
         self._products.add(stack_over(self._residents_E))
         self._before = recorder.cut()
-        self._products.add(stack_over(self._arrived_E))
+        self._products.add(stack_over(self.arrived_E))
         self._arrivals = recorder.cut()
 
-    def add(self, experts: Any) -> None:
-        """As `SlottedProducts.add`, for experts that have arrived."""
-        self._arrived_E.copy_(experts.slot_of_expert)
+    def add(self, _: Any) -> None:
+        """As `SlottedProducts.add`, for experts that have arrived, whose slots are in a table."""
         self._arrivals.replay()
 
     def replay(self) -> bool:
@@ -86,10 +86,7 @@ class RecordedLayer:
 
     def _list_and_replay(self, residents: Residents) -> None:
         if residents is not self._listed:
-            if residents.stack is None:
-                self._residents_E.fill_(-1)
-            else:
-                self._residents_E.copy_(residents.stack.slot_of_expert)
+            self._store.device.upload(residents.slots, self._residents_E)
             self._listed = residents
         self._before.replay()
 
@@ -129,7 +126,8 @@ class RecordedStep:
         self._store, self._modules = store, modules
         self._cache = weakref.ref(call.cache)
         self._inputs = {name: tensor.clone() for name, tensor in call.tensors.items()}
-        found = {m.layer: store.with_residents(m.layer, lambda _: None) for m in modules}
+        # their stacks are made now: not what is recorded
+        found = {m.layer: store.with_residents(m.layer, lambda r: r.stack) for m in modules}
         is_whole = all(map(self._is_quiet, modules, found.values()))
         self._residents = found if is_whole else None
         self._tables = {

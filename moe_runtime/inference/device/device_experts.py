@@ -51,6 +51,11 @@ class Sums(Protocol):
     """Sums of experts that come a few at a time: `SlottedProducts`, or their recording."""
 
     @property
+    def arrived_E(self) -> torch.Tensor | None:
+        """Where the slots have to be that `add` reads; None for anywhere."""
+        ...
+
+    @property
     def takes_rows(self) -> bool:
         """As of `SlottedProducts`."""
         ...
@@ -211,7 +216,7 @@ class DeviceExperts(OffloadedExperts):
     ) -> None:
         arrived = [key for key, _ in group if key.expert not in residents]
         if arrived:
-            products.add(store.stack_of(arrived))
+            products.add(store.stack_of(arrived, products.arrived_E))
 
     def _compute_planned(
         self,

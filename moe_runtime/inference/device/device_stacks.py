@@ -60,9 +60,11 @@ class DeviceStacks:
         """As ``SlotStacks.num_experts``."""
         return self._num_experts[layer]
 
-    def stack(self, layer: int, slots: Sequence[int]) -> StackedExperts | QuantizedExperts:
+    def stack(
+        self, layer: int, slots: Sequence[int], into: Tensor | None = None
+    ) -> StackedExperts | QuantizedExperts:
         """As ``SlotStacks.stack``."""
-        return self.stack_over(layer, self._device.upload(slots))
+        return self.stack_over(layer, self._device.upload(slots, into))
 
     def stack_over(self, layer: int, table: Tensor) -> StackedExperts | QuantizedExperts:
         """As ``SlotStacks.stack_over``."""
