@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 import torch
 from harness.arguments import positive
 from harness.machine import commit, describe_machine, machine_name, versions
+from harness.older_isa import add_isa, hold_to
 
 import moe_runtime
 from moe_runtime.bench.experts.layers import (
@@ -34,7 +33,6 @@ from moe_runtime.bench.experts.layers import (
     synthetic_layer,
 )
 from moe_runtime.files import write_text
-from moe_runtime.kernels.native import require_native
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -42,22 +40,13 @@ RESULTS = Path(__file__).parent / "results"
 TOKENS = (1, 16, 64, 256, 2048)
 # A peer that takes as many times longer than the quickest peer has one turn only.
 FAR = 3
-# What holds the libraries of torch to an instruction set, from the start of the process.
-OLDER = {
-    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
-    "avx2": {
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-    },
-}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def main() -> None:
     arguments = _arguments()
     if arguments.isa:
-        _hold_to(arguments.isa)
+        hold_to(arguments.isa)
     moe_runtime.register_with_transformers()
     facts = describe_machine()
     head = commit(Path(__file__).parent.parent)
@@ -81,13 +70,6 @@ def main() -> None:
         gc.collect()
     if arguments.save:
         _save(rows, facts, head, arguments.isa)
-
-
-def _hold_to(isa: str) -> None:
-    """Selects our instruction set, and starts the process anew if torch was not held to it."""
-    if any(os.environ.get(name) != value for name, value in OLDER[isa].items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | OLDER[isa])
-    require_native().select_isa(isa)
 
 
 def measure(
@@ -166,7 +148,7 @@ def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--all-peers", action="store_true", help="as many turns for peers that are far behind"
     )
-    parser.add_argument("--isa", choices=OLDER, help="the instructions of an older processor")
+    add_isa(parser)
     parser.add_argument("--save", action="store_true", help="add to this machine's results file")
     return parser.parse_args(words)
 

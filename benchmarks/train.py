@@ -5,6 +5,7 @@ batches: ours, and `Qwen3MoeForCausalLM` with its `grouped_mm` experts. They tak
 step, the first steps are not timed, medians count. The losses of both are compared, and a
 difference beyond rounding ends the benchmark without a number: so both balance each layer alone,
 as Switch Transformer does, where transformers' own loss balances the mean over all layers.
+`--isa avx512` (or `avx2`) is as in `experts.py`; its results are saved in a file of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from harness.arguments import positive
 from harness.machine import commit, describe_machine, machine_name, versions
+from harness.older_isa import add_isa, hold_to
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -213,6 +215,8 @@ def measure(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
 
 def main() -> None:
     arguments = _arguments()
+    if arguments.isa:
+        hold_to(arguments.isa)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     for dtype in arguments.dtypes:
@@ -228,12 +232,14 @@ def main() -> None:
 def save(arguments: argparse.Namespace, run: dict[str, Any]) -> None:
     """Writes one precision into this machine's results file; other precisions in it stay."""
     machine = describe_machine()
-    path = RESULTS / f"train-{arguments.shape}-{machine_name(machine)}.json"
+    name = f"{arguments.shape}-{arguments.isa}" if arguments.isa else arguments.shape
+    isa = f" --isa {arguments.isa}" if arguments.isa else ""
+    path = RESULTS / f"train-{name}-{machine_name(machine)}.json"
     kept = json.loads(path.read_text())["runs"] if path.exists() else []
     runs = [other for other in kept if other["dtype"] != run["dtype"]]
     runs.append(run | {"commit": commit(Path(__file__).parent)})
     result = {
-        "command": f"python benchmarks/train.py --shape {arguments.shape} --save",
+        "command": f"python benchmarks/train.py --shape {arguments.shape}{isa} --save",
         "machine": machine,
         "versions": versions(),
         "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
@@ -257,6 +263,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0 leaves them")
     parser.add_argument("--device", default="cpu")
+    add_isa(parser)
     parser.add_argument("--save", action="store_true", help="write the results file")
     return parser.parse_args()
 
