@@ -242,8 +242,9 @@ class DecodeProducts:
     def _put(self, partial: Tensor, rows_N: Tensor, y_ND: Tensor) -> None:
         """Puts given rows where those of other experts are."""
         rows_N = rows_N.long()
-        partial[1:, rows_N] = 0.0
-        partial[0, rows_N] = y_ND.float()
+        if len(partial) > 1:
+            partial[1:].index_fill_(1, rows_N, 0.0)
+        partial[0].index_copy_(0, rows_N, y_ND.float())
 
     def sums(self, slot_of_expert: Tensor | None = None) -> Tensor:
         """The output, once every expert was added that an id names and that has a slot here.

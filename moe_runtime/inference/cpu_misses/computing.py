@@ -165,7 +165,8 @@ class HostPart:
         """
         self.compute()
         device, begun_s = self._misses.store.device, self._misses.clock()
-        give(device.upload(self._places), device.send(torch.cat(self._done)))
+        y_ND = self._done[0] if len(self._done) == 1 else torch.cat(self._done)
+        give(device.upload(self._places), device.send(y_ND))
         self._misses.speeds.back.add(self._misses.clock() - begun_s)
 
 

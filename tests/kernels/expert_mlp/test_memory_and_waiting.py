@@ -24,6 +24,8 @@ from moe_runtime.kernels.expert_mlp import (
 from moe_runtime.kernels.expert_mlp.implementations.triton_path import TritonPath
 from moe_runtime.kernels.expert_mlp.rows import Needs, RoutedBatch, SortedRows
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
+from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.token_sort import token_sort
 
@@ -179,9 +181,31 @@ def experts_of_different_widths() -> Callable[[], None]:
     return call
 
 
+def rows_of_others() -> Callable[[], None]:
+    """A step of few tokens of which somebody else computes a part."""
+    x, ids, weights = (t.detach()[:3] for t in operands())
+    experts = stacked()
+    rows = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+
+    def call() -> None:
+        products = DecodeProducts(x, ids, weights, E, GpuLimits())
+        products.add(
+            experts.gate_up,
+            experts.down,
+            SILU,
+            experts.layout,
+            slot_of_expert=experts.slot_of_expert,
+        )
+        products.give(rows, x[:2])
+        products.sums()
+
+    return call
+
+
 @pytest.mark.parametrize(
     ("prepare", "kernels"),
     [
+        (rows_of_others, {"decode_up", "decode_down", "decode_combine"}),
         (whole_layer, {"decode_up", "grouped_gemm_dw", "gate_weight_grad", "_token_sort_small"}),
         (products, {"grouped_gemm_fwd", "_combine_bwd"}),
         (experts_of_different_widths, {"tile_map", "grouped_gemm_down_act", "gate_weight_grad"}),
