@@ -10,7 +10,8 @@ its own, by the kernel's highest resident size less what was resident before the
 
 `--systems transformers,accelerate,deepspeed:cpu,deepspeed:nvme` trains the same first weights and
 tokens in other systems, each in a process of its own; `--deepspeed-python` names the interpreter of
-an environment that has DeepSpeed. These results are saved in a file of their own.
+an environment that has DeepSpeed. These results are saved in a file of their own, as are those of
+`--isa avx512` (or `avx2`), which is as in `experts.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 from harness.arguments import positive
 from harness.disk import mixed_seconds
 from harness.machine import commit, describe_machine, machine_name, versions
+from harness.older_isa import add_isa, hold_to
 from torch import Tensor
 
 from moe_runtime.config import format_bytes
@@ -298,6 +300,8 @@ def compare_systems(
 
 def main() -> None:
     arguments = _arguments()
+    if arguments.isa:
+        hold_to(arguments.isa)
     names = [arguments.shape] if arguments.shape else list(SHAPES)
     runs = {}
     for name in names:
@@ -321,7 +325,8 @@ def main() -> None:
             "runs": runs,
         }
         kind = "offload-training-systems" if arguments.systems else "offload-training"
-        path = RESULTS / f"{kind}-{machine_name(machine)}.json"
+        isa = f"{arguments.isa}-" if arguments.isa else ""
+        path = RESULTS / f"{kind}-{isa}{machine_name(machine)}.json"
         write_text(path, json.dumps(result, indent=1) + "\n")
         print(f"written: {path.name}")
 
@@ -370,6 +375,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--deepspeed-python", default=sys.executable, metavar="PYTHON", help="has DeepSpeed"
     )
+    add_isa(parser)
     parser.add_argument("--save", action="store_true", help="write the results file")
     parser.add_argument("--memory-only", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
