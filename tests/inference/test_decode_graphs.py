@@ -152,6 +152,33 @@ def test_generation_is_that_of_a_cache_that_grows(checkpoint: Path) -> None:
 
 
 @emulated
+@pytest.mark.parametrize("length", [2, 7])
+def test_layers_of_a_window_are_recorded_with_a_cache_of_all_tokens(
+    tmp_path: Path, length: int
+) -> None:
+    """The window is left behind while tokens are generated, or by the prompt."""
+    windows = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    family = Family("gpt_oss", "GptOssForCausalLM", {"num_hidden_layers": 2, **windows})
+    folder = save(tiny_model(family), tmp_path, sharded=True)
+    prompt = torch.arange(3, 3 + length)[None].repeat(2, 1)
+    mask = torch.ones_like(prompt)
+    mask[1, 0] = 0
+    found = []
+    for settings in ({}, {"cache_implementation": "dynamic"}):
+        with loaded(folder, 2) as model:
+            one = model.generate(
+                prompt, attention_mask=mask, max_new_tokens=6, do_sample=False,
+                output_logits=True, return_dict_in_generate=True, **settings,
+            )  # fmt: skip
+            assert (recorded(model) is not None) == (not settings)
+            found.append((one.sequences, torch.stack(one.logits)))
+            model.moe.check()
+    assert torch.equal(found[0][0], found[1][0])
+    # sums over the same tokens, among masked ones: fp32 rounding of some hundred terms
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-5)
+
+
+@emulated
 def test_what_generate_is_asked_for_decides_on_the_kind_of_cache(checkpoint: Path) -> None:
     with loaded(checkpoint, 2) as model:
         settings = {"max_new_tokens": 2, "do_sample": False}
@@ -161,7 +188,7 @@ def test_what_generate_is_asked_for_decides_on_the_kind_of_cache(checkpoint: Pat
         grown = model.generate(longer, past_key_values=found.past_key_values, **settings)
         assert torch.equal(grown, model.generate(longer, **settings))
         model.generate(PROMPT, max_new_tokens=30, eos_token_id=[*range(model.config.vocab_size)])
-        model.generate(THREE, **settings)  # not as long as the one before, which is too much
+        model.generate(THREE, **settings)
         for name, value in (
             ("num_beams", 2),
             ("num_return_sequences", 2),

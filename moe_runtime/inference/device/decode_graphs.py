@@ -26,6 +26,8 @@ from moe_runtime.memory.device_store import DeviceStore, Residents
 from moe_runtime.types import ExpertKey
 
 Forward = Callable[..., Any]
+_MASKED_KINDS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers, in configurations, whose masks fit a cache of all tokens."""
 _ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -335,12 +337,19 @@ class _Key(NamedTuple):
     is_inference: bool
 
 
-def has_static_layers(config: Any) -> bool:
-    """Whether static caches of a model keep all tokens in every layer."""
-    from transformers.cache_utils import StaticCache, StaticLayer
+def static_cache(config: Any, num_tokens: int) -> Any:
+    """A static cache that keeps so many tokens in every layer, also in those that attend to the
+    last ones only, as their masks say; None where layers keep something else.
+    """
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-    layers = StaticCache(config, max_cache_len=1).layers
-    return all(type(layer) is StaticLayer for layer in layers)
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    cache = StaticCache(config, max_cache_len=num_tokens)
+    known = StaticLayer, StaticSlidingWindowLayer
+    if {*kinds} - _MASKED_KINDS or any(type(layer) not in known for layer in cache.layers):
+        return None
+    cache.layers = [StaticLayer(num_tokens) for _ in cache.layers]
+    return cache
 
 
 def _nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from moe_runtime.inference.cpu.small_batch import as_rms_norm
-from moe_runtime.inference.device.decode_graphs import DecodeGraphs, has_static_layers
+from moe_runtime.inference.device.decode_graphs import DecodeGraphs, static_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,9 +20,6 @@ _OTHER_WAYS = (
     "prefill_chunk_size", "penalty_alpha", "cache_implementation",
 )  # fmt: skip
 """Settings of `generate` with one of which the kind of cache stays as it was asked for."""
-_LONGEST = "_previous_max_cache_length"
-"""Where transformers 5.17 to 5.23 have the length of the longest static cache, so that no later one
-is shorter."""
 _WITHOUT_POSITIONS = frozenset({"use_cache", "logits_to_keep", "position_ids"})
 
 
@@ -63,37 +60,35 @@ class RecordedDecoding:
         """As in transformers, with a static cache where nothing else was asked for.
 
         The memory of a static cache stays where it is, which is what a graph needs. It is used for
-        greedy decoding and sampling of models that attend to all tokens in every layer, where the
-        number of new tokens is given. A cache that is returned can grow.
+        greedy decoding and sampling, where the number of new tokens is given. A cache that is
+        returned can grow.
         """
-        generate = cast(Any, super()).generate
         settings = {"disable_compile": options.get("disable_compile", True)}
-        is_static = self._can_be_static(generation_config, options)
-        if is_static:
-            settings["cache_implementation"] = "static"
+        if self._can_be_static(generation_config, options):
+            prompts = (inputs, options.get("input_ids"), options.get("inputs_embeds"))
+            lengths = [prompt.shape[1] for prompt in prompts if isinstance(prompt, torch.Tensor)]
+            num_new = self._asked("max_new_tokens", generation_config, options)
+            if lengths and (cache := static_cache(cast(Any, self).config, max(lengths) + num_new)):
+                options["past_key_values"] = cache
         if generation_config is None:
             options |= settings
         else:  # which does not go with options
             generation_config = copy.deepcopy(generation_config)
             vars(generation_config).update(settings)
-        if not is_static:
-            return generate(inputs, generation_config, *rest, **options)
-        longest = vars(self).pop(_LONGEST, None)
-        try:
-            found = generate(inputs, generation_config, *rest, **options)
-        finally:
-            vars(self)[_LONGEST] = -1 if longest is None else longest
+        found = cast(Any, super()).generate(inputs, generation_config, *rest, **options)
         if DecodeGraphs.takes(getattr(found, "past_key_values", None)):
             found.past_key_values = _growing(found.past_key_values)
         return found
 
-    def _can_be_static(self, config: Any, options: dict[str, Any]) -> bool:
-        model = cast(Any, self)
+    def _asked(self, name: str, config: Any, options: dict[str, Any]) -> Any:
+        """A setting of `generate`, by whoever gives one."""
+        places = (getattr(each, name, None) for each in (config, cast(Any, self).generation_config))
+        found = (options.get(name), *places)
+        return next((value for value in found if value is not None), None)
 
+    def _can_be_static(self, config: Any, options: dict[str, Any]) -> bool:
         def asked(name: str) -> Any:
-            places = (getattr(each, name, None) for each in (config, model.generation_config))
-            found = (options.get(name), *places)
-            return next((value for value in found if value is not None), None)
+            return self._asked(name, config, options)
 
         return (
             asked("max_new_tokens") is not None
@@ -101,8 +96,7 @@ class RecordedDecoding:
             and not any(asked(name) not in (None, False) for name in _OTHER_WAYS)
             and options.get("use_cache") is None
             and asked("use_cache") is not False
-            and getattr(model, "_can_compile_fullgraph", False)
-            and has_static_layers(model.config)
+            and getattr(self, "_can_compile_fullgraph", False)
         )
 
     def prepare_inputs_for_generation(
