@@ -115,6 +115,7 @@ static void code_values(int64_t kind, const char *codes, int64_t count, float *o
 }
 
 #include "formats/block_values.h"
+#include "formats/block_codes.h"
 
 /* All values of a row, rounded to fp32 once. */
 static void row_values(const RowGroups *row, const char *codes, float *out) {
@@ -246,9 +247,14 @@ static void pack_quantized(int kind, const char *src, int dtype, int64_t count, 
 }
 
 #include "formats/quantized_int8.h"
+#include "formats/int8_blocks.h"
 
 static void multiply_quantized(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                                float *out, int64_t ldo, Matrix next) {
+    if (kind == KIND_INT8_BLOCKS) {
+        multiply_int8_blocks(weight, num_weight_rows, k, packed, num_rows, out, ldo);
+        return;
+    }
     if (kind >= KIND_QUANT_INT4) {
         multiply_int8(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
         return;
