@@ -43,7 +43,7 @@ enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED =
  *   KIND_BF16_DOT bf16 weights in the instruction for pairs of bf16, x as bf16 in order
  * and of quantised weights, whose rows of x are packed in blocks of QUANT_BLOCK but for the first; those of no kind of
  * their own are written to memory as fp32 a few rows at a time (KIND_F32):
- *   KIND_QUANT_BLOCKS  codes in blocks decoded to fp32 in registers, x as fp32, permuted: see blocks_avx2.h
+ *   KIND_QUANT_BLOCKS  codes in blocks decoded to fp32 in registers, x as fp32, permuted where vectors are of eight: see block_rows.h
  *   KIND_QUANT_F32  codes decoded to fp32 in registers, x as fp32, transposed: see pack_quantized
  *   KIND_QUANT_DOT4, KIND_QUANT_DOT8  codes of 4 and 8 bits decoded to pairs of bf16, x as bf16, transposed
  *   KIND_QUANT_INT4, KIND_QUANT_INT8  codes of 4 and 8 bits as int8, x rounded to int8, see quantized_int8.h

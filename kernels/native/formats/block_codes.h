@@ -78,7 +78,10 @@ INLINE Codes block_codes(int code, const uint8_t *src, int group) {
 
 /* Signed bytes by what all of a block share. */
 INLINE void by_shared(Bytes factors, float shared, float out[16]) {
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+    const __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)factors));
+    _mm512_storeu_ps(out, _mm512_mul_ps(wide, _mm512_set1_ps(shared)));
+#elif defined(__AVX2__)
     UNROLL for (int half = 0; half < 2; half++) {
         const __m256i wide = _mm256_cvtepi8_epi32(half ? _mm_srli_si128((__m128i)factors, 8) : (__m128i)factors);
         _mm256_storeu_ps(out + 8 * half, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(shared)));
@@ -88,17 +91,13 @@ INLINE void by_shared(Bytes factors, float shared, float out[16]) {
 #endif
 }
 
-/* Two words of bytes. */
-INLINE Bytes words_as_bytes(uint32_t first, uint32_t second) { return (Bytes)(FourWords){first, second, 0, 0}; }
-
-/* Factors of six bits: those of the first four groups lie in the bytes of the first word for scales and of the second for
- * minima; of the last four the low bits in the third word and the high ones above those of the first four. */
-INLINE void six_bit_numbers(const uint8_t *src, float scale, float minimum, GroupNumbers *out) {
-    const uint32_t low = 0x0f0f0f0f, high = 0x30303030, six = low | high;
-    uint32_t words[3];
-    memcpy(words, src, sizeof words);
-    by_shared(words_as_bytes(words[0] & six, (words[2] & low) | (words[0] >> 2 & high)), scale, out->scales);
-    by_shared(words_as_bytes(words[1] & six, (words[2] >> 4 & low) | (words[1] >> 2 & high)), minimum, out->minima);
+/* Factors of six bits, those of eight groups for scales and then for minima. Those of the first four lie in the bytes of the
+ * first word and of the second; of the last four the low bits in the third word and the high ones above those of the first. */
+INLINE Bytes six_bit_factors(const uint8_t *src) {
+    const FourWords words = (FourWords)load_bytes(src);
+    const FourWords low = {words[0], words[2], words[1], words[2]}, high = {0, words[0], 0, words[1]};
+    const FourWords shifts = {0, 0, 0, 4}, low_bits = {0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f}, high_bits = {0, 0x30303030, 0, 0x30303030};
+    return (Bytes)((low >> shifts & low_bits) | (high >> 2 & high_bits));
 }
 
 INLINE void block_numbers(int code, const uint8_t *src, GroupNumbers *out) {
@@ -118,7 +117,12 @@ INLINE void block_numbers(int code, const uint8_t *src, GroupNumbers *out) {
             break;
         }
         case CODE_Q4_K:
-        case CODE_Q5_K: six_bit_numbers(src + 4, half_at(src), half_at(src + 2), out); break;
+        case CODE_Q5_K: {
+            const FourWords factors = (FourWords)six_bit_factors(src + 4);
+            by_shared((Bytes)factors, half_at(src), out->scales);
+            by_shared((Bytes)(FourWords){factors[2], factors[3], 0, 0}, half_at(src + 2), out->minima);
+            break;
+        }
         case CODE_Q6_K: by_shared(load_bytes(src + 192), half_at(src + 208), out->scales); break;
         case CODE_IQ4_XS:
             for (int i = 0; i < 8; i++)
@@ -133,6 +137,19 @@ INLINE void block_numbers(int code, const uint8_t *src, GroupNumbers *out) {
 /* What is subtracted from codes that have no table. */
 INLINE float zero_of(int code) {
     return code == CODE_Q5_0 ? 16.0f : code == CODE_Q6_K ? 32.0f : code == CODE_Q3_K ? 4.0f : 0.0f;
+}
+
+/* Whether codes of four bits stand for numbers of a table. */
+INLINE int has_table(int code) {
+    return code == CODE_Q4_0 || code == CODE_Q4_1 || code == CODE_Q4_K || code == CODE_IQ4_NL || code == CODE_IQ4_XS ||
+           code == CODE_MXFP4_BLOCK;
+}
+
+/* What the codes of a table stand for, before the scale. */
+INLINE int table_value(int64_t code, int i) {
+    if (code == CODE_Q4_0) return i - 8;
+    if (code == CODE_MXFP4_BLOCK) return DOUBLED_E2M1[i];
+    return code == CODE_IQ4_NL || code == CODE_IQ4_XS ? NONLINEAR_VALUES[i] : i;
 }
 
 #define FOR_BLOCKS(macro, separator)                                                                                           \

@@ -1,40 +1,53 @@
-/* Products of blocks with rows rounded to int8 by vectors of eight sums, which AVX-512 takes too; a part of int8_blocks.h.
+/* Steps of products of blocks with rows rounded to int8, for vectors of eight; a part of int8_blocks.h.
  *
- * One row of x is multiplied by codes as they lie. More rows are multiplied by codes that were written out.
+ * A lane has the sums of four columns. Groups at even and at odd places have sums of their own.
  */
+#include "formats/int8_eight_groups.h"
 
-/* Exact products of 32 codes, four to a lane. */
-INLINE __m256i code_products(int is_signed, Codes codes, __m256i x) {
-    const __m256i w = (__m256i)codes;
-#if HAS_BYTE_DOT
-    (void)is_signed;
-    return _mm256_dpbusd_epi32(_mm256_setzero_si256(), w, x);
-#else
-    const __m256i pairs = is_signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
+/* Codes of two groups. */
+typedef struct {
+    Codes codes[2];
+} CodePair;
+
+INLINE CodePair pair_of(int code, const char *step, int pair, int groups) {
+    const Codes first = int8_codes_of(code, step, 2 * pair);
+    return (CodePair){{first, 2 * pair + 1 < groups ? int8_codes_of(code, step, 2 * pair + 1) : first}};
 }
 
-/* Scales of a step's groups, or halves of groups, times those of x; and what minima take. */
-INLINE __m256 step_scales(int has_halves, const GroupNumbers *numbers, const Int8Step *x, float scales[16], __m256 minima) {
-    const __m256 of_x = _mm256_loadu_ps(x->scales);
-    if (!has_halves) {
-        _mm256_storeu_ps(scales, _mm256_mul_ps(_mm256_loadu_ps(numbers->scales), of_x));
-        return _mm256_fmadd_ps(_mm256_loadu_ps(numbers->minima), _mm256_loadu_ps(x->sums), minima);
+INLINE CodePair load_pair(const Codes *src) { return (CodePair){{src[0], src[1]}}; }
+INLINE void store_pair(CodePair pair, Codes *dst) { dst[0] = pair.codes[0], dst[1] = pair.codes[1]; }
+
+/* Of groups only the first of each two is used. */
+typedef struct {
+    __m256 scales[2], minima[2];
+} StepNumbers;
+
+INLINE void numbers_of(int code, const char *step, int groups, StepNumbers *out) {
+    if (is_one_group(code)) {
+        out->scales[0] = out->scales[1] = eight_scales(code, step, groups);
+        out->minima[0] = out->minima[1] = eight_minima(code, step, groups, out->scales[0]);
+        return;
     }
-    const __m256 low = _mm256_unpacklo_ps(of_x, of_x), high = _mm256_unpackhi_ps(of_x, of_x);
-    const __m256 twice[2] = {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
-    UNROLL for (int i = 0; i < 2; i++) {
-        _mm256_storeu_ps(scales + 8 * i, _mm256_mul_ps(_mm256_loadu_ps(numbers->scales + 8 * i), twice[i]));
-        minima = _mm256_fmadd_ps(_mm256_loadu_ps(numbers->minima + 8 * i), _mm256_loadu_ps(x->half_sums + 8 * i), minima);
+    GroupNumbers numbers;
+    block_numbers(code, (const uint8_t *)step, &numbers);
+    UNROLL for (int i = 0; i < 1 + has_groups_of_16(code); i++) {
+        out->scales[i] = _mm256_loadu_ps(numbers.scales + 8 * i);
+        out->minima[i] = has_minimum(code) ? _mm256_loadu_ps(numbers.minima + 8 * i) : out->scales[i];
     }
-    return minima;
 }
 
-INLINE __m256 scale_of_group(int has_halves, const float scales[16], int group) {
-    if (!has_halves) return _mm256_broadcast_ss(scales + group);
-    const __m256 both = _mm256_castpd_ps(_mm256_broadcast_sd((const double *)(scales + 2 * group)));
-    return _mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+INLINE void load_numbers(int has_halves, const float *src, StepNumbers *out) {
+    UNROLL for (int i = 0; i < 1 + has_halves; i++) {
+        out->scales[i] = _mm256_loadu_ps(src + 8 * i);
+        out->minima[i] = _mm256_loadu_ps(src + 8 * (1 + has_halves + i));
+    }
+}
+
+INLINE void store_numbers(int has_halves, const StepNumbers *numbers, float *dst) {
+    UNROLL for (int i = 0; i < 1 + has_halves; i++) {
+        _mm256_storeu_ps(dst + 8 * i, numbers->scales[i]);
+        _mm256_storeu_ps(dst + 8 * (1 + has_halves + i), numbers->minima[i]);
+    }
 }
 
 /* Of a row of x: sums over groups at even and at odd places, and what minima take. */
@@ -42,95 +55,44 @@ typedef struct {
     __m256 sums[2], minima;
 } Int8Row;
 
-INLINE float whole_sum(const Int8Row *row) {
-    const __m256 all = _mm256_sub_ps(_mm256_add_ps(row->sums[0], row->sums[1]), row->minima);
+INLINE void clear_rows(int count, Int8Row *rows) {
+    UNROLL for (int m = 0; m < count; m++) rows[m] = (Int8Row){{_mm256_setzero_ps(), _mm256_setzero_ps()}, _mm256_setzero_ps()};
+}
+
+INLINE float whole_sum(int has_halves, const Int8Row *row, float factor) {
+    (void)has_halves;
+    const __m256 all = _mm256_fnmadd_ps(row->minima, _mm256_set1_ps(factor), _mm256_add_ps(row->sums[0], row->sums[1]));
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
-INLINE void clear_rows(int count, Int8Row *rows) {
-    UNROLL for (int m = 0; m < count; m++) rows[m] = (Int8Row){{_mm256_setzero_ps(), _mm256_setzero_ps()}, _mm256_setzero_ps()};
-}
-
-INLINE void add_group(int has_halves, int is_signed, Codes codes, const Int8Step *x, const float scales[16], int group, Int8Row *row) {
-    const __m256i products = code_products(is_signed, codes, _mm256_loadu_si256((const __m256i *)x->codes + group));
-    row->sums[group % 2] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(products), scale_of_group(has_halves, scales, group), row->sums[group % 2]);
-}
-
-/* ---- one row of x ---- */
-
-INLINE void add_block_step(int code, const char *weight, int groups, const Int8Step *x, Int8Row *row) {
-    GroupNumbers numbers;
+/* Scales of groups, or of their halves, times those of x. */
+typedef struct {
     float scales[16];
-    step_numbers(code, weight, groups, &numbers);
-    row->minima = step_scales(has_groups_of_16(code), &numbers, x, scales, row->minima);
-    UNROLL for (int group = 0; group < INT8_BLOCK_GROUPS; group++)
-        if (group < groups)
-            add_group(has_groups_of_16(code), has_signed_codes(code), int8_codes_of(code, block_of_group(code, weight, group), group), x,
-                      scales, group, row);
-}
+} StepScales;
 
-INLINE void row_by_blocks(int code, Matrix weight, int64_t num_weight_rows, int64_t k, const Int8Step *x, float *out) {
-    const int step_bytes = BLOCK_SIZES[code - CODE_BLOCKS].bytes * (is_one_group(code) ? INT8_BLOCK_GROUPS : 1);
-    const int64_t steps = k / INT8_BLOCK_STEP;
-    const int rest = (int)(k % INT8_BLOCK_STEP / INT8_GROUP);
-    for (int64_t n = 0; n < num_weight_rows; n++) {
-        const char *step = weight.data + n * weight.stride;
-        Int8Row row;
-        clear_rows(1, &row);
-        for (int64_t i = 0; i < steps; i++, step += step_bytes) {
-            /* past the last row fetching is harmless */
-            UNROLL for (int b = 0; b < step_bytes; b += CACHE_LINE) __builtin_prefetch(step + LANES_AHEAD + b, 0, 3);
-            add_block_step(code, step, INT8_BLOCK_GROUPS, x + i, &row);
-        }
-        if (is_one_group(code) && rest) add_block_step(code, step, rest, x + steps, &row);
-        out[n] = whole_sum(&row);
+INLINE void step_scales(int has_halves, const StepNumbers *numbers, const Int8Step *x, Int8Row *row, StepScales *out) {
+    const __m256 of_x = _mm256_loadu_ps(x->scales);
+    const __m256 low = _mm256_unpacklo_ps(of_x, of_x), high = _mm256_unpackhi_ps(of_x, of_x);
+    const __m256 twice[2] = {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+    UNROLL for (int i = 0; i < 1 + has_halves; i++) {
+        _mm256_storeu_ps(out->scales + 8 * i, _mm256_mul_ps(numbers->scales[i], has_halves ? twice[i] : of_x));
+        row->minima = _mm256_fmadd_ps(numbers->minima[i], _mm256_loadu_ps((has_halves ? x->half_sums : x->sums) + 8 * i), row->minima);
     }
 }
 
-static void multiply_row_of_int8(Matrix weight, int64_t num_weight_rows, int64_t k, const Int8Step *x, float *out) {
-#define ROW_CASE(code) \
-    case code: row_by_blocks(code, weight, num_weight_rows, k, x, out); break;
-    switch (weight.quantized->codes) { FOR_BLOCKS(ROW_CASE, NO_SEPARATOR) }
+INLINE __m256 scale_of_group(int has_halves, const StepScales *scales, int group) {
+    if (!has_halves) return _mm256_broadcast_ss(scales->scales + group);
+    const __m256 both = _mm256_castpd_ps(_mm256_broadcast_sd((const double *)(scales->scales + 2 * group)));
+    return _mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
 }
 
-/* ---- more rows of x ---- */
-
-INLINE void panel_steps(int has_halves, int is_signed, int panel_rows, const BlockStep *weights, int64_t steps, const Int8Step *x,
-                        float *sums) {
-    Int8Row rows[PANEL_ROWS];
-    clear_rows(panel_rows, rows);
-    for (int64_t i = 0; i < steps; i++, weights++, x += panel_rows) {
-        float scales[PANEL_ROWS][16];
-        UNROLL for (int m = 0; m < panel_rows; m++)
-            rows[m].minima = step_scales(has_halves, &weights->numbers, x + m, scales[m], rows[m].minima);
-        UNROLL for (int group = 0; group < INT8_BLOCK_GROUPS; group++)
-            UNROLL for (int m = 0; m < panel_rows; m++)
-                add_group(has_halves, is_signed, weights->codes[group], x + m, scales[m], group, &rows[m]);
-    }
-    UNROLL for (int m = 0; m < panel_rows; m++) sums[m] = whole_sum(&rows[m]);
-}
-
-/* A weight row by the rows of a panel. */
-static void steps_by_panel(int64_t code, const BlockStep *weights, int64_t steps, const Int8Step *x, int panel_rows, float *sums) {
-#define PANEL_CASE(rows)                                             \
-    case rows:                                                       \
-        if (has_groups_of_16((int)code))                             \
-            panel_steps(1, 0, rows, weights, steps, x, sums);        \
-        else if (has_signed_codes((int)code))                        \
-            panel_steps(0, 1, rows, weights, steps, x, sums);        \
-        else                                                         \
-            panel_steps(0, 0, rows, weights, steps, x, sums);        \
-        break;
-    switch (panel_rows) {
-        PANEL_CASE(1)
-        PANEL_CASE(2)
-        PANEL_CASE(3)
-        PANEL_CASE(4)
-#if PANEL_ROWS == 6
-        PANEL_CASE(5)
-        PANEL_CASE(6)
-#endif
+INLINE void add_pair(int has_halves, int is_signed, CodePair pair, const Int8Step *x, const StepScales *scales, int place, Int8Row *row) {
+    UNROLL for (int i = 0; i < 2; i++) {
+        const __m256i w = (__m256i)pair.codes[i], of_x = _mm256_loadu_si256((const __m256i *)x->codes + 2 * place + i);
+        const __m256i pairs = is_signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(of_x, w)) : _mm256_maddubs_epi16(w, of_x);
+        const __m256 sums = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        row->sums[i] = _mm256_fmadd_ps(sums, scale_of_group(has_halves, scales, 2 * place + i), row->sums[i]);
     }
 }

@@ -205,6 +205,7 @@ static void fetch_scales(Matrix weight, int64_t row, int64_t bytes) {
 #else
 #include "formats/quantized_avx512.h"
 #endif
+#include "formats/block_rows.h"
 #else
 static int quantized_kind(const Quantized *format, int x_dtype) {
     (void)format, (void)x_dtype;
@@ -217,7 +218,7 @@ static int quantized_kind(const Quantized *format, int x_dtype) {
  * vectors of eight lanes, see quantized_avx2.h. */
 static void pack_quantized(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
                            int panel_rows, int64_t k) {
-#if HAS_QUANT_LANES && LANES == 8
+#if HAS_QUANT_LANES
     if (kind == KIND_QUANT_BLOCKS) {
         pack_blocks(src, dtype, count, (float *)panel, first_k, row, panel_rows);
         return;
@@ -263,13 +264,11 @@ static void multiply_quantized(int kind, Matrix weight, int64_t num_weight_rows,
         multiply_values(weight, num_weight_rows, k, packed, num_rows, out, ldo);
         return;
     }
-#if HAS_QUANT_LANES && LANES == 8
+#if HAS_QUANT_LANES
     if (kind == KIND_QUANT_BLOCKS) {
         multiply_blocks(weight, num_weight_rows, k, packed, num_rows, out, ldo);
         return;
     }
-#endif
-#if HAS_QUANT_LANES
     multiply_lanes(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
 #endif
 }
