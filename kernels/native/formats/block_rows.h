@@ -3,6 +3,11 @@
  * Values are those of block_values.h, rounded once, and sums add up as in a tile of fp32: a row of x has the same bits whether
  * values are multiplied in registers or from memory.
  */
+/* Numbers are read again for every group: out of registers each would be a shuffle. */
+#define IN_MEMORY(numbers) __asm__("" : "+m"(numbers))
+/* Values of x serve several rows: compilers load them again for each. */
+#define IN_REGISTER(vector) __asm__("" : "+v"(vector))
+
 #if LANES == 8
 #include "formats/blocks_avx2.h"
 #else
@@ -20,15 +25,25 @@ INLINE void block_rows(int code, int is_dot, int count, const CodeTable *table, 
         /* the same block of the rows that are next; past the last row fetching is harmless */
         UNROLL for (int n = 0; n < count; n++)
             UNROLL for (int i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(weight + (count + n) * stride + i, 0, 3);
-        UNROLL for (int n = 0; n < count; n++) block_numbers(code, (const uint8_t *)weight + n * stride, &numbers[n]);
+        UNROLL for (int n = 0; n < count; n++) {
+            block_numbers(code, (const uint8_t *)weight + n * stride, &numbers[n]);
+            IN_MEMORY(numbers[n]);
+        }
         UNROLL for (int group = 0; group < codes / 32; group++) {
             const int64_t at = first + 32 * group;
+            Vec of_x[32 / LANES];
+            if (is_dot) {
+                UNROLL for (int i = 0; i < 32 / LANES; i++) {
+                    of_x[i] = vec_load_f32(x + at + LANES * i);
+                    IN_REGISTER(of_x[i]);
+                }
+            }
             UNROLL for (int n = 0; n < count; n++) {
                 Vec values[32 / LANES];
                 group_values(code, table, (const uint8_t *)weight + n * stride, group, &numbers[n], values);
                 UNROLL for (int i = 0; i < 32 / LANES; i++) {
                     if (is_dot)
-                        acc[0][n] = vec_fma(acc[0][n], values[i], vec_load_f32(x + at + LANES * i));
+                        acc[0][n] = vec_fma(acc[0][n], values[i], of_x[i]);
                     else
                         vec_store_f32(out + n * k + at + LANES * i, values[i]);
                 }
