@@ -216,11 +216,10 @@ static void pack_int8_blocks(const char *src, int dtype, int64_t count, char *pa
     for (int64_t at = first_k; at < end; at += INT8_GROUP) {
         Int8Step *step = (Int8Step *)panel + at / INT8_BLOCK_STEP * panel_rows + row;
         const int group = (int)(at % INT8_BLOCK_STEP / INT8_GROUP);
-        const int64_t filled = last_k - at < INT8_GROUP ? last_k - at : INT8_GROUP;
-        float values[INT8_GROUP] = {0};
+        float values[INT8_GROUP];
         char rounded[INT8_BLOCK_BYTES];
         int sums[2] = {0};
-        for (int64_t i = 0; i < filled; i++) values[i] = load_element(src, dtype, at - first_k + i);
+        load_group(src, dtype, at - first_k, last_k - at, values);
         store_int8_group(KIND_QUANT_INT8, values, rounded, 0);
         memcpy(step->codes + group * INT8_GROUP, rounded, INT8_GROUP);
         memcpy(&step->scales[group], rounded + INT8_SCALES_AT, 4);
