@@ -47,6 +47,7 @@ COMMON_FLAGS = [
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-Wno-psabi",  # vectors are passed between inlined functions alone
 ]
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
@@ -54,7 +55,7 @@ AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512d
 X86_VARIANTS = {
     "avx2": AVX2_FLAGS,
     "avx512": AVX512_FLAGS,
-    "avx512bf16": [*AVX512_FLAGS, "-mavx512bf16"],
+    "avx512bf16": [*AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni"],
     "vbmi2": [*AVX512_FLAGS, "-mavx512vbmi2"],
 }
 SOURCES_OF_VARIANTS = {

@@ -47,7 +47,9 @@ def main() -> None:
         file = (arguments.data or Path(temporary)) / "model.gguf"
         if not file.is_file():
             write_model(file, arguments.layers)
-        model: Any = moe_runtime.load(file, device="cpu", max_tokens=CONTEXT)
+        model: Any = moe_runtime.load(
+            file, device="cpu", max_tokens=CONTEXT, activations=arguments.activations
+        )
         with model.moe, torch.inference_mode():
             ours(model)  # experts are read
             for number in range(arguments.rounds):
@@ -70,7 +72,8 @@ def main() -> None:
         }
     print(json.dumps({key: result[key] for key in result if key not in facts}, indent=1))
     if arguments.save:
-        name = f"gguf-decode-{machine_name(facts['machine'])}.json"
+        rounded = "int8-" if arguments.activations == "int8" else ""
+        name = f"gguf-decode-{rounded}{machine_name(facts['machine'])}.json"
         write_text(ROOT / "benchmarks" / "results" / name, json.dumps(result, indent=1) + "\n")
         print(f"written to {name}")
 
@@ -81,6 +84,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
         **{"layers": arguments.layers, "hidden_size": HIDDEN, "num_experts": EXPERTS},
         **{"num_experts_per_tok": CHOSEN, "moe_intermediate_size": WIDTH},
         **{"prompt_tokens": PROMPT, "decoded_tokens": STEPS, "threads": arguments.threads},
+        "activations": arguments.activations,
     }
 
 
@@ -224,6 +228,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--activations", choices=("exact", "int8"), default="exact")
     parser.add_argument("--save", action="store_true", help="write this machine's results file")
     return parser.parse_args()
 

@@ -47,9 +47,12 @@ FORMATS = {
     "q8_0": WeightFormat("q8_0"),
     "q4_k": WeightFormat("q4_k"),
     "q6_k": WeightFormat("q6_k"),
+    "q8_0-int8": WeightFormat("q8_0", int8_activations=True),
+    "q4_k-int8": WeightFormat("q4_k", int8_activations=True),
+    "q6_k-int8": WeightFormat("q6_k", int8_activations=True),
 }
-"""Those that end in `-int8` round activations, as `load(activations="int8")` does; the last are
-GGUF's, whose blocks divide the columns of no matrix of gpt-oss but for `q8_0`."""
+"""Those that end in `-int8` round activations, as `load(activations="int8")` does; the last six
+are GGUF's, whose blocks divide the columns of no matrix of gpt-oss but for `q8_0`."""
 BLOCK_SCALES = {"q8_0": (0,), "q4_k": (0, 2), "q6_k": (208,)}
 """Where the fp16 numbers of a block lie, in bytes."""
 CALLS = 8

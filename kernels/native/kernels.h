@@ -43,10 +43,11 @@ enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED =
  *   KIND_BF16_DOT bf16 weights in the instruction for pairs of bf16, x as bf16 in order
  * and of quantised weights, whose rows of x are packed in blocks of QUANT_BLOCK but for the first; those of no kind of
  * their own are written to memory as fp32 a few rows at a time (KIND_F32):
- *   KIND_QUANT_BLOCKS  codes in blocks decoded to fp32 in registers, x as fp32, permuted: see blocks_avx2.h
+ *   KIND_QUANT_BLOCKS  codes in blocks decoded to fp32 in registers, x as fp32, permuted where vectors are of eight: see block_rows.h
  *   KIND_QUANT_F32  codes decoded to fp32 in registers, x as fp32, transposed: see pack_quantized
  *   KIND_QUANT_DOT4, KIND_QUANT_DOT8  codes of 4 and 8 bits decoded to pairs of bf16, x as bf16, transposed
  *   KIND_QUANT_INT4, KIND_QUANT_INT8  codes of 4 and 8 bits as int8, x rounded to int8, see quantized_int8.h
+ *   KIND_INT8_BLOCKS  codes in blocks as int8, x rounded to int8, see int8_blocks.h
  */
 enum {
     KIND_F32 = 0,
@@ -59,11 +60,14 @@ enum {
     KIND_QUANT_DOT4,
     KIND_QUANT_DOT8,
     KIND_QUANT_INT4,
-    KIND_QUANT_INT8
+    KIND_QUANT_INT8,
+    KIND_INT8_BLOCKS
 };
 enum { QUANT_BLOCK = 128 };
 /* Columns of x rounded to int8 that share a scale, and bytes of a packed block: codes, scales, and sums of codes. */
 enum { INT8_GROUP = 32, INT8_BLOCK_BYTES = QUANT_BLOCK + 8 * QUANT_BLOCK / INT8_GROUP };
+/* Of KIND_INT8_BLOCKS: columns of a packed step, and its bytes. */
+enum { INT8_BLOCK_STEP = 256, INT8_STEP_BYTES = INT8_BLOCK_STEP + 16 * INT8_BLOCK_STEP / INT8_GROUP };
 
 typedef struct Quantized Quantized;
 
@@ -203,6 +207,7 @@ static inline int64_t panel_start(int64_t panel, int64_t panels, int64_t num_row
 }
 
 static inline int64_t packed_row_bytes(int kind, int64_t k, int k_step) {
+    if (kind == KIND_INT8_BLOCKS) return (k + INT8_BLOCK_STEP - 1) / INT8_BLOCK_STEP * INT8_STEP_BYTES;
     const int64_t step = kind > KIND_QUANT_BLOCKS ? QUANT_BLOCK : k_step, padded = (k + step - 1) / step * step;
     if (kind >= KIND_QUANT_INT4) return padded / QUANT_BLOCK * INT8_BLOCK_BYTES;
     return padded * (kind == KIND_BF16_DOT || kind >= KIND_QUANT_DOT4 ? 2 : 4);

@@ -20,7 +20,7 @@ static int cpu_has_avx512(void) {
 #if defined(MOE_HAVE_AVX512BF16)
 static int cpu_has_dot_products(void) {
     unsigned eax, ebx, ecx, edx;
-    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+    return __builtin_cpu_supports("avx512vnni") && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
 }
 #endif
 

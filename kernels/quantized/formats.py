@@ -118,8 +118,9 @@ class WeightFormat:
         """
         if self.int8_activations and not self.takes_int8_activations:
             raise ValueError(
-                "rows are rounded to int8 for e2m1 and integers in groups of 32, 64, 128, ... "
-                f"columns or all, and with zero points of 4-bit codes only, not for {self}"
+                "rows are rounded to int8 for blocks, and for e2m1 and integers in groups of 32, "
+                "64, 128, ... columns or all, and with zero points of 4-bit codes only, "
+                f"not for {self}"
             )
         if self.codes in BLOCKS:
             others = (self.scales, self.group_rows, self.group_cols, self.zero)
@@ -139,7 +140,12 @@ class WeightFormat:
 
     @property
     def takes_int8_activations(self) -> bool:
-        """Whether codes are int8 numbers, or e2m1, whose groups are those of int8 rows or more."""
+        """Whether codes are int8 numbers, or e2m1, whose groups are those of int8 rows or more.
+
+        All blocks are: they begin where a group of 32 columns does.
+        """
+        if self.codes in BLOCKS:
+            return True
         group = self.group_cols
         if group % INT8_GROUP or group & (group - 1):
             return False

@@ -27,7 +27,8 @@ def with_int8_activations(checkpoint: Checkpoint, device: torch.device) -> Check
     }
     if not rounding:
         raise UnsupportedModelError(
-            "activations='int8' needs weights in MXFP4, in int4, or in int8 without zero points, "
-            f"in groups of 32, 64, 128, ... columns; {checkpoint.folder} has none: leave it out"
+            "activations='int8' needs weights in GGUF's blocks, or in MXFP4, in int4, or in int8 "
+            "without zero points, in groups of 32, 64, 128, ... columns; "
+            f"{checkpoint.folder} has none: leave it out"
         )
     return replace(checkpoint, packed=checkpoint.packed | rounding)

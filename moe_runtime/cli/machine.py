@@ -21,11 +21,9 @@ Status = Literal["ok", "note", "problem"]
 _REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
 _OPTIONAL = ("accelerate", "llama-cpp-python", "gguf")
 _VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "sve")
-_IN_REGISTERS = MappingProxyType(
-    {"avx512bf16": (8, False), "avx512": (8, False), "avx2": (16, True)}
-)
+_IN_REGISTERS = MappingProxyType({"avx512bf16": 8, "avx512": 8, "avx2": 16})
 """Codes that an instruction set decodes in registers: the least columns of a group, which are all
-or a power of two, and whether GGUF's blocks are among them."""
+or a power of two; GGUF's blocks are decoded there too."""
 _SLOW_DISK_BYTES_PER_S = 500e6
 _LITTLE_MEMORY_BYTES = 2 << 30
 
@@ -151,9 +149,8 @@ def _quantised_kernels() -> Finding:
             f"from their codes, decoded a few rows at a time ({isa}); AVX2 is several times as fast"
         )
     else:
-        least, has_blocks = _IN_REGISTERS[isa]
-        what = f"groups of {least}, {2 * least}, {4 * least}... or all columns"
-        what += ", and GGUF's blocks" if has_blocks else ""
+        least = _IN_REGISTERS[isa]
+        what = f"groups of {least}, {2 * least}, {4 * least}... or all columns, and GGUF's blocks"
         how = f"from their codes; {isa} decodes {what} in registers, all else a few rows at a time"
     names = ", ".join([*FORMATS, "gguf", "planes"])
     return Finding(name="quantised experts", status="ok", value=f"{names}: {how}")

@@ -40,7 +40,7 @@ def test_doctor_says_what_the_kernels_choose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str
 ) -> None:
     chosen = choice(isa, tmp_path)
-    least, has_blocks = machine._IN_REGISTERS.get(isa, (0, False))
+    least = machine._IN_REGISTERS.get(isa, 0)
     kinds = [WeightFormat("uint4", "f16", group_cols=group) for group in GROUPS]
     for kind in (*kinds, WeightFormat("e4m3", "f32", 128, 128), *map(WeightFormat, BLOCKS)):
         record = random_matrix(kind, 2, 768, torch.Generator()).native_record()
@@ -49,11 +49,11 @@ def test_doctor_says_what_the_kernels_choose(
         in_registers = bool(chosen.quantized_kind(described, 0))  # else KIND_F32, which is 0
         group = kind.group_cols
         is_power = not group or (group >= least and group & (group - 1) == 0)
-        is_said = has_blocks if kind.block_codes else bool(least) and is_power
+        is_said = bool(least) and (is_power or kind.block_codes > 0)
         assert in_registers == is_said, kind
     monkeypatch.setattr(library, "describe", lambda: SimpleNamespace(isa=isa))
     value = machine._quantised_kernels().value
     assert value.startswith("mxfp4, ")
     assert "gguf, planes: from their codes" in value
     assert (f"groups of {least}," in value) == bool(least)
-    assert ("GGUF's blocks in registers" in value) == has_blocks
+    assert ("GGUF's blocks in registers" in value) == bool(least)

@@ -231,7 +231,6 @@ static const LanesRow LANES_ROWS[NUM_DECODERS][2][PANEL_ROWS] = {
     NAME_DECODER(DECODE_TABLE4), NAME_DECODER(DECODE_ZEROS4), NAME_DECODER(DECODE_E4M3), NAME_DECODER(DECODE_BYTES)};
 
 #include "formats/quantized_many_avx2.h"
-#include "formats/blocks_avx2.h"
 
 /* ---- whole matrices ---- */
 

@@ -279,8 +279,8 @@ static const LanesRow LANES_ROWS[NUM_MODES][NUM_DECODERS][PANEL_ROWS] = {
 static int quantized_kind(const Quantized *format, int x_dtype) {
     const int64_t group = format->group_cols;
     const int is_half = format->codes == CODE_E2M1 || format->codes == CODE_UINT4;
-    const int has_lanes = !is_in_blocks(format) && (!group || (group >= 8 && !(group & (group - 1))));
-    if (!has_lanes) return KIND_F32;
+    if (is_in_blocks(format)) return KIND_QUANT_BLOCKS;
+    if (group && (group < 8 || group & (group - 1))) return KIND_F32;
     if (!HAS_BF16_DOT || x_dtype != DTYPE_BF16 || (group == 8 && !is_half)) return KIND_QUANT_F32;
     return is_half ? KIND_QUANT_DOT4 : KIND_QUANT_DOT8;
 }

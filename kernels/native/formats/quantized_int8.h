@@ -127,16 +127,24 @@ static void int8_rows(int kind, const Int8Codes *how, const Int8Rows *rows, int 
 }
 #endif
 
+/* A group of a row, of which `filled` values are there; whole ones in a loop of vectors. */
+INLINE void load_group(const char *src, int dtype, int64_t first, int64_t filled, float values[INT8_GROUP]) {
+    if (filled >= INT8_GROUP) {
+        for (int i = 0; i < INT8_GROUP; i++) values[i] = load_element(src, dtype, first + i);
+        return;
+    }
+    for (int i = 0; i < INT8_GROUP; i++) values[i] = i < filled ? load_element(src, dtype, first + i) : 0.0f;
+}
+
 static void pack_int8(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row, int panel_rows,
                       int64_t k) {
     const int64_t last_k = first_k + count;
     const int64_t end = last_k == k ? (k + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK : last_k;
     for (int64_t at = first_k; at < end; at += INT8_GROUP) {
-        float values[INT8_GROUP] = {0};
+        float values[INT8_GROUP];
         char *block = panel + (at / QUANT_BLOCK * panel_rows + row) * INT8_BLOCK_BYTES;
-        const int64_t filled = last_k - at < INT8_GROUP ? last_k - at : INT8_GROUP;
         const int group = (int)(at % QUANT_BLOCK / INT8_GROUP);
-        for (int64_t i = 0; i < filled; i++) values[i] = load_element(src, dtype, at - first_k + i);
+        load_group(src, dtype, at - first_k, last_k - at, values);
         if (kind == KIND_QUANT_INT4)
             store_int8_group(KIND_QUANT_INT4, values, block, group);
         else
@@ -187,5 +195,6 @@ static void multiply_int8(int kind, Matrix weight, int64_t num_weight_rows, int6
 
 static int product_kind(const Quantized *format, int x_dtype) {
     if (!format->rounds_rows) return quantized_kind(format, x_dtype);
+    if (is_in_blocks(format)) return KIND_INT8_BLOCKS;
     return format->codes == CODE_E2M1 || format->codes == CODE_UINT4 ? KIND_QUANT_INT4 : KIND_QUANT_INT8;
 }

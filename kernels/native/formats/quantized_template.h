@@ -115,6 +115,7 @@ static void code_values(int64_t kind, const char *codes, int64_t count, float *o
 }
 
 #include "formats/block_values.h"
+#include "formats/block_codes.h"
 
 /* All values of a row, rounded to fp32 once. */
 static void row_values(const RowGroups *row, const char *codes, float *out) {
@@ -204,6 +205,7 @@ static void fetch_scales(Matrix weight, int64_t row, int64_t bytes) {
 #else
 #include "formats/quantized_avx512.h"
 #endif
+#include "formats/block_rows.h"
 #else
 static int quantized_kind(const Quantized *format, int x_dtype) {
     (void)format, (void)x_dtype;
@@ -216,7 +218,7 @@ static int quantized_kind(const Quantized *format, int x_dtype) {
  * vectors of eight lanes, see quantized_avx2.h. */
 static void pack_quantized(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
                            int panel_rows, int64_t k) {
-#if HAS_QUANT_LANES && LANES == 8
+#if HAS_QUANT_LANES
     if (kind == KIND_QUANT_BLOCKS) {
         pack_blocks(src, dtype, count, (float *)panel, first_k, row, panel_rows);
         return;
@@ -246,9 +248,14 @@ static void pack_quantized(int kind, const char *src, int dtype, int64_t count, 
 }
 
 #include "formats/quantized_int8.h"
+#include "formats/int8_blocks.h"
 
 static void multiply_quantized(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                                float *out, int64_t ldo, Matrix next) {
+    if (kind == KIND_INT8_BLOCKS) {
+        multiply_int8_blocks(weight, num_weight_rows, k, packed, num_rows, out, ldo);
+        return;
+    }
     if (kind >= KIND_QUANT_INT4) {
         multiply_int8(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
         return;
@@ -257,13 +264,11 @@ static void multiply_quantized(int kind, Matrix weight, int64_t num_weight_rows,
         multiply_values(weight, num_weight_rows, k, packed, num_rows, out, ldo);
         return;
     }
-#if HAS_QUANT_LANES && LANES == 8
+#if HAS_QUANT_LANES
     if (kind == KIND_QUANT_BLOCKS) {
         multiply_blocks(weight, num_weight_rows, k, packed, num_rows, out, ldo);
         return;
     }
-#endif
-#if HAS_QUANT_LANES
     multiply_lanes(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
 #endif
 }

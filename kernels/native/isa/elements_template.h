@@ -3,6 +3,10 @@
 
 static void pack(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
                  int panel_rows, int64_t k) {
+    if (kind == KIND_INT8_BLOCKS) {
+        pack_int8_blocks(src, dtype, count, panel, first_k, row, panel_rows, k);
+        return;
+    }
     if (kind >= KIND_QUANT_INT4) {
         pack_int8(kind, src, dtype, count, panel, first_k, row, panel_rows, k);
         return;

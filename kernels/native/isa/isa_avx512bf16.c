@@ -1,7 +1,8 @@
-/* x86-64 with AVX-512 and its instruction for pairs of bf16 (Zen 4, Cooper Lake and newer). */
+/* x86-64 with AVX-512 and its instructions for pairs of bf16 and fours of bytes (Zen 4, Cooper Lake and newer). */
 #define ISA_NAME "avx512bf16"
 #define ISA_SYMBOL isa_avx512bf16
 #define HAS_BF16_DOT 1
+#define HAS_BYTE_DOT 1
 
 #include "isa/vec_avx512.h"
 

@@ -9,6 +9,7 @@
  *                          (the same pair in every lane) and vec_pair_rows (the elements of two rows as pairs)
  *   HAS_TALL_STEPS         1 when tall_steps has the innermost loop of a tile of all its weight rows and more than one row of x
  *   HAS_QUANT_LANES        1 when quantized_avx512.h, or with eight lanes quantized_avx2.h, can be compiled
+ *   HAS_BYTE_DOT           1 when _mm512_dpbusd_epi32 can be compiled
  *   vec_zero, vec_all, vec_load_f32, vec_store_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_four_sums
  *
  * One step covers K_STEP = 2 * LANES elements of k for every kind of weight.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf_checkpoints
 import pytest
 import quantized_checkpoints
 import torch
@@ -49,12 +50,24 @@ def test_near_the_exact_ones_and_the_same_at_every_budget(written: Written) -> N
     assert torch.equal(scarce, found)
 
 
+@pytest.mark.parametrize("name", ["qwen2moe-q8_0", "olmoe-q4_k"])
+def test_blocks_of_a_gguf_file(name: str, tmp_path: Path) -> None:
+    """Near the exact ones, as above: files with blocks of 32 and of 256 codes."""
+    (sample,) = [sample for sample in gguf_checkpoints.SAMPLES if sample.name == name]
+    file = gguf_checkpoints.write(sample, tmp_path).folder
+    smallest = inspect_checkpoint(file, dtype="float32").smallest_budget_bytes
+    exact, found = logits_of(file), logits_of(file, activations="int8")
+    assert not torch.equal(found, exact)
+    assert (found - exact).norm() <= 6 * 32**0.5 / 254 * exact.norm()
+    assert torch.equal(logits_of(file, activations="int8", host_memory=smallest), found)
+
+
 @pytest.mark.parametrize("written", ["deepseek_v3-fp8"], indirect=True)
 def test_what_has_no_such_weights_is_refused(
     written: Written, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for folder in (written.folder, pocket_path()):
-        with pytest.raises(UnsupportedModelError, match="needs weights in MXFP4"):
+        with pytest.raises(UnsupportedModelError, match="needs weights in GGUF's blocks"):
             logits_of(folder, activations="int8")
     with pytest.raises(ValueError, match="unknown activations 'int4'"):
         logits_of(written.folder, activations="int4")

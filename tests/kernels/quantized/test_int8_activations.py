@@ -144,10 +144,9 @@ def make_exact(weights):
         FP8_BLOCK,
         PUBLISHED["nvfp4"],
         WeightFormat("uint8", "f32", group_cols=32, has_zero_points=True),
-        WeightFormat("q8_0"),
     ],
 )
 def test_formats_that_do_not_take_them_are_refused(kind: WeightFormat) -> None:
     assert not kind.takes_int8_activations
-    with pytest.raises(ValueError, match="rounded to int8 for e2m1 and integers"):
+    with pytest.raises(ValueError, match="rounded to int8 for blocks, and for e2m1 and integers"):
         rounding(kind)
