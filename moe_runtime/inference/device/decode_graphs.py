@@ -348,7 +348,7 @@ def static_cache(config: Any, num_tokens: int) -> Any:
     known = StaticLayer, StaticSlidingWindowLayer
     if {*kinds} - _MASKED_KINDS or any(type(layer) not in known for layer in cache.layers):
         return None
-    cache.layers = [StaticLayer(num_tokens) for _ in cache.layers]
+    cache.layers[:] = [StaticLayer(num_tokens) for _ in cache.layers]
     return cache
 
 

@@ -60,7 +60,7 @@ class Sums(Protocol):
         """As of `SlottedProducts`."""
         ...
 
-    def add(self, experts: Any) -> None:
+    def add(self, experts: Any, /) -> None:
         """As `SlottedProducts.add`."""
         ...
 
