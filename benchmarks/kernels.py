@@ -118,7 +118,8 @@ def main() -> int:
     if "products" in options.only:
         results["products"] = measure_products(device, timer, tiny=is_tiny)
     if "packed" in options.only:
-        results["packed"] = measure_packed(device, timer, peak.copy_bytes_s, tiny=is_tiny)
+        graphs = partial(graph_s, device=device)
+        results["packed"] = measure_packed(device, timer, graphs, peak.copy_bytes_s, tiny=is_tiny)
     for name, row in (results["products"] | results["packed"]).items():
         share = f", reads {row['read_of_copy']:4.0%} of copy" if "read_of_copy" in row else ""
         print(f"{name:30} {row['seconds'] * 1e3:8.3f} ms, {row['ratio']:5.2f} times as fast{share}")
