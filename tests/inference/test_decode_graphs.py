@@ -157,15 +157,32 @@ def test_layers_of_a_window_are_recorded_with_a_cache_of_all_tokens(
     tmp_path: Path, length: int
 ) -> None:
     """The window is left behind while tokens are generated, or by the prompt."""
+    compare_windows(tmp_path, length, lambda folder: loaded(folder, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [2, 7])
+def test_a_gpu_records_layers_of_a_window(tmp_path: Path, length: int) -> None:
+    @contextmanager
+    def on_gpu(folder: Path) -> Iterator[Any]:
+        model: Any = moe_runtime.load(folder, device="cuda", max_tokens=64)
+        with model.moe:
+            yield model
+
+    compare_windows(tmp_path, length, on_gpu)
+
+
+def compare_windows(folder: Path, length: int, load: Any) -> None:
+    """Generates with and without a static cache, with a window of four tokens in one layer."""
     windows = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
     family = Family("gpt_oss", "GptOssForCausalLM", {"num_hidden_layers": 2, **windows})
-    folder = save(tiny_model(family), tmp_path, sharded=True)
-    prompt = torch.arange(3, 3 + length)[None].repeat(2, 1)
-    mask = torch.ones_like(prompt)
-    mask[1, 0] = 0
+    checkpoint = save(tiny_model(family), folder, sharded=True)
     found = []
     for settings in ({}, {"cache_implementation": "dynamic"}):
-        with loaded(folder, 2) as model:
+        with load(checkpoint) as model:
+            prompt = torch.arange(3, 3 + length, device=model.device)[None].repeat(2, 1)
+            mask = torch.ones_like(prompt)
+            mask[1, 0] = 0
             one = model.generate(
                 prompt, attention_mask=mask, max_new_tokens=6, do_sample=False,
                 output_logits=True, return_dict_in_generate=True, **settings,
