@@ -152,10 +152,10 @@ class TierFetcher:
                 return False
             after, parts = self._device.vacate(*slots.values()), []
             for key, source in sources.items():
-                parts += self._parts(key, source, slots[key])[0]
+                parts += self._parts(key, source, slots[key])
             copied = self._device.copy(parts, after, read.priority)
             self.queued[read] = _Copy(copied)
-            num_bytes = sum(len(part) for part, _ in parts)
+            num_bytes = _num_bytes(parts)
             finish = partial(self._finish, lease, read, copied, num_bytes, len(slots))
             self._ends.submit([finish], read)
             is_done = True
@@ -187,17 +187,16 @@ class TierFetcher:
 
     def _parts(
         self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor
-    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
-        """What is copied where, and how many bytes that is."""
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What is copied where."""
         moves = [CopyPart(0, 0, len(slot))] if self._moves is None else self._moves(key)
-        parts = [
+        return [
             (
                 source.narrow(0, move.source, move.num_bytes),
                 slot.narrow(0, move.place, move.num_bytes),
             )
             for move in moves
         ]
-        return parts, sum(move.num_bytes for move in moves)
 
     def _send(
         self,
@@ -209,8 +208,8 @@ class TierFetcher:
     ) -> int:
         """Returns the bytes that were copied, when they are there."""
         assert self._device is not None
-        parts, num_bytes = self._parts(key, source, slot)
-        copied, is_done = None, False
+        parts, copied, is_done = self._parts(key, source, slot), None, False
+        num_bytes = _num_bytes(parts)
         try:
             copied = self._device.copy(parts, after, read.priority)
             with self.changed:
@@ -264,12 +263,15 @@ class TierFetcher:
 
     def is_within_lower(self) -> bool:
         """Whether the caller runs within an operation below, where the lock above must not be
-        waited for: others take the locks the other way round."""
-        caller, below = (
-            sys._getframe(1),
-            (self._copies._changed, self._ends._changed, self.lower._changed),
-        )
-        return any(one._lock._is_owned() and one._is_under_way(caller) for one in below)
+        waited for: others take the locks the other way round. Those below that an exception left
+        to this thread are given up for the same reason."""
+        caller = sys._getframe(1)
+        for one in (self._copies._changed, self._ends._changed, self.lower._changed):
+            if one._lock._is_owned():
+                if one._is_under_way(caller):
+                    return True
+                one.let_go()
+        return False
 
     def raise_failure(self) -> None:
         """Tells once of a copy that failed behind the back of work that was queued behind it.
@@ -283,6 +285,10 @@ class TierFetcher:
             raise MoERuntimeError(
                 f"a copy to the device failed with {reason}; what was computed meanwhile is void"
             ) from error
+
+
+def _num_bytes(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    return sum(len(source) for source, _ in parts)
 
 
 def _is_resident(entry: Entry[torch.Tensor] | None) -> bool:
