@@ -115,7 +115,7 @@ class CudaDevice:
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
         self._allocated: list[weakref.ref[torch.Tensor]] = []
         self._index = place.index if place.index is not None else torch.cuda.current_device()
-        self._copy_async = _find_async_copy()
+        self._runtime = _find_runtime()
         self.compute_here()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -209,37 +209,51 @@ class CudaDevice:
     def _queue(
         self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream
     ) -> None:
-        """Queues copies of contiguous bytes."""
-        if self._copy_async is None:
-            with torch.cuda.stream(stream):
-                for source, target in parts:
-                    target.copy_(source, non_blocking=True)
+        if self._runtime is not None:
+            queue_copies(self._runtime, parts, stream.cuda_stream)
             return
-        number = stream.cuda_stream
-        for source, target in parts:
-            addresses = target.data_ptr(), source.data_ptr()
-            if status := self._copy_async(*addresses, source.numel(), _ANY_WAY, number):
-                raise RuntimeError(f"cudaMemcpyAsync failed with {status}")
+        with torch.cuda.stream(stream):
+            for source, target in parts:
+                target.copy_(source, non_blocking=True)
 
     def record(self) -> CudaRecorder:
         """As ``Device.record``."""
         return CudaRecorder(self._place, self._recording)
 
 
-def _find_async_copy() -> Any:
-    """`cudaMemcpyAsync` of the runtime that torch has loaded; None where it has another one.
-
-    Torch's own copies look for what a tensor may be, which takes the host longer than the call.
-    """
+def _find_runtime() -> Any:
+    """The runtime of CUDA that torch has loaded; None where it has another one."""
     try:
-        # it does not wait, so other threads need not have their turn meanwhile
-        library = ctypes.PyDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
-        copy = library.cudaMemcpyAsync
+        # its calls here do not wait, so other threads need not have their turn meanwhile
+        runtime = ctypes.PyDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+        copy, _ = runtime.cudaMemcpyAsync, runtime.cudaGetLastError
     except (OSError, AttributeError):
         return None
     address = ctypes.c_void_p
     copy.argtypes = [address, address, ctypes.c_size_t, ctypes.c_int, address]
-    return copy
+    return runtime
+
+
+def queue_copies(
+    runtime: Any, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int
+) -> None:
+    """Queues copies of contiguous bytes.
+
+    Torch's own copies look for what a tensor may be, which takes the host longer than the call.
+
+    Args:
+        runtime: of CUDA.
+        parts: sources and targets.
+        stream: its handle.
+
+    Raises:
+        RuntimeError: the runtime refuses one.
+    """
+    for source, target in parts:
+        addresses = target.data_ptr(), source.data_ptr()
+        if status := runtime.cudaMemcpyAsync(*addresses, source.numel(), _ANY_WAY, stream):
+            runtime.cudaGetLastError()  # else this thread's next launch of a kernel tells of it
+            raise RuntimeError(f"cudaMemcpyAsync failed with error {status}")
 
 
 def open_device(place: torch.device) -> Device:

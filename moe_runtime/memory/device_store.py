@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -348,26 +348,22 @@ class DeviceStore(TierStore[W]):
         Returns:
             Those that are on their way now.
         """
-        begun: list[ExpertKey] = []
-        read = Read(Priority.DEMAND, partial(self._arrive_together, begun))
+        slots: dict[ExpertKey, torch.Tensor] = {}
+        read = Read(Priority.DEMAND, partial(self._arrive_together, slots))
+        for key in self.fetcher.resident_below(keys):
+            slot = self._take_slot(key, keep=key in keep)
+            if slot is None:
+                break
+            self._enter(key, slot, read, keep=key in keep)
+            slots[key] = self._slab.slot(slot)
+        if slots and not self.fetcher.copy_resident(slots, read):
+            for key, memory in slots.items():
+                own = Read(Priority.DEMAND, partial(self._arrive, key))
+                self._entries[key].read = own
+                self.fetcher.fetch(key, memory, own)
+        return [*slots]
 
-        def take(found: Sequence[ExpertKey]) -> list[torch.Tensor]:
-            for key in found:
-                slot = self._take_slot(key, keep=key in keep)
-                if slot is None:
-                    break
-                self._enter(key, slot, read, keep=key in keep)
-                begun.append(key)
-            return [self._slab.slot(self._entries[key].slot) for key in begun]
-
-        if not self.fetcher.copy_resident(keys, read, take):
-            for key in begun:
-                entry = self._entries[key]
-                entry.read = Read(Priority.DEMAND, partial(self._arrive, key))
-                self.fetcher.fetch(key, self._slab.slot(entry.slot), entry.read)
-        return begun
-
-    def _arrive_together(self, keys: Sequence[ExpertKey], read: Read) -> None:
+    def _arrive_together(self, keys: Iterable[ExpertKey], read: Read) -> None:
         with self._changed:
             for key in keys:
                 self._arrive(key, read)

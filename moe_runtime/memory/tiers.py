@@ -1,7 +1,7 @@
 """One tier filled from another: experts copied from host slots to device slots."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.copy_speed import CopySpeed
 from moe_runtime.memory.device import Copy, Device, Event
 from moe_runtime.memory.device_layout import CopyPart
+from moe_runtime.memory.entries import Entry
 from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.lease import Lease
 from moe_runtime.memory.residency import ExpertStore
@@ -73,7 +74,7 @@ class TierFetcher:
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """Starts to copy an expert into a slot; it is read first if it is not resident below."""
         is_demand = self._device and read.priority is Priority.DEMAND
-        if not is_demand or not self.copy_resident([key], read, lambda _: [slot]):
+        if not is_demand or not self.copy_resident({key: slot}, read):
             after = self._device.vacate(slot) if self._device else ()
             self._copies.submit([partial(self._copy, key, slot, read, after)], read)
 
@@ -124,41 +125,37 @@ class TierFetcher:
     def _move(self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor) -> None:
         slot.copy_(source[: len(slot)])
 
-    def copy_resident(
-        self,
-        keys: Sequence[ExpertKey],
-        read: Read,
-        take: Callable[[Sequence[ExpertKey]], Sequence[torch.Tensor]],
-    ) -> bool:
-        """Queues one copy of the experts that are resident below, on the thread that asks for it.
+    def resident_below(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
+        """Those that lie in the tier below: without its lock, so ``copy_resident`` looks again."""
+        return [key for key in keys if _is_resident(self.lower._entries.get(key))]
+
+    def copy_resident(self, slots: Mapping[ExpertKey, torch.Tensor], read: Read) -> bool:
+        """Queues one copy of experts that are resident below, on the thread that asks for it.
 
         A thread waits for its end. Handing over the copy itself, or each expert by itself, would
         take longer than the link takes for it.
 
         Args:
-            keys: of experts of one size.
-            read: ends when all are there; its bytes are those of one of them.
-            take: gives slots to the first of those that are resident below.
+            slots: where the experts of one layer go.
+            read: ends when all are there; its bytes are those of one of them, on average.
 
         Returns:
-            Whether it is queued: not where there is none, or the device refuses.
+            Whether it is queued: not where one is absent, or the device refuses.
         """
         assert self._device is not None
-        lease = self.lower.lease(keys, streaming=read.passes, above=read)
+        lease = self.lower.lease([*slots], streaming=read.passes, above=read)
         is_done = False
         try:
-            found = _entered(lease)
-            slots = take([*found]) if found else ()
-            if not slots:
-                lease.__exit__()
+            sources = _entered(lease)
+            if sources is None:
                 is_done = True
                 return False
-            after, parts, num_bytes = self._device.vacate(*slots), [], 0
-            for (key, source), slot in zip(found.items(), slots, strict=False):
-                own_parts, num_bytes = self._parts(key, source, slot)
-                parts += own_parts
+            after, parts = self._device.vacate(*slots.values()), []
+            for key, source in sources.items():
+                parts += self._parts(key, source, slots[key])
             copied = self._device.copy(parts, after, read.priority)
             self.queued[read] = _Copy(copied)
+            num_bytes = _num_bytes(parts)
             finish = partial(self._finish, lease, read, copied, num_bytes, len(slots))
             self._ends.submit([finish], read)
             is_done = True
@@ -177,30 +174,29 @@ class TierFetcher:
     def _finish(
         self, lease: Lease[torch.Tensor], read: Read, copied: Copy, num_bytes: int, count: int
     ) -> int:
-        """Returns the bytes of an expert of a copy that was queued, when all are there."""
+        """Returns an expert's part of the bytes of a copy that was queued, when all are there."""
         is_done = False
         try:
-            self._wait(read, copied, count * num_bytes)
+            self._wait(read, copied, num_bytes)
             lease.__exit__()
             is_done = True
         finally:
             if not is_done:
                 self.lower.give_up(lease)
-        return num_bytes
+        return num_bytes // count
 
     def _parts(
         self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor
-    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
-        """What is copied where, and how many bytes that is."""
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What is copied where."""
         moves = [CopyPart(0, 0, len(slot))] if self._moves is None else self._moves(key)
-        parts = [
+        return [
             (
                 source.narrow(0, move.source, move.num_bytes),
                 slot.narrow(0, move.place, move.num_bytes),
             )
             for move in moves
         ]
-        return parts, sum(move.num_bytes for move in moves)
 
     def _send(
         self,
@@ -212,8 +208,8 @@ class TierFetcher:
     ) -> int:
         """Returns the bytes that were copied, when they are there."""
         assert self._device is not None
-        parts, num_bytes = self._parts(key, source, slot)
-        copied, is_done = None, False
+        parts, copied, is_done = self._parts(key, source, slot), None, False
+        num_bytes = _num_bytes(parts)
         try:
             copied = self._device.copy(parts, after, read.priority)
             with self.changed:
@@ -267,12 +263,15 @@ class TierFetcher:
 
     def is_within_lower(self) -> bool:
         """Whether the caller runs within an operation below, where the lock above must not be
-        waited for: others take the locks the other way round."""
-        caller, below = (
-            sys._getframe(1),
-            (self._copies._changed, self._ends._changed, self.lower._changed),
-        )
-        return any(one._lock._is_owned() and one._is_under_way(caller) for one in below)
+        waited for: others take the locks the other way round. Those below that an exception left
+        to this thread are given up for the same reason."""
+        caller = sys._getframe(1)
+        for one in (self._copies._changed, self._ends._changed, self.lower._changed):
+            if one._lock._is_owned():
+                if one._is_under_way(caller):
+                    return True
+                one.let_go()
+        return False
 
     def raise_failure(self) -> None:
         """Tells once of a copy that failed behind the back of work that was queued behind it.
@@ -288,14 +287,20 @@ class TierFetcher:
             ) from error
 
 
-def _entered(lease: Lease[torch.Tensor]) -> dict[ExpertKey, torch.Tensor]:
-    """Enters a lease of those experts that are resident, and returns their slots."""
+def _num_bytes(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    return sum(len(source) for source, _ in parts)
+
+
+def _is_resident(entry: Entry[torch.Tensor] | None) -> bool:
+    return entry is not None and entry.arrived and entry.read.error is None
+
+
+def _entered(lease: Lease[torch.Tensor]) -> dict[ExpertKey, torch.Tensor] | None:
+    """Enters a lease if all its experts are resident, and returns their slots; else None."""
     store = lease._store
     with store._changed:
-        entries = [(key, store._entries.get(key)) for key in lease._keys]
-        lease._keys = [k for k, e in entries if e and e.arrived and e.read.error is None]
-        if not lease._keys:
-            return {}
+        if not all(_is_resident(store._entries.get(key)) for key in lease._keys):
+            return None
         lease.__enter__()
         return dict(next(iter(lease)))
 

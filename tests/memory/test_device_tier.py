@@ -11,6 +11,7 @@ import torch
 from device_tiers import Interrupted, Tiers
 from emulated_device import POISON, EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, keys
+from injection import lines_of, raise_on
 
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
 from moe_runtime.memory.cuda_device import CudaCopy, CudaDevice, pin_in_parts
@@ -355,3 +356,42 @@ def test_work_on_residents_looks_at_nobody_who_was_evicted() -> None:
     tiers.use_residents(0)
     tiers.close()
     assert {first, second} < {key for key, _ in tiers.seen}
+
+
+def test_what_strikes_while_slots_are_taken_for_a_batch_is_told_and_loses_none() -> None:
+    wanted = keys(0, *range(4))
+
+    def ready() -> Tiers:
+        """The experts are in the host's memory, and no slot of the device is free."""
+        tiers = Tiers(on_device=6, on_host=8)
+        for key in (*wanted, *keys(1, 0, 1), *keys(2, 0, 1)):
+            tiers.use([key], streaming=False)
+        tiers.settle()
+        return tiers
+
+    tiers = ready()
+    names = {"start_together", "_take_slot", "_enter"}
+    sites = lines_of(partial(tiers.use, wanted, streaming=False))
+    tiers.close()
+    struck = [site for site in sites if site.code.co_name in names]
+    assert {site.code.co_name for site in struck} == names
+    for site in struck:
+        tiers = ready()
+        begin = partial(tiers.use, wanted, streaming=False)
+        assert raise_on(site, min(2, sites[site]), MemoryError, begin), site
+        tiers.check()
+        tiers.use(wanted, streaming=False)
+        tiers.close()
+
+
+def test_what_waits_for_a_slot_is_not_asked_of_the_host() -> None:
+    tiers = Tiers(on_device=3, on_host=8)
+    for key in keys(0, *range(6)):
+        tiers.use([key], streaming=False)
+    tiers.settle()
+    tiers.host.reset_stats()
+    tiers.store.reset_stats()
+    tiers.use(keys(0, *range(5)), streaming=False)
+    tiers.settle()
+    assert tiers.host.stats().hits == tiers.store.stats().misses > 1
+    tiers.close()

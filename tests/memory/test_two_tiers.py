@@ -1,5 +1,6 @@
 """Two tiers over reads that end when a test says so: what is demanded waits for nothing else."""
 
+import contextlib
 import gc
 import threading
 import time
@@ -265,3 +266,37 @@ def test_a_lease_that_the_collector_ends_within_the_tier_below_waits_for_no_lock
     store.check()
     tiers.use_now(*(K(0, expert) for expert in range(1, 5)))  # all the slots of the layer
     assert not any(entry.pins for entry in store._entries.values())
+
+
+@pytest.mark.parametrize("below", ["lower", "copies"])
+def test_a_lease_gives_up_a_lock_below_that_an_exception_left_before_it_waits(
+    tiers: Tiers, below: str
+) -> None:
+    """While another thread holds the lock above and waits for that one."""
+    store, fetcher, key = tiers.device, tiers.device._fetcher, K(0, 0)
+    tiers.use_now(key)
+    left = fetcher.lower._changed if below == "lower" else fetcher._copies._changed
+    is_left, is_above = threading.Event(), threading.Event()
+
+    def use() -> None:
+        with contextlib.suppress(KeyboardInterrupt), store.lease([key]) as lease:
+            for _ in lease:
+                left._lock.acquire()
+                is_left.set()
+                is_above.wait()
+                raise KeyboardInterrupt
+
+    def look() -> None:
+        is_left.wait()
+        with store._changed:
+            is_above.set()
+            with left:
+                pass
+
+    threads = [threading.Thread(target=call, daemon=True) for call in (use, look)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    store.check()
