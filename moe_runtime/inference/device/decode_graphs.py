@@ -68,7 +68,7 @@ class RecordedLayer:
         self._products.add(stack_over(self.arrived_E))
         self._arrivals = recorder.cut()
 
-    def add(self, _: Any) -> None:
+    def add(self, experts: Any) -> None:
         """As `SlottedProducts.add`, for experts that have arrived, whose slots are in a table."""
         self._arrivals.replay()
 
