@@ -264,8 +264,7 @@ class ExpertStore(Generic[W]):
     def _enter(self, key: ExpertKey, slot: int, read: Read, *, keep: bool) -> Entry[W]:
         if self.listener is not None:
             self.listener.read_began(key, read.priority)
-        entry: Entry[W] = Entry(slot, read)
-        self._entries[key] = entry
+        entry = self._entries[key] = Entry[W](slot, read)
         if keep:
             self._policy.insert(key)
         else:

@@ -22,7 +22,8 @@ from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Ro
 from moe_runtime.inference.device.structure import Structure, memory_of
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
 from moe_runtime.memory.device import GraphRecorder
-from moe_runtime.memory.device_store import DeviceStore, Residents
+from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.residents import Residents
 from moe_runtime.types import ExpertKey
 
 Forward = Callable[..., Any]
@@ -69,7 +70,7 @@ class RecordedLayer:
         self._products.add(stack_over(self.arrived_E))
         self._arrivals = recorder.cut()
 
-    def add(self, _: Any) -> None:
+    def add(self, experts: Any) -> None:
         """As `SlottedProducts.add`, for experts that have arrived, whose slots are in a table."""
         self._arrivals.replay()
 

@@ -20,7 +20,7 @@ from moe_runtime.types import ExpertKey
 
 
 class DeviceStacks:
-    """As `memory.device_store.SlotStacks`; layers without a stack are computed by expert."""
+    """As `memory.residents.SlotStacks`; layers without a stack are computed by expert."""
 
     def __init__(self, device: Device, slab: Slab, experts: ExpertMap) -> None:
         """Takes the slots and how experts lie in them."""
