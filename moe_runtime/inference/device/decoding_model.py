@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from moe_runtime.checkpoints.transformers_private import attention_name
 from moe_runtime.inference.cpu.small_batch import as_rms_norm
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, static_cache
 
@@ -128,6 +129,8 @@ class RecordedDecoding:
                 positions is None
                 or bool((positions[..., -1] == past_key_values.get_seq_length()).all())
             )
+            # eager attention's masks are made of numbers of the host, which no graph holds
+            is_whole = is_whole and attention_name(cast(Any, self)) != "eager"
             self._unpadded = weakref.ref(past_key_values) if is_whole else None
         return cast(Any, super()).prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length, past_key_values=past_key_values,
