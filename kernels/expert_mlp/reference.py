@@ -53,7 +53,7 @@ def expert_mlp_reference(
     weighted_RD = y_RD.to(precise) * weights_TK.flatten()[rows].to(precise)[:, None]
     out_RD = weighted_RD.new_zeros(num_tokens * top_k, x_TD.shape[1])
     out_RD = out_RD.index_copy(0, rows, weighted_RD)
-    return out_RD.view(num_tokens, top_k, -1).sum(1).to(x_TD.dtype)
+    return out_RD.view(num_tokens, top_k, x_TD.shape[1]).sum(1).to(x_TD.dtype)
 
 
 def grouped_expert_mlp_reference(

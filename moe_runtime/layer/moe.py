@@ -123,11 +123,10 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(intermediate_size, int) and intermediate_size < 1:
-            raise ValueError(f"intermediate_size must be at least 1, got {intermediate_size}")
+        _check_widths(intermediate_size, num_experts)
         check_impl(impl)
-        if shared_experts < 0:
-            raise ValueError(f"shared_experts must not be negative, got {shared_experts}")
+        if type(shared_experts) is not int or shared_experts < 0:
+            raise ValueError(f"shared_experts must be an integer from 0 on, got {shared_experts!r}")
         self.name = name
         self.hidden_size = hidden_size
         self.attach_losses = attach_losses
@@ -180,7 +179,6 @@ class MoELayer(nn.Module):
                 num_experts, hidden_size, intermediate_size, impl=impl, recompute=recompute, **kind
             )
         else:
-            _check_widths(intermediate_size, num_experts)
             self.experts = HeterogeneousExperts(
                 hidden_size, intermediate_size, impl=impl, recompute=recompute, **kind
             )
@@ -236,8 +234,10 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"{self.name}: expected [..., {self.hidden_size}], got {list(x.shape)}"
             )
-        if not x.is_floating_point():
-            raise ValueError(f"{self.name}: expected floating-point numbers, got {x.dtype}")
+        if not x.is_floating_point() or x.dtype.itemsize < 2:
+            raise ValueError(
+                f"{self.name}: expected floating-point numbers of 16 bits or more, got {x.dtype}"
+            )
         if self.parts is not None:
             x = self.parts.gather(x)
         context = RoutingContext(
@@ -295,12 +295,18 @@ class MoELayer(nn.Module):
             )
 
 
-def _check_widths(widths: Sequence[int], num_experts: int) -> None:
-    """Refuses widths that do not belong to the experts."""
-    if len(widths) != num_experts:
+def _check_widths(widths: int | Sequence[int], num_experts: int) -> None:
+    """Refuses widths that are not whole numbers, or do not belong to the experts."""
+    numbers = widths if isinstance(widths, Sequence) else (widths,)
+    if any(type(number) is not int or number < 1 for number in numbers):
+        raise ValueError(
+            "intermediate_size must be an integer of at least 1, or a list of one for each "
+            f"expert, got {widths!r}"
+        )
+    if numbers is widths and len(numbers) != num_experts:
         raise ValueError(
             f"intermediate_size must be one number, or one for each of {num_experts} experts; got "
-            f"{len(widths)} numbers"
+            f"{len(numbers)} numbers"
         )
 
 
@@ -313,5 +319,9 @@ def _with_zero_experts(
     if gate not in ("softmax_topk", "moepp"):
         raise ValueError(f"zero_experts need the gate 'moepp', got {gate!r}")
     if not isinstance(zero_experts, ZeroExpertCounts):
+        if not isinstance(zero_experts, Mapping):
+            raise ValueError(
+                f"zero_experts must be counts by kind, such as {{'zero': 1}}, got {zero_experts!r}"
+            )
         zero_experts = ZeroExpertCounts.of_kinds(zero_experts)
     return "moepp", {**options, "zero_experts": zero_experts}

@@ -305,7 +305,7 @@ def _check_sizes(hidden_size: int, num_experts: int, top_k: int, num_groups: int
         ("top_k", top_k),
         ("num_groups", num_groups),
     ):
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise ValueError(f"{label} must be an integer of at least 1, got {value!r}")
     if top_k > num_experts:
         raise ValueError(f"top_k must be at most num_experts={num_experts}, got {top_k}")

@@ -80,7 +80,7 @@ def test_what_such_a_layer_cannot_be() -> None:
     wrong = [
         ({}, [8, 8], "one for each of 3 experts; got 2 numbers"),
         ({"shared_experts": 1}, [8, 8, 9], "shared_experts need one intermediate_size"),
-        ({}, [8, 0, 9], r"one number from 1 on for each expert, got \(8, 0, 9\)"),
+        ({}, [8, 0, 9], r"a list of one for each expert, got \[8, 0, 9\]"),
         ({"impl": "fast"}, [8, 8, 9], "impl must be one of auto, triton, native, reference, torch"),
     ]
     for options, widths, message in wrong:

@@ -38,10 +38,12 @@ def test_rows_come_back_as_they_are() -> None:
     assert make_layer()(torch.randn(7, D))._base is None
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.complex64, torch.bool, torch.float8_e4m3fn], ids=str
+)
 def test_other_numbers_than_floating_point_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=f"floating-point numbers, got {dtype}"):
-        make_layer()(torch.ones(3, D, dtype=dtype))
+    with pytest.raises(ValueError, match=f"numbers of 16 bits or more, got {dtype}"):
+        make_layer()(torch.ones(3, D).to(dtype))
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
@@ -296,7 +298,9 @@ def test_zero_experts_choose_their_gate() -> None:
     [
         ({"activation": "swigul"}, "did you mean 'swiglu'"),
         ({"capacity_factor": 0}, "capacity_factor must be positive"),
-        ({"shared_experts": -1}, "shared_experts must not be negative"),
+        ({"shared_experts": -1}, "shared_experts must be an integer from 0 on, got -1"),
+        ({"shared_experts": 1.5}, "shared_experts must be an integer from 0 on, got 1.5"),
+        ({"zero_experts": 3}, "zero_experts must be counts by kind"),
         ({"gate": "switchh"}, "did you mean 'switch'"),
         ({"gate_options": {"scal": 2.0}}, "did you mean 'scale'"),
         ({"gate": "gshard", "zero_experts": ZeroExpertCounts()}, "need the gate 'moepp'"),
@@ -309,6 +313,12 @@ def test_zero_experts_choose_their_gate() -> None:
 def test_bad_arguments(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make_layer(**changes)
+
+
+@pytest.mark.parametrize("width", [0, 2.5, "7", True, (7, 2.5, 7), (7, 7, 0)], ids=str)
+def test_widths_are_whole_numbers(width) -> None:
+    with pytest.raises(ValueError, match=r"intermediate_size must be an integer .* got"):
+        MoELayer(D, width, 3, 1)
 
 
 def test_bad_calls_name_the_layer() -> None:

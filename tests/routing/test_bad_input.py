@@ -13,6 +13,7 @@ from moe_runtime.routing import Capacity, Routing, RoutingContext, gate_options,
     [
         (("softmax_topk", 8, 4, 5), {}, "top_k must be at most num_experts=4, got 5"),
         (("softmax_topk", 8, 4, 0), {}, "top_k must be an integer of at least 1, got 0"),
+        (("softmax_topk", 8, 4, True), {}, "top_k must be an integer of at least 1, got True"),
         (("softmax_topk", 8, 0, 1), {}, "num_experts must be an integer of at least 1, got 0"),
         (("softmax_topk", 8, 4, 2), {"num_groups": 0}, "num_groups must be an integer"),
         (("softmax_tpok", 8, 4, 2), {}, "did you mean 'softmax_topk'"),

@@ -119,8 +119,10 @@ def test_sizes_slots_and_recompute(impl: str, num_tokens: int, top_k: int, recom
     dtype = torch.float64 if impl == "torch" else torch.float32
     options = {"activation": "silu", "recompute": recompute}
     if num_tokens == 0:
-        out = expert_mlp(x, ids, weights, experts, impl="torch", activation="silu")
-        assert out.shape == (0, DIM_MODEL)
+        for name in (impl, "reference"):
+            found = run(experts, x, ids, weights, dtype, **options | {"impl": name})
+            assert found["out"].shape == (0, DIM_MODEL)
+            assert not any(gradient.any() for gradient in found.values())
         return
     expected = run(experts, x, ids, weights, torch.float64, activation="silu", impl="reference")
     found = run(experts, x, ids, weights, dtype, impl=impl, **options)
