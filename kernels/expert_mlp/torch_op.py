@@ -232,7 +232,6 @@ class _ExpertMlp(torch.autograd.Function):
         return out_TD
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -243,11 +242,15 @@ class _ExpertMlp(torch.autograd.Function):
         experts, rows = ctx.kind(**tensors, **ctx.static), SortedRows(order_R, offsets_E1)
         batch = RoutedBatch(x_TD, None, weights_TK, experts, ctx.activation, rows)
         needs = Needs.of(*ctx.needs_input_grad[:-4])
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False):
             found = path_of(ctx.impl, x_TD).backward(
                 grads[0], batch, kept, needs=needs, parameter_gradients=ctx.gradients
             )
         given = needs.chosen(found.flat())
         if ctx.gradients.into is not None:
             given[2:] = [None] * len(parameters)
+        if torch.is_grad_enabled():
+            from moe_runtime.kernels.expert_mlp.second_derivative import refusing
+
+            given = refusing(given, (grads[0], x_TD, weights_TK, *parameters))
         return *given, *[None] * 4

@@ -116,7 +116,6 @@ class _Frozen(torch.autograd.Function):
         return _infer(x_TD, ids_TK, weights_TK, experts, activation, impl)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TD, weights_TK, ids_TK = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
@@ -132,5 +131,11 @@ class _Frozen(torch.autograd.Function):
                 impl=ctx.impl, recompute=False,
             )  # fmt: skip
             wanted = [tensor for tensor, need in zip(inputs, needs, strict=True) if need]
-            found = iter(torch.autograd.grad(out_TD, wanted, grads[0].to(out_TD.dtype)))
-        return *[next(found) if need else None for need in needs], None, None, None, None
+            grad_TD = grads[0].detach().to(out_TD.dtype)
+            found = iter(torch.autograd.grad(out_TD, wanted, grad_TD))
+        given = [next(found) if need else None for need in needs]
+        if torch.is_grad_enabled():
+            from moe_runtime.kernels.expert_mlp.second_derivative import refusing
+
+            given = refusing(given, (grads[0], x_TD, weights_TK))
+        return *given, None, None, None, None

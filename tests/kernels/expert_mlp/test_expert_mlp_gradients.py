@@ -301,6 +301,22 @@ def test_forward_mode_derivatives() -> None:
         torch.func.jvp(lambda x: layer(x, "torch"), (x,), (tangent,))
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("of", ["x", "weights", "down"])
+def test_second_derivatives_are_refused_also_of_named_inputs(impl: str, of: str) -> None:
+    """torch's own refusal is passed over there, and what is missing counts as zero."""
+    dtype = torch.float64 if impl == "torch" else torch.float32
+    ids, weights = make_routing(9, 2, 4, dtype=dtype)
+    x = torch.randn(9, DIM_MODEL)
+    experts, x, weights = with_gradients(make_experts(4), x, weights, dtype=dtype)
+    again = {"x": x, "weights": weights, "down": experts.down}[of]
+    out = expert_mlp(x, ids, weights, experts, activation="silu", impl=impl)  # type: ignore[arg-type]
+    for loss in (out.sum(), out.square().sum()):
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivatives: make the layer with impl="):
+            torch.autograd.grad(grad.square().sum(), again, retain_graph=True)
+
+
 @needs_native
 def test_soft_caps_of_small_numbers_keep_their_digits() -> None:
     experts = replace(make_experts(4), gate_up_bias=None, down_bias=None)

@@ -237,6 +237,17 @@ def test_without_a_gate(impl: str, generator: torch.Generator) -> None:
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+def test_second_derivatives_are_refused_also_of_named_inputs(generator: torch.Generator) -> None:
+    ids, weights = routing(20, generator)
+    x = torch.linspace(-1, 1, 20 * DIM).sin().view(20, DIM).requires_grad_()
+    experts = make(MXFP4, generator)
+    out = expert_mlp(x, ids, weights.requires_grad_(), experts, activation="silu")
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    for again in (x, weights):
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(grad.square().sum(), again, retain_graph=True)
+
+
 @pytest.mark.parametrize("impl", ["triton", "auto"])
 def test_gradients_of_rows_and_gate_weights(impl: str, generator: torch.Generator) -> None:
     experts = make(MXFP4, generator, slots=[1, 0, -1, 3])
