@@ -119,7 +119,7 @@ class WeightFormat:
         if self.int8_activations and not self.takes_int8_activations:
             raise ValueError(
                 "rows are rounded to int8 for blocks, and for e2m1 and integers in groups of 32, "
-                "64, 128, ... columns or all, and with zero points of 4-bit codes only, "
+                "64, ... columns or all, with zero points of 4-bit codes only, "
                 f"not for {self}"
             )
         if self.codes in BLOCKS:
@@ -140,10 +140,7 @@ class WeightFormat:
 
     @property
     def takes_int8_activations(self) -> bool:
-        """Whether codes are int8 numbers, or e2m1, whose groups are those of int8 rows or more.
-
-        All blocks are: they begin where a group of 32 columns does.
-        """
+        """Whether codes are int8 numbers, e2m1 or blocks, and groups those of int8 rows or more."""
         if self.codes in BLOCKS:
             return True
         group = self.group_cols

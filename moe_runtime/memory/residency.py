@@ -264,11 +264,9 @@ class ExpertStore(Generic[W]):
     def _enter(self, key: ExpertKey, slot: int, read: Read, *, keep: bool) -> Entry[W]:
         if self.listener is not None:
             self.listener.read_began(key, read.priority)
-        entry = self._entries[key] = Entry[W](slot, read)
-        if keep:
-            self._policy.insert(key)
-        else:
-            self._streamed.add(key)
+        entry: Entry[W] = Entry(slot, read)
+        self._entries[key] = entry
+        self._policy.insert(key) if keep else self._streamed.add(key)
         self._link.begin(is_demand=read.priority is Priority.DEMAND)
         return entry
 
@@ -317,10 +315,7 @@ class ExpertStore(Generic[W]):
         if self.listener is not None:
             self.listener.dropped(key)
         self._counters.wasted_guesses += self._entries[key].guessed
-        if key in self._streamed:
-            self._streamed.remove(key)
-        else:
-            self._policy.remove(key)
+        self._streamed.remove(key) if key in self._streamed else self._policy.remove(key)
         self._free.append(self._entries.pop(key).slot)
 
     def _settle(self, key: ExpertKey) -> None:
