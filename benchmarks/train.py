@@ -234,12 +234,13 @@ def save(arguments: argparse.Namespace, run: dict[str, Any]) -> None:
     machine = describe_machine()
     name = f"{arguments.shape}-{arguments.isa}" if arguments.isa else arguments.shape
     isa = f" --isa {arguments.isa}" if arguments.isa else ""
+    peers = "" if arguments.peers == ["grouped_mm"] else f" --peers {' '.join(arguments.peers)}"
     path = RESULTS / f"train-{name}-{machine_name(machine)}.json"
     kept = json.loads(path.read_text())["runs"] if path.exists() else []
     runs = [other for other in kept if other["dtype"] != run["dtype"]]
     runs.append(run | {"commit": commit(Path(__file__).parent)})
     result = {
-        "command": f"python benchmarks/train.py --shape {arguments.shape}{isa} --save",
+        "command": f"python benchmarks/train.py --shape {arguments.shape}{peers}{isa} --save",
         "machine": machine,
         "versions": versions(),
         "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},

@@ -60,6 +60,12 @@ def differentiable_experts(
     return cast(Tensor, _Experts.apply(experts, hidden_TD, ids_TK, weights_TK, *parameters))
 
 
+_FIRST_ONLY = (
+    "a loaded model's experts have first derivatives only; compute second ones with the model as "
+    "transformers loads it"
+)
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -85,24 +91,12 @@ class _Experts(torch.autograd.Function):
             if not found:  # here, since torch may run this on a thread of its own
                 ctx.experts.let_go()
         if torch.is_grad_enabled():
-            found = [_Final.apply(grad, grad_TD, *ctx.saved_tensors) for grad in found]
+            from moe_runtime.kernels.expert_mlp.second_derivative import refusing
+
+            sources = (grad_TD, hidden_TD, ids_TK, weights_TK, *parameters)
+            found = refusing(found, sources, UnsupportedUseError, _FIRST_ONLY)
         grad_hidden_TD, grad_weights_TK, *rest = cast(list[Tensor | None], found)
         return None, grad_hidden_TD, None, grad_weights_TK, *rest
-
-
-class _Final(torch.autograd.Function):
-    """A gradient that depends on tensors in a way that is not known any more."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor | None, *_: Tensor) -> Tensor | None:
-        return grad
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:  # type: ignore[override]
-        raise UnsupportedUseError(
-            "a loaded model's experts have first derivatives only; compute second ones with the "
-            "model as transformers loads it"
-        )
 
 
 def _gradients(

@@ -7,7 +7,11 @@ from itertools import product
 
 import pytest
 import torch
-from quantized_experts import make_expert, relative_error, run, with_values
+from quantized_experts import (
+    assert_hidden_values_are_rounded_too,
+    make_expert,
+    run,
+)
 from quantized_matrices import FP8_BLOCK, INT4, INT8, MXFP4, PUBLISHED, every_format, random_matrix
 
 from moe_runtime.kernels.linear import quantized_linear
@@ -118,14 +122,8 @@ def test_the_largest_products_of_int8_are_summed_exactly(isa: str) -> None:
 def test_experts_round_their_hidden_values_too(
     isa: str, kind: WeightFormat, num_rows: int, generator: torch.Generator
 ) -> None:
-    """A group of 32 is at most `sqrt(32) / 254` off, relative to its norm; x and hidden values."""
     weights = make_expert(rounding(kind), generator, bias_dtype=torch.bfloat16)
-    x_TD = torch.randn(num_rows, 96, generator=generator)
-    exact = run(x_TD.double(), with_values(weights, torch.float64), "reference")
-    found = run(x_TD, weights)
-    assert relative_error(found, exact) <= 3 * 32**0.5 / 254
-    assert relative_error(found, run(x_TD, weights, "reference").double()) <= 32**0.5 / 254
-    assert torch.equal(found, torch.cat([run(row, weights) for row in x_TD.split(1)]))
+    x_TD, found = assert_hidden_values_are_rounded_too(weights, num_rows, generator)
     assert not torch.equal(found, run(x_TD, make_exact(weights)))
 
 

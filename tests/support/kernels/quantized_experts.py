@@ -46,3 +46,17 @@ def run(
 
 def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
     return ((y.double() - exact).norm() / exact.norm()).item()
+
+
+def assert_hidden_values_are_rounded_too(
+    weights: ExpertWeights, num_rows: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an expert is given and computes: a group of 32 is at most `sqrt(32) / 254` off, relative
+    to its norm; x and hidden values."""
+    x_TD = torch.randn(num_rows, 96, generator=generator)
+    exact = run(x_TD.double(), with_values(weights, torch.float64), "reference")
+    found = run(x_TD, weights)
+    assert relative_error(found, exact) <= 3 * 32**0.5 / 254
+    assert relative_error(found, run(x_TD, weights, "reference").double()) <= 32**0.5 / 254
+    assert torch.equal(found, torch.cat([run(row, weights) for row in x_TD.split(1)]))
+    return x_TD, found
