@@ -82,6 +82,7 @@ SOURCES_OF_ALL_VARIANTS = (
     "formats/planes.c",
     "formats/quantized.c",
     "layers/rank.c",
+    "layers/recurrent.c",
     "io/reads.c",
     "products/step.c",
     "formats/storage_order.c",

@@ -18,7 +18,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 24
+ABI_VERSION = 25
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -94,6 +94,8 @@ _KERNELS: _Signatures = {
         ],
     ),
     "moe_latent_attention": (_INT, [_POINTER]),  # LatentCall
+    "moe_delta_rule_step": (None, [_POINTER]),  # DeltaCall
+    "moe_conv_step": (None, [_POINTER]),  # ConvCall
     # x, x_stride, num_rows, weight, out, count, eps, dtype, share_threads
     "moe_rms_norm": (
         None,
@@ -118,10 +120,7 @@ _KERNELS: _Signatures = {
         ],
     ),
     # sums, dim, tokens, rows, num_rows, weights, dtype, share_threads
-    "moe_add_rows": (
-        None,
-        [_POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER, _INT, _INT],
-    ),
+    "moe_add_rows": (None, [_POINTER, _INT64, *[_POINTER] * 2, _INT64, _POINTER, _INT, _INT]),
     # weight, stride, rows, cols, counts
     "moe_planes_count": (None, [_POINTER, _INT64, _INT64, _INT64, _POINTER]),
     # weight, stride, rows, cols, book, coded, starts, escapes

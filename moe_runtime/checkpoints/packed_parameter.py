@@ -192,7 +192,7 @@ def may_stay_packed(model: PreTrainedModel, name: str, weight: PackedWeight) -> 
     module = model.get_submodule(path)
     if type(module) is not nn.Linear or own_name != "weight" or weight.lead:
         return False
-    if weight.convert is not None and not weight.moves_rows:
+    if weight.convert is not None and not weight.moves_codes:
         return False
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     wide = private.dtype_plan(model, module.weight.dtype)

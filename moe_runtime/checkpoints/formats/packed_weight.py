@@ -76,7 +76,7 @@ class PackedWeight:
         global_scale: one number, or one for each matrix, or None.
         is_transposed: whether the model holds `[*lead, K, N]`.
         convert: makes the model's values of those in the file; None where they are these.
-        moves_rows: whether it only moves rows, of codes as well.
+        moves_codes: whether it only moves values, and codes as well.
     """
 
     name: str
@@ -90,7 +90,7 @@ class PackedWeight:
     global_scale: TensorEntry | None = None
     is_transposed: bool = False
     convert: Callable[[Tensor], Tensor] | None = None
-    moves_rows: bool = False
+    moves_codes: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

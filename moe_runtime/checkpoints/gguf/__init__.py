@@ -101,8 +101,9 @@ def _change(
             "BF16"
         )
     if name in packed:
-        own = replace(packed[name], convert=change.convert, moves_rows=change.moves_rows)
-        packed[name] = own
+        block, columns = packed[name].format.block_codes, change.moved_columns
+        moves_codes = change.moves_rows or (columns > 0 and columns % block == 0)
+        packed[name] = replace(packed[name], convert=change.convert, moves_codes=moves_codes)
     else:
         entry = entries[name]
         entries[name] = replace(entry, shape=change.shape(entry.shape), convert=change.convert)

@@ -80,11 +80,13 @@ class ValueChange(NamedTuple):
     Attributes:
         convert: takes and gives a tensor of the model's sizes.
         moves_rows: whether it only moves rows.
+        moved_columns: how many stay side by side, where it only moves columns; else 0.
         shape: gives the model's sizes for those in the file.
     """
 
     convert: Callable[[Tensor], Tensor]
     moves_rows: bool = False
+    moved_columns: int = 0
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
 
 

@@ -111,7 +111,9 @@ def qwen35moe(header: GgufHeader, file: Path) -> Architecture:
             **{_PARTS[own]: moved for own in ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_dt")},
             _PARTS["ssm_a"]: ValueChange(lambda decay: heads(decay.float().neg().log())),
             _PARTS["ssm_conv1d"]: ValueChange(of_values, shape=_of_convolution),
-            _PARTS["ssm_out"]: ValueChange(lambda out: heads(out.T).T.contiguous()),
+            _PARTS["ssm_out"]: ValueChange(
+                lambda out: heads(out.T).T.contiguous(), moved_columns=all_widths // num_values
+            ),
         },
     )
 

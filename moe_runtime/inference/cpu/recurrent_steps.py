@@ -1,11 +1,11 @@
 """Steps of one token in layers with recurrent states: linear attention and Mamba 2.
 
 transformers' functions for a CPU allocate several tensors of the states' size at every step. Here
-small products read the states, and two operations change them where they lie. Several tokens of
-Mamba 2 are left to transformers, in chunks of a size for a CPU.
+states change where they lie, and so do the inputs that a short convolution remembers. Several
+tokens of Mamba 2 are left to transformers, in chunks of a size for a CPU.
 
-Shape suffixes: B sequences, H heads, G groups of heads (with keys and queries of their own), K key
-width, V value width, P values of a head, N states of each.
+Shape suffixes: B sequences, H heads, G groups of heads (with inputs of their own), P values of a
+head, N states of each.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 
-from moe_runtime.kernels.native import is_differentiated
+from moe_runtime.kernels.native import DTYPE_CODES, is_differentiated
+from moe_runtime.kernels.recurrent_step import conv_step, delta_rule_step
 
 SCAN_CHUNK, SCAN_STEP = 64, 16
 """Positions of a chunk of Mamba 2: GPUs take 256; and those in whose multiples short ones are."""
@@ -36,43 +38,6 @@ def use_recurrent_steps(layer: torch.nn.Module) -> None:
     """
     if "forward" not in vars(layer) and _with_steps(type(layer).forward) is not None:
         vars(layer)["forward"] = _Forward(layer)
-
-
-def delta_rule_step(
-    state_BHKV: Tensor,
-    query_BGK: Tensor,
-    key_BGK: Tensor,
-    value_BHV: Tensor,
-    log_decay: Tensor,
-    beta_BH: Tensor,
-) -> Tensor:
-    """A step of the gated delta rule (Gated DeltaNet, 2024, equation 10).
-
-    A head's state decays, forgets a share of what it knows for the key, and learns the value:
-    ``S = decay * S``; ``S += key (beta * (value - key . S))``; the result is ``query . S``.
-
-    Args:
-        state_BHKV: fp32 without gaps; changed in place.
-        query_BGK: fp32, scaled.
-        key_BGK: fp32.
-        value_BHV: in any precision, as what follows.
-        log_decay: at most 0, ``[B, H, 1]``; or ``[B, H, K]``, of each channel (Kimi Linear, 2025).
-        beta_BH: between 0 and 1.
-
-    Returns:
-        ``[B, H, V]`` in fp32.
-    """
-    heads = state_BHKV.shape[1]
-    state, value = state_BHKV.flatten(0, 1), value_BHV.float().flatten(0, 1)
-    decay = log_decay.float().exp().flatten(0, 1)[:, None]
-    both = torch.stack((query_BGK, key_BGK), dim=2)
-    both = both.repeat_interleave(heads // query_BGK.shape[1], dim=1).flatten(0, 1)
-    known = torch.bmm(both * decay, state)
-    learnt = (value - known[:, 1]) * beta_BH.float().flatten()[:, None]
-    # not as a product: MKL rounds one of a single sequence otherwise than several
-    state.mul_(decay.transpose(1, 2)).addcmul_(both[:, 1, :, None], learnt[:, None])
-    overlap = torch.linalg.vecdot(both[:, 0], both[:, 1])[:, None]
-    return torch.addcmul(known[:, 0], overlap, learnt).view_as(value_BHV)
 
 
 def mamba2_step(
@@ -191,13 +156,17 @@ def _delta_rule(
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             **options,
         )
-    query_BGK, key_BGK = query[:, 0].float(), key[:, 0].float()
-    if use_qk_l2norm_in_kernel:
-        query_BGK, key_BGK = _unit_length(query_BGK), _unit_length(key_BGK)
-    query_BGK = query_BGK * query.shape[-1] ** -0.5
     log_decay = g[:, 0] if g.ndim == 4 else g[:, 0, :, None]
-    parts = (query_BGK, key_BGK, value[:, 0], log_decay, beta[:, 0])
-    mixed_BHV = delta_rule_step(initial_state, *parts)
+    mixed_BHV = delta_rule_step(
+        initial_state,
+        query[:, 0],
+        key[:, 0],
+        value[:, 0],
+        log_decay,
+        beta[:, 0],
+        scale=query.shape[-1] ** -0.5,
+        unit_eps=NORM_EPS if use_qk_l2norm_in_kernel else None,
+    )
     return mixed_BHV[:, None].to(query.dtype), initial_state
 
 
@@ -234,6 +203,28 @@ def _mamba2(
     return y.to(hidden_states.dtype)
 
 
+def _causal_conv(
+    theirs: Callable[..., Any],
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """transformers' function of this step, which changes the remembered inputs in place."""
+    own = (conv_state, hidden_states, weight, *(() if bias is None else (bias,)))
+    if (
+        hidden_states.shape[-1] != 1
+        or not 0 < weight.shape[-1] <= conv_state.shape[-1] + 1
+        or len({part.dtype for part in own}) != 1
+        or conv_state.dtype not in DTYPE_CODES
+        or not _can_change_in_place(conv_state, *own)
+    ):
+        return theirs(hidden_states, conv_state, weight, bias, activation)
+    out_BC = conv_step(conv_state, hidden_states[..., 0], weight, bias)
+    return (out_BC if activation is None else ACT2FN[activation](out_BC))[..., None]
+
+
 def _compute_the_same(
     theirs: Callable[..., Any], step: Callable[..., Any], sample: Callable[[], dict[str, Tensor]]
 ) -> bool:
@@ -245,7 +236,8 @@ def _compute_the_same(
             result = function(**arguments)
         except TypeError:  # it takes other arguments, or ours asks for it
             return False
-        results.append(result if isinstance(result, tuple) else (result, arguments["state"]))
+        changed = [arguments[name] for name in ("state", "conv_state") if name in arguments]
+        results.append(result if isinstance(result, tuple) else (result, *changed))
     return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in zip(*results, strict=True))
 
 
@@ -283,6 +275,15 @@ def _mamba2_sample() -> dict[str, Any]:
     }
 
 
+def _conv_sample() -> dict[str, Any]:
+    """Arguments of ``_causal_conv``."""
+    random = _random()
+    return {
+        **{"hidden_states": random(2, 3, 1), "conv_state": random(2, 3, 4)},
+        **{"weight": random(3, 4), "bias": random(3), "activation": "silu"},
+    }
+
+
 def _mamba2_scan(
     theirs: Callable[..., Any], hidden_states: Tensor, *args: Any, chunk_size: int, **options: Any
 ) -> Any:
@@ -307,12 +308,9 @@ _STEPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         functools.partial(_delta_sample, by_channel=True),
     ),
     "mamba2_selective_state_update": (_mamba2, _mamba2_sample),
+    "causal_conv1d_update": (_causal_conv, _conv_sample),
 }
 """What stands for transformers' functions, by their names, and arguments to compare both with."""
-
-
-def _unit_length(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + NORM_EPS)
 
 
 def _are_packed(options: dict[str, Any]) -> bool:
@@ -321,16 +319,24 @@ def _are_packed(options: dict[str, Any]) -> bool:
 
 
 def _can_change(state: Tensor, *parts: Tensor | None) -> bool:
-    """Whether a state can be changed where it lies, with nothing to be differentiated.
+    """Whether a recurrent state can be changed where it lies.
 
-    The sums of MKL's products depend on how its rows are aligned: those of a sequence alone begin
-    elsewhere than beside others, unless all begin at multiples of 16 bytes.
+    Without our kernels MKL's products read it: their sums depend on how rows are aligned, and those
+    of a sequence alone begin elsewhere than beside others, unless all begin at multiples of 16
+    bytes.
     """
     return (
         state.dtype is torch.float32
-        and state.is_cpu
-        and state.is_contiguous()
         and state.shape[-1] % 4 == 0
+        and _can_change_in_place(state, *parts)
+    )
+
+
+def _can_change_in_place(state: Tensor, *parts: Tensor | None) -> bool:
+    """Whether a tensor on the CPU can be changed with nothing to be differentiated."""
+    return (
+        state.is_cpu
+        and state.is_contiguous()
         and not is_differentiated(state, *parts)
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")

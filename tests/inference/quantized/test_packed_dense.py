@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf_checkpoints
 import peft
 import pytest
 import quantized_checkpoints
@@ -15,6 +16,7 @@ import torch
 from moe_families import Family
 from quantized_checkpoints import EVEN, Quantized
 from quantized_matrices import BLOCK_FORMATS, PUBLISHED, random_matrix
+from safetensors.torch import load_file
 from tiny_checkpoints import PROMPT
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -60,6 +62,19 @@ def layer(model: Any) -> nn.Linear:
 def packed_in(model: nn.Module) -> dict[str, PackedTensor]:
     named = model.named_parameters()
     return {name: p for name, p in named if isinstance(p, PackedTensor)}
+
+
+def test_columns_that_a_gguf_file_moves_in_whole_blocks_stay_packed(tmp_path: Path) -> None:
+    """llama.cpp has value heads in another order: their columns are blocks of 32 codes here."""
+    sample = next(row for row in gguf_checkpoints.SAMPLES if row.architecture == "qwen35moe")
+    written = gguf_checkpoints.write(sample, tmp_path)
+    plain = load_file(written.plain / "model.safetensors")
+    model: Any = moe_runtime.load(written.folder, device="cpu", host_memory="1GiB")
+    with model.moe:
+        weights = {n: p for n, p in packed_in(model).items() if n.endswith("out_proj.weight")}
+        assert len(weights) == 3
+        for name, weight in weights.items():
+            assert torch.equal(weight.values(), plain[name].to(weight.dtype))
 
 
 @pytest.mark.parametrize("name", KEPT)
