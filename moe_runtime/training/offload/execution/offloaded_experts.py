@@ -82,7 +82,8 @@ class OffloadedTrainingExperts(nn.Module):
             MoERuntimeError: an expert could not be read or written.
         """
         dtype = compute_dtype(hidden_states)
-        x_TD = hidden_states.to(dtype)
+        # a copy within would hide from autograd where it came from
+        x_TD = hidden_states.to(dtype).contiguous()
         if torch.is_grad_enabled():
             with self._saving():
                 out_TD = cast(
