@@ -23,7 +23,7 @@ from moe_runtime.kernels.expert_mlp.rows import (
     already_sorted,
 )
 from moe_runtime.kernels.operands.activation import ActivationSpec
-from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only, refuse
 
 # Experts and what lies between their products, in pieces: what `StackedExperts` and the inverse of
 # `ActivationSpec.numbers` take, and the implementation.
@@ -33,8 +33,8 @@ _EXPERTS = (
 )
 _NAMES = tuple(piece.split()[-1] for piece in _EXPERTS.split(", "))
 _STATIC = "str function, float[] numbers, str impl"
-_FORWARD = "moe_runtime::expert_mlp"
-_BACKWARD = "moe_runtime::expert_mlp_backward"
+FORWARD = "moe_runtime::expert_mlp"
+BACKWARD = "moe_runtime::expert_mlp_backward"
 
 
 def static_arguments(
@@ -184,7 +184,7 @@ def _backward_fake(
 
 
 torch.library.custom_op(
-    _FORWARD,
+    FORWARD,
     _forward,
     mutates_args=(),
     schema=(
@@ -192,10 +192,10 @@ torch.library.custom_op(
         "bool keeps, bool recompute) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-torch.library.register_fake(_FORWARD, _forward_fake)
-torch.library.register_autograd(_FORWARD, _autograd_backward, setup_context=_setup_context)
+torch.library.register_fake(FORWARD, _forward_fake)
+torch.library.register_autograd(FORWARD, _autograd_backward, setup_context=_setup_context)
 torch.library.custom_op(
-    _BACKWARD,
+    BACKWARD,
     _backward,
     mutates_args=(),
     schema=(
@@ -204,7 +204,8 @@ torch.library.custom_op(
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-torch.library.register_fake(_BACKWARD, _backward_fake)
+torch.library.register_fake(BACKWARD, _backward_fake)
+torch.library.register_autograd(BACKWARD, refuse)
 
 
 def call_with_gradients(

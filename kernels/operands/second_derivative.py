@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 
 
+_EXPERTS = (
+    "these experts have no second derivatives: make the layer with impl='reference' "
+    "(in transformers, experts_implementation='eager')"
+)
+
+
+def refuse(ctx: Any, *grads: Any) -> NoReturn:
+    """The formula of autograd for an operator that computes gradients."""
+    raise RuntimeError(_EXPERTS)
+
+
 def first_derivatives_only(
-    message: str = (
-        "these experts have no second derivatives: make the layer with impl='reference' "
-        "(in transformers, experts_implementation='eager')"
-    ),
-    kind: type[Exception] = RuntimeError,
+    message: str = _EXPERTS, kind: type[Exception] = RuntimeError
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Marks the `backward` of an autograd function that autograd cannot see through.
 
