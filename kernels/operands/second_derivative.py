@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-
 _EXPERTS = (
     "these experts have no second derivatives: make the layer with impl='reference' "
     "(in transformers, experts_implementation='eager')"
