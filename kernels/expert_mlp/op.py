@@ -185,7 +185,8 @@ def differentiable_impl(impl: ExpertMlpImpl) -> ExpertMlpImpl:
     functorch = torch._C._functorch  # type: ignore[attr-defined]
     transform = functorch.peek_interpreter_stack()
     is_forward = forward_ad._current_level >= 0
-    if not is_forward and (transform is None or transform.key() == functorch.TransformType.Vmap):
+    is_backward = transform is not None and transform.key() == functorch.TransformType.Grad
+    if not is_forward and not is_backward:
         return impl
     if impl == "auto":
         return "reference"
