@@ -252,6 +252,33 @@ def blanket_handlers(tree: ast.Module) -> list[int]:
 
 
 # Files that set the environment, and why they may.
+# Functions whose backward pass autograd sees through: tests/kernels/test_second_derivatives.py.
+SEEN_THROUGH = {"AttachLoss", "_Assemble", "_FrozenLinear", "_Merge", "_Rotate", "_Tie"}
+
+
+def unmarked_functions(tree: ast.Module) -> set[str]:
+    """Autograd functions that do not refuse second derivatives where inputs are named too."""
+    found = set()
+    for node in nodes_of(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        if not {ast.unparse(base).rpartition(".")[2] for base in node.bases} & {"Function"}:
+            continue
+        parts = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+        marks = {ast.unparse(one).partition("(")[0] for one in parts["backward"].decorator_list}
+        if "first_derivatives_only" not in marks:
+            found.add(node.name)
+    return found
+
+
+def test_second_derivatives_are_refused_or_right() -> None:
+    found = {str(path): unmarked_functions(parse(path)) for path in PRODUCT}
+    assert found.pop("kernels/operands/second_derivative.py") == {"_Refusing"}
+    assert set().union(*found.values()) == SEEN_THROUGH
+    text = "class A(Function):\n  @once_differentiable\n  def backward(): ..."
+    assert unmarked_functions(ast.parse(text)) == {"A"}
+
+
 OWN_ENVIRONMENT = {
     "moe_runtime/bench/peers/deepspeed.py": "DeepSpeed is told by it alone; its process is its own"
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather
 from moe_runtime.kernels.block_sparse.torch_path import dsd_torch, sdd_torch
 from moe_runtime.kernels.combine import combine
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 
 
 class BlockSparseProducts(NamedTuple):
@@ -66,10 +67,8 @@ class Sdd(torch.autograd.Function):
         return products.sdd(a, b_KN, topology, gather)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    @first_derivatives_only()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         a, b_KN = ctx.saved_tensors
         topology, gather, products = ctx.topology, ctx.gather, ctx.products
         da = db = None
@@ -100,10 +99,8 @@ class Dsd(torch.autograd.Function):
         return products.dsd(values, b, topology, is_transposed=is_transposed)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    @first_derivatives_only()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         values, b = ctx.saved_tensors
         topology, products, dout = ctx.topology, ctx.products, grads[0]
         dvalues = db = None

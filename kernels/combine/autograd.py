@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.kernels.token_sort import SortedTokens
 from moe_runtime.kernels.triton_support import check_triton_dtype
 
@@ -28,6 +29,7 @@ class _Combine(torch.autograd.Function):
         return launch_combine_fwd(y_RD, weights_TK, inverse_R, num_rows, num_choices)
 
     @staticmethod
+    @first_derivatives_only()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y_RD, weights_TK, order_R, num_rows = ctx.saved_tensors
         dy_RD, dweights_TK = launch_combine_bwd(

@@ -70,8 +70,8 @@ def expert_mlp(
         experts: The parameters: `StackedExperts` of one width, `PackedExperts` of any widths, or
             `QuantizedExperts`, which are frozen.
         activation: A name, an `ActivationSpec`, or a function of the pre-activations as they lie.
-        impl: `auto` decides by device alone, and takes `reference` within forward-mode automatic
-            differentiation, as none else has such derivatives; a named one never falls back.
+        impl: `auto` decides by device alone, and takes `reference` for forward-mode derivatives
+            and those of `torch.func`, as none else has them; a named one never falls back.
         recompute: Computes the pre-activations again in the backward pass instead of keeping them.
         checks_ids: Reports ids outside ``[-1, E]`` (waits for the device).
         post_expert: Applied to every expert's output rows ``[R, D]`` before they are weighted.
@@ -83,8 +83,8 @@ def expert_mlp(
         ``[T, D]`` in the dtype of `x`.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit, a name is unknown, or forward-mode
-            derivatives are asked of an implementation that has none.
+        ValueError: Shapes, dtypes or devices do not fit, a name is unknown, or derivatives are
+            asked in a way that the implementation has none for.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     spec = resolve_activation(activation)
@@ -177,15 +177,22 @@ def differentiable_impl(impl: ExpertMlpImpl) -> ExpertMlpImpl:
     """The implementation that is taken where `impl` is asked for.
 
     Raises:
-        ValueError: The name is unknown, or the named one has no forward-mode derivatives.
+        ValueError: The name is unknown, or the named one has no derivatives of this kind.
     """
     check_impl(impl)
-    if impl == "reference" or torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if impl == "reference" or torch.compiler.is_compiling():
+        return impl
+    functorch = torch._C._functorch  # type: ignore[attr-defined]
+    transform = functorch.peek_interpreter_stack()
+    is_forward = forward_ad._current_level >= 0
+    is_backward = transform is not None and transform.key() == functorch.TransformType.Grad
+    if not is_forward and not is_backward:
         return impl
     if impl == "auto":
         return "reference"
     raise ValueError(
-        f"impl={impl!r} has no forward-mode derivatives (jvp, jacfwd): use 'auto' or 'reference'"
+        f"impl={impl!r} has no {'forward-mode' if is_forward else 'torch.func'} derivatives "
+        f"({'jvp, jacfwd' if is_forward else 'grad, vjp, jacrev'}): use 'auto' or 'reference'"
     )
 
 

@@ -26,10 +26,11 @@ from moe_runtime.kernels.expert_mlp.rows import (
 )
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.operands.activation import ActivationSpec, PreactivationFunction
+from moe_runtime.kernels.operands.second_derivative import refuse
 
 RowFunction = Callable[[Tensor], Tensor]
-_FORWARD = "moe_runtime::expert_projection"
-_BACKWARD = "moe_runtime::expert_projection_backward"
+FORWARD = "moe_runtime::expert_projection"
+BACKWARD = "moe_runtime::expert_projection_backward"
 
 
 def composed_expert_mlp(
@@ -182,7 +183,7 @@ def _autograd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.custom_op(
-    _FORWARD,
+    FORWARD,
     _forward,
     mutates_args=(),
     schema=(
@@ -190,10 +191,10 @@ torch.library.custom_op(
         "Tensor? slot_of_expert, bool is_transposed) -> Tensor"
     ),
 )
-torch.library.register_fake(_FORWARD, _forward_fake)
-torch.library.register_autograd(_FORWARD, _autograd_backward, setup_context=_setup_context)
+torch.library.register_fake(FORWARD, _forward_fake)
+torch.library.register_autograd(FORWARD, _autograd_backward, setup_context=_setup_context)
 torch.library.custom_op(
-    _BACKWARD,
+    BACKWARD,
     _backward,
     mutates_args=(),
     schema=(
@@ -201,4 +202,5 @@ torch.library.custom_op(
         "Tensor? slot_of_expert, bool is_transposed, bool[] needs) -> (Tensor, Tensor, Tensor)"
     ),
 )
-torch.library.register_fake(_BACKWARD, _backward_fake)
+torch.library.register_fake(BACKWARD, _backward_fake)
+torch.library.register_autograd(BACKWARD, refuse)

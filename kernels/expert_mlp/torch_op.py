@@ -23,6 +23,7 @@ from moe_runtime.kernels.expert_mlp.rows import (
     already_sorted,
 )
 from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only, refuse
 
 # Experts and what lies between their products, in pieces: what `StackedExperts` and the inverse of
 # `ActivationSpec.numbers` take, and the implementation.
@@ -32,8 +33,8 @@ _EXPERTS = (
 )
 _NAMES = tuple(piece.split()[-1] for piece in _EXPERTS.split(", "))
 _STATIC = "str function, float[] numbers, str impl"
-_FORWARD = "moe_runtime::expert_mlp"
-_BACKWARD = "moe_runtime::expert_mlp_backward"
+FORWARD = "moe_runtime::expert_mlp"
+BACKWARD = "moe_runtime::expert_mlp_backward"
 
 
 def static_arguments(
@@ -183,7 +184,7 @@ def _backward_fake(
 
 
 torch.library.custom_op(
-    _FORWARD,
+    FORWARD,
     _forward,
     mutates_args=(),
     schema=(
@@ -191,10 +192,10 @@ torch.library.custom_op(
         "bool keeps, bool recompute) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-torch.library.register_fake(_FORWARD, _forward_fake)
-torch.library.register_autograd(_FORWARD, _autograd_backward, setup_context=_setup_context)
+torch.library.register_fake(FORWARD, _forward_fake)
+torch.library.register_autograd(FORWARD, _autograd_backward, setup_context=_setup_context)
 torch.library.custom_op(
-    _BACKWARD,
+    BACKWARD,
     _backward,
     mutates_args=(),
     schema=(
@@ -203,7 +204,8 @@ torch.library.custom_op(
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-torch.library.register_fake(_BACKWARD, _backward_fake)
+torch.library.register_fake(BACKWARD, _backward_fake)
+torch.library.register_autograd(BACKWARD, refuse)
 
 
 def call_with_gradients(
@@ -232,9 +234,8 @@ class _ExpertMlp(torch.autograd.Function):
         return out_TD
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    @first_derivatives_only()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weights_TK, kept, order_R, offsets_E1, *parameters, slots = ctx.saved_tensors
         tensors = dict(zip(ctx.names, parameters, strict=True))
         if slots is not None:
@@ -242,15 +243,11 @@ class _ExpertMlp(torch.autograd.Function):
         experts, rows = ctx.kind(**tensors, **ctx.static), SortedRows(order_R, offsets_E1)
         batch = RoutedBatch(x_TD, None, weights_TK, experts, ctx.activation, rows)
         needs = Needs.of(*ctx.needs_input_grad[:-4])
-        with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False):
+        with torch.autocast(x_TD.device.type, enabled=False):
             found = path_of(ctx.impl, x_TD).backward(
                 grads[0], batch, kept, needs=needs, parameter_gradients=ctx.gradients
             )
         given = needs.chosen(found.flat())
         if ctx.gradients.into is not None:
             given[2:] = [None] * len(parameters)
-        if torch.is_grad_enabled():
-            from moe_runtime.kernels.expert_mlp.second_derivative import refusing
-
-            given = refusing(given, (grads[0], x_TD, weights_TK, *parameters))
         return *given, *[None] * 4

@@ -12,6 +12,7 @@ from moe_runtime.kernels.combine.kernel import launch_combine_fwd
 from moe_runtime.kernels.grouped_gemm.backward import bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.kernels.triton_support import check_triton_dtype
 
 
@@ -42,6 +43,7 @@ class _GroupedGemm(torch.autograd.Function):
         return plain_product(x, weight_SNK, groups, out=out, bias_SN=bias_SN, **moves)
 
     @staticmethod
+    @first_derivatives_only()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_SNK, bias_SN, inverse_R = ctx.saved_tensors
         dout, groups, moves = grads[0], ctx.groups, ctx.moves

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from moe_runtime.models.lm.config import LanguageModelConfig
@@ -66,7 +66,6 @@ class _Rotate(torch.autograd.Function):
         return _rotated(x, cos, sin)
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: FunctionCtx, grad_y: Tensor
     ) -> tuple[Tensor, None, None]:
@@ -77,7 +76,8 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    if torch.compiler.is_compiling():  # which fuses this, and refuses what follows
+    # A compiler fuses this, and refuses what follows, as a second derivative does.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     out = torch.empty_like(x)
     out_first, out_second = out.chunk(2, dim=-1)

@@ -10,8 +10,9 @@ Shapes: T tokens, D model width, V vocabulary.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.models.lm.linear import product_dtype
 
 CHUNK_BYTES = 32 << 20
@@ -27,7 +28,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_T: Tensor,
         compute_dtype: torch.dtype,
         is_grad_enabled: bool,  # within, it never is
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         needs_grad = is_grad_enabled and any(ctx.needs_input_grad)  # type: ignore[attr-defined]
         num_tokens = len(hidden_TD)
         hidden, weight = hidden_TD.to(compute_dtype), weight_VD.to(compute_dtype)
@@ -49,17 +50,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_logits = grad_logits.div_(num_tokens).to(compute_dtype)
             grad_hidden[rows] = grad_logits @ weight
             grad_weight += grad_logits.T @ hidden[rows]
+        # leads to the inputs, as any output does, without keeping them
+        link = each_T.new_empty(0)
         if grad_hidden is not None and grad_weight is not None:
-            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.save_for_backward(grad_hidden, grad_weight, link)
         ctx.mark_non_differentiable(each_T)
-        return each_T.sum() / num_tokens, each_T
+        return each_T.sum() / num_tokens, each_T, link
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: FunctionCtx, grad_loss: Tensor, _grad_each: Tensor
+    @first_derivatives_only(
+        "this loss has no second derivatives: use torch.nn.functional.cross_entropy"
+    )
+    def backward(
+        ctx: FunctionCtx, grad_loss: Tensor, *_: Tensor
     ) -> tuple[Tensor, Tensor, None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_hidden, grad_weight, _link = ctx.saved_tensors  # type: ignore[attr-defined]
         return grad_hidden * grad_loss, grad_weight * grad_loss, None, None, None
 
 
@@ -92,9 +97,10 @@ def linear_cross_entropies(
     device_type = hidden_TD.device.type
     dtype = product_dtype(device_type, hidden_TD.dtype)
     with torch.autocast(device_type, enabled=False):
-        return _LinearCrossEntropy.apply(
+        loss, each_T, _ = _LinearCrossEntropy.apply(
             hidden_TD, weight_VD, targets_T, dtype, torch.is_grad_enabled()
         )
+    return loss, each_T
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

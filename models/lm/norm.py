@@ -6,7 +6,9 @@ a chain of elementwise passes, each through memory; forward and backward here ta
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
+
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -21,10 +23,8 @@ class _RMSNorm(torch.autograd.Function):
         return normed.mul_(weight) if normed.dtype == weight.dtype else normed * weight
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: FunctionCtx, grad_y: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
+    @first_derivatives_only("this norm has no second derivatives: use torch.nn.functional.rms_norm")
+    def backward(ctx: FunctionCtx, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors  # type: ignore[attr-defined]
         normed = x.to(scale.dtype) * scale
         grad = grad_y.to(scale.dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 
 if TYPE_CHECKING:
     from moe_runtime.inference.expert_layer import OffloadedExperts
@@ -81,21 +82,17 @@ class _Experts(torch.autograd.Function):
         return experts.compute(hidden_TD, ids_TK, weights_TK)
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @first_derivatives_only(_FIRST_ONLY, UnsupportedUseError)
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, ids_TK, weights_TK, *parameters = ctx.saved_tensors
         found: list[Tensor | None] = []
         try:
-            with torch.no_grad(), torch.autocast(grad_TD.device.type, enabled=False):
+            with torch.autocast(grad_TD.device.type, enabled=False):
                 found = _gradients(ctx.experts, hidden_TD, ids_TK, weights_TK, parameters, grad_TD)
         finally:
             if not found:  # here, since torch may run this on a thread of its own
                 ctx.experts.let_go()
-        if torch.is_grad_enabled():
-            from moe_runtime.kernels.expert_mlp.second_derivative import refusing
-
-            sources = (grad_TD, hidden_TD, ids_TK, weights_TK, *parameters)
-            found = refusing(found, sources, UnsupportedUseError, _FIRST_ONLY)
-        grad_hidden_TD, grad_weights_TK, *rest = cast(list[Tensor | None], found)
+        grad_hidden_TD, grad_weights_TK, *rest = found
         return None, grad_hidden_TD, None, grad_weights_TK, *rest
 
 

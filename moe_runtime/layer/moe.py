@@ -212,9 +212,11 @@ class MoELayer(nn.Module):
             `[..., D]` in the dtype of `x` (under autocast in autocast's).
 
         Raises:
-            ValueError: A width, type or batch that does not fit, or scores that are not numbers.
-            RuntimeError: A second derivative or a transform of `torch.func` other than `jvp` and
-                `jacfwd` is asked of kernels: make the layer with `impl="reference"` for those.
+            ValueError: A width, type or batch that does not fit, scores that are not numbers or
+                not to be seen (meta tensors, `torch.func.vmap`), or derivatives in forward mode or
+                by `torch.func` of an `impl` other than `auto` and `reference`.
+            RuntimeError: A second derivative is asked of kernels: make the layer with
+                `impl="reference"` for those.
         """
         routing = self.route(
             x, token_ids=token_ids, previous_logits=previous_logits, generator=generator

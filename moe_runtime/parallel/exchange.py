@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.parallel.communication.transport import Pending, Transport
 from moe_runtime.parallel.communication.wire import ExactWire, Wire
-from moe_runtime.parallel.rows import alias
+from moe_runtime.parallel.rows import SPREAD, alias
 
 
 class AsyncAllToAll:
@@ -101,10 +101,8 @@ class _Start(Function):
         return rows_RD.new_zeros(1)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_token: Tensor
-    ) -> tuple[Tensor, None]:
+    @first_derivatives_only(SPREAD)
+    def backward(ctx: Any, grad_token: Tensor) -> tuple[Tensor, None]:
         return ctx.transfer.land(is_gradient=True), None
 
 
@@ -115,9 +113,7 @@ class _Wait(Function):
         return transfer.land(is_gradient=False)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_RD: Tensor
-    ) -> tuple[Tensor, None]:
+    @first_derivatives_only(SPREAD)
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         ctx.transfer.launch(grad_RD, is_gradient=True)
         return grad_RD.new_zeros(1), None

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
+
+SPREAD = (
+    "spread experts have no second derivatives: make the layer without group= and with "
+    "impl='reference' (in transformers, experts_implementation='eager' without DistributedConfig)"
+)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -89,10 +95,8 @@ class _Expand(Function):
         return *(x_TD.index_select(0, source) for source in sources), x_TD.new_zeros(1)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads_RD: Tensor
-    ) -> tuple[Tensor, None, None, None, None]:
+    @first_derivatives_only(SPREAD)
+    def backward(ctx: Any, *grads_RD: Tensor) -> tuple[Tensor, None, None, None, None]:
         (place_TK,) = ctx.saved_tensors
         kept: Later = ctx.kept
         grad_BD = kept.grad
@@ -110,10 +114,8 @@ class _ExpandKept(Function):
         return kept.rows.index_select(0, kept.index)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_BD: Tensor
-    ) -> tuple[Tensor, None]:
+    @first_derivatives_only(SPREAD)
+    def backward(ctx: Any, grad_BD: Tensor) -> tuple[Tensor, None]:
         ctx.kept.grad = grad_BD
         return grad_BD.new_zeros(1), None
 
@@ -127,10 +129,8 @@ class _Combine(Function):
         return sum_places(y_RD, place_TK, weights_TK)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_TD: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    @first_derivatives_only(SPREAD)
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         y_RD, weights_TK, source_R, place_TK = ctx.saved_tensors
         precise = accumulation_dtype(y_RD.dtype)
         grad_RD = grad_TD.index_select(0, source_R)
@@ -213,7 +213,6 @@ class _Merge(Function):
         return _interleave(a_AD, b_BD, position_A, position_B)
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_RD: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
@@ -231,10 +230,8 @@ class _SplitGoing(Function):
         return y_RD.index_select(0, position_A), y_RD.new_zeros(1)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_AD: Tensor, grad_token: Tensor
-    ) -> tuple[Tensor, None, None, None]:
+    @first_derivatives_only(SPREAD)
+    def backward(ctx: Any, grad_AD: Tensor, grad_token: Tensor) -> tuple[Tensor, None, None, None]:
         position_A, position_B = ctx.saved_tensors
         grad_BD = ctx.kept.grad
         if grad_BD is None:
@@ -250,10 +247,8 @@ class _SplitKept(Function):
         return alias(out[0])
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_BD: Tensor
-    ) -> tuple[Tensor, None, None]:
+    @first_derivatives_only(SPREAD)
+    def backward(ctx: Any, grad_BD: Tensor) -> tuple[Tensor, None, None]:
         ctx.kept.grad = grad_BD
         return grad_BD.new_zeros(1), None, None
 
@@ -265,7 +260,6 @@ class _Assemble(Function):
         return alias(buffer[0])
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_RD: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -319,7 +313,6 @@ class _Tie(Function):
         return y_RD.view_as(y_RD)
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_RD: Tensor
     ) -> tuple[Tensor, ...]:

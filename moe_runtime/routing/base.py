@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, TypedDict
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_runtime.routing.capacity import Capacity, expert_slots
 from moe_runtime.routing.losses import LOSSES, LossInputs, check_loss_names
@@ -261,6 +262,11 @@ class Gate(nn.Module, ABC):
             raise ValueError(
                 f"{self.name}: expected tokens [T, {self.hidden_size}], got {list(x_TD.shape)}"
             )
+        if x_TD.is_meta:
+            raise ValueError(
+                f"{self.name}: meta tensors have no values to choose experts by; shapes alone are "
+                "found within torch's FakeTensorMode"
+            )
         num_tokens = x_TD.shape[0]
         if num_tokens % self.num_groups:
             raise ValueError(
@@ -274,10 +280,20 @@ class Gate(nn.Module, ABC):
             )
 
     def check_logits(self, logits_TE: Tensor) -> None:
-        """Refuses scores that are not numbers, on the CPU."""
+        """Refuses scores that are not numbers, on the CPU; fake tensors have none."""
         if not logits_TE.is_cpu or torch.compiler.is_compiling():
             return
-        if not bool(logits_TE.detach().isfinite().all()):
+        all_finite = logits_TE.detach().isfinite().all()
+        if isinstance(all_finite, FakeTensor):
+            return
+        try:
+            is_sound = bool(all_finite)
+        except RuntimeError as error:  # asked for one number, torch.func.vmap has several
+            raise ValueError(
+                f"{self.name}: torch.func.vmap hides the scores that experts are chosen by; call "
+                "the layer with all rows at once, [B, T, D]"
+            ) from error
+        if not is_sound:
             rows = (~logits_TE.detach().isfinite().all(dim=1)).nonzero().flatten()
             raise ValueError(
                 f"{self.name}: the scores of {rows.numel()} of {logits_TE.shape[0]} tokens are "

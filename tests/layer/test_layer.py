@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.layer import ACTIVATIONS, MoELayer, ZeroExperts
@@ -327,3 +328,35 @@ def test_bad_calls_name_the_layer() -> None:
         layer(torch.randn(4, 15))
     with pytest.raises(ValueError, match=r"layers\.3\.mlp: the scores of 1 of 4 tokens"):
         layer(torch.full((4, D), 1.0).index_fill(0, torch.tensor([2]), torch.nan))
+
+
+def test_torch_func_takes_the_reference() -> None:
+    """Kernels have no such derivatives: `auto` computes by the specification, others say so."""
+    layer, x = make_layer(dtype=torch.float64), torch.randn(5, D, dtype=torch.float64)
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x).square().sum()
+
+    loss(leaf := x.clone().requires_grad_()).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(x), leaf.grad)
+    layer = make_layer(impl="torch")
+    with pytest.raises(ValueError, match=r"no torch\.func derivatives .*use 'auto' or 'reference'"):
+        torch.func.grad(loss)(x.float())
+
+
+def test_tensors_without_values() -> None:
+    """Fake ones have shapes, forward and backward; others are refused in one line."""
+    with FakeTensorMode():
+        layer = make_layer()
+        out = layer(torch.empty(2, 5, D))
+        out.sum().backward()
+    assert out.shape == (2, 5, D)
+    for parameter in layer.experts.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape
+    layer = make_layer()
+    for transform in (torch.func.vmap(layer), torch.func.vmap(torch.func.jacrev(layer))):
+        with pytest.raises(ValueError, match="hides the scores that experts are chosen by; call"):
+            transform(torch.randn(3, 5, D))
+    with pytest.raises(ValueError, match="meta tensors have no values to choose experts by"):
+        layer.to("meta")(torch.empty(5, D, device="meta"))

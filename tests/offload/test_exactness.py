@@ -259,3 +259,18 @@ def test_models_of_transformers(tmp_path: Path, family: Family) -> None:
     name = next(name for name in parameters if name.endswith("experts.down_proj"))
     torch.testing.assert_close(some, parameters[name][1], rtol=1e-5, atol=1e-6)
     training.close()
+
+
+@pytest.mark.parametrize("again", ["x", "weights"])
+def test_second_derivatives_are_refused(again: str) -> None:
+    """Of named inputs too, where torch's own refusal is passed over."""
+    model = stack()
+    training = offloaded(model, DECAYING, None, experts_in_memory=1)
+    ids = torch.arange(18).view(9, 2) % EXPERTS
+    inputs = {"x": torch.randn(9, 16), "weights": torch.rand(9, 2)}
+    x, weights = (tensor.requires_grad_() for tensor in inputs.values())
+    out = model.layers[0].experts(x, ids, weights)  # type: ignore[operator]
+    (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="offloaded experts have no second derivatives: train"):
+        torch.autograd.grad(first.sum(), inputs[again])
+    training.close()

@@ -17,6 +17,7 @@ from moe_runtime.kernels.expert_mlp.rows import groups_between, sort_rows
 from moe_runtime.kernels.expert_mlp.separate_experts import expert_ffn
 from moe_runtime.kernels.expert_mlp.torch_op import call, wants_gradient
 from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 
 
 def quantized_expert_mlp(
@@ -116,7 +117,8 @@ class _Frozen(torch.autograd.Function):
         return _infer(x_TD, ids_TK, weights_TK, experts, activation, impl)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    @first_derivatives_only()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weights_TK, ids_TK = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
         inputs = [
@@ -134,8 +136,4 @@ class _Frozen(torch.autograd.Function):
             grad_TD = grads[0].detach().to(out_TD.dtype)
             found = iter(torch.autograd.grad(out_TD, wanted, grad_TD))
         given = [next(found) if need else None for need in needs]
-        if torch.is_grad_enabled():
-            from moe_runtime.kernels.expert_mlp.second_derivative import refusing
-
-            given = refusing(given, (grads[0], x_TD, weights_TK))
         return *given, None, None, None, None

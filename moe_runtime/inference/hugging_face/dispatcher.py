@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.parallel import ExpertSlots, FlatTransport, Overlap, Transport, expert_parallel
 from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S
+from moe_runtime.parallel.rows import SPREAD
 from moe_runtime.routing import Routing
 
 if TYPE_CHECKING:
@@ -174,10 +175,8 @@ class _TakePart(Function):
         return tensor[begin:end].clone()
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, None]:
+    @first_derivatives_only(SPREAD)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather_parts(grad.contiguous(), ctx.group, ctx.num_rows), None
 
 
@@ -190,9 +189,7 @@ class _GatherParts(Function):
         return _gather_parts(part_RD, group, num_rows)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_TD: Tensor
-    ) -> tuple[Tensor, None, None]:
+    @first_derivatives_only(SPREAD)
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
         begin, end = _part(ctx.num_rows, ctx.group)
         return grad_TD[begin:end], None, None

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.parallel.communication.transport import Transport
 from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
-from moe_runtime.parallel.rows import tie_rows
+from moe_runtime.parallel.rows import SPREAD, tie_rows
 from moe_runtime.parallel.slot_exchange import PendingSlots, SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.routing import Routing
@@ -299,10 +299,8 @@ class _Fetch(Function):
         return y_RD.view_as(y_RD)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_RD: Tensor
-    ) -> tuple[Tensor, None]:
+    @first_derivatives_only(SPREAD)
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         ctx.again.fetch()
         return grad_RD, None
 
@@ -316,9 +314,7 @@ class _Forget(Function):
         return rows_RD.view_as(rows_RD)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_RD: Tensor
-    ) -> tuple[Tensor, None]:
+    @first_derivatives_only(SPREAD)
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         ctx.again.forget()
         return grad_RD, None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from stacked_experts import DIM_MODEL, make_experts, make_routing
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp, grouped_expert_mlp
+from moe_runtime.kernels.expert_mlp.flop_formulas import FLOP_FORMULAS
 from moe_runtime.kernels.expert_mlp.torch_op import static_arguments
 from moe_runtime.kernels.native import native_library
 
@@ -79,6 +83,33 @@ def test_who_looks_at_operators_sees_one_and_the_same_values() -> None:
         assert "moe_runtime.expert_mlp.default" in seen.names
         both = torch.func.vmap(run)(torch.stack([x, -x]))
         assert torch.equal(both, torch.stack([unseen, run(-x)]))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation", ["silu", torch.tanh], ids=["formula", "function"])
+@pytest.mark.parametrize("trained", ["x", "weights", "gate_up", "down", "all"])
+def test_operations_are_counted(activation: Any, recompute: bool, trained: str) -> None:
+    """As many as those of the reference's own products; recomputation adds the first product.
+
+    Gate weights alone cost the second once more: the reference keeps what it gave.
+    """
+    is_formula = isinstance(activation, str)
+    made = make_experts(3, dtype=torch.float32, has_gate=is_formula, has_bias=False)
+    ids, weights = torch.tensor([[2, 0], [0, 2], [2, 0]]), torch.rand(3, 2)
+    leaves = {"x": torch.randn(3, DIM_MODEL), "weights": weights}
+    leaves |= {"gate_up": made.gate_up, "down": made.down}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(trained in (name, "all"))
+    counted = []
+    for impl in ("torch", "reference"):
+        with FlopCounterMode(display=False, custom_mapping=dict(FLOP_FORMULAS)) as counter:
+            expert_mlp(
+                leaves["x"], ids, weights, made, activation=activation, impl=impl,  # type: ignore[arg-type]
+                recompute=recompute,
+            ).sum().backward()  # fmt: skip
+        counted.append(counter.get_total_flops())
+    again = recompute * made.gate_up[0].numel() + (trained == "weights") * made.down[0].numel()
+    assert counted[0] - 2 * ids.numel() * again * is_formula == counted[1] > 0
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.offload.execution.activations import ActivationPolicy
 from moe_runtime.training.offload.execution.passes import LayerInput
@@ -82,7 +82,8 @@ class OffloadedTrainingExperts(nn.Module):
             MoERuntimeError: an expert could not be read or written.
         """
         dtype = compute_dtype(hidden_states)
-        x_TD = hidden_states.to(dtype)
+        # a copy within would hide from autograd where it came from
+        x_TD = hidden_states.to(dtype).contiguous()
         if torch.is_grad_enabled():
             with self._saving():
                 out_TD = cast(
@@ -163,8 +164,10 @@ class _Call(torch.autograd.Function):
         return out_TD
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @first_derivatives_only(
+        "offloaded experts have no second derivatives: train the model without offloading"
+    )
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call.take_tensors(*ctx.saved_tensors)
         grad_TD, grad_weights_TK = ctx.module.step_back(ctx.call, grad)
         ctx.call.give_up_tensors()
