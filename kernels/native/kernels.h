@@ -34,6 +34,9 @@ enum { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3, ACT_RELU2 = 
 /* The largest gate that is ranked without allocating; gate_ranking/op.py sends larger ones through torch. */
 enum { MOST_EXPERTS = 1024, MOST_DIMS = 16384 };
 
+/* Of a normalisation, see norm.c: rounded before the weight, behind it, and behind one more than it. */
+enum { NORM_ROUNDED = 0, NORM_WIDE = 1, NORM_PLUS_ONE = 2 };
+
 enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED = 3 };
 
 /* How weights are multiplied, and with it how the rows of x are packed:
@@ -162,11 +165,11 @@ MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_strid
                                           int64_t value_dim, float scale, int dtype, int share_threads);
 MOE_EXPORT int moe_rank_experts(const char *hidden, const void *gate_record, int64_t *ranked);
 MOE_EXPORT void moe_rms_norm(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
-                             float eps, int dtype, int share_threads);
+                             float eps, int dtype, int form, int share_threads);
 
 /* Rows of `count` elements, those of `out` without gaps; x, weight and out have one data type. By the caller alone. */
 void moe_norm_rows(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
-                   float eps, int dtype);
+                   float eps, int dtype, int form);
 
 /* gate[i] becomes the hidden value of gate[i] and up[i], without a gate of up[i]; `formula` as moe_gate takes it. */
 void moe_hidden_values(int function, const float *formula, int has_gate, float *gate, const float *up, int64_t count);

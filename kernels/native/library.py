@@ -25,166 +25,89 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 STATUS_OK, STATUS_NO_MEMORY, STATUS_BAD_ROW, STATUS_DAMAGED = 0, 1, 2, 3
 
-_POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_Signatures = dict[str, tuple[object, list[object]]]
-_CONTROLS: _Signatures = {
-    "moe_abi_version": (_INT, []),
-    "moe_isa_name": (ctypes.c_char_p, [_INT]),
-    "moe_built_isas": (ctypes.c_char_p, []),
-    "moe_current_isa": (ctypes.c_char_p, []),
-    "moe_select_isa": (_INT, [ctypes.c_char_p]),
-    "moe_cpu_has_amx": (_INT, []),
-    "moe_cpu_is_amd": (_INT, []),
-    "moe_set_num_threads": (None, [_INT]),
-    "moe_get_num_threads": (_INT, []),
-    "moe_set_parallel": (None, [_POINTER]),
-    "moe_set_spin_ns": (None, [_INT64]),
-    "moe_read": (ctypes.c_float, [_POINTER, _INT64]),
+# Of results and arguments, a letter each.
+_TYPES = {
+    **{"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int},
+    **{"f": ctypes.c_float, "s": ctypes.c_char_p, "v": None},
 }
-# x, x_stride, num_rows, weight, weight_stride, bias, out, out_stride, dim_in, dim_out, x_dtype,
-# weight_dtype, share_threads; the weight of `moe_linear_transposed` is [dim_in, dim_out]
-_LINEAR = [_POINTER, *[_INT64] * 2, _POINTER, _INT64, *[_POINTER] * 2, *[_INT64] * 3, *[_INT] * 3]
+_CONTROLS = {
+    "moe_abi_version": "i",
+    "moe_isa_name": "s i",
+    "moe_built_isas": "s",
+    "moe_current_isa": "s",
+    "moe_select_isa": "i s",
+    "moe_cpu_has_amx": "i",
+    "moe_cpu_is_amd": "i",
+    "moe_set_num_threads": "v i",
+    "moe_get_num_threads": "i",
+    "moe_set_parallel": "v p",
+    "moe_set_spin_ns": "v q",
+    "moe_read": "f pq",
+}
 # Each is an attribute of `NativeLibrary`, by its name without `moe_`.
-_KERNELS: _Signatures = {
-    "moe_linear": (_INT, _LINEAR),
-    "moe_linear_transposed": (_INT, _LINEAR),
+_KERNELS = {
+    # x, x_stride, num_rows, weight, weight_stride, bias, out, out_stride, dim_in, dim_out, x_dtype,
+    # weight_dtype, share_threads; the weight of `moe_linear_transposed` is [dim_in, dim_out]
+    "moe_linear": "i pqqpqppqqqiii",
+    "moe_linear_transposed": "i pqqpqppqqqiii",
     # left, stride, right, stride, lines, out, stride, dim_a, dim_b, dtype, adds, share_threads
-    "moe_outer": (_INT, [*[_POINTER, _INT64] * 2, _INT64, _POINTER, *[_INT64] * 3, *[_INT] * 3]),
+    "moe_outer": "i pqpqqpqqqiii",
     # x, x_stride, num_rows, matrix, bias, bias_dtype, out, out_stride, dim_in, dim_out, x_dtype,
     # share_threads
-    "moe_quantized_linear": (
-        _INT,
-        [
-            *(_POINTER, _INT64, _INT64),
-            *(_POINTER, _POINTER, _INT),
-            *(_POINTER, _INT64, _INT64, _INT64),
-            *(_INT, _INT),
-        ],
-    ),
-    # steps, num_steps, slot, scratch
-    "moe_put_in_order": (None, [_POINTER, _INT64, _POINTER, _POINTER]),
+    "moe_quantized_linear": "i pqqppipqqqii",
+    "moe_put_in_order": "v pqpp",  # steps, num_steps, slot, scratch
     # matrix, num_rows, num_cols, out, out_stride, dtype, share_threads
-    "moe_dequantize": (None, [_POINTER, _INT64, _INT64, _POINTER, _INT64, _INT, _INT]),
+    "moe_dequantize": "v pqqpqii",
     # rows, weights, out, num_tokens, choices, dim, dtype, weights_dtype, share_threads
-    "moe_combine_slots": (
-        _INT,
-        [_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT, _INT, _INT],
-    ),
+    "moe_combine_slots": "i pppqqqiii",
     # layer, x, batch, cos, sin, angle_stride, angle_dim, places, num_places, mask, scratch, out,
     # share_threads
-    "moe_attention_step": (
-        _INT,
-        [
-            *(_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64),
-            *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _INT),
-        ],
-    ),
+    "moe_attention_step": "i ppqppqqpqpppi",
     # query, query_stride, key, key_outer, key_inner, key_row, value, value_outer, value_inner,
     # value_row, mask, sinks, sinks_dtype, out, outer, inner, rows, length, key_dim, value_dim,
     # scale, dtype, share_threads
-    "moe_single_query_attention": (
-        _INT,
-        [
-            *(_POINTER, _INT64),
-            *(_POINTER, _INT64, _INT64, _INT64),
-            *(_POINTER, _INT64, _INT64, _INT64),
-            *(_POINTER, _POINTER, _INT, _POINTER),
-            *(_INT64, _INT64, _INT64, _INT64, _INT64, _INT64),
-            *(ctypes.c_float, _INT, _INT),
-        ],
-    ),
-    "moe_latent_attention": (_INT, [_POINTER]),  # LatentCall
-    "moe_delta_rule_step": (None, [_POINTER]),  # DeltaCall
-    "moe_conv_step": (None, [_POINTER]),  # ConvCall
-    # x, x_stride, num_rows, weight, out, count, eps, dtype, share_threads
-    "moe_rms_norm": (
-        None,
-        [*(_POINTER, _INT64, _INT64), _POINTER, _POINTER, _INT64, ctypes.c_float, _INT, _INT],
-    ),
+    "moe_single_query_attention": "i pqpqqqpqqqppipqqqqqqfii",
+    "moe_latent_attention": "i p",  # LatentCall
+    "moe_delta_rule_step": "v p",  # DeltaCall
+    "moe_conv_step": "v p",  # ConvCall
+    # x, x_stride, num_rows, weight, out, count, eps, dtype, form, share_threads
+    "moe_rms_norm": "v pqqppqfiii",
     # z, z_stride, num_rows, dim_hidden, has_gate, is_concatenated, z_dtype, dtype, function, plain,
     # formula, kept, kept_dtype, hidden, grad_z, weights, grad_weights, share_threads
-    "moe_gate": (
-        None,
-        [
-            *(_POINTER, _INT64, _INT64, _INT64),
-            *(_INT, _INT, _INT, _INT, _INT, _INT, _POINTER),
-            *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
-        ],
-    ),
+    "moe_gate": "v pqqqiiiiiippippppi",
     # source, stride, dim, dtype, tokens, num_rows, out, out_dtype, share_threads
-    "moe_gather_rows": (
-        None,
-        [
-            *(_POINTER, _INT64, _INT64, _INT),
-            *(_POINTER, _INT64, _POINTER, _INT, _INT),
-        ],
-    ),
+    "moe_gather_rows": "v pqqipqpii",
     # sums, dim, tokens, rows, num_rows, weights, dtype, share_threads
-    "moe_add_rows": (None, [_POINTER, _INT64, *[_POINTER] * 2, _INT64, _POINTER, _INT, _INT]),
-    # weight, stride, rows, cols, counts
-    "moe_planes_count": (None, [_POINTER, _INT64, _INT64, _INT64, _POINTER]),
-    # weight, stride, rows, cols, book, coded, starts, escapes
-    "moe_planes_encode": (
-        _INT64,
-        [*(_POINTER, _INT64, _INT64, _INT64), *(_POINTER, _POINTER, _POINTER, _POINTER)],
-    ),
+    "moe_add_rows": "v pqppqpii",
+    "moe_planes_count": "v pqqqp",  # weight, stride, rows, cols, counts
+    "moe_planes_encode": "q pqqqpppp",  # weight, stride, rows, cols, book, coded, starts, escapes
     # coded, starts, escapes, num_escapes, book, rows, cols, out, out_stride, share_threads
-    "moe_planes_decode": (
-        _INT,
-        [
-            *(_POINTER, _POINTER, _POINTER, _INT64),
-            *(_POINTER, _INT64, _INT64, _POINTER, _INT64, _INT),
-        ],
-    ),
-    # hidden, gate, ranked
-    "moe_rank_experts": (_INT, [_POINTER, _POINTER, _POINTER]),
-    # state, layer, ids, num_tokens, hidden, horizon
-    "moe_look_ahead": (_INT64, [_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT64]),
-    "moe_look_ahead_anew": (None, [_POINTER]),
-    "moe_reads_open": (_POINTER, [_INT]),
-    "moe_reads_close": (None, [_POINTER]),
-    "moe_reads_events": (_POINTER, [_POINTER]),
-    "moe_reads_stop": (None, [_POINTER]),
+    "moe_planes_decode": "i pppqpqqpqi",
+    "moe_rank_experts": "i ppp",  # hidden, gate, ranked
+    "moe_look_ahead": "q pqpqpq",  # state, layer, ids, num_tokens, hidden, horizon
+    "moe_look_ahead_anew": "v p",
+    "moe_reads_open": "p i",
+    "moe_reads_close": "v p",
+    "moe_reads_events": "p p",
+    "moe_reads_stop": "v p",
     # queue, name, blocks, num_blocks, steps, num_steps, into, is_ahead
-    "moe_reads_submit": (
-        _INT,
-        [_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT],
-    ),
-    "moe_reads_knows": (_INT, [_POINTER, _INT64]),
-    "moe_reads_start": (None, [_POINTER]),
-    "moe_reads_promote": (None, [_POINTER, _INT64]),
-    "moe_reads_cancel": (_INT, [_POINTER, _INT64]),
-    "moe_reads_ended": (_INT64, [_POINTER, _POINTER, _INT64]),
-    "moe_reads_forget": (None, [_POINTER, _INT64]),
-    "moe_reads_wait": (None, [_POINTER, _INT64]),
-    "moe_reads_kick": (None, [_POINTER]),
+    "moe_reads_submit": "i pqpqpqpi",
+    "moe_reads_knows": "i pq",
+    "moe_reads_start": "v p",
+    "moe_reads_promote": "v pq",
+    "moe_reads_cancel": "i pq",
+    "moe_reads_ended": "q ppq",
+    "moe_reads_forget": "v pq",
+    "moe_reads_wait": "v pq",
+    "moe_reads_kick": "v p",
     # experts, num_experts, counts, x, x_stride, num_tokens, token_ids, destinations, out,
     # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype,
     # activation, formula, share_threads
-    "moe_expert_ffn": (
-        _INT,
-        [
-            *(_POINTER, _INT64, _POINTER),
-            *(_POINTER, _INT64, _INT64),
-            *(_POINTER, _POINTER),
-            *(_POINTER, _INT64, _INT64),
-            *(_INT64, _INT64, _INT64, _INT, _INT, _INT),
-            *(_INT, _POINTER, _INT),
-        ],
-    ),
+    "moe_expert_ffn": "i pqppqqpppqqqqqiiiipi",
     # experts, num_experts, expert_of_row, x, x_stride, num_tokens, choices, gates, out, dim_in,
     # dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype, gates_dtype, activation, formula,
     # share_threads
-    "moe_expert_step": (
-        _INT,
-        [
-            *(_POINTER, _INT64, _POINTER),
-            *(_POINTER, _INT64, _INT64, _INT64),
-            *(_POINTER, _POINTER),
-            *(_INT64, _INT64, _INT64, _INT, _INT, _INT, _INT),
-            *(_INT, _POINTER, _INT),
-        ],
-    ),
+    "moe_expert_step": "i pqppqqqppqqqiiiiipi",
 }
 
 
@@ -237,9 +160,10 @@ class NativeLibrary:
         library = ctypes.CDLL(str(path))
         self.path = path
         try:
-            for name, (result, arguments) in {**_CONTROLS, **_KERNELS}.items():
-                function = getattr(library, name)
-                function.restype, function.argtypes = result, arguments
+            for name, signature in {**_CONTROLS, **_KERNELS}.items():
+                function, (result, _, arguments) = getattr(library, name), signature.partition(" ")
+                function.restype = _TYPES[result]
+                function.argtypes = [_TYPES[argument] for argument in arguments]
             version = library.moe_abi_version()
         except AttributeError as error:
             raise NativeUnavailableError(f"{path} lacks a function: {error}") from error

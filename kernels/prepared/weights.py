@@ -23,6 +23,7 @@ from moe_runtime.kernels.linear.op import (
 from moe_runtime.kernels.native import DTYPE_CODES, native_library
 from moe_runtime.kernels.rms_norm.op import ROWS_ALONE
 from moe_runtime.kernels.rms_norm.op import native_problem as native_norm_problem
+from moe_runtime.kernels.rms_norm.reference import FORMS, NormForm
 
 
 class PreparedLinear:
@@ -97,8 +98,9 @@ class PreparedLinear:
 class PreparedRMSNorm:
     """The native normalisation with one weight, for rows of the weight's dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: NormForm) -> None:
         self._place: tuple[Any, ...] = ()
+        self._form = FORMS.index(form)
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         """Normalises `[..., D]` along its last dimension, in the bits of `rms_norm`.
@@ -147,4 +149,5 @@ class PreparedRMSNorm:
         self._row_bytes = self._dim * weight.element_size()
         self._is_able = native_library() is not None and native_norm_problem(weight, weight) is None
         self._few_values = ROWS_ALONE * self._dim
-        self._tail = (self._dim, eps, DTYPE_CODES[weight.dtype]) if self._is_able else ()
+        if self._is_able:
+            self._tail = (self._dim, eps, DTYPE_CODES[weight.dtype], self._form)

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.native import DTYPE_CODES, is_differentiated
+from moe_runtime.kernels.rms_norm.reference import NormForm
 from moe_runtime.kernels.triton_support import require_triton
 
 MOST_COLUMNS = 16384
 """Of a row that one program holds."""
 
 
-def run_triton(x: Tensor, weight: Tensor, eps: float, *, is_asked_for: bool) -> Tensor | None:
+def run_triton(
+    x: Tensor, weight: Tensor, eps: float, form: NormForm, *, is_asked_for: bool
+) -> Tensor | None:
     """`rms_norm` by the Triton kernel; None where it is not able, unless it `is_asked_for`.
 
     Raises:
@@ -26,7 +29,7 @@ def run_triton(x: Tensor, weight: Tensor, eps: float, *, is_asked_for: bool) -> 
     if _can_take(x, weight):
         from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
 
-        return launch_rms_norm(x, weight, eps)
+        return launch_rms_norm(x, weight, eps, form)
     if not is_asked_for:
         return None
     raise ValueError(

@@ -6,15 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_runtime.kernels.rms_norm.reference import NormForm
 from moe_runtime.kernels.triton_support import launch, power_of_2
 
 
 @triton.jit
 def rms_norm_fwd(
     x_ptr, weight_ptr, out_ptr, dim, eps,
-    stride_x, BLOCK_D: tl.constexpr,
+    stride_x, BLOCK_D: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """`out[r] = weight * round(x[r] / sqrt(mean(x[r] ** 2) + eps))`, sums in fp32."""
+    """`out[r] = weight * round(x[r] / sqrt(mean(x[r] ** 2) + eps))`, or rounded once; in fp32."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_D)
     mask = offs < dim
@@ -22,11 +23,15 @@ def rms_norm_fwd(
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, axis=0) / dim + eps)
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    normed = (wide * scale).to(x.dtype).to(tl.float32)
+    normed = wide * scale
+    if FORM == "rounded":
+        normed = normed.to(x.dtype).to(tl.float32)
+    if FORM == "plus_one":
+        weight += 1.0
     tl.store(out_ptr + row * dim + offs, weight * normed, mask=mask)
 
 
-def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
     """As `rms_norm`, for what `gpu` has looked at."""
     dim = weight.shape[0]
     rows_RD = x.reshape(-1, dim)
@@ -36,7 +41,7 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     launch(
         rms_norm_fwd, (len(rows_RD),),
         x_ptr=rows_RD, weight_ptr=weight, out_ptr=out, dim=dim, eps=float(eps),
-        stride_x=rows_RD.stride(0), BLOCK_D=block_d,
+        stride_x=rows_RD.stride(0), BLOCK_D=block_d, FORM=form,
         num_warps=min(16, max(1, block_d // 512)),
     )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ from moe_runtime.kernels.native import (
     native_library,
     require_native,
 )
-from moe_runtime.kernels.rms_norm.reference import rms_norm_reference
+from moe_runtime.kernels.rms_norm.reference import FORMS, NormForm, rms_norm_reference
 
 ROWS_ALONE = 64
 """Rows that the native kernel leaves to the calling thread, as in `norm.c`."""
@@ -23,16 +23,18 @@ ROWS_ALONE = 64
 Impl = Literal["auto", "native", "triton", "reference"]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, form: NormForm = "rounded", impl: Impl = "auto"
+) -> Tensor:
     """Divides rows by their root mean square and multiplies by a weight (Zhang and Sennrich, 2019).
-
-    The order of rounding is that of Llama and its kin: the normalised row is rounded to the type of
-    `x` before the weight is applied.
 
     Args:
         x: `[..., D]`.
         weight: `[D]`, dtype of `x`.
         eps: Added to the mean of squares.
+        form: `rounded` rounds the row to the type of `x` before the weight is applied, as Llama and
+            its kin do; `wide` rounds once behind it (gpt-oss), and so does `plus_one`, whose weight
+            is one more (Gemma, Qwen3-Next).
         impl: `native` is the C kernel (CPU), `triton` the one for a GPU, both for inference only,
             `reference` plain torch; `auto` takes a kernel where one is able. A named
             implementation never falls back.
@@ -42,21 +44,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> T
         are.
 
     Raises:
-        ValueError: Shapes do not fit, `impl` is unknown, or the kernel cannot take the input.
+        ValueError: Shapes do not fit, a name is unknown, or the kernel cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
         TritonUnavailableError: `impl="triton"` and Triton is not installed.
     """
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
     if impl == "triton" or (x.is_cuda and impl == "auto"):
         from moe_runtime.kernels.rms_norm.gpu import run_triton
 
-        normed = run_triton(x, weight, eps, is_asked_for=impl == "triton")
+        normed = run_triton(x, weight, eps, form, is_asked_for=impl == "triton")
         if normed is not None:
             return normed
     if impl == "auto":
         library = native_library()
         if library is not None and _can_be_native(x, weight):
-            return _run_native(library, x, weight, eps)
-        return rms_norm_reference(x, weight, eps)
+            return _run_native(library, x, weight, eps, form)
+        return rms_norm_reference(x, weight, eps, form)
     if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
         raise ValueError(
             f"expected x [..., D] and weight [D], got {list(x.shape)} and {list(weight.shape)}"
@@ -66,9 +70,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> T
         problem = native_problem(x, weight)
         if problem:
             raise ValueError(f"impl='native' cannot compute this: {problem}")
-        return _run_native(library, x, weight, eps)
+        return _run_native(library, x, weight, eps, form)
     if impl == "reference":
-        return rms_norm_reference(x, weight, eps)
+        return rms_norm_reference(x, weight, eps, form)
     raise ValueError(f"impl must be one of auto, native, triton, reference, got {impl!r}")
 
 
@@ -96,7 +100,9 @@ def _can_be_native(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _run_native(library: NativeLibrary, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _run_native(
+    library: NativeLibrary, x: Tensor, weight: Tensor, eps: float, form: NormForm
+) -> Tensor:
     dim = weight.shape[0]
     rows = x if x.is_contiguous() else x.contiguous()
     out = torch.empty_like(rows)
@@ -109,6 +115,7 @@ def _run_native(library: NativeLibrary, x: Tensor, weight: Tensor, eps: float) -
         dim,
         eps,
         DTYPE_CODES[rows.dtype],
+        FORMS.index(form),
         library.shares_threads(),
     )
     return out

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_runtime.kernels.native import native_library
-from moe_runtime.kernels.rms_norm import rms_norm, rms_norm_reference
+from moe_runtime.kernels.rms_norm import FORMS, rms_norm, rms_norm_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -19,19 +19,24 @@ def operands(rows: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     return x.to(dtype), torch.randn(dim, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("impl", [pytest.param("native", marks=needs_native), "triton"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "impl", ["reference", pytest.param("native", marks=needs_native), "triton"]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "dim"), [(1, 1), (1, 64), (3, 65), (2, 127), (5, 2048), (1, 5003)]
 )
-def test_against_fp64(rows, dim, dtype, impl):
+def test_against_fp64(rows, dim, dtype, impl, form):
     x, weight = operands(rows, dim, dtype)
-    exact = rms_norm_reference(x.double(), weight.double(), 1e-5)
+    factor = weight.double() + (form == "plus_one")
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * factor
     place = DEVICE if impl == "triton" else "cpu"
-    got = rms_norm(x.to(place), weight.to(place), 1e-5, impl=impl).cpu()
+    got = rms_norm(x.to(place), weight.to(place), 1e-5, form=form, impl=impl).cpu()
     assert got.dtype == dtype
-    # two roundings to the type, each of half a unit (where that is subnormal, of the smallest
-    # number), and a sum of fp32 squares of which no partial sum has over 80 terms
+    # one or two roundings to the type, each of half a unit (where that is subnormal, of the
+    # smallest number), and a sum of fp32 squares of which no partial sum has over 80 terms
     kind = torch.finfo(dtype)
     relative = kind.eps + 100 * torch.finfo(torch.float32).eps
     bound = relative * exact.abs() + kind.smallest_normal * kind.eps * (1 + weight.double().abs())
@@ -77,6 +82,8 @@ def test_a_gradient_goes_through_torch():
 def test_what_does_not_fit():
     with pytest.raises(ValueError, match=r"expected x \[\.\.\., D\]"):
         rms_norm(torch.zeros(2, 3), torch.zeros(4), 1e-6, impl="reference")
+    with pytest.raises(ValueError, match="form must be one of rounded, wide, plus_one, got 'x'"):
+        rms_norm(torch.zeros(2, 3), torch.zeros(3), 1e-6, form="x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="impl must be"):
         rms_norm(torch.zeros(2, 3), torch.zeros(3), 1e-6, impl="cuda")  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@
  */
 
 /* Numbers of groups are read as a whole vector at a time. */
-enum { GROUP_PADDING = 16 };
+enum { GROUP_PADDING = 16, WIDENED = 16 };
 
 /* One row's scales and zero points, zeros behind the last. */
 typedef struct {
@@ -20,24 +20,37 @@ typedef struct {
     int32_t *zeros;
 } RowGroups;
 
+/* Some scales as fp32; a constant number of them are vectors. */
+INLINE void widen_scales(int type, const char *restrict src, int64_t count, float *restrict out) {
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t code = (uint8_t)src[i], is_end = code - 1 >= 254; /* 0 or 255 */
+        switch (type) {
+            case SCALE_E8M0: out[i] = from_bits(code << 23 | is_end << 22); break; /* as e8m0_to_f32, without branches */
+            case SCALE_E4M3: out[i] = e4m3_to_f32((uint8_t)code); break;
+            case SCALE_BF16: out[i] = load_bf16(src + 2 * i); break;
+            default: out[i] = load_f16(src + 2 * i);
+        }
+    }
+}
+
+/* The last ones are widened once more, as of so many: a rest of any number would be widened one after the other. */
+INLINE void widen_all_scales(int type, const char *src, int64_t groups, float *out) {
+    const int64_t whole = groups / WIDENED * WIDENED, last = groups - WIDENED;
+    for (int64_t first = 0; first < whole; first += WIDENED)
+        widen_scales(type, src + first * SCALE_BYTES[type], WIDENED, out + first);
+    if (last < 0)
+        widen_scales(type, src, groups, out);
+    else if (whole < groups)
+        widen_scales(type, src + last * SCALE_BYTES[type], WIDENED, out + last);
+}
+
 static void read_scales(const Quantized *format, int64_t row, int64_t groups, float *out) {
     const char *src = format->scales + group_of(row, format->group_rows) * format->scale_stride;
     switch (format->scale_type) {
-        case SCALE_E8M0:
-            for (int64_t i = 0; i < groups; i++) { /* as e8m0_to_f32, without branches: many at once */
-                const uint32_t code = (uint8_t)src[i], least = code == 0, most = code == 255;
-                out[i] = from_bits(code << 23 | (least | most) << 22);
-            }
-            break;
-        case SCALE_E4M3:
-            for (int64_t i = 0; i < groups; i++) out[i] = e4m3_to_f32((uint8_t)src[i]);
-            break;
-        case SCALE_BF16:
-            for (int64_t i = 0; i < groups; i++) out[i] = load_bf16(src + 2 * i);
-            break;
-        case SCALE_F16:
-            for (int64_t i = 0; i < groups; i++) out[i] = load_f16(src + 2 * i);
-            break;
+        case SCALE_E8M0: widen_all_scales(SCALE_E8M0, src, groups, out); break;
+        case SCALE_E4M3: widen_all_scales(SCALE_E4M3, src, groups, out); break;
+        case SCALE_BF16: widen_all_scales(SCALE_BF16, src, groups, out); break;
+        case SCALE_F16: widen_all_scales(SCALE_F16, src, groups, out); break;
         default: memcpy(out, src, (size_t)groups * 4);
     }
     if (format->global == GLOBAL_MULTIPLY)

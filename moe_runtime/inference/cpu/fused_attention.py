@@ -266,6 +266,10 @@ class FusedAttention:
         return all(_same_bits(one, other) for one, other in rows)
 
 
+def _rounds_before_weight(norm: torch.nn.Module) -> bool:
+    return type(norm) is SmallBatchRMSNorm and norm.form == "rounded"
+
+
 def _has_usual_parts(module: torch.nn.Module) -> bool:
     """Whether a layer has the parts of the usual attention, and its ``forward`` the arguments."""
     children = module._modules
@@ -275,7 +279,7 @@ def _has_usual_parts(module: torch.nn.Module) -> bool:
     norms = [children.get(name) for name in parts.NORMS]
     if not all(type(part) in (SmallBatchLinear, torch.nn.Linear) for part in linears):
         return False
-    if not all(part is None or type(part) is SmallBatchRMSNorm for part in norms):
+    if not all(part is None or _rounds_before_weight(part) for part in norms):
         return False
     q, k, v, _ = (parts.linear_of(module, name) for name in parts.PROJECTIONS)
     weights = {(type(part.weight), part.weight.dtype) for part in (q, k, v)}

@@ -14,7 +14,7 @@ import torch
 
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.prepared import PreparedLinear, PreparedRMSNorm
-from moe_runtime.kernels.rms_norm import rms_norm
+from moe_runtime.kernels.rms_norm import FORMS, NormForm, rms_norm, rms_norm_reference
 
 
 def use_small_batch_layers(model: torch.nn.Module) -> None:
@@ -22,7 +22,7 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
 
     A layer that is not known to compute just what its replacement computes is left alone.
     """
-    known_norms: dict[tuple[type, int, float], bool] = {}
+    known_norms: dict[tuple[type, int, float], NormForm | None] = {}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is torch.nn.Linear and type(child.weight) is torch.nn.Parameter:
@@ -91,23 +91,24 @@ class SmallBatchRMSNorm(torch.nn.Module):
     round.
     """
 
-    def __init__(self, replaced: torch.nn.Module, eps: float) -> None:
+    def __init__(self, replaced: torch.nn.Module, eps: float, form: NormForm) -> None:
         super().__init__()
         self.weight = cast(torch.nn.Parameter, replaced.weight)
         self.eps = eps
-        self._prepared = PreparedRMSNorm()
+        self.form: NormForm = form
+        self._prepared = PreparedRMSNorm(form)
         self.__dict__["replaced"] = replaced  # not registered: its weight is this one's
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalises ``[..., D]`` along its last dimension."""
         weight = self._parameters.get("weight")
         if weight is None:  # parametrized: computed for every call
-            return rms_norm(hidden_states, self.weight, self.eps)
+            return rms_norm(hidden_states, self.weight, self.eps, form=self.form)
         normed = self._prepared(hidden_states, weight, self.eps)
         if normed is not None:
             return normed
         if hidden_states.dtype is weight.dtype:
-            return rms_norm(hidden_states, weight, self.eps)
+            return rms_norm(hidden_states, weight, self.eps, form=self.form)
         replaced = self.__dict__["replaced"]
         replaced._parameters["weight"] = weight
         return replaced(hidden_states)
@@ -146,28 +147,28 @@ class _SmallBatchWeight(torch.nn.Parameter):
 
 
 def _multiply(x: torch.Tensor, weight: Any, *bias: Any) -> torch.Tensor:
-    if bias or not isinstance(weight, _SmallBatchWeight):
+    if not isinstance(weight, _SmallBatchWeight):
         return linear(x, weight, *bias)
     if weight.prepared is None:
         weight.prepared = PreparedLinear()
-    y = weight.prepared(x, weight, None)
-    return linear(x, weight) if y is None else y
+    y = weight.prepared(x, weight, bias[0] if bias else None)
+    return linear(x, weight, *bias) if y is None else y
 
 
 def _is_router(module: Any) -> bool:
-    """Whether a module is a router whose only own parameter is its matrix."""
+    """Whether a module is a router whose own parameters are a matrix and perhaps a bias."""
     own = dict(module.named_parameters(recurse=False))
-    is_matrix = list(own) == ["weight"] and own["weight"].ndim == 2
-    return is_matrix and type(module).__name__.endswith("Router")
+    is_linear = set(own) in ({"weight"}, {"weight", "bias"}) and own["weight"].ndim == 2
+    return is_linear and type(module).__name__.endswith("Router")
 
 
 def as_rms_norm(
-    module: Any, known: dict[tuple[type, int, float], bool]
+    module: Any, known: dict[tuple[type, int, float], NormForm | None]
 ) -> SmallBatchRMSNorm | None:
     """The replacement of a module that computes just what ``rms_norm`` does, else None.
 
-    Families write normalisation in their own classes, some with ``1 + weight`` or in another order
-    of rounding, so the module is asked rather than its name; ``known`` keeps the answers.
+    Families write normalisation in their own classes and forms, so the module is asked rather than
+    its name; ``known`` keeps the answers.
     """
     own = dict(module.named_parameters(recurse=False))
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -179,11 +180,12 @@ def as_rms_norm(
         return None
     key = (type(module), own["weight"].shape[0], eps)
     if key not in known:
-        known[key] = _computes_rms_norm(module, eps)
-    return SmallBatchRMSNorm(module, eps) if known[key] else None
+        known[key] = _form_of_norm(module, eps)
+    form = known[key]
+    return None if form is None else SmallBatchRMSNorm(module, eps, form)
 
 
-def _computes_rms_norm(module: Any, eps: float) -> bool:
+def _form_of_norm(module: Any, eps: float) -> NormForm | None:
     sample = copy.deepcopy(module).cpu()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -191,4 +193,8 @@ def _computes_rms_norm(module: Any, eps: float) -> bool:
         x = torch.randn(3, len(sample.weight), generator=generator)
         x[1] *= eps**0.5  # where the epsilon is added shows in rows whose mean square is near it
         x = x.to(sample.weight.dtype)
-        return torch.equal(sample(x), rms_norm(x, sample.weight, eps, impl="reference"))
+        expected = sample(x)
+        for form in FORMS:
+            if torch.equal(expected, rms_norm_reference(x, sample.weight, eps, form)):
+                return form
+    return None

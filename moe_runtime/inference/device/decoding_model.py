@@ -12,6 +12,7 @@ import torch
 from moe_runtime.checkpoints.transformers_private import attention_name
 from moe_runtime.inference.cpu.small_batch import as_rms_norm
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, static_cache
+from moe_runtime.kernels.rms_norm import NormForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,7 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
 
 def _fuse_norms(model: torch.nn.Module) -> None:
     """Makes normalisations one kernel each, where they compute just what that does."""
-    known: dict[tuple[type, int, float], bool] = {}
+    known: dict[tuple[type, int, float], NormForm | None] = {}
     for module in [*model.modules()]:
         for name, child in [*module.named_children()]:
             norm = as_rms_norm(child, known)

@@ -47,6 +47,13 @@ class RoundedOnce(LlamaLikeNorm):
         return (self.weight.float() * wide).to(x.dtype)
 
 
+class OnePlusWeightOnce(LlamaLikeNorm):
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (wide * (1 + self.weight.float())).to(x.dtype)
+
+
 class Gated(LlamaLikeNorm):
     def forward(self, x, gate=None):
         normed = super().forward(x)
@@ -62,16 +69,31 @@ class TopKRouter(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight).softmax(-1)
 
 
+class BiasedRouter(TopKRouter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(7))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight, self.bias).softmax(-1)
+
+
 def replaced(module: torch.nn.Module, dtype=torch.bfloat16) -> torch.nn.Module:
     model = torch.nn.Sequential(copy.deepcopy(module)).to(dtype).requires_grad_(False)
     use_small_batch_layers(model)
     return model[0]
 
 
-def test_the_usual_normalisation_is_replaced():
-    original = LlamaLikeNorm()
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [(LlamaLikeNorm, "rounded"), (RoundedOnce, "wide"), (OnePlusWeightOnce, "plus_one")],
+)
+def test_the_usual_normalisations_are_replaced(kind, form):
+    original = kind()
+    torch.nn.init.normal_(original.weight)
     found = replaced(original)
     assert isinstance(found, SmallBatchRMSNorm)
+    assert found.form == form
     x = torch.randn(2, 40, 24).bfloat16()
     expected = original.bfloat16()(x)
     # many rows: the very operations of the original; few: sums in another order
@@ -79,14 +101,16 @@ def test_the_usual_normalisation_is_replaced():
     assert torch.allclose(found(x[:1, :1]), expected[:1, :1], rtol=2**-7)
 
 
-@pytest.mark.parametrize("kind", [OnePlusWeight, EpsilonOutside, RoundedOnce, Gated])
+@pytest.mark.parametrize("kind", [OnePlusWeight, EpsilonOutside, Gated])
 def test_other_normalisations_stay(kind):
     assert type(replaced(kind())) is kind
 
 
-def test_routers_multiply_by_our_kernel_and_keep_their_weight():
-    original = TopKRouter()
+@pytest.mark.parametrize("kind", [TopKRouter, BiasedRouter])
+def test_routers_multiply_by_our_kernel_and_keep_their_weight(kind):
+    original = kind()
     found = replaced(original, torch.float32)
+    assert type(found.weight) is not torch.nn.Parameter
     x = torch.randn(1, 24)
     assert torch.allclose(found(x), original(x), atol=1e-6)
     assert torch.equal(found.state_dict()["weight"], original.weight)
@@ -110,7 +134,7 @@ def small_layers(dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.nn.Mod
         module.requires_grad_(False)
     return [
         (linear_layer, SmallBatchLinear(linear_layer)),
-        (norm, SmallBatchRMSNorm(norm, norm.variance_epsilon)),
+        (norm, SmallBatchRMSNorm(norm, norm.variance_epsilon, "rounded")),
     ]
 
 
@@ -210,7 +234,7 @@ def test_a_norm_has_the_names_of_the_one_it_replaces():
 def fresh(small: torch.nn.Module) -> torch.nn.Module:
     """The same layer, never called."""
     if isinstance(small, SmallBatchRMSNorm):
-        return SmallBatchRMSNorm(small, small.eps)
+        return SmallBatchRMSNorm(small, small.eps, small.form)
     assert isinstance(small, SmallBatchLinear)
     return SmallBatchLinear(small)
 
