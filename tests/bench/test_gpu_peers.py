@@ -63,7 +63,7 @@ class GLUMLP(nn.Module):
 
 @dataclass
 class Arguments:
-    """Those of MegaBlocks that a layer is described by; what is left out has the package's value."""
+    """Those of MegaBlocks that describe a layer; what is left out has the package's value."""
 
     hidden_size: int = 1024
     ffn_hidden_size: int = 4096
