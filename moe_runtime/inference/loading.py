@@ -149,7 +149,7 @@ def load(
     if io_threads < 1:
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
     mode = parse_mode(prefetch)
-    place = _resolve_device(device)
+    place = resolve_device(device)
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(
             f"device_memory is for models on a GPU; this one is on the CPU, got {device_memory!r}"
@@ -261,7 +261,12 @@ def load(
     return model
 
 
-def _resolve_device(device: str | torch.device) -> torch.device:
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        ValueError: it has none of the known types, or is not there.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
