@@ -149,7 +149,7 @@ def load(
     if io_threads < 1:
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
     mode = parse_mode(prefetch)
-    place = resolve_device(device)
+    place = _resolve_device(device)
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(
             f"device_memory is for models on a GPU; this one is on the CPU, got {device_memory!r}"
@@ -234,14 +234,13 @@ def load(
         load_s=time.perf_counter() - start,
         choice=choice,
     )
-    learning = None
+    learning = recorder = prefetcher = None
     if guessers.reader is not None or any(each.watchers for each in stores):
         learning = options.KeptLearning(signature, folder, predictor, writes=is_first)
         learning.keep(*(watcher for each in stores for watcher in each.watchers))
     for listener in (TokenLimit(max_tokens), times, PolicyListener(stores), learning):
         if listener is not None:
             listeners.add(listener)
-    recorder = prefetcher = None
     is_auto = policy == choosing.AUTO
     if is_first and (is_auto or trace is not None):
         recorder = options.open_record(listeners, signature, folder, trace, keeps_recent=is_auto)
@@ -261,12 +260,7 @@ def load(
     return model
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
-    """The device of a name.
-
-    Raises:
-        ValueError: it has none of the known types, or is not there.
-    """
+def _resolve_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -302,6 +296,7 @@ def _free_bytes(place: torch.device, num_processes: int) -> dict[str, int]:
     return free
 
 
+@torch.autocast("cpu", enabled=False)  # parts are asked with numbers what they compute
 def finish_dense(
     model: PreTrainedModel,
     checkpoint: Checkpoint,

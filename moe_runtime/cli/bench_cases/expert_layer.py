@@ -85,10 +85,12 @@ def bench_experts(
     from moe_runtime.bench.experts.layers import PEERS, layer_of_model, synthetic_layer
     from moe_runtime.bench.experts.results import ExpertsPlan
     from moe_runtime.bench.runner import Rules
-    from moe_runtime.inference.loading import resolve_device
     from moe_runtime.lab.this_machine import num_usable_cores
 
-    asked, place = parse_dtype(dtype), resolve_device(device)
+    asked, has_gpu = parse_dtype(dtype), torch.cuda.is_available()
+    if device.startswith("cuda") and not has_gpu:
+        raise ValueError(f"--device {device}: torch sees no GPU here; use cpu or auto")
+    place = torch.device(device if device != "auto" else "cuda" if has_gpu else "cpu")
     num_threads = threads or num_usable_cores()
     torch.set_num_threads(num_threads)
     if shape is not None:
