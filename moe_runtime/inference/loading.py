@@ -234,13 +234,14 @@ def load(
         load_s=time.perf_counter() - start,
         choice=choice,
     )
-    learning = recorder = prefetcher = None
+    learning = None
     if guessers.reader is not None or any(each.watchers for each in stores):
         learning = options.KeptLearning(signature, folder, predictor, writes=is_first)
         learning.keep(*(watcher for each in stores for watcher in each.watchers))
     for listener in (TokenLimit(max_tokens), times, PolicyListener(stores), learning):
         if listener is not None:
             listeners.add(listener)
+    recorder = prefetcher = None
     is_auto = policy == choosing.AUTO
     if is_first and (is_auto or trace is not None):
         recorder = options.open_record(listeners, signature, folder, trace, keeps_recent=is_auto)
@@ -296,7 +297,6 @@ def _free_bytes(place: torch.device, num_processes: int) -> dict[str, int]:
     return free
 
 
-@torch.autocast("cpu", enabled=False)  # parts are asked with numbers what they compute
 def finish_dense(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
