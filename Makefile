@@ -143,14 +143,16 @@ test-versions: $(INSTALLED)
 	  $$other/bin/python -P -m pytest $(PYTEST_ARGS) $(VERSIONS_ROOMS) || exit 1; \
 	done
 
-# The installed wheel, to which only the weights of the pocket model are added.
+# The installed wheel, in the place of an older one of the same version, to which only the weights of
+# the pocket model are added.
 test-pythons: wheel
 	@for python in $(PYTHONS); do \
 	  echo "== $$python"; other=$(VENV)/$$python; \
 	  $$python -m venv $$other || exit 1; \
 	  { $(call install_torch,$$other); } || exit 1; \
-	  $$other/bin/pip install --quiet --constraint constraints.txt \
-	    "$$(ls -t dist/*.whl | head -n 1)[dev]" || exit 1; \
+	  wheel=$$(ls -t dist/*.whl | head -n 1); \
+	  $$other/bin/pip install --quiet --constraint constraints.txt "$$wheel[dev]" || exit 1; \
+	  $$other/bin/pip install --quiet --no-deps --force-reinstall $$wheel || exit 1; \
 	  site=$$($$other/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
 	  cp models/pocket/*.safetensors $$site/moe_runtime/models/pocket/ || exit 1; \
 	  $$other/bin/python -P -m pytest $(PYTEST_ARGS) $(PYTHONS_ROOMS) || exit 1; \
