@@ -16,8 +16,11 @@ PYTEST_ARGS ?= --numprocesses 3 --dist worksteal
 # The rooms whose tests call the native kernels.
 ISA_ROOMS ?= $(addprefix tests/,kernels memory layer inference offload training models lab cli parallel)
 
-# The lower bound, and the newest that is tested.
+# The lower bounds, and the newest transformers that is tested; the newest torch is that of `make test`.
+# The Triton that torch 2.11 brings cannot interpret kernels with a newer numpy.
 TRANSFORMERS_VERSIONS ?= 5.17.0 $(shell sed -n 's/^transformers==//p' constraints.txt)
+TORCH_VERSIONS ?= 2.11.0
+TORCH_NUMPY ?= numpy==2.3.5
 VERSIONS_ROOMS ?= $(addprefix tests/,checkpoints compatibility inference)
 
 # Pythons that the wheel is tried with, and the rooms whose tests run there.
@@ -75,7 +78,7 @@ help:
 	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
 	@echo "make test    install, then run every test"
 	@echo "make test-isa   install, then test what the native kernels reach with each instruction set"
-	@echo "make test-versions  install, then test the engine with the oldest and newest transformers"
+	@echo "make test-versions  install, then test the engine with the oldest transformers and torch"
 	@echo "make test-pythons   build a wheel, then test it with Python 3.12 and 3.13, which must be there"
 	@echo "make test-clients  install, then ask the server with lm-eval and llama-benchy, which it installs"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
@@ -121,27 +124,35 @@ test-isa: $(INSTALLED)
 	  echo "== $$isa"; $(BIN)/pytest $(PYTEST_ARGS) --isa $$isa $(ISA_ROOMS) || exit 1; \
 	done
 
-# The engine with each end of the range of transformers that pyproject.toml names, in an environment
-# of its own: what is installed for the other tests, under another transformers.
+# The engine with each end of the range of transformers that pyproject.toml names, and with the oldest
+# torch, each in an environment of its own: what is installed for the other tests, under another
+# transformers or torch. Where pip has no torch without CUDA, that with it runs on a CPU as well.
 test-versions: $(INSTALLED)
-	@for version in $(TRANSFORMERS_VERSIONS); do \
-	  echo "== transformers $$version"; other=$(VENV)/transformers-$$version; \
+	@for pinned in $(addprefix transformers==,$(TRANSFORMERS_VERSIONS)) \
+	  $(addprefix torch==,$(TORCH_VERSIONS)); do \
+	  echo "== $$pinned"; other=$(VENV)/$$(echo $$pinned | tr -s = -); \
 	  $(BIN)/python -m venv $$other || exit 1; \
 	  site="import sysconfig; print(sysconfig.get_path('purelib'))"; \
 	  echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
 	    > $$($$other/bin/python -c "$$site")/base.pth; \
-	  $$other/bin/pip install --quiet "transformers==$$version" || exit 1; \
+	  install="$$other/bin/pip install --quiet"; \
+	  case $$pinned in \
+	    torch*) $$install $$pinned+cpu $(TORCH_NUMPY) 2>/dev/null || $$install $$pinned $(TORCH_NUMPY);; \
+	    *) $$install $$pinned;; \
+	  esac || exit 1; \
 	  $$other/bin/python -P -m pytest $(PYTEST_ARGS) $(VERSIONS_ROOMS) || exit 1; \
 	done
 
-# The installed wheel, to which only the weights of the pocket model are added.
+# The installed wheel, in the place of an older one of the same version, to which only the weights of
+# the pocket model are added.
 test-pythons: wheel
 	@for python in $(PYTHONS); do \
 	  echo "== $$python"; other=$(VENV)/$$python; \
 	  $$python -m venv $$other || exit 1; \
 	  { $(call install_torch,$$other); } || exit 1; \
-	  $$other/bin/pip install --quiet --constraint constraints.txt \
-	    "$$(ls -t dist/*.whl | head -n 1)[dev]" || exit 1; \
+	  wheel=$$(ls -t dist/*.whl | head -n 1); \
+	  $$other/bin/pip install --quiet --constraint constraints.txt "$$wheel[dev]" || exit 1; \
+	  $$other/bin/pip install --quiet --no-deps --force-reinstall $$wheel || exit 1; \
 	  site=$$($$other/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
 	  cp models/pocket/*.safetensors $$site/moe_runtime/models/pocket/ || exit 1; \
 	  $$other/bin/python -P -m pytest $(PYTEST_ARGS) $(PYTHONS_ROOMS) || exit 1; \

@@ -232,7 +232,8 @@ def test_wheel_works_where_there_is_no_compiler(tmp_path: Path) -> None:
     assert facts["native"]["problem"] is None
     assert {"avx2", "avx512", "portable"} <= set(facts["native"]["built"])
     model = ROOT / "models" / "pocket"
-    few = ("--time", "1", "-n", "2", "--prompt-tokens", "4")
+    # Of eight tokens in bf16, one lies between two logits that are a rounding apart.
+    few = ("--time", "1", "-n", "2", "--prompt-tokens", "4", "--agreement", "0.75")
     run("bench", "latency", model, "--peer", "transformers", *few, "-o", "r.json")
     results = json.loads((tmp_path / "r.json").read_text())
     assert [one["failure"] for one in results["measurements"]] == [None, None]

@@ -98,4 +98,5 @@ def apply_activation(
     """Hidden values ``[R, F]`` of pre-activations ``[R, Z]``."""
     if not isinstance(activation, ActivationSpec):
         return activation(z_RZ)
-    return activation(*layout.split(z_RZ))
+    # By name: torch 2.11 compiles no call of an object that is made in what it compiles.
+    return activation.__call__(*layout.split(z_RZ))

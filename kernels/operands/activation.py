@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -67,7 +67,7 @@ class ActivationSpec:
 
     def numbers(self) -> list[float]:
         """All fields but the first as numbers, for `from_numbers` and for compiled code."""
-        return [float(value) for value in astuple(self)[1:]]
+        return [float(getattr(self, field.name)) for field in fields(self)[1:]]
 
     @classmethod
     def from_numbers(cls, function: str, numbers: Sequence[float]) -> ActivationSpec:

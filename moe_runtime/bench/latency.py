@@ -65,13 +65,15 @@ class LatencySystem(TextSystem):
             self.versions = begun["versions"]
             loaded = process.ask("load")
             _answer(process, plan, 0, given[0])
-            answers = [_answer(process, plan, n, ids) for n, ids in enumerate(given)]
+            with self.energy.measured() as joules:
+                answers = [_answer(process, plan, n, ids) for n, ids in enumerate(given)]
             ended = process.ask("end")
         self.require_same_text([answer["ids"] for answer in answers])
         return {
             "first_token_s": [answer["first_token_s"] for answer in answers],
             "between_tokens_s": [s for answer in answers for s in answer["between_tokens_s"]],
             **memory_numbers(begun, loaded, answers, ended),
+            **joules,
         }
 
 

@@ -29,7 +29,7 @@ class Metric:
     """What a number means.
 
     Attributes:
-        unit: ``s``, ``bytes``, ``tokens/s``, or ``count``.
+        unit: one of those of ``schema.json``.
         better: ``less`` or ``more``.
         is_judged: whether ``compare`` calls a change better or worse.
     """

@@ -8,6 +8,7 @@ from typing import Any
 from moe_runtime.bench.peer_process import PeerProgram
 from moe_runtime.bench.results import Metric, describe_system, make_results
 from moe_runtime.bench.runner import MeasuredSystem, Number, PeerFailedError, Rules, run_in_turn
+from moe_runtime.lab.energy import EnergyMeter
 
 MEMORY_METRICS = {
     "load_s": Metric("s", is_judged=False),
@@ -18,6 +19,8 @@ MEMORY_METRICS = {
     "storage_bytes": Metric("bytes", is_judged=False),
     "page_cache_bytes": Metric("bytes", is_judged=False),
     "major_faults": Metric("count", is_judged=False),
+    "cpu_joules": Metric("J"),
+    "gpu_joules": Metric("J"),
 }
 """What is measured besides speed."""
 _KERNEL_COUNTS = ("read_call_bytes", "storage_bytes", "major_faults")
@@ -30,6 +33,7 @@ class TextSystem(ABC):
         name: the peer's.
         versions: of its packages, once it ran.
         compared, equal: likeliest tokens in the latest repetition, and how many were as expected.
+        energy: measures that of the machine while it answers.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class TextSystem(ABC):
         self.versions: dict[str, str] = {}
         self.compared = self.equal = 0
         self.program, self._expected, self._agreement = program, expected, agreement
+        self.energy = EnergyMeter()
 
     @abstractmethod
     def repeat(self) -> Mapping[str, Number]:

@@ -76,7 +76,8 @@ class ThroughputSystem(TextSystem):
             self.versions = begun["versions"]
             loaded = process.ask("load")
             _answer(process, plan, 0, given[0])
-            answers = [_answer(process, plan, n, ids) for n, ids in enumerate(given)]
+            with self.energy.measured() as joules:
+                answers = [_answer(process, plan, n, ids) for n, ids in enumerate(given)]
             ended = process.ask("end")
         self.require_same_text([ids for answer in answers for ids in answer["ids"]])
         prompts_s = sum(answer["prompts_s"] for answer in answers)
@@ -91,6 +92,7 @@ class ThroughputSystem(TextSystem):
                 for s in answer["steps_s"]
             ],
             **memory_numbers(begun, loaded, answers, ended),
+            **joules,
         }
 
 

@@ -177,7 +177,7 @@ class Conversation:
             handle.cancel()
         if isinstance(event, Finished):
             if event.reason == "error":
-                raise MoERuntimeError(event.message or "the model failed")
+                raise MoERuntimeError(event.problem)
             reason = answer.show(text.end(event.reason))
         assert reason is not None
         return answer.content, Turn(

@@ -245,7 +245,7 @@ class Finished:
         reason: ``"stop"`` at one of ``stop_ids``, ``"length"`` at ``max_new_tokens``,
             ``"cancelled"`` by its handle or the end of the engine, ``"error"`` where a step failed.
         message: of an error, one line.
-        cause: what the error came from, one line: for the log, as it may name the server's files.
+        cause: what the error came from, one line: for who runs the model, as it may name files.
         is_constrained: whether the request's own constraint is at fault for the error.
     """
 
@@ -253,6 +253,12 @@ class Finished:
     message: str | None = None
     cause: str | None = None
     is_constrained: bool = False
+
+    @property
+    def problem(self) -> str:
+        """Of an error, all that is known, one line: for who runs the model, not for its clients."""
+        message = self.message or "the model failed"
+        return message if self.cause is None else f"{message} ({self.cause})"
 
 
 Event = Started | PromptRead | NewToken | Finished

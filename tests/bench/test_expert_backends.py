@@ -120,6 +120,7 @@ def test_the_command_measures_both_passes(
         (["--shape", "olmo"], "unknown shape 'olmo'"),
         (["models/pocket", "--tokens", "1,x"], "--tokens must be whole numbers"),
         (["models/pocket", "--dtype", "int8"], "int8"),
+        (["models/pocket", "--device", "tpu"], "--device must be auto, cpu or cuda, got 'tpu'"),
     ],
 )
 def test_bad_words_of_experts_are_one_line(
@@ -129,3 +130,23 @@ def test_bad_words_of_experts_are_one_line(
     err = capsys.readouterr().err
     assert complaint in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.gpu
+def test_a_layer_on_a_gpu_is_held_to_the_same(model: Path) -> None:
+    layer = layer_of_model(model, torch.bfloat16)
+    layer.module.to("cuda")
+    plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=True, block_s=0.001)
+    results = measure_experts(
+        plan, Rules(judged=("forward_1_s",), least=1, most=1), lambda: 0.0, settings={}
+    )
+    for one in results["measurements"]:
+        assert one["quality"] == {"compared": 12, "equal": 12}
+
+
+def test_without_a_gpu_none_is_used(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "experts", str(model), "--device", "cuda:1"]) == 2
+    assert "--device cuda:1: torch sees no GPU here; use cpu or auto" in capsys.readouterr().err

@@ -1,17 +1,20 @@
 """`bench latency` with real processes: ours on a tiny checkpoint, and peers of a few lines."""
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from warm_python import warm_python
 
+from moe_runtime.bench import latency, text_systems
 from moe_runtime.bench.latency import LatencyPlan, measure_latency
 from moe_runtime.bench.peer_files import describe_peer, find_peer, peer_file, peer_names
 from moe_runtime.bench.peer_process import PeerProgram, started
-from moe_runtime.bench.results import read_results
+from moe_runtime.bench.results import read_results, write_results
 from moe_runtime.bench.runner import PeerFailedError, Rules
+from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.main import main
 
 COUNTING = """
@@ -145,3 +148,42 @@ def test_the_command_measures_us_beside_transformers(
         assert one["versions"]["torch"]
         found = one["repetitions"][0]
         assert found["peak_rss_bytes"] > found["rss_after_imports_bytes"] > 0
+
+
+def test_joules_are_those_of_the_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the text, not of imports, loading, or the untimed answer before."""
+    counted, answer = [0.0], latency._answer
+
+    class Meter:
+        @contextmanager
+        def measured(self) -> Any:
+            found, before = {}, counted[0]
+            yield found
+            found["cpu_joules"] = counted[0] - before
+
+    def answer_and_count(*asked: Any) -> Any:
+        counted[0] += 2.5
+        return answer(*asked)
+
+    monkeypatch.setattr(text_systems, "EnergyMeter", Meter)
+    monkeypatch.setattr(latency, "_answer", answer_and_count)
+    results = measure(tmp_path)
+    (one,) = results["measurements"]
+    assert [found["cpu_joules"] for found in one["repetitions"]] == [5.0]
+    joules = one["summary"]["cpu_joules"]
+    assert (joules["unit"], joules["better"], joules["median"]) == ("J", "less", 5.0)
+    assert "gpu_joules" not in one["summary"]
+    path = tmp_path / "r.json"
+    write_results(path, results)
+    shared.show_systems(results, "latency", {}, shared.MEMORY_ROWS, "tokens")
+    shown = capsys.readouterr().out
+    assert "processors, J" in shown
+    assert "GPUs, J" not in shown
+    assert main(["bench", "compare", str(path), str(path)]) == 0
+    assert "cpu_joules" in capsys.readouterr().out
+    table = tmp_path / "r.csv"
+    page = ["-o", str(tmp_path / "r.html"), "--csv", str(table)]
+    assert main(["bench", "report", str(path), *page]) == 0
+    assert "latency,counting,cpu_joules,1,J,less,True,5.0" in table.read_text()

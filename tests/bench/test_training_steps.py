@@ -178,6 +178,7 @@ def test_the_command_trains_in_memory_and_offloaded(
         ([], "expected MODEL or --shape"),
         (["--shape", "olmo"], "unknown shape 'olmo'"),
         (["--shape", "pocket", "--dtype", "float16"], "--dtype must be float32 or bfloat16"),
+        (["--shape", "pocket", "--dtype", "float64"], "--dtype must be float32 or bfloat16"),
         (["--shape", "300m", "--layers", "1000"], "fewer --layers"),
     ],
 )

@@ -299,10 +299,16 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         ("qwen35moe", {"block_count": 2**31}, "as many layers as it has tensors"),
         ("qwen35moe", {"nextn_predict_layers": 4}, "nextn_predict_layers below block_count"),
         ("qwen35moe", {"nextn_predict_layers": 1}, "full attention in one of 3 layers"),
+        ("qwen35moe", {"ssm.conv_kernel": 0}, "conv_kernel to be a whole number of at least 1"),
+        ("deepseek2", {"expert_shared_count": "x"}, "count to be a whole number of at least 0, fo"),
+        ("deepseek2", {"rope.scaling.factor": "x"}, "to be a real number above 0, found 'x'"),
+        ("deepseek2", {"rope.scaling.original_context_length": 0}, "at least 1, found 0"),
+        ("olmoe", {"rope.freq_base": 1}, "rope.freq_base to be a real number above 0, found 1"),
+        ("olmoe", {"attention.layer_norm_rms_epsilon": -1.0}, "real number above 0, found -1.0"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(
-    tmp_path: Path, architecture: str, numbers: dict[str, int], words: str
+    tmp_path: Path, architecture: str, numbers: dict[str, Any], words: str
 ) -> None:
     sample = next(sample for sample in SAMPLES if sample.architecture == architecture)
     written = gguf_checkpoints.write(sample, tmp_path)

@@ -16,6 +16,7 @@ from http_server import TEMPLATE, ScriptedEngine
 
 from moe_runtime.cli.main import main
 from moe_runtime.cli.streams import TextOutput
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving import conversation
 from moe_runtime.serving.conversation import Conversation
@@ -76,6 +77,16 @@ def test_the_text_of_an_end_token_is_neither_shown_nor_remembered(tokenizer: Any
     pieces: list[str] = []
     talking.ask("Well?", pieces.append, never)
     assert "".join(pieces) == talking.messages[-1]["content"] == "Yes"
+
+
+def test_an_answer_that_fails_says_what_the_error_came_from(tokenizer: Any) -> None:
+    engine: Any = ScriptedEngine(lambda request: [Finished("error", "no more", cause="a disk")])
+    sampling = SamplingOptions()
+    talking = Conversation(
+        engine, tokenizer, end_ids=frozenset(), sampling=sampling, max_new_tokens=9
+    )
+    with pytest.raises(MoERuntimeError, match=r"^no more \(a disk\)$"):
+        talking.ask("Well?", lambda piece: None, never)
 
 
 def test_a_turn_goes_on_from_what_the_last_one_computed(talking: Conversation) -> None:

@@ -93,6 +93,7 @@ BENCH_CASES = {
             "tokens": ("--tokens 7", ("tokens", [7])),
             "training": ("--training", ("trains", True)),
             "dtype": ("--dtype float16", ("dtype", "float16")),
+            "device": ("--device cpu:0", ("device", "cpu:0")),
             "threads": ("--threads 1", ("num_threads", 1)),
             "max_s": ("--time 37", ("max_s", 37.0)),
             "precision": ("--precision 0.17", ("precision", 0.17)),

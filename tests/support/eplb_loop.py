@@ -1,5 +1,7 @@
 """EPLB as a plain loop over layers, items and packs: the specification of ``eplb.rebalance``."""
 
+import functools
+import operator
 from collections.abc import Sequence
 
 from moe_runtime.policies.placement.base import Devices
@@ -29,7 +31,11 @@ def _place_layer(
     loads: Sequence[float], num_nodes: int, num_gpus: int, num_slots: int, num_groups: int
 ) -> list[list[int]]:
     size = len(loads) // num_groups
-    sums = [sum(loads[group * size : (group + 1) * size]) for group in range(num_groups)]
+    # Not by `sum`, which compensates rounding from Python 3.12 on, and then breaks ties otherwise.
+    sums = [
+        functools.reduce(operator.add, loads[group * size : (group + 1) * size])
+        for group in range(num_groups)
+    ]
     placed = []
     for groups in _pack(sums, num_nodes):
         experts = [group * size + member for group in groups for member in range(size)]

@@ -79,6 +79,11 @@ class ExpertLayer:
         return next(self.module.parameters()).dtype
 
     @property
+    def device(self) -> torch.device:
+        """Where weights and tokens are."""
+        return next(self.module.parameters()).device
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert."""
         return sum(p[0].nbytes for p in self.module.parameters() if len(p) == self.num_experts)
@@ -92,12 +97,14 @@ class ExpertLayer:
         generator = torch.Generator().manual_seed(seed)
         scores = torch.rand(num_tokens, self.num_experts, generator=generator)
         weights, ids = scores.topk(self.top_k)
-        return ids, (weights / weights.sum(-1, keepdim=True)).to(self.dtype)
+        shares = weights / weights.sum(-1, keepdim=True)
+        return ids.to(self.device), shares.to(self.device, self.dtype)
 
     def tokens(self, num_tokens: int) -> Tensor:
         """Random tokens ``[T, D]``."""
         generator = torch.Generator().manual_seed(99)
-        return torch.randn(num_tokens, self.dim_model, generator=generator).to(self.dtype)
+        drawn = torch.randn(num_tokens, self.dim_model, generator=generator)
+        return drawn.to(self.device, self.dtype)
 
     def contenders(self, num_tokens: int, *, trains: bool) -> list[str]:
         """The implementations of transformers that have room and time for a call."""

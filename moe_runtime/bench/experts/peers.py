@@ -100,8 +100,8 @@ def write_layer(plan: ExpertsPlan, folder: Path) -> None:
         return
     for tokens in plan.tokens:
         routes = [layer.routing(tokens, seed) for seed in range(ROUTINGS)]
-        ids = np.stack([ids.numpy() for ids, _ in routes])
-        weights = np.stack([weights.float().numpy() for _, weights in routes])
+        ids = np.stack([ids.cpu().numpy() for ids, _ in routes])
+        weights = np.stack([weights.float().cpu().numpy() for _, weights in routes])
         np.savez(folder / f"{tokens}.npz", x=_bits(layer.tokens(tokens)), ids=ids, weights=weights)
     gate, up = layer.module.gate_up_proj.detach().chunk(2, dim=1)
     for name, part in (("gate", gate), ("up", up), ("down", layer.module.down_proj.detach())):
@@ -125,7 +125,7 @@ def require_plain(layer: ExpertLayer) -> None:
 
 
 def _bits(values: Tensor) -> np.ndarray[Any, Any]:
-    return values.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return values.cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
 def _tensor(bits: np.ndarray[Any, Any]) -> Tensor:

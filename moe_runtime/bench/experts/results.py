@@ -44,12 +44,12 @@ class ExpertsPlan:
         return kinds_of_calls(self.tokens, trains=self.trains)
 
     def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
-        """A call by its number: the output, or the gradient of x."""
+        """A call by its number: the output, or the gradient of x, there when it returns."""
         layer = self.layer
         routes = [layer.routing(num_tokens, seed) for seed in range(ROUTINGS)]
         x = layer.tokens(num_tokens)
 
-        def run(number: int) -> Tensor:
+        def compute(number: int) -> Tensor:
             ids, weights = routes[number % ROUTINGS]
             if not trains:
                 with torch.no_grad():
@@ -61,6 +61,12 @@ class ExpertsPlan:
             layer.module.requires_grad_(False)
             assert leaf.grad is not None
             return leaf.grad
+
+        def run(number: int) -> Tensor:
+            out = compute(number)
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)
+            return out
 
         return run
 
@@ -81,7 +87,7 @@ def num_equal(plan: ExpertsPlan, found: Tensor, expected: Tensor, *, trains: boo
         expected: this project's.
         trains: whether both are gradients of x.
     """
-    bound = rounding_bound(plan.layer, trains=trains)
+    bound, found = rounding_bound(plan.layer, trains=trains), found.to(expected.device)
     exact = in_float64(plan.layer, len(found), trains=trains)
     far = _distance(found, expected) > 2 * bound
     far[: len(exact)] |= _distance(found[: len(exact)], exact) > bound

@@ -198,7 +198,7 @@ def run_experts(peer: Any, folder: str, num_tokens: int, block_s: float | None) 
     """Calls of a number of tokens, with another one of the routings of a file each time.
 
     Args:
-        peer: has ``experts``.
+        peer: has ``experts``, or ``prepare`` and ``fetch`` where it computes in other memory.
         folder: ``T.npz`` has ``x`` ``[T, D]``, ``ids`` and ``weights`` ``[R, T, K]``.
         num_tokens: T.
         block_s: seconds of all calls; None to write what the first routing gives to ``T.npy``.
@@ -209,16 +209,23 @@ def run_experts(peer: Any, folder: str, num_tokens: int, block_s: float | None) 
     numpy: Any = importlib.import_module("numpy")
     with numpy.load(f"{folder}/{num_tokens}.npz") as file:
         x, ids, weights = (file[name] for name in ("x", "ids", "weights"))
+    prepare = getattr(peer, "prepare", functools.partial(_in_memory, peer, numpy))
+    calls = [prepare(x, *routing) for routing in zip(ids, weights, strict=True)]
+    if block_s is not None:
+        return {"seconds": time_block(lambda number: calls[number % len(calls)](), block_s)}
+    fetch = getattr(peer, "fetch", numpy.asarray)
+    numpy.save(f"{folder}/{num_tokens}.npy", fetch(calls[0]()))
+    return {}
+
+
+def _in_memory(peer: Any, numpy: Any, x: Any, ids: Any, weights: Any) -> Callable[[], Any]:
     out = numpy.zeros_like(x)
 
-    def call(number: int) -> None:
-        peer.experts(x, ids[number % len(ids)], weights[number % len(ids)], out)
+    def call() -> Any:
+        peer.experts(x, ids, weights, out)
+        return out
 
-    if block_s is not None:
-        return {"seconds": time_block(call, block_s)}
-    call(0)
-    numpy.save(f"{folder}/{num_tokens}.npy", out)
-    return {}
+    return call
 
 
 def time_block(run: Callable[[int], object], block_s: float) -> list[float]:

@@ -8,6 +8,7 @@ defaults and has no olmoe.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ FIELDS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
 }
+_REALS = ("_epsilon", "rope.freq_base", "rope.scaling.factor")
+_MAY_BE_0 = ("_token_id", "leading_dense_block_count", "expert_shared_count", "sliding_window")
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 EXPERT_WIDTH = ("ffn_gate_exps", -2)
 
@@ -299,7 +302,7 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
     for setting, key in architecture.fields.items():
         if f"{name}.{key}" not in metadata:
             refuse(file, f"{name}.{key} among its metadata", "no such key")
-        values[setting] = metadata[f"{name}.{key}"]
+        values[setting] = _number(metadata, f"{name}.{key}", file)
     if (num_layers := num_layers_of(header)) is not None:
         values["num_hidden_layers"] = num_layers
     elif further := metadata.get(f"{name}.nextn_predict_layers"):
@@ -322,8 +325,9 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
         positions.update(architecture.rope)
     if architecture.rotated is not None:
         positions["partial_rotary_factor"] = architecture.rotated
-    for setting, key in _TOKENS.items():
-        values[setting] = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    for setting, token in _TOKENS.items():
+        key = f"tokenizer.ggml.{token}_token_id"
+        values[setting] = _number(metadata, key, file) if key in metadata else None
     return values
 
 
@@ -338,9 +342,21 @@ def num_layers_of(header: GgufHeader) -> int | None:
     return None
 
 
+def _number(metadata: Mapping[str, Any], key: str, file: Path) -> Any:
+    """The number of a key that is there: positive, or a whole one."""
+    value, least = metadata[key], int(not key.endswith(_MAY_BE_0))
+    if key.endswith(_REALS):
+        if type(value) is not float or not 0 < value < math.inf:
+            refuse(file, f"{key} to be a real number above 0", clipped(value))
+    elif type(value) is not int or value < least:
+        refuse(file, f"{key} to be a whole number of at least {least}", clipped(value))
+    return value
+
+
 def _positions(metadata: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:
     """How positions are rotated."""
-    theta = metadata.get(f"{name}.rope.freq_base", 10000.0)
+    key = f"{name}.rope.freq_base"
+    theta = _number(metadata, key, file) if key in metadata else 10000.0
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
@@ -357,6 +373,8 @@ def _positions(metadata: Mapping[str, Any], name: str, file: Path) -> dict[str, 
             f"{one_line(str(file))}: expected {name}.rope.scaling.type none, or yarn with factor "
             f"and original_context_length, found {clipped(kind)}"
         )
+    for key in ("factor", "original_context_length"):
+        _number(metadata, f"{name}.rope.scaling.{key}", file)
     return values
 
 

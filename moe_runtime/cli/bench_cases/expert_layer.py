@@ -35,9 +35,9 @@ Peers = Annotated[
     typer.Option(
         "--peer",
         metavar="NAME[@PYTHON][=FOLDER]",
-        help="Another system beside these, forward alone, several times if wanted: kt_kernel (in "
-        "bf16), or a file PEER.py; FOLDER is its wheel unpacked where PYTHON's environment has "
-        "none.",
+        help="Another system beside these, forward alone in bf16, several times if wanted: "
+        "kt_kernel, on a GPU megablocks and scattermoe, or a file PEER.py; FOLDER is kt_kernel's "
+        "wheel unpacked where PYTHON's environment has none.",
     ),
 ]
 Training = Annotated[bool, typer.Option("--training", help="Calls with backward, too.")]
@@ -55,6 +55,7 @@ def bench_experts(
     tokens: Tokens = None,
     training: Training = False,
     dtype: Dtype = "auto",
+    device: options.Device = "cpu",
     threads: shared.Threads = None,
     max_s: shared.Time = None,
     precision: shared.Precision = 0.05,
@@ -63,7 +64,7 @@ def bench_experts(
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Time one layer's experts on the CPU: ours, and transformers' eager, grouped_mm, batched_mm.
+    """Time one layer's experts: ours, and transformers' eager, grouped_mm and batched_mm.
 
     Weights are random, of the shape of MODEL's first layer of experts or of a known model; no
     weight is read. Implementations take turns. One whose results differ from those in float64 by
@@ -86,7 +87,10 @@ def bench_experts(
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
 
-    asked = parse_dtype(dtype)
+    asked, has_gpu = parse_dtype(dtype), torch.cuda.is_available()
+    if device.startswith("cuda") and not has_gpu:
+        raise ValueError(f"--device {device}: torch sees no GPU here; use cpu or auto")
+    place = torch.device(device if device != "auto" else "cuda" if has_gpu else "cpu")
     num_threads = threads or num_usable_cores()
     torch.set_num_threads(num_threads)
     if shape is not None:
@@ -94,6 +98,7 @@ def bench_experts(
     else:
         assert model is not None
         layer = layer_of_model(model, asked or "auto")
+    layer.module.to(place)
     plan = ExpertsPlan(layer=layer, tokens=numbers, trains=training, block_s=0.2 if quick else 0.5)
     rules = Rules(
         judged=[name for name, _, _ in plan.calls()],
@@ -114,6 +119,7 @@ def bench_experts(
                 "dtype": str(layer.dtype).removeprefix("torch."),
                 "tokens": numbers,
                 "training": training,
+                "device": str(place),
                 "num_threads": num_threads,
                 "precision": precision,
                 "max_s": rules.max_s,

@@ -27,6 +27,8 @@ MEMORY_ROWS = {
     "read by calls, GB": ("read_call_bytes", 1e-9),
     "of these from the page cache, GB": ("page_cache_bytes", 1e-9),
     "read from storage, GB": ("storage_bytes", 1e-9),
+    "processors, J": ("cpu_joules", 1.0),
+    "GPUs, J": ("gpu_joules", 1.0),
 }
 
 Peers = Annotated[
@@ -201,7 +203,7 @@ def show_systems(
         title: of the table.
         spreads: metrics shown with percentiles and mean, by what their rows are called, and what
             their values are multiplied by.
-        singles: metrics of which the median is shown.
+        singles: metrics of which the median is shown, where there are any.
         equal: what was compared.
     """
     shown = [one for one in results["measurements"] if one["summary"]]
@@ -214,8 +216,10 @@ def show_systems(
             rows.append([f"{what}: {part}", *(f"{value:.4g}" for value in values)])
         rows.append([f"{what}: mean", *(with_interval(one, metric, scale) for one in shown)])
     for what, (metric, scale) in singles.items():
-        values = (one["summary"][metric]["median"] * scale for one in shown)
-        rows.append([what, *(f"{value:.3g}" for value in values)])
+        found = [one["summary"].get(metric) for one in shown]
+        if any(found):
+            cells = (f"{one['median'] * scale:.3g}" if one else "–" for one in found)
+            rows.append([what, *cells])
     counts = (f"{one['quality']['equal']} of {one['quality']['compared']}" for one in shown)
     rows.append([equal, *counts])
     print_table(title, [("", "left"), *((one["system"], "right") for one in shown)], rows)

@@ -8,7 +8,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
-from moe_runtime.cli.bench_cases.expert_layer import Model, Quick, parse_dtype
+from moe_runtime.cli.bench_cases.expert_layer import Model, Quick
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.config import parse_budget
@@ -96,9 +96,9 @@ def bench_training(
     from moe_runtime.inference.budget import available_host_bytes
     from moe_runtime.lab.this_machine import num_usable_cores
 
-    asked = parse_dtype(dtype)
-    if asked not in TOLERANCE:
-        raise ValueError(f"--dtype must be float32 or bfloat16, got {dtype!r}")
+    dtypes = {str(one).removeprefix("torch."): one for one in TOLERANCE}
+    if dtype not in dtypes:
+        raise ValueError(f"--dtype must be {' or '.join(dtypes)}, got {dtype!r}")
     num_threads = threads or num_usable_cores()
     torch.set_num_threads(num_threads)
     if shape is not None:
@@ -112,7 +112,7 @@ def bench_training(
         layers=layers,
         sequences=sequences,
         context=context,
-        dtype=asked,
+        dtype=dtypes[dtype],
         host_memory=None if budget is None else budget.resolve(free, auto_share=0.5),
     )
     rules = Rules(judged=(METRIC,), precision=precision, max_s=max_s or (60.0 if quick else 300.0))

@@ -5,6 +5,7 @@ It is recognised by evaluating it, never by its name.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Iterator
@@ -36,16 +37,18 @@ def recognise_activation(module: torch.nn.Module) -> ActivationSpec | None:
         A formula whose values agree with the module's over the range in which its constants act,
         or None: then the module's own function has to be called.
     """
-    found = _formula(module)
+    found = _formula(id(module))
     if found is None:
         return None
     function, *numbers = found.split()
     return ActivationSpec.from_numbers(function, [float(number) for number in numbers])
 
 
-# The compiler takes the answer for a constant, as the constants are that it follows from.
+# The compiler takes the answer for a constant, as the constants are that it follows from, and keeps
+# it as text: it would make variables of numbers. In torch 2.11 it gives no objects, but addresses.
 @torch.compiler.assume_constant_result
-def _formula(module: torch.nn.Module) -> str | None:
+def _formula(address: int) -> str | None:
+    module: Any = ctypes.cast(address, ctypes.py_object).value
     function = getattr(module, "act_fn", None)
     known = _FORMULAS.get(module)
     if known is not None and known[0] is function:
@@ -53,14 +56,9 @@ def _formula(module: torch.nn.Module) -> str | None:
     # in a thread of its own, where no tracing (torch.export) makes values unknown
     with ThreadPoolExecutor(1) as thread:
         spec = thread.submit(find_formula, module).result()
-    formula = None if spec is None else _as_text(spec)
+    formula = None if spec is None else " ".join([spec.function, *map(repr, spec.numbers())])
     _FORMULAS[module] = function, formula
     return formula
-
-
-def _as_text(spec: ActivationSpec) -> str:
-    """A formula as the compiler keeps a constant: it would make variables of numbers."""
-    return " ".join([spec.function, *map(repr, spec.numbers())])
 
 
 @torch.no_grad()

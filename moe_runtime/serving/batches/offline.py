@@ -198,7 +198,8 @@ class _Flow:
         elif isinstance(event, Finished) and event.reason == "cancelled":
             raise EngineClosedError(event.message or "the engine was closed")
         elif isinstance(event, Finished):
-            self._end(number, answer, event.reason, event.message)
+            message = event.problem if event.reason == "error" else None
+            self._end(number, answer, event.reason, message)
 
     def _end(self, number: int, answer: Answer, reason: FinishReason, message: str | None) -> None:
         answer.reason, answer.message = reason, message

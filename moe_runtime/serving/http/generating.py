@@ -195,8 +195,8 @@ class Generation:
             )
         if event.reason == "error":
             problem = event.message or "the model failed"
-            logged = problem if event.cause is None else f"{problem} ({event.cause})"
-            raise ApiError(problem, status=500, code="generation_failed", logged=logged)
+            code = "generation_failed"
+            raise ApiError(problem, status=500, code=code, logged=event.problem)
         if event.reason == "cancelled":
             raise ApiError("the server is shutting down", status=503, code="shutting_down")
         return choice.text.end(event.reason)

@@ -17,7 +17,7 @@ def rewritten(
     *,
     without: Collection[str] = (),
     instead: Mapping[str, tuple[np.ndarray, Kind]] | None = None,
-    numbers: Mapping[str, int] | None = None,
+    numbers: Mapping[str, int | float | str] | None = None,
 ) -> Path:
     """Writes a file again.
 
@@ -26,7 +26,7 @@ def rewritten(
         target: where to.
         without: tensors that are left out.
         instead: tensors by name that are others, or are added.
-        numbers: metadata that are others, or are added.
+        numbers: metadata that are others, or are added; of a type that a key may not have, too.
 
     Returns:
         `target`.
@@ -39,7 +39,8 @@ def rewritten(
             within = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(key, field.contents(), field.types[0], sub_type=within)
     for key, number in (numbers or {}).items():
-        writer.add_uint32(key, number)
+        kinds = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+        writer.add_key_value(key, number, kinds.get(type(number), gguf.GGUFValueType.STRING))
     for tensor in reader.tensors:
         if tensor.name not in without:
             data, kind = others.pop(tensor.name, (tensor.data, tensor.tensor_type))

@@ -1,0 +1,102 @@
+"""Joules that processors and GPUs count, where this machine lets its users read them.
+
+Sources: Linux's power capping framework, `Documentation/power/powercap/powercap.rst` (RAPL of Intel
+and AMD), and NVML, `nvmlDeviceGetTotalEnergyConsumption` (NVIDIA, Volta and later). Both count the
+whole machine, whatever runs on it. The kernel shows RAPL to root alone unless told otherwise.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+POWERCAP = Path("/sys/class/powercap")
+_NVML = "libnvidia-ml.so.1"
+
+
+class EnergyMeter:
+    """Energy of a block of work.
+
+    Args:
+        powercap: the folder of zones.
+        open_library: gives NVML by its file's name; an ``OSError`` where there is none.
+    """
+
+    def __init__(
+        self, powercap: Path = POWERCAP, open_library: Callable[[str], Any] = ctypes.CDLL
+    ) -> None:
+        self._ranges = _ranges(powercap)
+        self._nvml, self._gpus = _open_gpus(open_library)
+
+    @contextmanager
+    def measured(self) -> Iterator[dict[str, float]]:
+        """What the block takes: ``cpu_joules`` of all packages, with memory where it has a counter
+        of its own, and ``gpu_joules`` of all GPUs. They are there once the block has ended, without
+        those that cannot be read.
+
+        A zone counts up to some 262 kJ and begins again: a block in which it does so twice (as much
+        as 20 minutes at 400 W) is given too little.
+        """
+        found: dict[str, float] = {}
+        zones, gpus = _microjoules(self._ranges), self._millijoules()
+        yield found
+        zones_after, gpus_after = _microjoules(self._ranges), self._millijoules()
+        if zones and zones_after:
+            used = (
+                (zones_after[zone] - zones[zone]) % (most + 1)
+                for zone, most in self._ranges.items()
+            )
+            found["cpu_joules"] = sum(used) / 1e6
+        if gpus is not None and gpus_after is not None:
+            found["gpu_joules"] = (gpus_after - gpus) / 1e3
+
+    def _millijoules(self) -> int | None:
+        """Of all GPUs; None where there is none, or one does not say."""
+        used = [ctypes.c_ulonglong() for _ in self._gpus]
+        for gpu, one in zip(self._gpus, used, strict=True):
+            if self._nvml.nvmlDeviceGetTotalEnergyConsumption(gpu, ctypes.byref(one)):
+                return None
+        return sum(one.value for one in used) if used else None
+
+
+def _ranges(powercap: Path) -> dict[Path, int]:
+    """Zones that add up to the machine, and the largest value of each.
+
+    A package counts its cores, and a platform (``psys``) its packages; memory counts for itself.
+    """
+    found = {}
+    for zone in sorted(powercap.glob("intel-rapl:*")):
+        try:
+            name = (zone / "name").read_text().strip()
+            most = int((zone / "max_energy_range_uj").read_text())
+        except (OSError, ValueError):
+            continue
+        if name.startswith("package") or name == "dram":
+            found[zone] = most
+    return found
+
+
+def _microjoules(zones: dict[Path, int]) -> dict[Path, int] | None:
+    """Counters of all zones; None where one cannot be read."""
+    try:
+        return {zone: int((zone / "energy_uj").read_text()) for zone in zones}
+    except (OSError, ValueError):
+        return None
+
+
+def _open_gpus(open_library: Callable[[str], Any]) -> tuple[Any, list[ctypes.c_void_p]]:
+    """NVML and its GPUs; none where it is not there, or does not work."""
+    try:
+        nvml = open_library(_NVML)
+    except OSError:
+        return None, []
+    count, gpus = ctypes.c_uint(), []
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return nvml, []
+    for number in range(count.value):
+        gpu = ctypes.c_void_p()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(number), ctypes.byref(gpu)):
+            return nvml, []
+        gpus.append(gpu)
+    return nvml, gpus
