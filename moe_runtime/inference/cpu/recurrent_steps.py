@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
 
 from moe_runtime.kernels.native import DTYPE_CODES, is_differentiated
 from moe_runtime.kernels.recurrent_step import conv_step, delta_rule_step
@@ -215,6 +214,7 @@ def _causal_conv(
     own = (conv_state, hidden_states, weight, *(() if bias is None else (bias,)))
     if (
         hidden_states.shape[-1] != 1
+        or activation not in (None, "silu", "swish")
         or not 0 < weight.shape[-1] <= conv_state.shape[-1] + 1
         or len({part.dtype for part in own}) != 1
         or conv_state.dtype not in DTYPE_CODES
@@ -222,7 +222,7 @@ def _causal_conv(
     ):
         return theirs(hidden_states, conv_state, weight, bias, activation)
     out_BC = conv_step(conv_state, hidden_states[..., 0], weight, bias)
-    return (out_BC if activation is None else ACT2FN[activation](out_BC))[..., None]
+    return (out_BC if activation is None else F.silu(out_BC))[..., None]
 
 
 def _compute_the_same(
