@@ -39,7 +39,7 @@ _BLOCKS: dict[int, BlockName] = {
     **{13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4_block"},
 }
 """ggml's numbers of types."""
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)")
 _LAYER_OR_END = re.compile(r"^model\.layers\.\d+\.|\.weight$")
 """What is around the name of a part."""
 _ONE_ROW = "moe_statics.e_score_correction_bias"
@@ -73,6 +73,10 @@ def read_model(
     packed: dict[str, PackedWeight] = {}
     elements: Counter[str] = Counter()
     for name, tensor, expert in named_weights(header, architecture, file):
+        if name in entries:
+            raise CheckpointError(
+                f"{one_line(str(file))}: expected {name} once, found it twice: in {tensor.name} too"
+            )
         if tensor.type_id in _PLAIN:
             entries[name] = _entry(name, tensor, expert, _PLAIN[tensor.type_id], tensor.shape)
         else:
@@ -118,7 +122,8 @@ def _require_whole(tensors: list[GgufTensor], file: Path) -> None:
     for layer, stacks in by_layer.items():
         some = next(iter(stacks.values()))
         for end in sorted({end for _, end in stacks}, reverse=True):
-            for part in ("gate", "up", "down"):
+            gate_up = ("gate_up",) if ("gate_up", end) in stacks else ("gate", "up")
+            for part in (*gate_up, "down"):
                 name, stack = f"blk.{layer}.ffn_{part}_exps.{end}", stacks.get((part, end))
                 if stack is None or stack.shape[0] != some.shape[0]:
                     found_here = "none" if stack is None else str(stack.shape[0])
@@ -186,7 +191,7 @@ def _read_parts(file: Path) -> GgufHeader:
 def _entry(
     name: str, tensor: GgufTensor, expert: int, dtype: str, shape: tuple[int, ...]
 ) -> TensorEntry:
-    """A tensor, or one expert of it, of this type and these sizes."""
+    """A tensor, or one matrix of a stack, of this type and these sizes."""
     if expert < 0:
         # gates of one output are vectors here, and so are ERNIE's corrections
         if len(shape) == 1 and name.endswith(("_gate.weight", _ONE_ROW)):

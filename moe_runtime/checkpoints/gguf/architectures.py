@@ -8,9 +8,10 @@ defaults and has no olmoe.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -71,7 +72,9 @@ FIELDS = {
     "num_experts_per_tok": "expert_used_count",
 }
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-EXPERT_WIDTH = ("ffn_gate_exps", -2)
+EXPERT_WIDTH = ("ffn_down_exps", -1)
+FUSED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+"""Tensors that have the rows of several parts of each expert, as many of each."""
 
 
 class ValueChange(NamedTuple):
@@ -223,6 +226,7 @@ _MADE: Mapping[str, Callable[[GgufHeader, Path], Architecture]] = LazyTable(
         "glm4moe": f"{_HERE}.corrected_gates:glm4moe",
         "minimax-m2": f"{_HERE}.corrected_gates:minimax_m2",
         "qwen35moe": f"{_HERE}.linear_attention:qwen35moe",
+        "qwen3next": f"{_HERE}.linear_attention:qwen3next",
     }
 )
 """What makes the row of a file, where files differ."""
@@ -249,12 +253,13 @@ def architecture_of(header: GgufHeader, file: Path) -> Architecture:
 def named_weights(
     header: GgufHeader, architecture: Architecture, file: Path
 ) -> Iterator[tuple[str, GgufTensor, int]]:
-    """What a checkpoint of `transformers` calls each tensor, and which expert of it that is.
+    """What a checkpoint of `transformers` calls each tensor, and which matrix of it that is.
 
     Layers behind the model's own, which predict further tokens, are left out.
 
     Yields:
-        Name, tensor and -1, or the number of an expert.
+        Name, tensor and -1, or the number of a matrix in the stack that the tensor is. Gates and
+        ups in one tensor are a stack of both, one after the other.
 
     Raises:
         UnsupportedModelError: nothing of the architecture has such a name.
@@ -268,7 +273,9 @@ def named_weights(
         if num_layers is not None and layer is not None and int(layer[1]) >= num_layers:
             continue
         found = _BLOCK.fullmatch(tensor.name)
-        part = None if found is None else architecture.parts.get(found[2])
+        own = "" if found is None else found[2]
+        parts = [architecture.parts.get(name) for name in FUSED.get(own, (own,))]
+        part = parts[0]
         is_whole = part is not None and part.endswith(_WHOLE)
         if found is None or part is None or (found[3] is None and not is_whole):
             raise UnsupportedModelError(
@@ -283,8 +290,14 @@ def named_weights(
         num_dims = 2 if found[3] == "bias" else 3
         if len(tensor.shape) != num_dims:
             refuse(file, f"{tensor.name} of {num_dims} dimensions", clipped([*tensor.shape]))
-        for expert in range(tensor.shape[0]):
-            yield prefix + part.format(expert) + end, tensor, expert
+        num_experts, num_rows, *rest = tensor.shape
+        if num_rows % len(parts):
+            refuse(file, f"{tensor.name} of as many rows for gates as for ups", str(num_rows))
+        shape = (num_experts * len(parts), num_rows // len(parts), *rest)
+        stack = replace(tensor, shape=shape)
+        names = itertools.product(range(num_experts), parts)
+        for number, (expert, part) in enumerate(names):
+            yield prefix + f"{part}".format(expert) + end, stack, number
 
 
 def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> dict[str, Any]:
