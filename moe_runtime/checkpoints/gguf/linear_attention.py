@@ -58,6 +58,7 @@ _PARTS = {
     **SHARED_EXPERT,
 }
 _NORMS = ("model.norm", *(_PARTS[own] for own in ("attn_norm", "post_attention_norm", *HEAD_NORMS)))
+_PROJECTIONS = ("attn_qkv", "attn_gate")
 _SIZES = {
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
@@ -104,6 +105,12 @@ def qwen3next(header: GgufHeader, file: Path) -> Architecture:
         CheckpointError: sizes are missing, or are none.
     """
     row, _ = _row(header, file, "qwen3next")
+    names = {tensor.name.removesuffix(".weight") for tensor in header.tensors}
+    for layer, kind in enumerate(row.constants["layer_types"]):
+        block = f"blk.{layer}."
+        found = [part for part in (*_PROJECTIONS, "ssm_in") if block + part in names]
+        if kind == "linear_attention" and found not in ([*_PROJECTIONS], ["ssm_in"]):
+            refuse(file, f"{block}ssm_in, or attn_qkv and attn_gate", ", ".join(found) or "none")
     return replace(
         row,
         model_type="qwen3_next",
@@ -207,7 +214,7 @@ def _joined_projections() -> list[WeightTransform]:
         def convert(
             self, input_dict: Any, source_patterns: Any, target_patterns: Any, **named: Any
         ) -> Any:
-            config, parts = named["config"].get_text_config(), []
+            config = named["config"].get_text_config()
             qkv, z = (
                 tensors[0] if isinstance(tensors := input_dict[name], list) else tensors
                 for name in source_patterns
@@ -218,6 +225,6 @@ def _joined_projections() -> list[WeightTransform]:
             heads = [part.unflatten(0, (num_keys, -1)) for part in parts]
             return {target_patterns[0]: torch.cat(heads, 1).flatten(0, 1)}
 
-    sources = [f"{_PARTS[own]}.weight" for own in ("attn_qkv", "attn_gate")]
+    sources = [f"{_PARTS[own]}.weight" for own in _PROJECTIONS]
     target = "linear_attn.in_proj_qkvz.weight"
     return [private.WeightConverter(sources, target, [OfKeyHeads(0)])]

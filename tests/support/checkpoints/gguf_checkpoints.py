@@ -103,6 +103,18 @@ SAMPLES = [
         },
     ),
     Sample(
+        "qwen2moe-mixed",  # rows of 40 columns are no whole blocks
+        "qwen2moe",
+        Family(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            {"hidden_size": 64, "moe_intermediate_size": 40}
+            | {"shared_expert_intermediate_size": 32},
+        ),
+        {r"[01]\.ffn_down_exps": Kind.F16, "down_exps": Kind.F32}
+        | {r"1\.ffn_up_exps": Kind.BF16, r"2\.ffn_up_exps": Kind.F16, "": Kind.Q8_0},
+    ),
+    Sample(
         "qwen2moe-q8_0",
         "qwen2moe",
         Family(
@@ -193,12 +205,12 @@ SAMPLES = [
         "qwen3moe",
         Family("qwen3_moe", "Qwen3MoeForCausalLM", {"hidden_size": 64, "norm_topk_prob": True}),
         {"": Kind.F16},
-        is_fused=True,
     ),
     Sample(
         "olmoe-bf16",
         "olmoe",
         Family("olmoe", "OlmoeForCausalLM", {"hidden_size": 64} | ALL_HEADS),
+        is_fused=True,
     ),
 ]
 
