@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import gguf_checkpoints
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_checkpoints import SAMPLES, Written
 from gguf_rewriting import rewritten, tensors_of
+from safetensors.torch import load_file
 
 import moe_runtime
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
@@ -77,8 +80,24 @@ def test_what_is_there_twice_is_refused(written: Written, tmp_path: Path) -> Non
         mapped(file)
     whole = {"blk.1.ssm_in.weight": (np.zeros((768, 64), np.float32), Kind.F32)}
     file = rewritten(written.folder, tmp_path / "b.gguf", instead=whole)
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ssm_in, or attn_qkv and attn_gate"):
+    with pytest.raises(CheckpointError, match=r"blk\.\d\.ssm_in as in other layers, or"):
         mapped(file)
+
+
+def test_a_projection_in_parts_stays_packed_and_gives_the_order_of_transformers(
+    written: Written,
+) -> None:
+    """Rows of the unit matrix give the weights themselves, to the bit."""
+    expected = load_file(written.plain / "model.safetensors")
+    model = moe_runtime.load(written.folder, device="cpu", dtype="float32", max_tokens=32)
+    with model.moe, torch.inference_mode():
+        for layer in range(3):
+            projection = model.model.layers[layer].linear_attn.in_proj_qkvz
+            parts = (projection.qkv.weight, projection.z.weight)
+            kinds = [cast(Any, part).matrix.format.codes for part in parts]
+            assert kinds == ["q8_0", "q5_1"]
+            name = f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"
+            assert torch.equal(projection(torch.eye(64)).T, expected[name])
 
 
 @pytest.mark.parametrize("part", ["attn_qkv", "attn_gate"])
@@ -87,7 +106,7 @@ def test_a_part_of_a_projection_that_is_missing_is_named(
 ) -> None:
     name = f"blk.1.{part}.weight"
     file = rewritten(written.folder, tmp_path / "a.gguf", without=[name])
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ssm_in, or attn_qkv and attn_gate"):
+    with pytest.raises(CheckpointError, match=r"blk\.\d\.ssm_in as in other layers, or"):
         moe_runtime.load(file, device="cpu", max_tokens=32)
 
 

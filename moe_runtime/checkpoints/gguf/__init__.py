@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from moe_runtime.checkpoints.formats import PackedWeight
 from moe_runtime.checkpoints.gguf.architectures import (
     ValueChange,
@@ -23,6 +21,7 @@ from moe_runtime.checkpoints.gguf.architectures import (
     settings_of,
 )
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor, read_header
+from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.settings_check import check_config, check_layers
 from moe_runtime.checkpoints.strict_json import clipped, one_line
@@ -31,8 +30,6 @@ from moe_runtime.kernels.quantized import BlockName, WeightFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from moe_runtime.checkpoints.transformers_private import WeightTransform
 
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
 _BLOCKS: dict[int, BlockName] = {
@@ -49,20 +46,14 @@ _ONE_ROW = "moe_statics.e_score_correction_bias"
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
-def read_model(
-    file: Path,
-) -> tuple[
-    PreTrainedConfig, dict[str, TensorEntry], dict[str, PackedWeight], list[WeightTransform]
-]:
+def read_model(file: Path) -> Checkpoint:
     """Reads the headers of a model.
 
     Args:
         file: the file, or the first of several.
 
     Returns:
-        The configuration, all tensors by name, those that are quantised, and what makes them those
-        of the model. The type of the configuration is that of most weights, bf16 where these are
-        quantised.
+        The checkpoint, to be computed in the type of most weights, bf16 where these are quantised.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.
@@ -94,9 +85,12 @@ def read_model(
     config = _config(architecture.model_type, values, file)
     config.architectures = [architecture.model_class]
     most = elements.most_common(1)[0][0]
-    config.dtype = {"F32": torch.float32, "F16": torch.float16}.get(most, torch.bfloat16)
+    config.dtype = dtype = TORCH_DTYPES[most]
     check_layers(config, entries, file)
-    return config, entries, packed, architecture.conversions()
+    conversions = architecture.conversions()
+    return Checkpoint(
+        file, config, entries, dtype, packed, conversions=conversions, adapt=architecture.adapt
+    )
 
 
 def _change(

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.checkpoints.families import give_experts_interface
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor
 from moe_runtime.checkpoints.strict_json import clipped, one_line
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -24,6 +25,7 @@ from moe_runtime.lazy import LazyTable
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from moe_runtime.checkpoints.transformers_private import WeightTransform
 
@@ -106,6 +108,7 @@ class Architecture:
         fields: settings that metadata have, by the ends of their keys.
         rope: of positions that are extended, as `constants`.
         conversions: gives what makes such weights those of the model.
+        adapt: changes the model that transformers makes to one of such weights.
         rotated: the share of a head's values that positions turn; None for the family's own.
         changes: of values, by the model's names of parts, and of the norm behind all layers.
     """
@@ -118,6 +121,7 @@ class Architecture:
     fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)
     rope: Mapping[str, Any] = field(default_factory=dict)
     conversions: Callable[[], list[WeightTransform]] = list
+    adapt: Callable[[PreTrainedModel], None] = give_experts_interface
     rotated: float | None = None
     changes: Mapping[str, ValueChange] = field(default_factory=dict)
 

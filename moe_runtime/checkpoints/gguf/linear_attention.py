@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
-from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.gguf.architectures import (
     A_LOG,
     ATTENTION,
@@ -39,8 +39,7 @@ from moe_runtime.checkpoints.strict_json import clipped
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from moe_runtime.checkpoints.transformers_private import WeightTransform
+    from transformers import PreTrainedModel
 
 _PARTS = {
     **{own: name for own, name in ATTENTION.items() if own != "ffn_norm"},
@@ -106,22 +105,27 @@ def qwen3next(header: GgufHeader, file: Path) -> Architecture:
     """
     row, _ = _row(header, file, "qwen3next")
     names = {tensor.name.removesuffix(".weight") for tensor in header.tensors}
+    every = (*_PROJECTIONS, "ssm_in")
+    is_split = not any(name.endswith(".ssm_in") for name in names)
+    expected = [*_PROJECTIONS] if is_split else ["ssm_in"]
     for layer, kind in enumerate(row.constants["layer_types"]):
-        block = f"blk.{layer}."
-        found = [part for part in (*_PROJECTIONS, "ssm_in") if block + part in names]
-        if kind == "linear_attention" and found not in ([*_PROJECTIONS], ["ssm_in"]):
-            refuse(file, f"{block}ssm_in, or attn_qkv and attn_gate", ", ".join(found) or "none")
+        found = [part for part in every if f"blk.{layer}.{part}" in names]
+        if kind == "linear_attention" and found != expected:
+            wanted = f"blk.{layer}.ssm_in as in other layers, or attn_qkv and attn_gate in all"
+            refuse(file, wanted, " and ".join(found) or "none")
     return replace(
         row,
         model_type="qwen3_next",
         model_class="Qwen3NextForCausalLM",
         parts={
             **row.parts,
+            "attn_qkv": "linear_attn.in_proj_qkvz.qkv",
+            "attn_gate": "linear_attn.in_proj_qkvz.z",
             "ssm_in": "linear_attn.in_proj_qkvz",
             "ssm_ba": "linear_attn.in_proj_ba",
         },
         constants={**row.constants, "norm_topk_prob": True, "decoder_sparse_step": 1},
-        conversions=_joined_projections,
+        adapt=_split_projections if is_split else row.adapt,
     )
 
 
@@ -205,26 +209,28 @@ def _logarithm(decay: Tensor) -> Tensor:
     return decay.float().neg().log()
 
 
-def _joined_projections() -> list[WeightTransform]:
-    """Queries, keys, values and gates of each key head together, as `in_proj_qkvz` has them."""
+class SplitProjection(nn.Module):
+    """`in_proj_qkvz` as two projections: of queries, keys and values of all heads, and of gates.
 
-    class OfKeyHeads(private.Concatenate):
-        """Joins the rows of each key head."""
+    What it gives is in the order of transformers, one key head after the other.
+    """
 
-        def convert(
-            self, input_dict: Any, source_patterns: Any, target_patterns: Any, **named: Any
-        ) -> Any:
-            config = named["config"].get_text_config()
-            qkv, z = (
-                tensors[0] if isinstance(tensors := input_dict[name], list) else tensors
-                for name in source_patterns
-            )
-            num_keys = config.linear_num_key_heads
-            keys = num_keys * config.linear_key_head_dim
-            parts = [*qkv.split([keys, keys, len(qkv) - 2 * keys]), z]
-            heads = [part.unflatten(0, (num_keys, -1)) for part in parts]
-            return {target_patterns[0]: torch.cat(heads, 1).flatten(0, 1)}
+    def __init__(self, attention: Any) -> None:
+        """Takes the sizes of a layer of linear attention."""
+        super().__init__()
+        dim = attention.hidden_size
+        self.num_keys = attention.num_k_heads
+        self.widths = (attention.key_dim, attention.key_dim, attention.value_dim)
+        self.qkv = nn.Linear(dim, sum(self.widths), bias=False)
+        self.z = nn.Linear(dim, attention.value_dim, bias=False)
 
-    sources = [f"{_PARTS[own]}.weight" for own in _PROJECTIONS]
-    target = "linear_attn.in_proj_qkvz.weight"
-    return [private.WeightConverter(sources, target, [OfKeyHeads(0)])]
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., D]` to `[..., 2 * keys + 2 * values]`."""
+        parts = (*self.qkv(x).split(self.widths, -1), self.z(x))
+        return torch.cat([part.unflatten(-1, (self.num_keys, -1)) for part in parts], -1).flatten(-2)
+
+
+def _split_projections(model: PreTrainedModel) -> None:
+    for module in list(model.modules()):
+        if hasattr(module, "in_proj_qkvz"):
+            module.in_proj_qkvz = SplitProjection(module)
