@@ -4,8 +4,8 @@ Three of four layers are of linear attention. In both, norms have one added to t
 decays are numbers, not logarithms. Qwen3.5's files have their value heads in another order than
 transformers: those of the same place within the groups of all keys side by side, not those of one
 key. Qwen3-Next's have the model's order; its projection of queries, keys, values and gates, in
-transformers one key head after the other, is two tensors, `attn_qkv` and `attn_gate`, or, until the
-year 2026, as it is, `ssm_in`.
+transformers one key head after the other, is two tensors, `attn_qkv` and `attn_gate`, or, in older
+files, as it is, `ssm_in`.
 
 Source: llama.cpp's converter, and its `qwen3next` and `qwen35moe` graphs.
 """
@@ -45,8 +45,6 @@ _PARTS = {
     **{own: name for own, name in ATTENTION.items() if own != "ffn_norm"},
     **HEAD_NORMS,
     "post_attention_norm": "post_attention_layernorm",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_dt": DT_BIAS,
     "ssm_a": A_LOG,
@@ -78,6 +76,8 @@ def qwen35moe(header: GgufHeader, file: Path) -> Architecture:
     moved = ValueChange(heads, moves_rows=True)
     parts = {
         **row.parts,
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
         "ssm_alpha": "linear_attn.in_proj_a",
         "ssm_beta": "linear_attn.in_proj_b",
     }
@@ -227,7 +227,8 @@ class SplitProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D]` to `[..., 2 * keys + 2 * values]`."""
         parts = (*self.qkv(x).split(self.widths, -1), self.z(x))
-        return torch.cat([part.unflatten(-1, (self.num_keys, -1)) for part in parts], -1).flatten(-2)
+        heads = [part.unflatten(-1, (self.num_keys, -1)) for part in parts]
+        return torch.cat(heads, -1).flatten(-2)
 
 
 def _split_projections(model: PreTrainedModel) -> None:
