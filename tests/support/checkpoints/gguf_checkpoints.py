@@ -20,15 +20,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_corrected_gates import CORRECTED, add_corrected_gates
 from gguf_latent_attention import add_latent_attention, heads_apart, heads_together
-from gguf_linear_attention import (
-    LINEAR,
-    NEXT,
-    add_linear_attention,
-    as_in_files,
-    as_in_models,
-    projections_apart,
-    projections_together,
-)
+from gguf_linear_attention import LINEAR, NEXT, add_linear_attention, as_in_files, as_in_models
 from moe_families import Family
 from quantized_matrices import HALVES, any_blocks
 from safetensors.torch import load_file, save_file
@@ -180,17 +172,14 @@ SAMPLES = [
         )
         for architecture, family in CORRECTED.items()
     ),
-    Sample(
-        "qwen35moe-q8_0",
-        "qwen35moe",
-        LINEAR,
-        {"conv1d": Kind.F32, "ssm_a": Kind.F32, "gate_exps": Kind.Q4_0, "": Kind.Q8_0},
-    ),
-    Sample(
-        "qwen3next-ssm_in",
-        "qwen3next",
-        NEXT,
-        {"conv1d": Kind.F32, "ssm_a": Kind.F32, "gate_exps": Kind.Q4_0, "": Kind.Q8_0},
+    *(
+        Sample(
+            name,
+            name.split("-")[0],
+            family,
+            {"conv1d": Kind.F32, "ssm_a": Kind.F32, "gate_exps": Kind.Q4_0, "": Kind.Q8_0},
+        )
+        for name, family in (("qwen35moe-q8_0", LINEAR), ("qwen3next-ssm_in", NEXT))
     ),
     Sample(
         "qwen3next-q5_1",
@@ -232,14 +221,10 @@ def write(sample: Sample, folder: Path, *, most_tensors: int = 0) -> Written:
     _add_metadata(writer, model.config)
     if sample.architecture == "llama":
         stored = _turned(stored, model.config, 2)
-    if sample.architecture in ("qwen35moe", "qwen3next"):
-        stored = as_in_files(stored, model.config)
-    if is_split := sample.name.startswith("qwen3next") and "ssm_in" not in sample.name:
-        stored = projections_apart(stored, model.config)
+    if is_linear := sample.architecture in ("qwen35moe", "qwen3next"):
+        stored = as_in_files(stored, model.config, is_split="ssm_in" not in sample.name)
     values = _add_tensors(writer, sample, stored, model.config.num_hidden_layers)
-    if is_split:
-        values = projections_together(values, model.config)
-    if sample.architecture in ("qwen35moe", "qwen3next"):
+    if is_linear:
         values = as_in_models(values, model.config)
     if sample.architecture == "llama":
         values = _turned(values, model.config, -1)

@@ -29,10 +29,18 @@ NEXT = Family(
 )
 
 
-def as_in_files(tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """Weights by the names that llama.cpp's converter maps, as it writes them."""
+def as_in_files(
+    tensors: dict[str, torch.Tensor], config: Any, *, is_split: bool
+) -> dict[str, torch.Tensor]:
+    """Weights by the names that llama.cpp's converter maps, as it writes them.
+
+    Args:
+        tensors: of the model.
+        config: of the model.
+        is_split: whether Qwen3-Next's `in_proj_qkvz` is two matrices.
+    """
     found = {}
-    for name, tensor in tensors.items():
+    for name, tensor in (_apart(tensors, config) if is_split else tensors).items():
         part = name.rpartition("linear_attn.")[2]
         if part == "A_log":
             tensor = -tensor.exp()
@@ -49,7 +57,7 @@ def as_in_files(tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torc
 def as_in_models(tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
     """The way back."""
     found = {}
-    for name, tensor in tensors.items():
+    for name, tensor in _together(tensors, config).items():
         name = name.replace("dt_proj.bias", "dt_bias")
         part = name.rpartition("linear_attn.")[2]
         tensor = _reordered(part, tensor, config, to_file=False)
@@ -80,7 +88,7 @@ def _reordered(part: str, tensor: torch.Tensor, config: Any, *, to_file: bool) -
     return torch.cat((kept, rows), dim)
 
 
-def projections_apart(tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+def _apart(tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
     """Qwen3-Next's `in_proj_qkvz` as two matrices: all queries, keys and values, and all gates."""
     found = {}
     for name, tensor in tensors.items():
@@ -93,8 +101,10 @@ def projections_apart(tensors: dict[str, torch.Tensor], config: Any) -> dict[str
     return found
 
 
-def projections_together(tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """The way back: every row goes where `projections_apart` took it from."""
+def _together(tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """The way back: every row goes where `_apart` took it from."""
+    if config.model_type != "qwen3_next":
+        return tensors
     found = {}
     for name, tensor in tensors.items():
         if "in_proj_qkv." in name:
