@@ -8,15 +8,17 @@ defaults and has no olmoe.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.checkpoints.families import give_experts_interface
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor
 from moe_runtime.checkpoints.strict_json import clipped, one_line
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -24,6 +26,7 @@ from moe_runtime.lazy import LazyTable
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from moe_runtime.checkpoints.transformers_private import WeightTransform
 
@@ -74,7 +77,9 @@ FIELDS = {
 _REALS = ("_epsilon", "rope.freq_base", "rope.scaling.factor")
 _MAY_BE_0 = ("_token_id", "leading_dense_block_count", "expert_shared_count", "sliding_window")
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-EXPERT_WIDTH = ("ffn_gate_exps", -2)
+EXPERT_WIDTH = ("ffn_down_exps", -1)
+FUSED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+"""Tensors that have the rows of several parts of each expert, as many of each."""
 
 
 class ValueChange(NamedTuple):
@@ -106,6 +111,7 @@ class Architecture:
         fields: settings that metadata have, by the ends of their keys.
         rope: of positions that are extended, as `constants`.
         conversions: gives what makes such weights those of the model.
+        adapt: changes the model that transformers makes to one of such weights.
         rotated: the share of a head's values that positions turn; None for the family's own.
         changes: of values, by the model's names of parts, and of the norm behind all layers.
     """
@@ -118,6 +124,7 @@ class Architecture:
     fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)
     rope: Mapping[str, Any] = field(default_factory=dict)
     conversions: Callable[[], list[WeightTransform]] = list
+    adapt: Callable[[PreTrainedModel], None] = give_experts_interface
     rotated: float | None = None
     changes: Mapping[str, ValueChange] = field(default_factory=dict)
 
@@ -226,6 +233,7 @@ _MADE: Mapping[str, Callable[[GgufHeader, Path], Architecture]] = LazyTable(
         "glm4moe": f"{_HERE}.corrected_gates:glm4moe",
         "minimax-m2": f"{_HERE}.corrected_gates:minimax_m2",
         "qwen35moe": f"{_HERE}.linear_attention:qwen35moe",
+        "qwen3next": f"{_HERE}.linear_attention:qwen3next",
     }
 )
 """What makes the row of a file, where files differ."""
@@ -252,12 +260,13 @@ def architecture_of(header: GgufHeader, file: Path) -> Architecture:
 def named_weights(
     header: GgufHeader, architecture: Architecture, file: Path
 ) -> Iterator[tuple[str, GgufTensor, int]]:
-    """What a checkpoint of `transformers` calls each tensor, and which expert of it that is.
+    """What a checkpoint of `transformers` calls each tensor, and which matrix of it that is.
 
     Layers behind the model's own, which predict further tokens, are left out.
 
     Yields:
-        Name, tensor and -1, or the number of an expert.
+        Name, tensor and -1, or the number of a matrix in the stack that the tensor is. Gates and
+        ups in one tensor are a stack of both, one after the other.
 
     Raises:
         UnsupportedModelError: nothing of the architecture has such a name.
@@ -271,7 +280,9 @@ def named_weights(
         if num_layers is not None and layer is not None and int(layer[1]) >= num_layers:
             continue
         found = _BLOCK.fullmatch(tensor.name)
-        part = None if found is None else architecture.parts.get(found[2])
+        own = "" if found is None else found[2]
+        parts = [architecture.parts.get(name) for name in FUSED.get(own, (own,))]
+        part = parts[0]
         is_whole = part is not None and part.endswith(_WHOLE)
         if found is None or part is None or (found[3] is None and not is_whole):
             raise UnsupportedModelError(
@@ -286,8 +297,14 @@ def named_weights(
         num_dims = 2 if found[3] == "bias" else 3
         if len(tensor.shape) != num_dims:
             refuse(file, f"{tensor.name} of {num_dims} dimensions", clipped([*tensor.shape]))
-        for expert in range(tensor.shape[0]):
-            yield prefix + part.format(expert) + end, tensor, expert
+        num_experts, num_rows, *rest = tensor.shape
+        if num_rows % len(parts):
+            refuse(file, f"{tensor.name} of as many rows for gates as for ups", str(num_rows))
+        shape = (num_experts * len(parts), num_rows // len(parts), *rest)
+        stack = replace(tensor, shape=shape)
+        names = itertools.product(range(num_experts), parts)
+        for number, (expert, part) in enumerate(names):
+            yield prefix + f"{part}".format(expert) + end, stack, number
 
 
 def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> dict[str, Any]:
