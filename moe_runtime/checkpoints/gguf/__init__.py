@@ -18,9 +18,9 @@ from moe_runtime.checkpoints.gguf.architectures import (
     ValueChange,
     architecture_of,
     named_weights,
-    settings_of,
 )
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor, read_header
+from moe_runtime.checkpoints.gguf.model_settings import settings_of
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.settings_check import check_config, check_layers
