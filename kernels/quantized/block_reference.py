@@ -25,6 +25,10 @@ def _half(bytes_M2: Tensor) -> Tensor:
     return bytes_M2.contiguous().view(torch.float16).float()
 
 
+def _float(bytes_M4: Tensor) -> Tensor:
+    return bytes_M4.contiguous().view(torch.float32)
+
+
 def _nibbles(bytes_MB: Tensor, run: int) -> Tensor:
     """Codes of 4 bits: in each run of bytes all low ones, then all high ones."""
     runs = bytes_MB.unflatten(1, (-1, 1, run))
@@ -147,6 +151,8 @@ _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "iq4_nl": _iq4_nl,
         "iq4_xs": _iq4_xs,
         "mxfp4_block": _mxfp4,
+        "f16_block": _half,
+        "f32_block": _float,
     }
 )
 

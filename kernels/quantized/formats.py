@@ -27,6 +27,8 @@ BlockName = Literal[
     "iq4_nl",
     "iq4_xs",
     "mxfp4_block",
+    "f16_block",
+    "f32_block",
 ]
 ScaleName = Literal["e8m0", "e4m3", "bf16", "f16", "f32"]
 GlobalScale = Literal["none", "multiply", "divide"]
@@ -61,9 +63,14 @@ BLOCKS = MappingProxyType(
         "iq4_nl": BlockSize(32, 18),
         "iq4_xs": BlockSize(256, 136),
         "mxfp4_block": BlockSize(32, 17),
+        "f16_block": BlockSize(1, 2),
+        "f32_block": BlockSize(1, 4),
     }
 )
-"""Codes that lie in blocks with their own scales, by ggml's names; the kernels count them so."""
+"""Codes that lie in blocks with their own scales, by ggml's names; the kernels count them so.
+
+The last two are plain numbers: those of an expert whose other matrices are quantised.
+"""
 
 SCALES = MappingProxyType(
     {
@@ -142,7 +149,7 @@ class WeightFormat:
     def takes_int8_activations(self) -> bool:
         """Whether codes are int8 numbers, e2m1 or blocks, and groups those of int8 rows or more."""
         if self.codes in BLOCKS:
-            return True
+            return self.block_codes > 1
         group = self.group_cols
         if group % INT8_GROUP or group & (group - 1):
             return False

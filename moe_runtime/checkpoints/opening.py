@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -63,6 +63,7 @@ class Checkpoint:
         packed: its quantised weights by the names that the model's conversion table knows.
         runs: where experts lie that `moe-runtime pack` wrote, if it did.
         conversions: what makes its weights those of the model, before the model's own table.
+        adapt: changes the model that transformers makes, on the meta device, to one of its weights.
     """
 
     folder: Path
@@ -72,6 +73,7 @@ class Checkpoint:
     packed: dict[str, PackedWeight] = field(default_factory=dict)
     runs: PackedExpertIndex | None = None
     conversions: Sequence[WeightTransform] = ()
+    adapt: Callable[[PreTrainedModel], None] = give_experts_interface
 
     @property
     def weights(self) -> list[Weight]:
@@ -103,9 +105,8 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
     if folder.is_file():
         from moe_runtime.checkpoints.gguf import read_model
 
-        config, entries, packed, conversions = read_model(folder)
-        dtype = _compute_dtype(dtype, config, (), True)
-        return Checkpoint(folder, config, entries, dtype, packed, conversions=conversions)
+        found = read_model(folder)
+        return replace(found, dtype=_compute_dtype(dtype, found.config, (), True))
     config = read_config(folder)
     # the model is built as one of plain weights: it computes what they stand for
     quantization = take_quantization(config, folder)
@@ -145,7 +146,7 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
         what = f"{file} does not describe a {model_class.__name__}"
         with blamed_on(what), named_lookup(checkpoint.config):
             model = model_class(checkpoint.config)
-        give_experts_interface(model)
+        checkpoint.adapt(model)
         return model
 
 

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from moe_runtime.checkpoints.dense_weights import Progress, load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.gguf.linear_attention import SplitProjection
 from moe_runtime.checkpoints.opening import Checkpoint
 from moe_runtime.inference.budget import experts_per_token
 from moe_runtime.models.lm.model import Losses
@@ -91,7 +92,7 @@ def load_around_experts(
 
 
 def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Puts PEFT's adapters on the linear layers of attention.
+    """Puts PEFT's adapters on the linear layers of attention that transformers has too.
 
     Returns:
         Their names.
@@ -107,10 +108,13 @@ def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str
             "adapters on attention need the package peft: pip install 'moe-runtime[finetune]', "
             "or give adapters to the experts alone"
         ) from None
+    modules = dict(model.named_modules())
+    split = tuple(name for name, module in modules.items() if isinstance(module, SplitProjection))
     names = [
         name
-        for name, module in model.named_modules()
+        for name, module in modules.items()
         if isinstance(module, nn.Linear) and re.search(r"att(n|ention)", name)
+        if not name.startswith(split)
     ]
     if not names:
         raise ValueError(

@@ -33,6 +33,7 @@ from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish
 KINDS = (
     *("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "qwen3_moe-gptq"),
     *("mixtral-nvfp4", "planes", "qwen3moe-mxfp4.gguf", "olmoe-q4_k.gguf"),
+    "qwen2moe-mixed.gguf",
 )
 """One for each kind of code and scales, and one for each way in which experts lie in files."""
 
@@ -104,6 +105,20 @@ def test_gradients_are_those_of_the_values(tmp_path: Path, kind: str) -> None:
         assert (found[name] - single[name]).norm() <= 4 * rounding, name
         # An expert's wrong scale leaves more than that.
         assert 4 * rounding < 1e-3 * truth.norm(), name
+
+
+def test_adapters_on_attention_are_those_that_transformers_has_a_module_for(
+    tmp_path: Path,
+) -> None:
+    """Not on Qwen3-Next's projection in the two parts of its file."""
+    folder, plain = bases("qwen3next-q5_1.gguf", tmp_path)
+    preparation = prepare(config_of(folder, tmp_path, lora={"rank": 3}))
+    start(preparation, resume=False).close()
+    named = preparation.model.named_parameters()
+    paths = {name.partition(".lora_")[0] for name, _ in named if ".lora_" in name}
+    theirs = dict(resident(plain, torch.float32).named_modules())
+    assert all(isinstance(theirs[path], torch.nn.Linear) for path in paths)
+    assert {path.rpartition(".")[2] for path in paths} >= {"q_proj", "in_proj_ba", "out_proj"}
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss-mxfp4", "planes"])

@@ -168,6 +168,8 @@ static void block_values(int64_t kind, const uint8_t *src, int64_t k, float *out
         ROW_OF(CODE_IQ4_NL, table_block(src + 2, NONLINEAR_VALUES, half_at(src), out));
         ROW_OF(CODE_IQ4_XS, iq4_xs_block(src, out));
         ROW_OF(CODE_MXFP4_BLOCK, table_block(src + 1, DOUBLED_E2M1, half_of_e8m0(src[0]), out));
+        ROW_OF(CODE_F16_BLOCK, *out = half_at(src));
+        ROW_OF(CODE_F32_BLOCK, *out = load_f32((const char *)src));
         default: break;
     }
 #undef ROW_OF

@@ -26,12 +26,15 @@ enum {
     CODE_IQ4_NL,
     CODE_IQ4_XS,
     CODE_MXFP4_BLOCK,
+    CODE_F16_BLOCK,
+    CODE_F32_BLOCK,
     END_OF_CODES
 };
 static const struct {
     int codes, bytes;
 } BLOCK_SIZES[END_OF_CODES - CODE_BLOCKS] = {{32, 18},   {32, 20},   {32, 22},   {32, 24},  {32, 34},   {256, 84}, {256, 110},
-                                             {256, 144}, {256, 176}, {256, 210}, {32, 18}, {256, 136}, {32, 17}};
+                                             {256, 144}, {256, 176}, {256, 210}, {32, 18}, {256, 136}, {32, 17},
+                                             {1, 2},    {1, 4}};
 enum { SCALE_E8M0 = 0, SCALE_E4M3 = 1, SCALE_BF16 = 2, SCALE_F16 = 3, SCALE_F32 = 4 };
 enum { GLOBAL_NONE = 0, GLOBAL_MULTIPLY = 1, GLOBAL_DIVIDE = 2 };
 
@@ -64,6 +67,9 @@ static inline float e8m0_to_f32(uint8_t code) {
 }
 
 static inline int is_in_blocks(const Quantized *format) { return format->codes >= CODE_BLOCKS; }
+
+/* Plain numbers, which are multiplied as those of a plain matrix. */
+static inline int is_plain(const Quantized *format) { return format->codes == CODE_F16_BLOCK || format->codes == CODE_F32_BLOCK; }
 
 static inline int64_t code_row_bytes(const Quantized *format, int64_t k) {
     if (is_in_blocks(format))

@@ -194,6 +194,7 @@ static void multiply_int8(int kind, Matrix weight, int64_t num_weight_rows, int6
 }
 
 static int product_kind(const Quantized *format, int x_dtype) {
+    if (is_plain(format)) return format->codes == CODE_F16_BLOCK ? KIND_F16 : KIND_F32;
     if (!format->rounds_rows) return quantized_kind(format, x_dtype);
     if (is_in_blocks(format)) return KIND_INT8_BLOCKS;
     return format->codes == CODE_E2M1 || format->codes == CODE_UINT4 ? KIND_QUANT_INT4 : KIND_QUANT_INT8;

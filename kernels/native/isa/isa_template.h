@@ -365,7 +365,7 @@ static void multiply_cached(int kind, Matrix weight, int64_t num_weight_rows, in
 
 static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next) {
-    if (weight.quantized) {
+    if (weight.quantized && !is_plain(weight.quantized)) {
         multiply_quantized(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next);
         return;
     }

@@ -43,7 +43,8 @@ class Packing(NamedTuple):
         """The format in a few words, such as `int4 with zero points and f16 scales for 1 x 128`."""
         kind = self.format
         if kind.scales == "none":
-            return f"{kind.codes.removesuffix('_block')} in ggml's blocks"
+            name = kind.codes.removesuffix("_block")
+            return f"{name} in ggml's blocks" if kind.block_codes > 1 else name
         sizes = ("all" if size == 0 else str(size) for size in (kind.group_rows, kind.group_cols))
         zeros = "zero points and " if kind.has_zero_points else ""
         return f"{_NAMES[kind.codes]} with {zeros}{kind.scales} scales for {' x '.join(sizes)}"

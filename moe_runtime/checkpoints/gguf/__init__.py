@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from moe_runtime.checkpoints.formats import PackedWeight
 from moe_runtime.checkpoints.gguf.architectures import (
     ValueChange,
     architecture_of,
     named_weights,
-    settings_of,
 )
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor, read_header
+from moe_runtime.checkpoints.gguf.model_settings import settings_of
+from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.settings_check import check_config, check_layers
 from moe_runtime.checkpoints.strict_json import clipped, one_line
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
-from moe_runtime.kernels.quantized import BLOCKS, BlockName, WeightFormat
+from moe_runtime.kernels.quantized import BlockName, WeightFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from moe_runtime.checkpoints.transformers_private import WeightTransform
 
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
 _BLOCKS: dict[int, BlockName] = {
@@ -39,27 +37,23 @@ _BLOCKS: dict[int, BlockName] = {
     **{13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4_block"},
 }
 """ggml's numbers of types."""
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
+_PLAIN_BLOCKS: dict[int, BlockName] = {0: "f32_block", 1: "f16_block"}
+"""Types of experts that are plain, but not bf16, where others of their layer are of other types."""
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)")
 _LAYER_OR_END = re.compile(r"^model\.layers\.\d+\.|\.weight$")
 """What is around the name of a part."""
 _ONE_ROW = "moe_statics.e_score_correction_bias"
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
-def read_model(
-    file: Path,
-) -> tuple[
-    PreTrainedConfig, dict[str, TensorEntry], dict[str, PackedWeight], list[WeightTransform]
-]:
+def read_model(file: Path) -> Checkpoint:
     """Reads the headers of a model.
 
     Args:
         file: the file, or the first of several.
 
     Returns:
-        The configuration, all tensors by name, those that are quantised, and what makes them those
-        of the model. The type of the configuration is that of most weights, bf16 where these are
-        quantised.
+        The checkpoint, to be computed in the type of most weights, bf16 where these are quantised.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.
@@ -72,23 +66,31 @@ def read_model(
     entries: dict[str, TensorEntry] = {}
     packed: dict[str, PackedWeight] = {}
     elements: Counter[str] = Counter()
+    mixed = _mixed_layers(header.tensors)
     for name, tensor, expert in named_weights(header, architecture, file):
-        if tensor.type_id in _PLAIN:
+        if name in entries:
+            raise CheckpointError(
+                f"{one_line(str(file))}: expected {name} once, found it twice: in {tensor.name} too"
+            )
+        kinds = _BLOCKS | _PLAIN_BLOCKS if _layer_of_experts(tensor) in mixed else _BLOCKS
+        if tensor.type_id in _PLAIN and tensor.type_id not in kinds:
             entries[name] = _entry(name, tensor, expert, _PLAIN[tensor.type_id], tensor.shape)
         else:
-            packed[name] = _packed(name, tensor, expert, file)
+            packed[name] = _packed(name, tensor, expert, kinds, file)
             entries[name] = packed[name].codes
         if (change := architecture.changes.get(_LAYER_OR_END.sub("", name))) is not None:
             _change(name, change, entries, packed)
-        elements[_PLAIN.get(tensor.type_id, "BF16")] += entries[name].num_bytes
+        elements["BF16" if name in packed else entries[name].dtype] += entries[name].num_bytes
     _require_whole(header.tensors, file)
-    _require_narrow(header.tensors, file)
     config = _config(architecture.model_type, values, file)
     config.architectures = [architecture.model_class]
     most = elements.most_common(1)[0][0]
-    config.dtype = {"F32": torch.float32, "F16": torch.float16}.get(most, torch.bfloat16)
+    config.dtype = dtype = TORCH_DTYPES[most]
     check_layers(config, entries, file)
-    return config, entries, packed, architecture.conversions()
+    conversions = architecture.conversions()
+    return Checkpoint(
+        file, config, entries, dtype, packed, conversions=conversions, adapt=architecture.adapt
+    )
 
 
 def _change(
@@ -118,7 +120,8 @@ def _require_whole(tensors: list[GgufTensor], file: Path) -> None:
     for layer, stacks in by_layer.items():
         some = next(iter(stacks.values()))
         for end in sorted({end for _, end in stacks}, reverse=True):
-            for part in ("gate", "up", "down"):
+            gate_up = ("gate_up",) if ("gate_up", end) in stacks else ("gate", "up")
+            for part in (*gate_up, "down"):
                 name, stack = f"blk.{layer}.ffn_{part}_exps.{end}", stacks.get((part, end))
                 if stack is None or stack.shape[0] != some.shape[0]:
                     found_here = "none" if stack is None else str(stack.shape[0])
@@ -128,19 +131,19 @@ def _require_whole(tensors: list[GgufTensor], file: Path) -> None:
                     )
 
 
-def _require_narrow(tensors: list[GgufTensor], file: Path) -> None:
-    """Refuses experts in F32 or F16 beside quantised ones of their layer: products take BF16."""
-    by_layer: dict[str, list[GgufTensor]] = defaultdict(list)
+def _mixed_layers(tensors: Iterable[GgufTensor]) -> set[str]:
+    """Layers whose experts' matrices are of several types."""
+    types: dict[str, set[int]] = defaultdict(set)
     for tensor in tensors:
-        if tensor.name.endswith("_exps.weight"):
-            by_layer[tensor.name.split(".")[1]].append(tensor)
-    for stacks in by_layer.values():
-        wide = [stack for stack in stacks if _PLAIN.get(stack.type_id) in ("F32", "F16")]
-        if wide and any(stack.type_id not in _PLAIN for stack in stacks):
-            raise UnsupportedModelError(
-                f"{one_line(str(file))}: {wide[0].name} is {_PLAIN[wide[0].type_id]} beside "
-                "quantised experts of its layer; expected BF16 or a quantised type"
-            )
+        if layer := _layer_of_experts(tensor):
+            types[layer].add(tensor.type_id)
+    return {layer for layer, found in types.items() if len(found) > 1}
+
+
+def _layer_of_experts(tensor: GgufTensor) -> str | None:
+    """The layer whose experts' matrices a tensor has; None for another."""
+    found = _EXPERTS.fullmatch(tensor.name)
+    return found[1] if found and found[3] == "weight" else None
 
 
 def load_tokenizer(file: Path) -> Any:
@@ -186,7 +189,7 @@ def _read_parts(file: Path) -> GgufHeader:
 def _entry(
     name: str, tensor: GgufTensor, expert: int, dtype: str, shape: tuple[int, ...]
 ) -> TensorEntry:
-    """A tensor, or one expert of it, of this type and these sizes."""
+    """A tensor, or one matrix of a stack, of this type and these sizes."""
     if expert < 0:
         # gates of one output are vectors here, and so are ERNIE's corrections
         if len(shape) == 1 and name.endswith(("_gate.weight", _ONE_ROW)):
@@ -197,11 +200,13 @@ def _entry(
     return TensorEntry(name, tensor.file, dtype, shape[1:], offset, num_bytes)
 
 
-def _packed(name: str, tensor: GgufTensor, expert: int, file: Path) -> PackedWeight:
-    if tensor.type_id not in _BLOCKS:
+def _packed(
+    name: str, tensor: GgufTensor, expert: int, kinds: Mapping[int, BlockName], file: Path
+) -> PackedWeight:
+    if tensor.type_id not in kinds:
         raise UnsupportedModelError(
             f"{one_line(str(file))}: {clipped(tensor.name)} has ggml's type {tensor.type_id}; "
-            f"expected F32, F16, BF16 or {', '.join(kind.upper() for kind in BLOCKS)}"
+            f"expected F32, F16, BF16 or {', '.join(kind.upper() for kind in _BLOCKS.values())}"
         )
     is_stack = expert >= 0 or tensor.name.endswith(("attn_k_b.weight", "attn_v_b.weight"))
     if len(tensor.shape) != (3 if is_stack else 2):
@@ -209,7 +214,7 @@ def _packed(name: str, tensor: GgufTensor, expert: int, file: Path) -> PackedWei
             f"{one_line(str(file))}: expected {clipped(tensor.name)}, which is quantised, to be a "
             f"matrix or one for each expert or head, found {[*tensor.shape]}"
         )
-    kind = WeightFormat(_BLOCKS[tensor.type_id])
+    kind = WeightFormat(kinds[tensor.type_id])
     *lead, num_rows, num_cols = tensor.shape
     codes = _entry(name, tensor, expert, "U8", (*lead, num_rows, kind.row_bytes(num_cols)))
     sizes = () if expert >= 0 else tuple(lead)

@@ -1,4 +1,4 @@
-"""Models by ggml's names of architectures: their configuration, and what tensors are called.
+"""Models by ggml's names of architectures: what their configuration is made of, and their tensors.
 
 Sizes come from the tensors where these have them, as metadata leave some out. What metadata say
 nothing of (whether chosen weights are normalised) is a constant of the architecture in llama.cpp,
@@ -8,15 +8,16 @@ defaults and has no olmoe.
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.checkpoints.families import give_experts_interface
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor
 from moe_runtime.checkpoints.strict_json import clipped, one_line
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -24,6 +25,7 @@ from moe_runtime.lazy import LazyTable
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from moe_runtime.checkpoints.transformers_private import WeightTransform
 
@@ -60,7 +62,7 @@ MIXTRAL_EXPERTS = {
     for part, name in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
 }
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
-_BLOCK = re.compile(r"blk\.(\d{1,5})\.(\w+?)(?:\.(weight|bias))?")
+BLOCK = re.compile(r"blk\.(\d{1,5})\.(\w+?)(?:\.(weight|bias))?")
 
 FIELDS = {
     "max_position_embeddings": "context_length",
@@ -71,10 +73,9 @@ FIELDS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
 }
-_REALS = ("_epsilon", "rope.freq_base", "rope.scaling.factor")
-_MAY_BE_0 = ("_token_id", "leading_dense_block_count", "expert_shared_count", "sliding_window")
-_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-EXPERT_WIDTH = ("ffn_gate_exps", -2)
+EXPERT_WIDTH = ("ffn_down_exps", -1)
+FUSED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+"""Tensors that have the rows of several parts of each expert, as many of each."""
 
 
 class ValueChange(NamedTuple):
@@ -106,6 +107,7 @@ class Architecture:
         fields: settings that metadata have, by the ends of their keys.
         rope: of positions that are extended, as `constants`.
         conversions: gives what makes such weights those of the model.
+        adapt: changes the model that transformers makes to one of such weights.
         rotated: the share of a head's values that positions turn; None for the family's own.
         changes: of values, by the model's names of parts, and of the norm behind all layers.
     """
@@ -118,6 +120,7 @@ class Architecture:
     fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)
     rope: Mapping[str, Any] = field(default_factory=dict)
     conversions: Callable[[], list[WeightTransform]] = list
+    adapt: Callable[[PreTrainedModel], None] = give_experts_interface
     rotated: float | None = None
     changes: Mapping[str, ValueChange] = field(default_factory=dict)
 
@@ -226,6 +229,7 @@ _MADE: Mapping[str, Callable[[GgufHeader, Path], Architecture]] = LazyTable(
         "glm4moe": f"{_HERE}.corrected_gates:glm4moe",
         "minimax-m2": f"{_HERE}.corrected_gates:minimax_m2",
         "qwen35moe": f"{_HERE}.linear_attention:qwen35moe",
+        "qwen3next": f"{_HERE}.linear_attention:qwen3next",
     }
 )
 """What makes the row of a file, where files differ."""
@@ -252,12 +256,13 @@ def architecture_of(header: GgufHeader, file: Path) -> Architecture:
 def named_weights(
     header: GgufHeader, architecture: Architecture, file: Path
 ) -> Iterator[tuple[str, GgufTensor, int]]:
-    """What a checkpoint of `transformers` calls each tensor, and which expert of it that is.
+    """What a checkpoint of `transformers` calls each tensor, and which matrix of it that is.
 
     Layers behind the model's own, which predict further tokens, are left out.
 
     Yields:
-        Name, tensor and -1, or the number of an expert.
+        Name, tensor and -1, or the number of a matrix in the stack that the tensor is. Gates and
+        ups in one tensor are a stack of both, one after the other.
 
     Raises:
         UnsupportedModelError: nothing of the architecture has such a name.
@@ -270,8 +275,10 @@ def named_weights(
         layer = _LAYER.match(tensor.name)
         if num_layers is not None and layer is not None and int(layer[1]) >= num_layers:
             continue
-        found = _BLOCK.fullmatch(tensor.name)
-        part = None if found is None else architecture.parts.get(found[2])
+        found = BLOCK.fullmatch(tensor.name)
+        own = "" if found is None else found[2]
+        parts = [architecture.parts.get(name) for name in FUSED.get(own, (own,))]
+        part = parts[0]
         is_whole = part is not None and part.endswith(_WHOLE)
         if found is None or part is None or (found[3] is None and not is_whole):
             raise UnsupportedModelError(
@@ -286,49 +293,14 @@ def named_weights(
         num_dims = 2 if found[3] == "bias" else 3
         if len(tensor.shape) != num_dims:
             refuse(file, f"{tensor.name} of {num_dims} dimensions", clipped([*tensor.shape]))
-        for expert in range(tensor.shape[0]):
-            yield prefix + part.format(expert) + end, tensor, expert
-
-
-def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> dict[str, Any]:
-    """The configuration that `transformers` has for a model.
-
-    Raises:
-        CheckpointError: something that it needs is missing.
-        UnsupportedModelError: positions are extended in a way that is not read.
-    """
-    metadata, name = header.metadata, header.metadata["general.architecture"]
-    values: dict[str, Any] = dict(architecture.constants)
-    for setting, key in architecture.fields.items():
-        if f"{name}.{key}" not in metadata:
-            refuse(file, f"{name}.{key} among its metadata", "no such key")
-        values[setting] = _number(metadata, f"{name}.{key}", file)
-    if (num_layers := num_layers_of(header)) is not None:
-        values["num_hidden_layers"] = num_layers
-    elif further := metadata.get(f"{name}.nextn_predict_layers"):
-        refuse(file, f"{name}.nextn_predict_layers below block_count", clipped(further))
-    tensors = {tensor.name: tensor for tensor in header.tensors}
-    if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
-        refuse(file, "a matrix token_embd.weight", "none")
-    values["vocab_size"], values["hidden_size"] = tensors["token_embd.weight"].shape
-    parts = {
-        found[2]: tensor
-        for tensor in reversed(header.tensors)
-        if (found := _BLOCK.fullmatch(tensor.name)) and found[3] == "weight"
-    }
-    for setting, (part, dim) in architecture.sizes.items():
-        if part in parts and len(parts[part].shape) >= -dim:
-            values[setting] = parts[part].shape[dim]
-    values["tie_word_embeddings"] = "output.weight" not in tensors
-    values["rope_parameters"] = positions = _positions(metadata, name, file)
-    if positions["rope_type"] != "default":
-        positions.update(architecture.rope)
-    if architecture.rotated is not None:
-        positions["partial_rotary_factor"] = architecture.rotated
-    for setting, token in _TOKENS.items():
-        key = f"tokenizer.ggml.{token}_token_id"
-        values[setting] = _number(metadata, key, file) if key in metadata else None
-    return values
+        num_experts, num_rows, *rest = tensor.shape
+        if num_rows % len(parts):
+            refuse(file, f"{tensor.name} of as many rows for gates as for ups", str(num_rows))
+        shape = (num_experts * len(parts), num_rows // len(parts), *rest)
+        stack = replace(tensor, shape=shape)
+        names = itertools.product(range(num_experts), parts)
+        for number, (expert, part) in enumerate(names):
+            yield prefix + f"{part}".format(expert) + end, stack, number
 
 
 def num_layers_of(header: GgufHeader) -> int | None:
@@ -340,42 +312,6 @@ def num_layers_of(header: GgufHeader) -> int | None:
     if type(every) is int and type(further) is int and 0 < further < every:
         return every - further
     return None
-
-
-def _number(metadata: Mapping[str, Any], key: str, file: Path) -> Any:
-    """The number of a key that is there: positive, or a whole one."""
-    value, least = metadata[key], int(not key.endswith(_MAY_BE_0))
-    if key.endswith(_REALS):
-        if type(value) is not float or not 0 < value < math.inf:
-            refuse(file, f"{key} to be a real number above 0", clipped(value))
-    elif type(value) is not int or value < least:
-        refuse(file, f"{key} to be a whole number of at least {least}", clipped(value))
-    return value
-
-
-def _positions(metadata: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:
-    """How positions are rotated."""
-    key = f"{name}.rope.freq_base"
-    theta = _number(metadata, key, file) if key in metadata else 10000.0
-    kind = metadata.get(f"{name}.rope.scaling.type", "none")
-    if kind == "none":
-        return {"rope_type": "default", "rope_theta": theta}
-    values = {
-        "rope_type": kind,
-        "rope_theta": theta,
-        "factor": metadata.get(f"{name}.rope.scaling.factor"),
-        "original_max_position_embeddings": metadata.get(
-            f"{name}.rope.scaling.original_context_length"
-        ),
-    }
-    if kind != "yarn" or None in values.values():
-        raise UnsupportedModelError(
-            f"{one_line(str(file))}: expected {name}.rope.scaling.type none, or yarn with factor "
-            f"and original_context_length, found {clipped(kind)}"
-        )
-    for key in ("factor", "original_context_length"):
-        _number(metadata, f"{name}.rope.scaling.{key}", file)
-    return values
 
 
 def refuse(file: Path, expected: str, found: str) -> NoReturn:

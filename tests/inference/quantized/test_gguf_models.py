@@ -32,6 +32,9 @@ from moe_runtime.memory.source import ExpertSource
 # Both sides compute in fp32 from the same values and differ only in how sums are ordered, as in
 # test_families. A wrong scale anywhere leaves 1e-2.
 MAX_RELATIVE_ERROR = 1e-5
+# Linear attention: sums over states follow those of the products, as in test_recurrent_steps. In
+# fp64, transformers is up to 1e-5 away from itself.
+MAX_ERROR_OF_STATES = 2e-5
 SAMPLES = {sample.name: sample for sample in gguf_checkpoints.SAMPLES}
 
 
@@ -90,8 +93,9 @@ def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written: W
         dense = [(n, p) for n, p in named if n in parameters and ".experts." not in n]
         assert len(dense) > 10
         assert all(torch.equal(value, parameters[name]) for name, value in dense)
+    most = MAX_ERROR_OF_STATES if written.sample.architecture == "qwen3next" else MAX_RELATIVE_ERROR
     for found, wanted in zip(logits, expected, strict=True):
-        assert (found - wanted).abs().max() < MAX_RELATIVE_ERROR * wanted.abs().max()
+        assert (found - wanted).abs().max() < most * wanted.abs().max()
     resident = load(written)
     with resident.moe:
         again = tiny_checkpoints.prompt_and_step_logits(resident, family)

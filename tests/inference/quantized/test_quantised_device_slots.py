@@ -30,7 +30,7 @@ READ_TOO = ("qwen3_moe-fp8-ragged", "mixtral-nvfp4", "olmoe-q4_k")
 """The same kernels with other codes, which the tests of kernels follow."""
 SUPERBLOCKS = {"num_hidden_layers": 1, "num_experts_per_tok": 1}
 """Blocks of 256 columns make wide experts: one a token, in one layer, is what there is time for."""
-FROM_VALUES = ("qwen3moe-mxfp4",)
+FROM_VALUES = ("qwen3moe-mxfp4", "qwen2moe-mixed")
 
 
 @pytest.fixture(scope="module", autouse=True)

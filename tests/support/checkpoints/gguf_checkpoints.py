@@ -20,12 +20,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_corrected_gates import CORRECTED, add_corrected_gates
 from gguf_latent_attention import add_latent_attention, heads_apart, heads_together
-from gguf_linear_attention import (
-    LINEAR,
-    add_linear_attention,
-    as_in_files,
-    as_in_models,
-)
+from gguf_linear_attention import LINEAR, NEXT, add_linear_attention, as_in_files, as_in_models
 from moe_families import Family
 from quantized_matrices import HALVES, any_blocks
 from safetensors.torch import load_file, save_file
@@ -51,12 +46,14 @@ class Sample:
         architecture: ggml's name.
         family: what model.
         kinds: types of weights by a pattern of their names in the file; the first that matches.
+        is_fused: whether gates and ups of experts are one tensor.
     """
 
     name: str
     architecture: str
     family: Family
     kinds: dict[str, Kind] = field(default_factory=dict)
+    is_fused: bool = False
 
     def kind_of(self, name: str) -> Kind:
         if re.search(r"norm|\.bias$|_inp|_sinks|probs", name):
@@ -96,6 +93,18 @@ SAMPLES = [
             "attn": Kind.Q4_K,
             "token_embd": Kind.Q6_K,
         },
+    ),
+    Sample(
+        "qwen2moe-mixed",  # rows of 40 columns are no whole blocks
+        "qwen2moe",
+        Family(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            {"hidden_size": 64, "moe_intermediate_size": 40}
+            | {"shared_expert_intermediate_size": 32},
+        ),
+        {r"[01]\.ffn_down_exps": Kind.F16, "down_exps": Kind.F32}
+        | {r"1\.ffn_up_exps": Kind.BF16, r"2\.ffn_up_exps": Kind.F16, "": Kind.Q8_0},
     ),
     Sample(
         "qwen2moe-q8_0",
@@ -163,11 +172,22 @@ SAMPLES = [
         )
         for architecture, family in CORRECTED.items()
     ),
+    *(
+        Sample(
+            name,
+            name.split("-")[0],
+            family,
+            {"conv1d": Kind.F32, "ssm_a": Kind.F32, "gate_exps": Kind.Q4_0, "": Kind.Q8_0},
+        )
+        for name, family in (("qwen35moe-q8_0", LINEAR), ("qwen3next-ssm_in", NEXT))
+    ),
     Sample(
-        "qwen35moe-q8_0",
-        "qwen35moe",
-        LINEAR,
-        {"conv1d": Kind.F32, "ssm_a": Kind.F32, "gate_exps": Kind.Q4_0, "": Kind.Q8_0},
+        "qwen3next-q5_1",
+        "qwen3next",
+        NEXT,
+        {"conv1d": Kind.F32, "ssm_a": Kind.F32, "down": Kind.Q8_0, "_qkv": Kind.Q8_0}
+        | {"": Kind.Q5_1},
+        is_fused=True,
     ),
     Sample(
         "qwen3moe-f16",
@@ -179,6 +199,7 @@ SAMPLES = [
         "olmoe-bf16",
         "olmoe",
         Family("olmoe", "OlmoeForCausalLM", {"hidden_size": 64} | ALL_HEADS),
+        is_fused=True,
     ),
 ]
 
@@ -200,10 +221,10 @@ def write(sample: Sample, folder: Path, *, most_tensors: int = 0) -> Written:
     _add_metadata(writer, model.config)
     if sample.architecture == "llama":
         stored = _turned(stored, model.config, 2)
-    if sample.architecture == "qwen35moe":
-        stored = as_in_files(stored, model.config)
+    if is_linear := sample.architecture in ("qwen35moe", "qwen3next"):
+        stored = as_in_files(stored, model.config, is_split="ssm_in" not in sample.name)
     values = _add_tensors(writer, sample, stored, model.config.num_hidden_layers)
-    if sample.architecture == "qwen35moe":
+    if is_linear:
         values = as_in_models(values, model.config)
     if sample.architecture == "llama":
         values = _turned(values, model.config, -1)
@@ -252,6 +273,7 @@ def _add_tensors(
         found = EXPERT.fullmatch(name)
         groups[name if found is None else f"{found[1]}.{found[3]}"].append(name)
     values: dict[str, torch.Tensor] = {}
+    gates: dict[str, np.ndarray] = {}
     for key, parts in groups.items():
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
@@ -264,6 +286,12 @@ def _add_tensors(
             stacked = stacked.reshape(-1)
         if name.endswith("ffn_gate_inp_shexp.weight"):
             stacked = stacked[0]  # a vector in the files of llama.cpp
+        if sample.is_fused and "gate_exps" in name:
+            gates[name] = stacked
+            continue
+        if sample.is_fused and "up_exps" in name:
+            gate = gates[name.replace("up_exps", "gate_exps")]
+            name, stacked = name.replace("up", "gate_up"), np.concatenate((gate, stacked), axis=1)
         writer.add_tensor(name, stacked, raw_dtype=kind)
     values = {name.replace(*_CORRECTION[::-1]): tensor for name, tensor in values.items()}
     if is_apart:
@@ -342,7 +370,7 @@ def _add_metadata(writer: Any, config: Any) -> None:
         add_latent_attention(writer, config)
     elif config.model_type in ("glm4_moe", "ernie4_5_moe", "minimax_m2"):
         add_corrected_gates(writer, config)
-    elif config.model_type == "qwen3_5_moe_text":
+    elif config.model_type in ("qwen3_5_moe_text", "qwen3_next"):
         add_linear_attention(writer, config)
     else:
         writer.add_expert_count(config.num_experts)

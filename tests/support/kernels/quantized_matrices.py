@@ -87,7 +87,7 @@ def random_matrix(
 
 
 HALVES = {
-    **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs"), (0,)),
+    **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs", "f16_block"), (0,)),
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
     **{"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)},
 }
@@ -104,6 +104,8 @@ def _with_small_scales(codes: Tensor, name: str) -> Tensor:
     blocks = codes.view(-1, BLOCKS[name].num_bytes)
     if name == "mxfp4_block":
         blocks[:, 0] = blocks[:, 0] % 8 + 118
+    if name == "f32_block":
+        blocks[:, 3] = blocks[:, 3] & 0xBF | 0x30
     for place in HALVES.get(name, ()):
         numbers = blocks[:, place : place + 2].contiguous().view(torch.int16) & 0x8FFF | 0x1000
         blocks[:, place : place + 2] = numbers.view(torch.uint8)
