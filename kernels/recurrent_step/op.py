@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
@@ -23,6 +24,9 @@ from moe_runtime.kernels.recurrent_step.reference import (
     conv_step_reference,
     delta_rule_step_reference,
 )
+
+MOST_WIDTH = 8192
+"""Of a head's keys and values, which lie on the stack of a thread."""
 
 Impl = Literal["auto", "native", "reference"]
 
@@ -70,7 +74,7 @@ def delta_rule_step(
     problem = _delta_problem(state_BHKV, *parts)
     if problem:
         raise ValueError(problem)
-    library = _library(impl, _native_problem(state_BHKV, *parts))
+    library = _library(impl, _width_problem(state_BHKV) or _native_problem(state_BHKV, *parts))
     if library is None:
         return delta_rule_step_reference(state_BHKV, *parts, scale, unit_eps)
     query, key, value, decay, beta = (part.contiguous() for part in parts)
@@ -84,6 +88,7 @@ def delta_rule_step(
         library.shares_threads(),
     )  # fmt: skip
     library.delta_rule_step(pack("17q2d", *numbers, scale, -1 if unit_eps is None else unit_eps))
+    _tell_of_change(state_BHKV)
     return out
 
 
@@ -130,6 +135,7 @@ def conv_step(
         taps.shape[1], DTYPE_CODES[x.dtype], library.shares_threads(),
     )  # fmt: skip
     library.conv_step(pack("11q", *numbers))
+    _tell_of_change(state_BCL)
     return out
 
 
@@ -203,9 +209,23 @@ def _in_place_problem(state: Tensor, *others: Tensor | None) -> str | None:
     return None
 
 
+def _width_problem(state: Tensor) -> str | None:
+    if not all(1 <= width <= MOST_WIDTH for width in state.shape[2:]):
+        return f"it knows keys and values of 1 to {MOST_WIDTH}, got {list(state.shape[2:])}"
+    return None
+
+
+def _tell_of_change(state: Tensor) -> None:
+    """As torch's own operations do: a backward pass must not take the old state for this one."""
+    if not state.is_inference():
+        torch.autograd.graph.increment_version(state)
+
+
 def _native_problem(*tensors: Tensor) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
     for tensor in tensors:
+        if isinstance(tensor, FakeTensor):
+            return "fake tensors have no values"
         if tensor.dtype not in DTYPE_CODES or not tensor.is_cpu:
             return f"it needs fp32, bf16 or fp16 on the CPU, got {tensor.dtype} on {tensor.device}"
     return None

@@ -118,3 +118,14 @@ def test_parts_of_a_projection_of_no_whole_heads_are_refused(
     file = rewritten(written.folder, tmp_path / "a.gguf", instead=stored)
     with pytest.raises(CheckpointError, match=r"layers\.1\.linear_attn\.in_proj_qkvz"):
         moe_runtime.load(file, device="cpu", max_tokens=32)
+
+
+@pytest.mark.parametrize(
+    ("most", "other", "dtype"),
+    [(Kind.F16, Kind.F32, torch.float16), (Kind.F32, Kind.F16, torch.float32)],
+)
+def test_experts_of_several_plain_types_are_computed_in_that_of_most_weights(
+    most: Kind, other: Kind, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    sample = replace(NAMED["qwen3moe-f16"], kinds={"down_exps": other, "": most})
+    assert open_checkpoint(gguf_checkpoints.write(sample, tmp_path).folder, "auto").dtype is dtype

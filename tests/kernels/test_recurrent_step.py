@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.recurrent_step import conv_step, delta_rule_step
@@ -154,6 +155,43 @@ def test_what_does_not_fit_is_named_and_nothing_changes():
     with pytest.raises(ValueError, match="no gaps"):
         conv_step(torch.zeros(2, 4, 3).transpose(1, 2), x, taps)
     assert torch.equal(state, kept)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_a_graph_that_needs_the_old_state_is_refused(impl: Any):
+    """As torch does when one of its own operations has changed it."""
+    state, *parts = delta_inputs(1, 2, 2, 4, 4, 1, torch.float32)
+    conv = torch.rand(1, 3, 4)
+    factor = torch.ones((), requires_grad=True)
+    losses = ((state * factor).sum(), (conv * factor).sum())
+    with torch.no_grad():
+        delta_rule_step(state, *parts, impl=impl)
+        conv_step(conv, torch.rand(1, 3), torch.rand(3, 4), impl=impl)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():
+        assert delta_rule_step(state.clone(), *parts, impl=impl).shape == (1, 2, 4)
+
+
+def test_fake_tensors_take_the_reference():
+    with FakeTensorMode():
+        found = conv_step(torch.empty(1, 3, 4), torch.empty(1, 3), torch.empty(3, 4))
+        state, query, values = torch.empty(1, 2, 4, 4), torch.empty(1, 2, 4), torch.empty(1, 2, 4)
+        gates = torch.empty(1, 2)
+        mixed = delta_rule_step(state, query, query, values, gates[..., None], gates)
+    assert (found.shape, mixed.shape) == ((1, 3), (1, 2, 4))
+
+
+@pytest.mark.parametrize(("keys", "values"), [(0, 4), (4, 0), (8193, 1), (1, 8193)])
+def test_widths_that_the_kernel_does_not_know(keys: int, values: int):
+    state, query, key, *rest = delta_inputs(1, 1, 1, max(keys, 1), values, 1, torch.float32)
+    state, query, key = state[:, :, :keys].contiguous(), query[..., :keys], key[..., :keys]
+    if native_library() is not None:
+        with pytest.raises(ValueError, match="keys and values of 1 to 8192"):
+            delta_rule_step(state, query, key, *rest, impl="native")
+    found = delta_rule_step(state.clone(), query, key, *rest)
+    assert torch.equal(found, delta_rule_step(state, query, key, *rest, impl="reference"))
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])

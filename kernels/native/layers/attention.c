@@ -71,7 +71,8 @@ typedef struct {
 static const char *normalise(const AttentionLayer *layer, const char *row, const char *weight, int64_t dim, double eps,
                              int64_t count, char *normed) {
     if (!weight) return row;
-    moe_norm_rows(row, dim * dtype_bytes((int)layer->dtype), count / dim, weight, normed, dim, (float)eps, (int)layer->dtype, NORM_ROUNDED);
+    const int dtype = (int)layer->dtype;
+    moe_norm_rows(row, dim * dtype_bytes(dtype), count / dim, weight, normed, dim, (float)eps, dtype, NORM_ROUNDED);
     return normed;
 }
 

@@ -80,7 +80,7 @@ def read_model(file: Path) -> Checkpoint:
             entries[name] = packed[name].codes
         if (change := architecture.changes.get(_LAYER_OR_END.sub("", name))) is not None:
             _change(name, change, entries, packed)
-        elements["BF16" if name in packed else entries[name].dtype] += entries[name].num_bytes
+        elements[_PLAIN.get(tensor.type_id, "BF16")] += entries[name].num_bytes
     _require_whole(header.tensors, file)
     config = _config(architecture.model_type, values, file)
     config.architectures = [architecture.model_class]

@@ -153,8 +153,8 @@ def _row(header: GgufHeader, file: Path, name: str) -> tuple[Architecture, _Head
         expected = "ssm.inner_size in whole heads, ssm.time_step_rank, for each of ssm.group_count"
         refuse(file, expected, clipped([all_widths, num_values, num_keys]))
     head_dim, rotated = size("attention.key_length"), size("rope.dimension_count")
-    if rotated > head_dim:
-        refuse(file, f"rope.dimension_count of 1 to {head_dim}", clipped(rotated))
+    if rotated > head_dim or rotated % 2:
+        refuse(file, f"an even rope.dimension_count up to {head_dim}", clipped(rotated))
     linear = {tensor.name for tensor in header.tensors if tensor.name.endswith(".ssm_a")}
     num_layers = num_layers_of(header) or size("block_count")
     if num_layers > len(header.tensors):

@@ -142,6 +142,9 @@ def _delta_rule(
         or not output_final_state
         or query.shape[1] != 1
         or _are_packed(options)
+        or query.dtype is not key.dtype
+        or not g.shape[:3] == beta.shape == value.shape[:3]
+        or initial_state.shape[:2] != (len(query), value.shape[2])
         or not _can_change(initial_state, query, key, value, g, beta)
     ):
         return theirs(

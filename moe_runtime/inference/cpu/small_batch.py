@@ -22,7 +22,7 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
 
     A layer that is not known to compute just what its replacement computes is left alone.
     """
-    known_norms: dict[tuple[type, int, float], NormForm | None] = {}
+    known_norms: dict[tuple[Any, ...], NormForm | None] = {}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is torch.nn.Linear and type(child.weight) is torch.nn.Parameter:
@@ -163,7 +163,7 @@ def _is_router(module: Any) -> bool:
 
 
 def as_rms_norm(
-    module: Any, known: dict[tuple[type, int, float], NormForm | None]
+    module: Any, known: dict[tuple[Any, ...], NormForm | None]
 ) -> SmallBatchRMSNorm | None:
     """The replacement of a module that computes just what ``rms_norm`` does, else None.
 
@@ -178,7 +178,7 @@ def as_rms_norm(
         return None
     if len(inspect.signature(module.forward).parameters) != 1:  # it takes a gate too
         return None
-    key = (type(module), own["weight"].shape[0], eps)
+    key = (type(module), own["weight"].shape[0], own["weight"].dtype, eps)
     if key not in known:
         known[key] = _form_of_norm(module, eps)
     form = known[key]
@@ -186,15 +186,21 @@ def as_rms_norm(
 
 
 def _form_of_norm(module: Any, eps: float) -> NormForm | None:
+    """Of those that it may have in its type, the one it has in bf16, where roundings show it."""
     sample = copy.deepcopy(module).cpu()
+    forms = _forms_of_norm(sample, eps)
+    narrow = _forms_of_norm(sample.bfloat16(), eps) if forms else []
+    return next((form for form in (*narrow, *forms) if form in forms), None)
+
+
+def _forms_of_norm(sample: Any, eps: float) -> list[NormForm]:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         sample.weight.normal_(generator=generator)
-        x = torch.randn(3, len(sample.weight), generator=generator)
+        dim = len(sample.weight)
+        x = torch.randn(3 + 256 // dim, dim, generator=generator)
         x[1] *= eps**0.5  # where the epsilon is added shows in rows whose mean square is near it
         x = x.to(sample.weight.dtype)
         expected = sample(x)
-        for form in FORMS:
-            if torch.equal(expected, rms_norm_reference(x, sample.weight, eps, form)):
-                return form
-    return None
+        found = {form: rms_norm_reference(x, sample.weight, eps, form) for form in FORMS}
+    return [form for form in FORMS if torch.equal(expected, found[form])]

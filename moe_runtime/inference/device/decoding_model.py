@@ -43,7 +43,7 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
 
 def _fuse_norms(model: torch.nn.Module) -> None:
     """Makes normalisations one kernel each, where they compute just what that does."""
-    known: dict[tuple[type, int, float], NormForm | None] = {}
+    known: dict[tuple[Any, ...], NormForm | None] = {}
     for module in [*model.modules()]:
         for name, child in [*module.named_children()]:
             norm = as_rms_norm(child, known)

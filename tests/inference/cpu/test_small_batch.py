@@ -101,6 +101,15 @@ def test_the_usual_normalisations_are_replaced(kind, form):
     assert torch.allclose(found(x[:1, :1]), expected[:1, :1], rtol=2**-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "form"), [(LlamaLikeNorm, "rounded"), (RoundedOnce, "wide")])
+def test_a_form_is_that_of_bf16_in_every_type(kind, form, dtype):
+    """In fp32 both are the same, and the model may be converted."""
+    found = replaced(kind(), dtype)
+    assert isinstance(found, SmallBatchRMSNorm)
+    assert found.form == form
+
+
 @pytest.mark.parametrize("kind", [OnePlusWeight, EpsilonOutside, Gated])
 def test_other_normalisations_stay(kind):
     assert type(replaced(kind())) is kind
