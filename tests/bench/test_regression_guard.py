@@ -1,7 +1,8 @@
 """What a decode step costs in counts, held against a committed results file by `bench compare`.
 
-Counts are the same on a busy machine and on a quiet one: calls of this project's Python functions,
-and experts and bytes read. After a change that is meant to need more (or fewer) of them:
+Counts are the same on a busy machine and on a quiet one: calls of this project's Python functions
+and of its C kernels, torch's operators and the bytes that they allocate, and experts and bytes
+read. After a change that is meant to need more (or fewer) of them:
 `python tests/bench/test_regression_guard.py` writes the file anew.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import moe_runtime
 from moe_runtime.bench.results import Metric, describe_system, make_results, read_results
@@ -37,7 +39,8 @@ BOUND = "0.03"
 STEPS = 24
 MORE_SLOTS = 6
 METRICS = {
-    "python_calls": Metric("count"),
+    **dict.fromkeys(("python_calls", "kernel_calls", "operators"), Metric("count")),
+    "allocated_bytes": Metric("bytes"),
     "experts_read": Metric("count"),
     "bytes_read": Metric("bytes"),
 }
@@ -62,6 +65,27 @@ def counted() -> Iterator[list[int]]:
         sys.setprofile(None)
 
 
+@contextmanager
+def counted_kernels() -> Iterator[list[int]]:
+    """How often functions of the native library are called within the block."""
+    found, library = [0], native_library()
+    assert library is not None
+    own = {name: value for name, value in vars(library).items() if hasattr(value, "argtypes")}
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            found[0] += 1
+            return function(*arguments)
+
+        return call
+
+    try:
+        vars(library).update({name: counting(function) for name, function in own.items()})
+        yield found
+    finally:
+        vars(library).update(own)
+
+
 @torch.inference_mode()
 def decode(model: Any) -> None:
     """Given tokens, one at a time."""
@@ -82,8 +106,18 @@ def counts(folder: Path, host_memory: int | str) -> dict[str, float]:
         with counted() as calls:
             decode(model)
         after = model.moe.stats()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            decode(model)
+        with counted_kernels() as kernel_calls:
+            decode(model)
+    events = profiled.events()
+    assert events is not None
+    operators = [event for event in events if event.name.startswith("aten::")]
     return {
         "python_calls": calls[0] / STEPS,
+        "kernel_calls": kernel_calls[0] / STEPS,
+        "operators": len(operators) / STEPS,
+        "allocated_bytes": sum(max(0, one.self_cpu_memory_usage) for one in operators) / STEPS,
         "experts_read": after.misses - before.misses,
         "bytes_read": after.bytes_read - before.bytes_read,
     }
@@ -100,7 +134,7 @@ def make_counts(folder: Path) -> dict[str, Any]:
         "few slots": counts(folder, least + MORE_SLOTS * 40960),
     }
     # who waits for a read may wake up more than once
-    del found["few slots"]["python_calls"]
+    found["few slots"] = {name: found["few slots"][name] for name in ("experts_read", "bytes_read")}
     systems = [
         describe_system(
             name,
@@ -142,6 +176,9 @@ def test_a_step_costs_no_more_than_was_committed(
     assert compared(current, tmp_path, capsys) == (0, [])
     resident, few = (one["summary"] for one in current["measurements"])
     assert resident["python_calls"]["median"] > 40
+    assert resident["kernel_calls"]["median"] > 10
+    assert resident["operators"]["median"] > 40
+    assert resident["allocated_bytes"]["median"] > 1000
     assert resident["experts_read"]["median"] == 0 < few["experts_read"]["median"]
 
 
