@@ -300,7 +300,7 @@ def named_weights(
         stack = replace(tensor, shape=shape)
         names = itertools.product(range(num_experts), parts)
         for number, (expert, part) in enumerate(names):
-            yield prefix + f"{part}".format(expert) + end, stack, number
+            yield prefix + str(part).format(expert) + end, stack, number
 
 
 def num_layers_of(header: GgufHeader) -> int | None:
