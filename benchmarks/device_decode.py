@@ -51,8 +51,8 @@ from harness.device_rates import Rates, measure_rates
 from harness.drawn_checkpoints import DEVICE_SHAPES, active_bytes, drawn_checkpoint, shape_of
 from harness.machine import run_facts
 from harness.profiled import profiled
-from harness.shapes import Shape
 
+from moe_runtime.bench.synthetic.model_shapes import ModelShape
 from moe_runtime.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +81,7 @@ class Bench:
         began_s: when this process began.
     """
 
-    shape: Shape
+    shape: ModelShape
     folder: Path
     options: argparse.Namespace
     prompts: Prompts

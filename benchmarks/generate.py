@@ -20,11 +20,11 @@ from harness.plan import Settings, cap_label, parse_cap
 from harness.prompt import Prompt, make_prompt
 from harness.report import print_report, write_results
 from harness.session import Findings, measure_disk, prepare_files, run_all, trace_routes
-from harness.shapes import SHAPES
 from harness.systems import SYSTEM_NAMES, VARIANTS
 from rich.console import Console
 
 from moe_runtime.bench.memory_cap import CapUnavailableError, why_unavailable
+from moe_runtime.bench.synthetic.model_shapes import SHAPES
 
 HERE = Path(__file__).resolve().parent
 POCKET_MODEL = HERE.parent / "models" / "pocket"

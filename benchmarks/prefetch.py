@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness.checkpoints import is_complete, write_checkpoint
 from harness.machine import commit, describe_machine, machine_name, versions
-from harness.shapes import SHAPES
 
 import moe_runtime
+from moe_runtime.bench.synthetic.checkpoint_writer import is_complete, write_checkpoint
+from moe_runtime.bench.synthetic.model_shapes import SHAPES
 from moe_runtime.config import PrefetchMode
 from moe_runtime.files import write_text
 from moe_runtime.inference.inspection import inspect_checkpoint

@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from harness.checkpoints import is_complete, write_checkpoint
-from harness.gguf_export import write_gguf
 from harness.interruption import stop_on_termination
 from harness.machine import machine_name, num_usable_cores, run_facts
 from harness.plan import cap_label, parse_cap
-from harness.shapes import SHAPES
 
 from moe_runtime.bench.memory_cap import drop_page_cache, memory_cap, why_unavailable
+from moe_runtime.bench.synthetic.checkpoint_writer import is_complete, write_checkpoint
+from moe_runtime.bench.synthetic.gguf_copy import write_gguf
+from moe_runtime.bench.synthetic.model_shapes import SHAPES
 from moe_runtime.bench.texts import language_reference
 from moe_runtime.files import write_text
 

@@ -35,15 +35,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness.checkpoints import is_complete, write_checkpoint
 from harness.interruption import stop_on_termination
 from harness.machine import machine_name, run_facts
 from harness.plan import cap_label, parse_cap
-from harness.shapes import SHAPES
 from harness.token_client import Client, Times
 from safetensors.torch import save_file
 
 from moe_runtime.bench.memory_cap import drop_page_cache, memory_cap
+from moe_runtime.bench.synthetic.checkpoint_writer import is_complete, write_checkpoint
+from moe_runtime.bench.synthetic.model_shapes import SHAPES
 from moe_runtime.bench.texts import language_reference
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.checkpoints.safetensors_index import read_checkpoint_index

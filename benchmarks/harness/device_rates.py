@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness.shapes import Shape
+from moe_runtime.bench.synthetic.model_shapes import ModelShape
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.native import native_library
 
@@ -28,7 +28,7 @@ class Rates(NamedTuple):
     cpu_expert_s_by_threads: dict[str, float]
 
 
-def measure_rates(shape: Shape, device: str, num_bytes: int) -> Rates:
+def measure_rates(shape: ModelShape, device: str, num_bytes: int) -> Rates:
     """Measures with tensors of `num_bytes`, and with experts of the shape."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -46,7 +46,7 @@ def measure_rates(shape: Shape, device: str, num_bytes: int) -> Rates:
     )
 
 
-def _cpu_expert_s(shape: Shape) -> tuple[float, dict[str, float]]:
+def _cpu_expert_s(shape: ModelShape) -> tuple[float, dict[str, float]]:
     width, hidden = shape.model_width, shape.expert_width
 
     def matrix(rows: int, cols: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Checkpoints for measurements on a GPU: whole layers of a published shape, drawn there in seconds.
 
-Outputs of attention and experts are not scaled down as in `harness.families`: what experts compute
+Outputs of attention and experts are not scaled down as in `family_plans`: what experts compute
 reaches the logits, so that outputs can be compared. Embeddings still outweigh what few layers add,
 so routing depends on the token, and it is even.
 """
@@ -17,12 +17,18 @@ from typing import Any
 
 import torch
 
-from harness.checkpoints import write_checkpoint
-from harness.families import SMALL_STD, WEIGHT_STD
-from harness.shapes import BF16_BYTES, QWEN3_30B_BF16, SHAPES, Qwen3Shape, Shape
-from harness.tensors import TensorPlan
+from moe_runtime.bench.synthetic.checkpoint_writer import write_checkpoint
+from moe_runtime.bench.synthetic.drawn_tensors import TensorPlan
+from moe_runtime.bench.synthetic.family_plans import SMALL_STD, WEIGHT_STD
+from moe_runtime.bench.synthetic.model_shapes import (
+    BF16_BYTES,
+    QWEN3_30B_BF16,
+    SHAPES,
+    ModelShape,
+    Qwen3Shape,
+)
 
-DEVICE_SHAPES: dict[str, Shape] = {
+DEVICE_SHAPES: dict[str, ModelShape] = {
     shape.name: shape for shape in (SHAPES["olmoe-1b-7b"], QWEN3_30B_BF16)
 }
 TINY = Qwen3Shape(
@@ -41,12 +47,12 @@ TINY = Qwen3Shape(
 MEMORY_FOLDER = Path("/dev/shm")
 
 
-def shape_of(name: str, num_layers: int, *, is_tiny: bool) -> Shape:
+def shape_of(name: str, num_layers: int, *, is_tiny: bool) -> ModelShape:
     """The shape of a name with fewer layers, or the one of a rehearsal."""
     return TINY if is_tiny else replace(DEVICE_SHAPES[name], num_layers=num_layers)
 
 
-def active_bytes(shape: Shape) -> int:
+def active_bytes(shape: ModelShape) -> int:
     """Bytes of the weights that a decoded token reads: of the embeddings its row alone."""
     experts = shape.num_layers * shape.top_k * shape.expert_bytes
     rows_not_read = (shape.vocab_size - 1) * shape.model_width * BF16_BYTES
@@ -54,7 +60,7 @@ def active_bytes(shape: Shape) -> int:
 
 
 @contextlib.contextmanager
-def drawn_checkpoint(shape: Shape, device: str) -> Iterator[Path]:
+def drawn_checkpoint(shape: ModelShape, device: str) -> Iterator[Path]:
     """The checkpoint's folder, in memory where it fits twice; all beside it is removed, too."""
     place = MEMORY_FOLDER
     if not place.is_dir() or shutil.disk_usage(place).free < 2 * shape.total_bytes:

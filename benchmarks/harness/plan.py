@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from harness.shapes import GroupedShape, Qwen3Fp8Shape, Shape
+from moe_runtime.bench.synthetic.model_shapes import GroupedShape, ModelShape, Qwen3Fp8Shape
 from moe_runtime.config import parse_bytes
 
 GIB = 1 << 30
@@ -27,7 +27,7 @@ NEEDED_PACKAGES = {
 class Settings:
     """What the user asked for."""
 
-    shape: Shape
+    shape: ModelShape
     systems: tuple[str, ...]
     caps: tuple[int | None, ...]
     repeats: int
@@ -91,7 +91,7 @@ def planned_runs(settings: Settings, caps: tuple[int | None, ...]) -> Iterator[P
                     yield PlannedRun(system, cap, repeat)
 
 
-def cannot_work(system: str, cap_bytes: int | None, shape: Shape) -> str | None:
+def cannot_work(system: str, cap_bytes: int | None, shape: ModelShape) -> str | None:
     """Why a system is not run under a cap, in a few words; None when it is."""
     name = system.partition(":")[0]
     if find_spec(NEEDED_PACKAGES[name]) is None:

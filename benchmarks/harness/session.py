@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoints import is_complete, write_checkpoint
 from harness.disk import Measurement, ReadMode, measure, sweep
-from harness.gguf_export import write_gguf
 from harness.plan import OURS_PACKED, PlannedRun, Settings, cannot_work, cap_label, planned_runs
 from harness.processes import Outcome, RunSpec, run_worker
 from harness.prompt import Prompt
 from harness.replay import Routes, read_routes
-from harness.safetensors_files import expert_ranges
 from moe_runtime.bench.memory_cap import drop_page_cache
+from moe_runtime.bench.synthetic.checkpoint_writer import is_complete, write_checkpoint
+from moe_runtime.bench.synthetic.gguf_copy import write_gguf
+from moe_runtime.bench.synthetic.tensor_places import expert_ranges
 
 # What a benchmark leaves free beside its files, and never more than the files themselves.
 SPARE_DISK_BYTES = 2 << 30

@@ -38,12 +38,15 @@ class LatencyPlan:
         num_new: tokens after each prompt, the first included; at least 2.
         agreement: least share of likeliest tokens that must equal this project's.
         timeout_s: seconds after which a system that does not answer is ended.
+        continuations: ``num_new`` ids of text after each prompt, which all are given in place of
+            this project's likeliest ones: a model of random weights writes no text.
     """
 
     prompts: Sequence[list[int]]
     num_new: int
     agreement: float = 0.9
     timeout_s: float = 900.0
+    continuations: Sequence[list[int]] | None = None
 
 
 class LatencySystem(TextSystem):
@@ -51,7 +54,7 @@ class LatencySystem(TextSystem):
 
     def __init__(self, program: PeerProgram, plan: LatencyPlan, expected: list[list[int]]) -> None:
         super().__init__(program, expected, plan.agreement)
-        self._plan, self._given = plan, expected
+        self._plan, self._given = plan, plan.continuations or expected
 
     def repeat(self) -> Mapping[str, Number]:
         """Runs the peer once.
@@ -111,11 +114,12 @@ def measure_latency(
 
 
 def _likeliest(ours: PeerProgram, plan: LatencyPlan) -> list[list[int]]:
-    """The greedy continuation of each prompt."""
+    """The likeliest tokens after each prompt: its greedy continuation, unless one is given."""
     with named_failure(ours.name), started(ours, plan.timeout_s) as process:
         process.ask("start", settings=ours.settings)
         process.ask("load")
-        found = [_answer(process, plan, n, None)["ids"] for n in range(len(plan.prompts))]
+        given = plan.continuations or [None] * len(plan.prompts)
+        found = [_answer(process, plan, n, ids)["ids"] for n, ids in enumerate(given)]
         process.ask("end")
     return found
 
@@ -123,4 +127,10 @@ def _likeliest(ours: PeerProgram, plan: LatencyPlan) -> list[list[int]]:
 def _answer(
     process: PeerProcess, plan: LatencyPlan, number: int, given: list[int] | None
 ) -> dict[str, Any]:
-    return process.ask("measure", ids=plan.prompts[number], num_new=plan.num_new, given=given)
+    return process.ask(
+        "measure",
+        ids=plan.prompts[number],
+        num_new=plan.num_new,
+        given=given,
+        is_text=plan.continuations is not None,
+    )

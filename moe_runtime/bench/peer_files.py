@@ -14,6 +14,8 @@ from moe_runtime.config import require_known
 _FOLDER = Path(__file__).resolve().parent / "peers"
 _NOT_PEERS = ("__init__", "host", "moe_runtime")
 OURS = "moe_runtime"
+GGUF_PEERS = ("llama_cpp",)
+"""Peers that read GGUF files alone."""
 TEXT_CASES = ("latency", "throughput")
 """What a peer takes part in that names nothing else."""
 _WORD = re.compile(r"[\w.-]+")

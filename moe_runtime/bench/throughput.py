@@ -37,12 +37,14 @@ class ThroughputPlan:
         num_new: tokens after each prompt, the first included; at least 2.
         agreement: least share of likeliest tokens that must equal this project's.
         timeout_s: seconds after which a system that does not answer is ended.
+        continuations: of each sequence of each batch, as for `LatencyPlan`.
     """
 
     batches: Sequence[list[list[int]]]
     num_new: int
     agreement: float = 0.9
     timeout_s: float = 900.0
+    continuations: Sequence[list[list[int]]] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -62,7 +64,7 @@ class ThroughputSystem(TextSystem):
         self, program: PeerProgram, plan: ThroughputPlan, expected: list[list[list[int]]]
     ) -> None:
         super().__init__(program, [ids for batch in expected for ids in batch], plan.agreement)
-        self._plan, self._given = plan, expected
+        self._plan, self._given = plan, plan.continuations or expected
 
     def repeat(self) -> Mapping[str, Number]:
         """Runs the peer once.
@@ -130,11 +132,12 @@ def measure_throughput(
 
 
 def _likeliest(ours: PeerProgram, plan: ThroughputPlan) -> list[list[list[int]]]:
-    """The greedy continuations of each batch."""
+    """The likeliest tokens of each batch: its greedy continuations, unless some are given."""
     with named_failure(ours.name), started(ours, plan.timeout_s) as process:
         process.ask("start", settings=ours.settings)
         process.ask("load")
-        found = [_answer(process, plan, n, None)["ids"] for n in range(len(plan.batches))]
+        given = plan.continuations or [None] * len(plan.batches)
+        found = [_answer(process, plan, n, ids)["ids"] for n, ids in enumerate(given)]
         process.ask("end")
     return found
 

@@ -8,7 +8,8 @@ from harness.processes import Outcome
 from harness.replay import Routes
 from harness.report import details_of_ours, io_bound_fraction, ratios, summarize
 from harness.session import Findings, RunRecord
-from harness.shapes import SHAPES
+
+from moe_runtime.bench.synthetic.model_shapes import SHAPES
 
 GIB = 1 << 30
 SHAPE = SHAPES["olmoe-1b-7b"]

@@ -42,6 +42,7 @@ BENCH_CASES = {
             "agreement": ("--agreement 0.375", ("agreement", 0.375)),
         },
         dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py")
+        | dict.fromkeys(("shape", "layers", "keep_shape"), "tests/bench/test_shape_checkpoint.py")
         | {"cap": "tests/bench/test_memory_cap.py"},
     ),
     "bench throughput": Case(
@@ -66,6 +67,7 @@ BENCH_CASES = {
             "agreement": ("--agreement 0.375", ("agreement", 0.375)),
         },
         dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_throughput.py")
+        | dict.fromkeys(("shape", "layers", "keep_shape"), "tests/bench/test_shape_checkpoint.py")
         | {"cap": "tests/bench/test_memory_cap.py"},
     ),
     "bench io": Case(

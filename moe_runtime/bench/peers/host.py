@@ -81,6 +81,8 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
             import_s = clock.spent_s - imported
             found = {"load_s": time.perf_counter() - begin - import_s, "import_s": import_s}
         elif asked["do"] == "measure":
+            if asked.get("is_text") and hasattr(peer, "stream"):
+                raise NotImplementedError("this peer generates by itself, and the text is given")
             found = measure(peer, asked["ids"], asked["num_new"], asked["given"])
         elif asked["do"] == "measure_batch":
             found = measure_batch(peer, asked["prompts"], asked["num_new"], asked["given"])

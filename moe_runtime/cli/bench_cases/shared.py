@@ -2,9 +2,11 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -31,6 +33,26 @@ MEMORY_ROWS = {
     "GPUs, J": ("gpu_joules", 1.0),
 }
 
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]", help="Folder of a safetensors checkpoint, or a name on the hub."
+    ),
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of MODEL: random weights in the shape of olmoe-1b-7b, qwen3-30b-a3b, "
+        "mixtral-8x7b, gpt-oss-20b or olmoe-small, written to the user's cache folder and removed "
+        "afterwards; for llama_cpp as a GGUF file, too."
+    ),
+]
+Layers = Annotated[
+    int | None, typer.Option(min=1, max=1000, help="Layers of --shape; its own when omitted.")
+]
+Keep = Annotated[
+    bool, typer.Option("--keep-shape", help="Keep what --shape wrote; later runs find it.")
+]
 Peers = Annotated[
     list[str] | None,
     typer.Option(
@@ -80,19 +102,113 @@ Output = Annotated[
 ]
 
 
+class AskedModel(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        path: of the checkpoint.
+        gguf: the same as a GGUF file, where that was written.
+        facts: its name for a results file, and what random weights are of.
+    """
+
+    path: str
+    gguf: Path | None
+    facts: dict[str, Any]
+
+    def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
+        """Peers that read GGUF files alone, and were given none, are given that of the shape."""
+        from moe_runtime.bench.peer_files import GGUF_PEERS
+
+        return [
+            replace(one, settings=one.settings | {"model": str(self.gguf)})
+            if self.gguf and one.file.stem in GGUF_PEERS and one.settings["model"] == self.path
+            else one
+            for one in programs
+        ]
+
+
+@contextmanager
+def asked_model(
+    model: str | None,
+    shape: str | None,
+    layers: int | None,
+    peers: "Sequence[PeerProgram]",
+    *,
+    keep: bool,
+) -> Iterator[AskedModel]:
+    """MODEL, or what ``--shape`` stands for, whose files are there within the block.
+
+    Args:
+        model: as on the command line.
+        shape, layers, keep: see the options.
+        peers: of which one may need a GGUF file; read without a model of theirs.
+
+    Raises:
+        ValueError: there is no such shape.
+        CapacityError: the disk has too little room for it.
+    """
+    if shape is None:
+        from moe_runtime.checkpoints.model_files import find_checkpoint
+
+        assert model is not None
+        yield AskedModel(str(find_checkpoint(model)), None, {"model": Path(model).name})
+        return
+    from moe_runtime.bench.peer_files import GGUF_PEERS
+    from moe_runtime.bench.synthetic.model_shapes import shape_of_name
+    from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
+
+    asked = shape_of_name(shape, layers)
+    needs_gguf = any(one.file.stem in GGUF_PEERS and "model" not in one.settings for one in peers)
+    facts = {"model": shape, "layers": asked.num_layers, "weights": "random"}
+    with shape_checkpoint(
+        asked, shapes_folder(), keep=keep, needs_gguf=needs_gguf, say=say_line
+    ) as files:
+        yield AskedModel(str(files.checkpoint), files.gguf if needs_gguf else None, facts)
+
+
+def require_one_model(
+    model: str | None, shape: str | None, layers: int | None, *, keep: bool
+) -> None:
+    """Refuses MODEL and ``--shape`` together, neither, and options of a shape without one.
+
+    Raises:
+        ValueError: there is no one thing to measure.
+    """
+    if (model is None) == (shape is None):
+        raise ValueError("expected MODEL or --shape, one of them: what is measured?")
+    if shape is None and (layers is not None or keep):
+        raise ValueError(f"{'--keep-shape' if keep else '--layers'} belongs to --shape")
+
+
+def split_off(ids: Sequence[list[int]], num_new: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and the last ids of each as the text that follows it."""
+    return [one[:-num_new] for one in ids], [one[-num_new:] for one in ids]
+
+
 def prompt_ids(
-    model: str, prompts: Path | None, num_tokens: int, num_built_in: int
+    model: str, prompts: Path | None, num_tokens: int, num_built_in: int, num_after: int = 0
 ) -> list[list[int]]:
-    """Token ids of the prompts of a file, or of built-in ones."""
+    """Token ids of the prompts of a file, or of built-in ones.
+
+    Args:
+        model: the checkpoint, whose tokenizer is taken.
+        prompts: the file.
+        num_tokens, num_built_in: of built-in prompts.
+        num_after: ids of text that follow each prompt.
+    """
     from moe_runtime.bench.texts import cut_prompts
     from moe_runtime.cli.commands.run import load_tokenizer
     from moe_runtime.inference.generation import encode_prompt
 
     tokenizer = load_tokenizer(model)
     if prompts is None:
-        return cut_prompts(tokenizer, num_built_in, num_tokens)
+        return cut_prompts(tokenizer, num_built_in, num_tokens + num_after)
     texts = read_prompts(None, None, prompts)
-    return [encode_prompt(tokenizer, text)["input_ids"][0].tolist() for text in texts]
+    found = [encode_prompt(tokenizer, text)["input_ids"][0].tolist() for text in texts]
+    if not num_after:
+        return found
+    after = cut_prompts(tokenizer, len(found), num_after)
+    return [ids + more for ids, more in zip(found, after, strict=True)]
 
 
 def cap_bytes(cap: str | None) -> int | None:
@@ -131,8 +247,12 @@ def common_settings(
 
 def say_repetition(name: str, number: int) -> None:
     """A line of progress."""
-    done = f"repetition {number}" if number else "has the text that all are given"
-    print(f"moe-runtime: {name}: {done}", file=sys.stderr, flush=True)
+    say_line(f"{name}: repetition {number}" if number else f"{name}: has what all are held to")
+
+
+def say_line(text: str) -> None:
+    """A line of progress, of the program."""
+    print(f"moe-runtime: {text}", file=sys.stderr, flush=True)
 
 
 def check_results(output: Path | None, peers: Sequence["PeerProgram"]) -> None:

@@ -1,7 +1,7 @@
 """``moe-runtime bench throughput``: batches of prompts, tokens a second, beside other systems."""
 
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +33,10 @@ Quick = Annotated[bool, typer.Option("--quick", help="One batch and fewer tokens
 
 def bench_throughput(
     ctx: typer.Context,
-    model: options.Model,
+    model: shared.Model = None,
+    shape: shared.Shape = None,
+    layers: shared.Layers = None,
+    keep_shape: shared.Keep = False,
     peer: shared.Peers = None,
     batch: Batch = 8,
     batches: Batches = None,
@@ -62,6 +65,7 @@ def bench_throughput(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
+    shared.require_one_model(model, shape, layers, keep=keep_shape)
     parse_budget(host_memory, name="--host-memory")
     if prompts is not None:
         words = "has no effect where --prompts says what to ask"
@@ -70,50 +74,60 @@ def bench_throughput(
     from moe_runtime.bench.peer_files import find_peers, our_program
 
     # Who is unknown is refused before anything is read.
-    shared.check_results(output, find_peers(peer or (), {}, "throughput"))
+    peers = find_peers(peer or (), {}, "throughput")
+    shared.check_results(output, peers)
     quiet_transformers(session)
     from moe_runtime.bench.runner import Rules
     from moe_runtime.bench.throughput import ThroughputPlan, measure_throughput
-    from moe_runtime.checkpoints.model_files import find_checkpoint
 
-    num_built_in = batch * (batches or (1 if quick else 2))
-    ids = shared.prompt_ids(model, prompts, prompt_tokens, num_built_in)
-    plan = ThroughputPlan(
-        batches=[ids[start : start + batch] for start in range(0, len(ids), batch)],
-        num_new=max_new_tokens or (16 if quick else 32),
-        agreement=agreement,
-    )
+    num_new = max_new_tokens or (16 if quick else 32)
     rules = Rules(
         judged=("new_tokens_per_s",),
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    given = shared.common_settings(str(find_checkpoint(model)), threads, ids, plan.num_new, limit)
-    given["max_tokens"] *= min(batch, len(ids))
-    ours = {name: given[name] for name in ("model", "num_threads", "max_tokens")}
-    ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch, "device": "cpu"}
-    with stop_on_signals(shared.STOPPING) as stop:
-        results = measure_throughput(
-            our_program(ours, limit),
-            find_peers(peer or (), given, "throughput"),
-            plan,
-            rules,
-            time.monotonic,
-            settings={
-                **{name: value for name, value in ours.items() if name != "model"},
-                "model": Path(model).name,
-                "cap_bytes": limit,
-                "batch": batch,
-                "prompt_tokens": [len(one) for one in ids],
-                "new_tokens": plan.num_new,
-                "precision": precision,
-                "agreement": agreement,
-                "max_s": rules.max_s,
-            },
-            on_repetition=shared.say_repetition,
-            is_stopping=lambda: stop.is_set,
+    with shared.asked_model(model, shape, layers, peers, keep=keep_shape) as asked:
+        num_built_in, num_after = batch * (batches or (1 if quick else 2)), num_new if shape else 0
+        ids = shared.prompt_ids(asked.path, prompts, prompt_tokens, num_built_in, num_after)
+        given, after = shared.split_off(ids, num_after) if shape else (ids, None)
+        plan = ThroughputPlan(
+            batches=in_batches(given, batch),
+            num_new=num_new,
+            agreement=agreement,
+            continuations=None if after is None else in_batches(after, batch),
         )
+        of_all = shared.common_settings(asked.path, threads, given, num_new, limit)
+        of_all["max_tokens"] *= min(batch, len(given))
+        ours = {name: of_all[name] for name in ("model", "num_threads", "max_tokens")}
+        ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch}
+        ours |= {"device": "cpu"}
+        with stop_on_signals(shared.STOPPING) as stop:
+            results = measure_throughput(
+                our_program(ours, limit),
+                asked.with_files(find_peers(peer or (), of_all, "throughput")),
+                plan,
+                rules,
+                time.monotonic,
+                settings={
+                    **{name: value for name, value in ours.items() if name != "model"},
+                    **asked.facts,
+                    "cap_bytes": limit,
+                    "batch": batch,
+                    "prompt_tokens": [len(one) for one in given],
+                    "new_tokens": plan.num_new,
+                    "precision": precision,
+                    "agreement": agreement,
+                    "max_s": rules.max_s,
+                },
+                on_repetition=shared.say_repetition,
+                is_stopping=lambda: stop.is_set,
+            )
     shared.end_case(results, output, stop, show_throughput, as_json=as_json)
+
+
+def in_batches(ids: Sequence[list[int]], size: int) -> list[list[list[int]]]:
+    """Sequences side by side, the last ones fewer if need be."""
+    return [list(ids[start : start + size]) for start in range(0, len(ids), size)]
 
 
 def show_throughput(results: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """``moe-runtime bench latency``: first token and time between tokens, beside other systems."""
 
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +26,10 @@ Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter prompts,
 
 def bench_latency(
     ctx: typer.Context,
-    model: options.Model,
+    model: shared.Model = None,
+    shape: shared.Shape = None,
+    layers: shared.Layers = None,
+    keep_shape: shared.Keep = False,
     peer: shared.Peers = None,
     prompts: shared.Prompts = None,
     prompt_tokens: shared.PromptTokens = 64,
@@ -50,10 +52,12 @@ def bench_latency(
 
     Every repetition is a process of its own, systems in turn, until the means are certain to
     --precision or the time is up. All are given the same tokens; a system that would have said
-    others gets no numbers. Ctrl-C shows what was measured so far.
+    others gets no numbers. With --shape they are text, and what each finds likeliest after them is
+    compared. Ctrl-C shows what was measured so far.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
+    shared.require_one_model(model, shape, layers, keep=keep_shape)
     parse_budget(host_memory, name="--host-memory")
     if prompts is not None:
         refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
@@ -61,47 +65,47 @@ def bench_latency(
     from moe_runtime.bench.peer_files import find_peers, our_program
 
     # Who is unknown is refused before anything is read.
-    shared.check_results(output, find_peers(peer or (), {}))
+    peers = find_peers(peer or (), {})
+    shared.check_results(output, peers)
     quiet_transformers(session)
     from moe_runtime.bench.latency import LatencyPlan, measure_latency
     from moe_runtime.bench.runner import Rules
-    from moe_runtime.checkpoints.model_files import find_checkpoint
 
-    plan = LatencyPlan(
-        prompts=shared.prompt_ids(model, prompts, prompt_tokens, 2 if quick else 4),
-        num_new=max_new_tokens or (16 if quick else 32),
-        agreement=agreement,
-    )
+    num_new = max_new_tokens or (16 if quick else 32)
     rules = Rules(
         judged=("first_token_s", "between_tokens_s"),
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    given = shared.common_settings(
-        str(find_checkpoint(model)), threads, plan.prompts, plan.num_new, limit
-    )
-    ours = {name: given[name] for name in ("model", "num_threads", "max_tokens")}
-    ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch, "device": "cpu"}
-    with stop_on_signals(shared.STOPPING) as stop:
-        results = measure_latency(
-            our_program(ours, limit),
-            find_peers(peer or (), given),
-            plan,
-            rules,
-            time.monotonic,
-            settings={
-                **{name: value for name, value in ours.items() if name != "model"},
-                "model": Path(model).name,
-                "cap_bytes": limit,
-                "prompt_tokens": [len(ids) for ids in plan.prompts],
-                "new_tokens": plan.num_new,
-                "precision": precision,
-                "agreement": agreement,
-                "max_s": rules.max_s,
-            },
-            on_repetition=shared.say_repetition,
-            is_stopping=lambda: stop.is_set,
-        )
+    with shared.asked_model(model, shape, layers, peers, keep=keep_shape) as asked:
+        num_after = num_new if shape else 0
+        ids = shared.prompt_ids(asked.path, prompts, prompt_tokens, 2 if quick else 4, num_after)
+        given, after = shared.split_off(ids, num_after) if shape else (ids, None)
+        plan = LatencyPlan(prompts=given, num_new=num_new, agreement=agreement, continuations=after)
+        of_all = shared.common_settings(asked.path, threads, plan.prompts, num_new, limit)
+        ours = {name: of_all[name] for name in ("model", "num_threads", "max_tokens")}
+        ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch}
+        ours |= {"device": "cpu"}
+        with stop_on_signals(shared.STOPPING) as stop:
+            results = measure_latency(
+                our_program(ours, limit),
+                asked.with_files(find_peers(peer or (), of_all)),
+                plan,
+                rules,
+                time.monotonic,
+                settings={
+                    **{name: value for name, value in ours.items() if name != "model"},
+                    **asked.facts,
+                    "cap_bytes": limit,
+                    "prompt_tokens": [len(ids) for ids in plan.prompts],
+                    "new_tokens": plan.num_new,
+                    "precision": precision,
+                    "agreement": agreement,
+                    "max_s": rules.max_s,
+                },
+                on_repetition=shared.say_repetition,
+                is_stopping=lambda: stop.is_set,
+            )
     shared.end_case(results, output, stop, show_latency, as_json=as_json)
 
 

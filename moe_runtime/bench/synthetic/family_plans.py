@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.shapes import GptOssShape, GroupedShape, Qwen3Fp8Shape, Qwen3Shape, Shape
-from harness.tensors import Stored, TensorPlan
+from moe_runtime.bench.synthetic.drawn_tensors import Stored, TensorPlan
+from moe_runtime.bench.synthetic.model_shapes import (
+    GptOssShape,
+    GroupedShape,
+    MixtralShape,
+    ModelShape,
+    Qwen3Fp8Shape,
+    Qwen3Shape,
+)
 
 WEIGHT_STD = 0.02
 OUTPUT_SCALE = 1e-3
@@ -20,7 +27,7 @@ SMALL_STD = WEIGHT_STD * OUTPUT_SCALE
 MAX_POSITIONS = 16384
 
 
-def plan_tensors(shape: Shape) -> Iterator[TensorPlan]:
+def plan_tensors(shape: ModelShape) -> Iterator[TensorPlan]:
     """Every weight of the checkpoint in the order of its layers."""
     table = (shape.vocab_size, shape.model_width)
     yield TensorPlan("model.embed_tokens.weight", table, WEIGHT_STD * EMBEDDING_SCALE)
@@ -30,22 +37,26 @@ def plan_tensors(shape: Shape) -> Iterator[TensorPlan]:
             yield from _gpt_oss_layer(shape, prefix)
         elif isinstance(shape, Qwen3Shape):
             yield from _qwen3_layer(shape, prefix)
+        elif isinstance(shape, MixtralShape):
+            yield from _mixtral_layer(shape, prefix)
         else:
             yield from _olmoe_layer(shape, prefix)
     yield TensorPlan("model.norm.weight", (shape.model_width,), None)
     yield TensorPlan("lm_head.weight", table, WEIGHT_STD)
 
 
-def config_of(shape: Shape) -> dict[str, object]:
+def config_of(shape: ModelShape) -> dict[str, object]:
     """The content of `config.json`."""
     if isinstance(shape, GptOssShape):
         return _gpt_oss_config(shape)
     if isinstance(shape, Qwen3Shape):
         return _qwen3_config(shape)
+    if isinstance(shape, MixtralShape):
+        return _mixtral_config(shape)
     return _olmoe_config(shape)
 
 
-def _olmoe_layer(shape: Shape, prefix: str) -> Iterator[TensorPlan]:
+def _olmoe_layer(shape: ModelShape, prefix: str) -> Iterator[TensorPlan]:
     width = shape.model_width
     yield TensorPlan(f"{prefix}.input_layernorm.weight", (width,), None)
     yield from _separate_experts(shape, prefix, "bf16")
@@ -70,6 +81,19 @@ def _qwen3_layer(shape: Qwen3Shape, prefix: str) -> Iterator[TensorPlan]:
     yield TensorPlan(f"{prefix}.self_attn.k_norm.weight", (shape.head_dim,), None)
 
 
+def _mixtral_layer(shape: MixtralShape, prefix: str) -> Iterator[TensorPlan]:
+    width, hidden, block = shape.model_width, shape.expert_width, f"{prefix}.block_sparse_moe"
+    yield TensorPlan(f"{prefix}.input_layernorm.weight", (width,), None)
+    for expert in range(shape.num_experts):
+        stem = f"{block}.experts.{expert}"
+        yield TensorPlan(f"{stem}.w1.weight", (hidden, width), WEIGHT_STD)
+        yield TensorPlan(f"{stem}.w2.weight", (width, hidden), SMALL_STD)
+        yield TensorPlan(f"{stem}.w3.weight", (hidden, width), WEIGHT_STD)
+    yield TensorPlan(f"{block}.gate.weight", (shape.num_experts, width), WEIGHT_STD)
+    yield TensorPlan(f"{prefix}.post_attention_layernorm.weight", (width,), None)
+    yield from _grouped_attention(shape, prefix, "bf16")
+
+
 def _gpt_oss_layer(shape: GptOssShape, prefix: str) -> Iterator[TensorPlan]:
     width, hidden, experts = shape.model_width, shape.expert_width, shape.num_experts
     stem = f"{prefix}.mlp.experts"
@@ -89,7 +113,7 @@ def _gpt_oss_layer(shape: GptOssShape, prefix: str) -> Iterator[TensorPlan]:
     yield TensorPlan(f"{prefix}.self_attn.sinks", (shape.num_heads,), WEIGHT_STD)
 
 
-def _separate_experts(shape: Shape, prefix: str, stored: Stored) -> Iterator[TensorPlan]:
+def _separate_experts(shape: ModelShape, prefix: str, stored: Stored) -> Iterator[TensorPlan]:
     width, hidden = shape.model_width, shape.expert_width
     for expert in range(shape.num_experts):
         stem = f"{prefix}.mlp.experts.{expert}"
@@ -105,7 +129,7 @@ def _grouped_attention(shape: GroupedShape, prefix: str, stored: Stored) -> Iter
     yield TensorPlan(f"{stem}.o_proj.weight", (width, shape.query_width), SMALL_STD, stored)
 
 
-def _common_config(shape: Shape) -> dict[str, object]:
+def _common_config(shape: ModelShape) -> dict[str, object]:
     return {
         "attention_dropout": 0.0,
         "eos_token_id": shape.vocab_size - 1,
@@ -126,7 +150,7 @@ def _common_config(shape: Shape) -> dict[str, object]:
     }
 
 
-def _olmoe_config(shape: Shape) -> dict[str, object]:
+def _olmoe_config(shape: ModelShape) -> dict[str, object]:
     return _common_config(shape) | {
         "architectures": ["OlmoeForCausalLM"],
         "attention_bias": False,
@@ -164,6 +188,18 @@ def _qwen3_config(shape: Qwen3Shape) -> dict[str, object]:
             "weight_block_size": [128, 128],
         }
     return config
+
+
+def _mixtral_config(shape: MixtralShape) -> dict[str, object]:
+    return _common_config(shape) | {
+        "architectures": ["MixtralForCausalLM"],
+        "head_dim": shape.head_dim,
+        "model_type": "mixtral",
+        "num_key_value_heads": shape.num_kv_heads,
+        "num_local_experts": shape.num_experts,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+    }
 
 
 def _gpt_oss_config(shape: GptOssShape) -> dict[str, object]:

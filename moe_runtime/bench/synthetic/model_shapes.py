@@ -1,4 +1,4 @@
-"""Named model shapes that the benchmarks know how to make.
+"""Model shapes by name, of which `write_checkpoint` makes checkpoints.
 
 Legend: V vocabulary, D model width, F expert width, E experts, K top-k, L layers.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from moe_runtime.config import require_known
+
 BF16_BYTES = 2
 FP8_BLOCK = 128
 MXFP4_GROUP = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ModelShape:
     """Sizes of an OLMoE checkpoint: multi-head attention, every block a Mixture of Experts."""
 
     name: str
@@ -60,7 +62,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedShape(Shape):
+class GroupedShape(ModelShape):
     """Sizes of a checkpoint whose queries share keys and values.
 
     Attributes:
@@ -116,6 +118,18 @@ class Qwen3Fp8Shape(Qwen3Shape):
         return self.num_layers * (attention + plain * BF16_BYTES) + self.table_bytes
 
 
+class MixtralShape(GroupedShape):
+    """Mixtral in bf16."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of everything that is not an expert."""
+        width = self.model_width
+        attention = 2 * self.query_width * width + 2 * self.kv_width * width
+        plain = self.num_experts * width + 2 * width
+        return self.num_layers * (attention + plain) * BF16_BYTES + self.table_bytes
+
+
 class GptOssShape(GroupedShape):
     """gpt-oss: experts stacked in MXFP4, everything else in bf16."""
 
@@ -156,10 +170,10 @@ QWEN3_30B_BF16 = Qwen3Shape(
     shard_bytes=4 * 10**9,
 )
 QWEN3_30B = replace(Qwen3Fp8Shape(**vars(QWEN3_30B_BF16)), name="qwen3-30b-a3b-fp8")
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        Shape(
+        ModelShape(
             name="olmoe-1b-7b",
             num_layers=16,
             num_experts=64,
@@ -170,7 +184,7 @@ SHAPES: dict[str, Shape] = {
             vocab_size=50304,
             shard_bytes=5 * 10**9,
         ),
-        Shape(
+        ModelShape(
             name="olmoe-small",
             num_layers=8,
             num_experts=32,
@@ -181,7 +195,7 @@ SHAPES: dict[str, Shape] = {
             vocab_size=50304,
             shard_bytes=400 * 10**6,
         ),
-        Shape(
+        ModelShape(
             name="olmoe-tiny",
             num_layers=4,
             num_experts=16,
@@ -191,6 +205,20 @@ SHAPES: dict[str, Shape] = {
             num_heads=4,
             vocab_size=4096,
             shard_bytes=8 * 10**6,
+        ),
+        QWEN3_30B_BF16,
+        MixtralShape(
+            name="mixtral-8x7b",
+            num_layers=32,
+            num_experts=8,
+            top_k=2,
+            model_width=4096,
+            expert_width=14336,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=32000,
+            shard_bytes=5 * 10**9,
         ),
         QWEN3_30B,
         # A quarter of the layers: for a machine whose disk has no room for two files of 30 GB.
@@ -236,3 +264,16 @@ SHAPES: dict[str, Shape] = {
         ),
     )
 }
+
+
+def shape_of_name(name: str, num_layers: int | None = None) -> ModelShape:
+    """A shape of `SHAPES`, with another number of layers if wanted, which its name says then.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    require_known("shape", name, tuple(SHAPES))
+    shape = SHAPES[name]
+    if num_layers in (None, shape.num_layers):
+        return shape
+    return replace(shape, name=f"{name}-{num_layers}-layers", num_layers=num_layers)

@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from harness.shapes import BF16_BYTES, FP8_BLOCK, MXFP4_GROUP
+from moe_runtime.bench.synthetic.model_shapes import BF16_BYTES, FP8_BLOCK, MXFP4_GROUP
 
 ITEM_BYTES = {"BF16": BF16_BYTES, "F8_E4M3": 1, "U8": 1}
 Stored = Literal["bf16", "fp8", "mxfp4"]
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A tensor of the file, as its header describes it."""
 
     name: str
@@ -45,22 +45,22 @@ class TensorPlan:
     stored: Stored = "bf16"
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[StoredPart, ...]:
         """The tensors that hold it."""
         if self.stored == "bf16":
-            return (Part(self.name, "BF16", self.shape),)
+            return (StoredPart(self.name, "BF16", self.shape),)
         if self.stored == "fp8":
             rows, cols = self.shape
             blocks = (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
             return (
-                Part(self.name, "F8_E4M3", self.shape),
-                Part(f"{self.name}_scale_inv", "BF16", blocks),
+                StoredPart(self.name, "F8_E4M3", self.shape),
+                StoredPart(f"{self.name}_scale_inv", "BF16", blocks),
             )
         *lead, cols = self.shape
         groups = cols // MXFP4_GROUP
         return (
-            Part(f"{self.name}_blocks", "U8", (*lead, groups, MXFP4_GROUP // 2)),
-            Part(f"{self.name}_scales", "U8", (*lead, groups)),
+            StoredPart(f"{self.name}_blocks", "U8", (*lead, groups, MXFP4_GROUP // 2)),
+            StoredPart(f"{self.name}_scales", "U8", (*lead, groups)),
         )
 
     @property

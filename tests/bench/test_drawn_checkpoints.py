@@ -5,12 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness.checkpoints import INDEX_NAME, is_complete, write_checkpoint
-from harness.families import plan_tensors
-from harness.safetensors_files import expert_ranges, locate_tensors
-from harness.shapes import SHAPES, Shape
-from harness.tensors import make_parts, make_tensor, to_bfloat16_bits
 from safetensors import safe_open
+
+from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME, is_complete, write_checkpoint
+from moe_runtime.bench.synthetic.drawn_tensors import make_parts, make_tensor, to_bfloat16_bits
+from moe_runtime.bench.synthetic.family_plans import plan_tensors
+from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape
+from moe_runtime.bench.synthetic.tensor_places import expert_ranges, locate_tensors
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -21,7 +22,7 @@ def load_all(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_transformers_loads_every_tensor(shape: Shape, checkpoint: Path) -> None:
+def test_transformers_loads_every_tensor(shape: ModelShape, checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
@@ -29,7 +30,7 @@ def test_transformers_loads_every_tensor(shape: Shape, checkpoint: Path) -> None
     assert sum(weight.numel() for weight in model.parameters()) * 2 == shape.total_bytes
 
 
-def test_routing_depends_on_the_token(shape: Shape, checkpoint: Path) -> None:
+def test_routing_depends_on_the_token(shape: ModelShape, checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -44,7 +45,7 @@ def test_routing_depends_on_the_token(shape: Shape, checkpoint: Path) -> None:
     assert len(set(last)) > 1
 
 
-def test_index_names_the_file_of_every_tensor(shape: Shape, checkpoint: Path) -> None:
+def test_index_names_the_file_of_every_tensor(shape: ModelShape, checkpoint: Path) -> None:
     weight_map = json.loads((checkpoint / INDEX_NAME).read_text())["weight_map"]
     assert len(set(weight_map.values())) > 1
     for name, file in weight_map.items():
@@ -63,7 +64,7 @@ def test_places_agree_with_the_safetensors_library(checkpoint: Path) -> None:
 
 
 def test_expert_ranges_leave_out_what_a_shard_boundary_splits(
-    shape: Shape, checkpoint: Path
+    shape: ModelShape, checkpoint: Path
 ) -> None:
     ranges = expert_ranges(checkpoint)
     assert {length for _, _, length in ranges} == {shape.expert_bytes}
@@ -76,7 +77,7 @@ def test_expert_ranges_leave_out_what_a_shard_boundary_splits(
     )
 
 
-def test_weights_depend_on_seed_and_name_only(shape: Shape, tmp_path: Path) -> None:
+def test_weights_depend_on_seed_and_name_only(shape: ModelShape, tmp_path: Path) -> None:
     write_checkpoint(replace(shape, shard_bytes=10**9), tmp_path / "one", seed=3)
     write_checkpoint(shape, tmp_path / "many", seed=3)
     write_checkpoint(shape, tmp_path / "other", seed=4)
@@ -87,7 +88,7 @@ def test_weights_depend_on_seed_and_name_only(shape: Shape, tmp_path: Path) -> N
     assert not torch.equal(one[down[0]], one[down[1]])
 
 
-def test_scales_are_those_announced(shape: Shape) -> None:
+def test_scales_are_those_announced(shape: ModelShape) -> None:
     wanted = {"embed_tokens": 1.0, "q_proj": 0.02, "o_proj": 2e-5, "0.down_proj": 2e-5}
     for part, std in wanted.items():
         plan = next(plan for plan in plan_tensors(shape) if part in plan.name)
@@ -105,7 +106,9 @@ def test_rounding_to_bfloat16_is_that_of_torch() -> None:
     np.testing.assert_array_equal(to_bfloat16_bits(values), expected)
 
 
-def test_completeness_notices_seed_truncation_and_absence(shape: Shape, tmp_path: Path) -> None:
+def test_completeness_notices_seed_truncation_and_absence(
+    shape: ModelShape, tmp_path: Path
+) -> None:
     write_checkpoint(shape, tmp_path, seed=3)
     assert is_complete(shape, tmp_path, seed=3)
     assert not is_complete(shape, tmp_path, seed=4)
@@ -132,6 +135,25 @@ def test_the_quantised_shapes_have_the_experts_that_were_published() -> None:
     # matrices of 2048 x 768 bytes and 96 bf16 scales.
     assert SHAPES["gpt-oss-20b"].expert_bytes == 13_236_480
     assert SHAPES["qwen3-30b-a3b-fp8"].expert_bytes == 3 * (2048 * 768 + 96 * 2)
+
+
+def test_published_sizes_of_the_shapes_in_bf16() -> None:
+    """30.5 and 46.7 billion parameters."""
+    assert SHAPES["qwen3-30b-a3b"].total_bytes == pytest.approx(2 * 30.53e9, rel=1e-3)
+    assert SHAPES["mixtral-8x7b"].total_bytes == pytest.approx(2 * 46.70e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
+def test_transformers_knows_every_weight_of_a_family(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"num_layers": 2, "num_experts": 4, "top_k": 2, "model_width": 64, "expert_width": 32}
+    sizes |= {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "vocab_size": 320}
+    shape = replace(SHAPES[name], **sizes)
+    write_checkpoint(shape, tmp_path)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert sum(weight.numel() for weight in model.parameters()) * 2 == shape.total_bytes
 
 
 @pytest.mark.parametrize("name", ["qwen3-tiny-fp8", "gpt-oss-tiny"])

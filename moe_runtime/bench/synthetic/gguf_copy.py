@@ -8,7 +8,7 @@ of such a model becomes Q8_0, rounded once more. The vocabulary is the checkpoin
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -19,17 +19,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from harness.families import MAX_POSITIONS, config_of
-from harness.safetensors_files import TensorPlace, locate_tensors
-from harness.shapes import (
+from moe_runtime.bench.synthetic.byte_pairs import END_OF_TEXT, TOKENIZER_NAME
+from moe_runtime.bench.synthetic.family_plans import MAX_POSITIONS, config_of
+from moe_runtime.bench.synthetic.model_shapes import (
     FP8_BLOCK,
     MXFP4_GROUP,
     GptOssShape,
     GroupedShape,
+    MixtralShape,
+    ModelShape,
     Qwen3Fp8Shape,
-    Shape,
+    Qwen3Shape,
 )
-from harness.tokenizer import END_OF_TEXT, TOKENIZER_NAME
+from moe_runtime.bench.synthetic.tensor_places import TensorPlace, locate_tensors
+from moe_runtime.errors import UnsupportedModelError
 
 TABLES = {
     "model.embed_tokens": "token_embd",
@@ -93,7 +96,7 @@ class GgufTensor:
 
 
 def write_gguf(
-    shape: Shape,
+    shape: ModelShape,
     checkpoint: Path,
     target: Path,
     *,
@@ -105,44 +108,65 @@ def write_gguf(
 
     Args:
         progress: called with bytes written and bytes in all after each tensor.
+
+    Raises:
+        UnsupportedModelError: the package is missing, or the family is not known here.
     """
+    require_copy(shape)
     gguf = importlib.import_module("gguf")
     tensors = list(_plan(shape, locate_tensors(checkpoint)))
     if isinstance(shape, Qwen3Fp8Shape):
         tensors = [_as_q8_0(tensor, gguf) for tensor in tensors]
     total = sum(tensor.num_bytes for tensor in tensors)
     unfinished = target.with_suffix(".partial")
-    writer = gguf.GGUFWriter(unfinished, _architecture(shape))
-    _add_metadata(writer, gguf, shape)
-    _add_vocabulary(writer, gguf, checkpoint / TOKENIZER_NAME)
-    for tensor in tensors:
-        writer.add_tensor_info(
-            tensor.name,
-            tensor.stored_shape,
-            np.dtype(np.float32 if tensor.kind == "F32" else np.uint8),
-            tensor.num_bytes,
-            raw_dtype=gguf.GGMLQuantizationType[tensor.kind],
+    try:
+        writer = gguf.GGUFWriter(unfinished, _architecture(shape))
+        _add_metadata(writer, gguf, shape)
+        _add_vocabulary(writer, gguf, checkpoint / TOKENIZER_NAME)
+        for tensor in tensors:
+            writer.add_tensor_info(
+                tensor.name,
+                tensor.stored_shape,
+                np.dtype(np.float32 if tensor.kind == "F32" else np.uint8),
+                tensor.num_bytes,
+                raw_dtype=gguf.GGMLQuantizationType[tensor.kind],
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        done = 0
+        for tensor in tensors:
+            writer.write_tensor_data(tensor.read())
+            done += tensor.num_bytes
+            if progress is not None:
+                progress(done, total)
+        writer.close()
+        unfinished.rename(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def require_copy(shape: ModelShape) -> None:
+    """Refuses what `write_gguf` would refuse.
+
+    Raises:
+        UnsupportedModelError: the `gguf` package is missing, or the family is not known here.
+    """
+    if isinstance(shape, MixtralShape):
+        raise UnsupportedModelError(f"no GGUF file is made of {shape.name}: give llama_cpp=FILE")
+    if importlib.util.find_spec("gguf") is None:
+        raise UnsupportedModelError(
+            "a GGUF file of the shape needs gguf; install it with pip install 'moe-runtime[peers]'"
         )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    done = 0
-    for tensor in tensors:
-        writer.write_tensor_data(tensor.read())
-        done += tensor.num_bytes
-        if progress is not None:
-            progress(done, total)
-    writer.close()
-    unfinished.rename(target)
 
 
-def _architecture(shape: Shape) -> str:
+def _architecture(shape: ModelShape) -> str:
     if isinstance(shape, GptOssShape):
         return "gpt-oss"
-    return "qwen3moe" if isinstance(shape, Qwen3Fp8Shape) else "olmoe"
+    return "qwen3moe" if isinstance(shape, Qwen3Shape) else "olmoe"
 
 
-def _plan(shape: Shape, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
+def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
     for key, name in TABLES.items():
         yield _plain(f"{name}.weight", places[f"{key}.weight"])
     is_gpt_oss = isinstance(shape, GptOssShape)
@@ -255,7 +279,7 @@ def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> G
     return GgufTensor(name, "MXFP4", (num_experts, num_rows, num_groups * MXFP4_GROUP), read)
 
 
-def _add_metadata(writer: Any, gguf: ModuleType, shape: Shape) -> None:
+def _add_metadata(writer: Any, gguf: ModuleType, shape: ModelShape) -> None:
     kinds, settings = gguf.LlamaFileType, config_of(shape)
     is_gpt_oss = isinstance(shape, GptOssShape)
     writer.add_name(shape.name)
@@ -281,7 +305,7 @@ def _add_metadata(writer: Any, gguf: ModuleType, shape: Shape) -> None:
 
 
 def _add_vocabulary(writer: Any, gguf: ModuleType, tokenizer: Path) -> None:
-    """Byte pairs as `harness.tokenizer` writes them, in llama.cpp's words."""
+    """Byte pairs as `moe_runtime.bench.synthetic.byte_pairs` writes them, in llama.cpp's words."""
     model = json.loads(tokenizer.read_text())["model"]
     ids = model["vocab"]
     kinds = gguf.TokenType

@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.families import config_of, plan_tensors
-from harness.shapes import Shape
-from harness.tensors import ITEM_BYTES, Part, TensorPlan, make_parts
-from harness.tokenizer import TOKENIZER_NAME, write_tokenizer
+from moe_runtime.bench.synthetic.byte_pairs import TOKENIZER_NAME, write_tokenizer
+from moe_runtime.bench.synthetic.drawn_tensors import ITEM_BYTES, StoredPart, TensorPlan, make_parts
+from moe_runtime.bench.synthetic.family_plans import config_of, plan_tensors
+from moe_runtime.bench.synthetic.model_shapes import ModelShape
 
 INDEX_NAME = "model.safetensors.index.json"
 
 
 def write_checkpoint(
-    shape: Shape,
+    shape: ModelShape,
     folder: Path,
     *,
     seed: int = 0,
@@ -59,7 +59,7 @@ def write_checkpoint(
     )
 
 
-def is_complete(shape: Shape, folder: Path, *, seed: int = 0) -> bool:
+def is_complete(shape: ModelShape, folder: Path, *, seed: int = 0) -> bool:
     """Whether `folder` already holds this checkpoint, whole and made from the same seed."""
     index = folder / INDEX_NAME
     if not index.is_file() or not (folder / TOKENIZER_NAME).is_file():
@@ -85,7 +85,7 @@ def _split_into_shards(plans: list[TensorPlan], shard_bytes: int) -> list[list[T
     return shards
 
 
-def _safetensors_header(parts: Sequence[Part]) -> tuple[bytes, dict[str, int]]:
+def _safetensors_header(parts: Sequence[StoredPart]) -> tuple[bytes, dict[str, int]]:
     """The header of a file, and the first byte of each tensor in it."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}

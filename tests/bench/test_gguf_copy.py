@@ -4,16 +4,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness.checkpoints import write_checkpoint
-from harness.gguf_export import write_gguf
-from harness.safetensors_files import locate_tensors
-from harness.shapes import SHAPES, GptOssShape, Shape
 from safetensors import safe_open
+
+from moe_runtime.bench.synthetic.checkpoint_writer import write_checkpoint
+from moe_runtime.bench.synthetic.gguf_copy import write_gguf
+from moe_runtime.bench.synthetic.model_shapes import SHAPES, GptOssShape, ModelShape
+from moe_runtime.bench.synthetic.tensor_places import locate_tensors
 
 gguf = pytest.importorskip("gguf", reason="extra peers is not installed")
 
 
-def test_file_holds_the_checkpoints_weights(shape: Shape, checkpoint: Path, tmp_path: Path) -> None:
+def test_file_holds_the_checkpoints_weights(
+    shape: ModelShape, checkpoint: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "model.gguf"
     write_gguf(shape, checkpoint, target)
     assert sorted(tmp_path.iterdir()) == [target]

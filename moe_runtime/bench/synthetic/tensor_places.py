@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.checkpoints import INDEX_NAME
+from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME
 
 
 @dataclass(frozen=True, slots=True)

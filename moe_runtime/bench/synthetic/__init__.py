@@ -1,0 +1,1 @@
+"""Checkpoints with random weights in the shapes of published models."""

@@ -1,0 +1,214 @@
+"""`--shape` of `bench latency` and `bench throughput`: files that are there for one run."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from warm_python import warm_python
+
+from moe_runtime.bench.peer_files import find_peers
+from moe_runtime.bench.results import read_results
+from moe_runtime.bench.synthetic import shape_checkpoint as module
+from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME
+from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape, shape_of_name
+from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint
+from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CapacityError, UnsupportedModelError
+
+
+def files_of(shape: ModelShape, folder: Path, *, keep: bool = False, needs_gguf: bool = False):  # noqa: ANN201
+    return shape_checkpoint(
+        shape, folder, keep=keep, needs_gguf=needs_gguf, say=lambda line: None
+    )
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_files_are_there_within_the_block_and_kept_ones_longer(
+    shape: ModelShape, tmp_path: Path
+) -> None:
+    with files_of(shape, tmp_path) as files:
+        assert (files.checkpoint / INDEX_NAME).is_file()
+    assert entries(tmp_path) == []
+    with files_of(shape, tmp_path, keep=True) as files:
+        index = files.checkpoint / INDEX_NAME
+    made = index.stat().st_mtime_ns
+    with files_of(shape, tmp_path) as again:
+        assert again == files
+    assert index.stat().st_mtime_ns == made
+
+
+def test_the_gguf_file_comes_beside_a_kept_checkpoint(shape: ModelShape, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="extra peers is not installed")
+    with files_of(shape, tmp_path, keep=True):
+        before = entries(tmp_path)
+    with files_of(shape, tmp_path, needs_gguf=True) as files:
+        assert files.gguf.read_bytes()[:4] == b"GGUF"
+        assert files.checkpoint == tmp_path / shape.name / "model"
+    assert entries(tmp_path) == before
+    with files_of(shape, tmp_path, keep=True, needs_gguf=True) as files:
+        pass
+    assert sorted([*before, f"{shape.name}/model.gguf"]) == entries(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("after", [0, 7])
+def test_an_interrupted_writer_leaves_nothing(
+    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool, after: int
+) -> None:
+    """Ctrl-C in the middle of a weight, the first one or a later one."""
+    real, made = module.write_checkpoint, []
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        def make(plan: Any, seed: int) -> Any:
+            made.append(plan)
+            if len(made) > after:
+                os.kill(os.getpid(), signal.SIGINT)
+            return drawn(plan, seed)
+
+        from moe_runtime.bench.synthetic.drawn_tensors import make_parts as drawn
+
+        real(*args, **options, make=make)
+
+    monkeypatch.setattr(module, "write_checkpoint", interrupted)
+    with pytest.raises(KeyboardInterrupt), files_of(shape, tmp_path, keep=keep):
+        pass
+    assert entries(tmp_path) == []
+    assert len(made) == after + 1
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(shape: ModelShape, tmp_path: Path) -> None:
+    left = tmp_path / f"{shape.name}.0123abcd.partial"
+    (left / "model").mkdir(parents=True)
+    (left / "model" / "weights").write_bytes(b"x")
+    with files_of(shape, tmp_path):
+        assert not left.exists()
+
+
+class Disk(NamedTuple):
+    """What `shutil.disk_usage` says."""
+
+    free: int
+
+
+@pytest.mark.parametrize(("needs_gguf", "num_files"), [(False, 1), (True, 2)])
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    shape: ModelShape,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    needs_gguf: bool,
+    num_files: int,
+) -> None:
+    if needs_gguf:
+        pytest.importorskip("gguf", reason="extra peers is not installed")
+    # As much again stays free.
+    needed = 2 * num_files * shape.total_bytes
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: Disk(needed - 1))
+    with (
+        pytest.raises(CapacityError, match=f"files of {shape.name} need .* of disk, and"),
+        files_of(shape, tmp_path, needs_gguf=needs_gguf),
+    ):
+        pass
+    assert entries(tmp_path) == []
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: Disk(needed))
+    with files_of(shape, tmp_path, needs_gguf=needs_gguf):
+        pass
+
+
+def test_no_gguf_file_is_promised_of_another_family(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UnsupportedModelError, match="no GGUF file is made of mixtral-8x7b"),
+        files_of(SHAPES["mixtral-8x7b"], tmp_path, needs_gguf=True),
+    ):
+        pass
+
+
+def test_fewer_layers_have_a_name_of_their_own() -> None:
+    assert shape_of_name("olmoe-1b-7b", 16) is SHAPES["olmoe-1b-7b"]
+    fewer = shape_of_name("olmoe-1b-7b", 2)
+    assert (fewer.name, fewer.num_layers) == ("olmoe-1b-7b-2-layers", 2)
+
+
+def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path: Path) -> None:
+    (tmp_path / "own.gguf").write_bytes(b"")
+    asked = shared.AskedModel("checkpoint", tmp_path / "shape.gguf", {})
+    words = ["transformers", "llama_cpp", f"llama_cpp={tmp_path / 'own.gguf'}"]
+    given = find_peers(words, {"model": "checkpoint", "num_threads": 1})
+    found = [one.settings["model"] for one in asked.with_files(given)]
+    assert found == ["checkpoint", str(tmp_path / "shape.gguf"), str(tmp_path / "own.gguf")]
+
+
+@pytest.mark.parametrize("case", ["latency", "throughput"])
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "expected MODEL or --shape, one of them"),
+        (["models/pocket", "--shape", "olmoe-1b-7b"], "expected MODEL or --shape, one of them"),
+        (["models/pocket", "--layers", "2"], "--layers belongs to --shape"),
+        (["models/pocket", "--keep-shape"], "--keep-shape belongs to --shape"),
+        (["--shape", "olmo-1b-7b"], "unknown shape 'olmo-1b-7b'"),
+    ],
+)
+def test_bad_words_of_shapes_are_one_line(
+    case: str, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", case, *words]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("case", ["latency", "throughput"])
+def test_the_command_measures_a_shape_beside_transformers(
+    case: str,
+    shape: ModelShape,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All are given text, from the disk where it may be kept, and nothing stays behind."""
+    monkeypatch.setitem(SHAPES, "tiny", shape)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+    path = tmp_path / "r.json"
+    words = ["--shape", "tiny", "--layers", "1", "--prompt-tokens", "5", "-n", "3", "--quick"]
+    words += ["--time", "1", "--threads", "1", "--peer", "transformers", "-o", str(path)]
+    words += ["--batch", "2"] if case == "throughput" else []
+    given: list[Any] = []
+    measured = f"moe_runtime.bench.{case}._answer"
+    monkeypatch.setattr(measured, noting(given, measured))
+    assert main(["bench", case, *words]) == 0
+    results = read_results(path)
+    assert results["settings"]["model"] == "tiny"
+    assert (results["settings"]["layers"], results["settings"]["weights"]) == (1, "random")
+    for one in results["measurements"]:
+        assert one["failure"] is None
+        assert one["quality"]["compared"] == 6
+    # ours, untimed, then two repetitions' warm-up and answers: the same text for all
+    assert len({json.dumps(ids) for number, ids in given if number == 0}) == 1
+    assert given[0][1] is not None
+    assert entries(tmp_path / "cache" / "moe-runtime" / "shapes") == []
+    err = capsys.readouterr().err
+    assert "writing random weights of tiny-1-layers, " in err
+    assert "removed after the run" in err
+
+
+def noting(given: list[Any], place: str) -> Callable[..., Any]:
+    """The function of a place, with what is given to a prompt or batch noted."""
+    from importlib import import_module
+
+    name, _, function = place.rpartition(".")
+    real = getattr(import_module(name), function)
+
+    def answer(process: Any, plan: Any, number: int, ids: Any) -> Any:
+        given.append((number, ids))
+        return real(process, plan, number, ids)
+
+    return answer
