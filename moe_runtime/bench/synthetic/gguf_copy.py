@@ -69,7 +69,7 @@ Q8_GROUP, Q8_BYTES = 32, 34
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
+class CopiedTensor:
     """A tensor of the GGUF file: its kind and the shape of its values, and what reads them."""
 
     name: str
@@ -166,7 +166,7 @@ def _architecture(shape: ModelShape) -> str:
     return "qwen3moe" if isinstance(shape, Qwen3Shape) else "olmoe"
 
 
-def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
+def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[CopiedTensor]:
     for key, name in TABLES.items():
         yield _plain(f"{name}.weight", places[f"{key}.weight"])
     is_gpt_oss = isinstance(shape, GptOssShape)
@@ -186,7 +186,7 @@ def _plan(shape: ModelShape, places: dict[str, TensorPlace]) -> Iterator[GgufTen
             yield _matrices(f"{block}.{name}.weight", names, places)
 
 
-def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> GgufTensor:
+def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> CopiedTensor:
     """In bf16, or in fp32 where llama.cpp wants that; several stand for a stack of experts.
 
     `rows` are taken of the last dimension.
@@ -202,10 +202,10 @@ def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> GgufTe
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
     stacked = one if len(places) == 1 else (len(places), *one)
-    return GgufTensor(name, "F32" if is_float32 else "BF16", stacked, read)
+    return CopiedTensor(name, "F32" if is_float32 else "BF16", stacked, read)
 
 
-def _matrices(name: str, keys: list[str], places: dict[str, TensorPlace]) -> GgufTensor:
+def _matrices(name: str, keys: list[str], places: dict[str, TensorPlace]) -> CopiedTensor:
     """Tensors as they are, or in fp32 where a checkpoint has FP8; several are stacked."""
     matrices = [places[key] for key in keys]
     if f"{keys[0]}_scale_inv" not in places:
@@ -217,7 +217,7 @@ def _matrices(name: str, keys: list[str], places: dict[str, TensorPlace]) -> Ggu
         return np.stack(found) if len(found) > 1 else found[0]
 
     one = matrices[0].shape
-    return GgufTensor(name, "F32", one if len(keys) == 1 else (len(keys), *one), read)
+    return CopiedTensor(name, "F32", one if len(keys) == 1 else (len(keys), *one), read)
 
 
 def _from_fp8(matrix: TensorPlace, scales: TensorPlace) -> np.ndarray:
@@ -237,7 +237,7 @@ def _e4m3() -> np.ndarray:
     return np.where(codes & 127 == 127, np.nan, values).astype(np.float32)
 
 
-def _as_q8_0(tensor: GgufTensor, gguf: ModuleType) -> GgufTensor:
+def _as_q8_0(tensor: CopiedTensor, gguf: ModuleType) -> CopiedTensor:
     """A matrix in Q8_0; what llama.cpp wants in fp32 stays."""
     if tensor.name.endswith(FLOAT32_PARTS):
         return tensor
@@ -248,10 +248,12 @@ def _as_q8_0(tensor: GgufTensor, gguf: ModuleType) -> GgufTensor:
             values = (values.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
 
-    return GgufTensor(tensor.name, "Q8_0", tensor.shape, read)
+    return CopiedTensor(tensor.name, "Q8_0", tensor.shape, read)
 
 
-def _gpt_oss_experts(block: str, stem: str, places: dict[str, TensorPlace]) -> Iterator[GgufTensor]:
+def _gpt_oss_experts(
+    block: str, stem: str, places: dict[str, TensorPlace]
+) -> Iterator[CopiedTensor]:
     """Rows of gate and up take turns in the checkpoint and lie apart in the GGUF file."""
     for key, parts in (
         ("gate_up_proj", {"ffn_gate_exps": slice(0, None, 2), "ffn_up_exps": slice(1, None, 2)}),
@@ -263,7 +265,7 @@ def _gpt_oss_experts(block: str, stem: str, places: dict[str, TensorPlace]) -> I
             yield _plain(f"{block}.{name}.bias", places[f"{stem}.{key}_bias"], rows=rows)
 
 
-def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> GgufTensor:
+def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> CopiedTensor:
     """Codes `[E, N, G, 16]` with neighbours in a byte, as ggml's blocks `[E, N, G * 17]`."""
     num_experts, num_rows, num_groups, _ = codes.shape
     num_rows = len(range(*rows.indices(num_rows)))
@@ -276,7 +278,7 @@ def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> G
         blocks = np.concatenate((scales.read_bytes()[:, rows, :, None], turned), -1)
         return blocks.reshape(num_experts, num_rows, num_groups * BLOCK_BYTES)
 
-    return GgufTensor(name, "MXFP4", (num_experts, num_rows, num_groups * MXFP4_GROUP), read)
+    return CopiedTensor(name, "MXFP4", (num_experts, num_rows, num_groups * MXFP4_GROUP), read)
 
 
 def _add_metadata(writer: Any, gguf: ModuleType, shape: ModelShape) -> None:
