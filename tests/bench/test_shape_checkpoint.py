@@ -21,10 +21,8 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, UnsupportedModelError
 
 
-def files_of(shape: ModelShape, folder: Path, *, keep: bool = False, needs_gguf: bool = False):  # noqa: ANN201
-    return shape_checkpoint(
-        shape, folder, keep=keep, needs_gguf=needs_gguf, say=lambda line: None
-    )
+def files_of(shape: ModelShape, folder: Path, *, keep: bool = False, needs_gguf: bool = False):
+    return shape_checkpoint(shape, folder, keep=keep, needs_gguf=needs_gguf, say=lambda line: None)
 
 
 def entries(folder: Path) -> list[str]:

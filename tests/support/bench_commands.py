@@ -182,7 +182,11 @@ BENCH_CASES = {
         ),
     ),
     "bench kernels": Case(
-        (), (), {}, dict.fromkeys(("tune", "shape", "table"), "tests/cli/test_bench.py")
+        (),
+        (),
+        {},
+        dict.fromkeys(("tune", "table"), "tests/cli/test_bench.py")
+        | dict.fromkeys(("shape", "output"), "tests/bench/test_product_times.py"),
     ),
 }
 

@@ -1,0 +1,111 @@
+"""`bench kernels --output`: products in turn, as results that `compare` and `report` read.
+
+The GPU is a stand-in: products count their calls, and their times are given.
+"""
+
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.bench.results import read_results
+from moe_runtime.cli.main import main
+from moe_runtime.kernels.grouped_gemm import tiles, tuner
+from moe_runtime.kernels.grouped_gemm.table import TileKey
+from moe_runtime.kernels.grouped_gemm.tile import Tile
+from moe_runtime.kernels.grouped_gemm.tuner import LayerBatch, Problem
+
+TILE = Tile(64, 64, 64, 4, 3)
+CASE = "moe_runtime.cli.bench_cases.kernels"
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU on which each product takes 1, 2 and 3 ms in turn; the names of those that ran."""
+    pytest.importorskip("triton")
+    names: list[str] = []
+    clock = itertools.cycle((1e-3, 2e-3, 3e-3))
+
+    def problems(layer: LayerBatch, *_: Any) -> list[Problem]:
+        def problem(name: str, dim_n: int) -> Problem:
+            key = TileKey("plain", 16, dim_n, layer.dim_model, 1)
+            return Problem(name, key, 7, TILE, lambda tile: names.append(f"{name} {tile == TILE}"))
+
+        return [problem("down", layer.dim_model), problem("gradient", layer.dim_hidden)]
+
+    def seconds_of(call: Any) -> float:
+        call()
+        return next(clock)
+
+    monkeypatch.setattr(tuner, "layer_problems", problems)
+    monkeypatch.setattr(tiles, "describe_device", lambda device: None)
+    monkeypatch.setattr("moe_runtime.kernels.triton_support.require_triton", lambda device: None)
+    monkeypatch.setattr(f"{CASE}.median_seconds", seconds_of)
+    fake = {"is_available": lambda: True, "current_device": lambda: 0}
+    fake |= {"get_device_name": lambda device: "GPU of a test"}
+    for name, function in fake.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return names
+
+
+def test_products_are_results_that_compare_and_report_read(
+    ran: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "k.json"
+    words = ["--shape", "8,32,16,4,2", "--shape", "3,32,16,4,2", "-o", str(path)]
+    assert main(["bench", "kernels", *words]) == 0
+    results = read_results(path)
+    assert (results["case"], results["ended"]) == ("kernels", "most")
+    assert [one["system"] for one in results["measurements"]] == [
+        f"{what}, T={tokens} D=32 F=16 E=4 K=2"
+        for tokens in (8, 3)
+        for what in ("down", "gradient")
+    ]
+    for one in results["measurements"]:
+        assert len(one["repetitions"]) == 20
+        assert {found["product_s"] for found in one["repetitions"]} <= {1e-3, 2e-3, 3e-3}
+        assert results["settings"]["tiles"][one["system"]]["block_m"] == 64
+    # once each while tiles are looked for, then in turn, always in the tile found
+    assert len(ran) == 4 + 4 * 20
+    assert {name.split()[1] for name in ran} == {"True"}
+    assert main(["bench", "compare", str(path), str(path)]) == 0
+    assert "noise" in capsys.readouterr().out
+    assert main(["bench", "report", str(path), "-o", str(tmp_path / "k.html")]) == 0
+
+
+def test_without_a_file_products_are_measured_once(
+    ran: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "kernels", "--shape", "8,32,16,4,2", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [one["seconds"] for one in printed["products"]] == [1e-3, 2e-3]
+    assert ran == ["down True", "gradient True"]
+
+
+def test_a_signal_ends_it_with_what_was_found(
+    ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def seconds_of(call: Any) -> float:
+        call()
+        if len(ran) == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1e-3 * len(ran)
+
+    monkeypatch.setattr(f"{CASE}.median_seconds", seconds_of)
+    path = tmp_path / "k.json"
+    assert main(["bench", "kernels", "--shape", "8,32,16,4,2", "-o", str(path)]) == 130
+    results = read_results(path)
+    assert results["ended"] == "interrupted"
+    assert sum(len(one["repetitions"]) for one in results["measurements"]) == 9 - 2
+
+
+def test_a_folder_is_no_results_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "-o", str(tmp_path)]) == 2
+    assert "is a folder, expected the name of a results file" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
