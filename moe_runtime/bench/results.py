@@ -39,6 +39,10 @@ class Metric:
     is_judged: bool = True
 
 
+JOULES = {"cpu_joules": Metric("J"), "gpu_joules": Metric("J")}
+"""What `EnergyMeter` finds, where this machine lets its users read it."""
+
+
 def summarize_measured(
     measured: MeasuredSystem, metrics: Mapping[str, Metric]
 ) -> dict[str, dict[str, Any]]:

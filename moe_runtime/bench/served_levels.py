@@ -8,7 +8,7 @@ a level are not independent, so an interval of theirs says less than one of repe
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_runtime.bench.results import Metric, describe_system, make_results, versions
+from moe_runtime.bench.results import JOULES, Metric, describe_system, make_results, versions
 from moe_runtime.bench.runner import MeasuredSystem, Number
 from moe_runtime.serving.load.client import TimedAnswer
 from moe_runtime.serving.load.generator import Level, MeasuredLevel
@@ -28,6 +28,7 @@ METRICS = {
     "seconds": Metric("s", is_judged=False),
     "failed": Metric("count", is_judged=False),
     "unfinished": Metric("count", is_judged=False),
+    **JOULES,
 }
 
 
@@ -82,6 +83,7 @@ def _measured(one: MeasuredLevel, row: Mapping[str, Any]) -> MeasuredSystem:
     whole: dict[str, Number] = {name: row[name] for name in names if row[name] is not None}
     if "goodput" in row:
         whole["within_bounds"] = row["goodput"]["share"]
+    whole |= one.joules
     return MeasuredSystem(repetitions=[*(_numbers(answer, one.began_s) for answer in good), whole])
 
 

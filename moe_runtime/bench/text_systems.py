@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from moe_runtime.bench.peer_process import PeerProgram
-from moe_runtime.bench.results import Metric, describe_system, make_results
+from moe_runtime.bench.results import JOULES, Metric, describe_system, make_results
 from moe_runtime.bench.runner import MeasuredSystem, Number, PeerFailedError, Rules, run_in_turn
 from moe_runtime.lab.energy import EnergyMeter
 
@@ -19,8 +19,7 @@ MEMORY_METRICS = {
     "storage_bytes": Metric("bytes", is_judged=False),
     "page_cache_bytes": Metric("bytes", is_judged=False),
     "major_faults": Metric("count", is_judged=False),
-    "cpu_joules": Metric("J"),
-    "gpu_joules": Metric("J"),
+    **JOULES,
 }
 """What is measured besides speed."""
 _KERNEL_COUNTS = ("read_call_bytes", "storage_bytes", "major_faults")

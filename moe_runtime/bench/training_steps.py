@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,12 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_runtime.bench.experts.layers import OURS, LayerSizes
+from moe_runtime.bench.experts.layers import OURS
 from moe_runtime.bench.peer_process import PeerProcess, PeerProgram, started
-from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
+from moe_runtime.bench.results import (
+    JOULES,
+    Metric,
+    describe_system,
+    make_results,
+    quality_of,
+    versions,
+)
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, peer_failures, run_in_turn
-from moe_runtime.config import format_bytes, require_known
-from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
+from moe_runtime.bench.training_plan import METRIC, TrainingPlan
+from moe_runtime.config import format_bytes
+from moe_runtime.lab.energy import EnergyMeter
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.offload import AdamW
@@ -30,98 +38,14 @@ from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.run_config import OptimizerConfig
 
 OFFLOADED = f"{OURS}:offloaded"
-METRIC = "step_s"
-SHAPES = {
-    "pocket": LayerSizes(16, 2, 256, 128),
-    "small": LayerSizes(64, 8, 512, 256),
-    "300m": LayerSizes(64, 4, 512, 512),
-}
-"""Experts a layer, top-k, model width and expert width."""
 # Largest difference of losses that rounding explains. Logits of a model at its start lie within
 # about 3: rounded to bf16 at two places they are 1e-2 apart, after sums in another order in fp32
 # less than 1e-4.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 _COMPARED_STEPS = 3
 _RATE, _DECAY, _BETAS = 3e-4, 0.1, (0.9, 0.95)
-_VOCABULARY = 4096
-# Weight, gradient and two moments in fp32.
-_STATE_BYTES = 16
-# Eager's backward fills a gradient of all experts for each of them.
-_FEW = 16
 # A peer may compile its operators when it is first used.
 _TIMEOUT_S = 3600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingPlan:
-    """What is asked of every system.
-
-    Attributes:
-        sizes: of a layer of experts; every layer has them.
-        layers: of the model.
-        sequences, context: of a step.
-        dtype: of products; bfloat16 under autocast, weights and states are float32.
-        host_memory: budget of the offloaded training in bytes; None leaves it out.
-    """
-
-    sizes: LayerSizes
-    layers: int
-    sequences: int
-    context: int
-    dtype: torch.dtype
-    host_memory: int | None = None
-
-    def config(self) -> LanguageModelConfig:
-        """The model: attention of heads 64 wide, no auxiliary loss."""
-        width = self.sizes.dim_model
-        heads = max(1, width // 64)
-        return LanguageModelConfig(
-            hidden_size=width,
-            num_layers=self.layers,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=width // heads,
-            max_positions=self.context,
-            vocab_size=_VOCABULARY,
-            moe=ExpertsConfig(
-                num_experts=self.sizes.num_experts,
-                top_k=self.sizes.top_k,
-                intermediate_size=self.sizes.dim_hidden,
-                loss_weights={},
-            ),
-        )
-
-    def windows(self, step: int) -> Tensor:
-        """Tokens ``[B, C + 1]`` of a step, as unevenly frequent as words are."""
-        generator = torch.Generator().manual_seed(step)
-        shares = 1 / torch.arange(1, _VOCABULARY + 1, dtype=torch.float64)
-        size = self.sequences * (self.context + 1)
-        drawn = torch.multinomial(shares, size, replacement=True, generator=generator)
-        return drawn.view(self.sequences, -1)
-
-    def found(self, seconds: float) -> Mapping[str, Number]:
-        """The metrics of a step."""
-        return {METRIC: seconds, "tokens_per_s": self.sequences * self.context / seconds}
-
-    def peers(self) -> list[str]:
-        """Implementations of transformers that take part."""
-        return ["grouped_mm", "eager"] if self.sizes.num_experts <= _FEW else ["grouped_mm"]
-
-    def needed_bytes(self, num_programs: int = 0) -> int:
-        """Weights, gradients and moments of all systems in memory.
-
-        Args:
-            num_programs: peers in processes of their own, which may hold weights and gradients
-                twice.
-        """
-        with torch.device("meta"):
-            one, two = (
-                sum(part.numel() for part in LanguageModel(config).parameters())
-                for config in (replace(self.config(), num_layers=count) for count in (1, 2))
-            )
-        count = one + (self.layers - 1) * (two - one)
-        num_systems = 1 + len(self.peers()) + 2 * num_programs
-        return _STATE_BYTES * count * num_systems + (self.host_memory or 0)
 
 
 class _Optimizer(Protocol):
@@ -152,6 +76,7 @@ class TrainingSystem:
         self.versions = versions()
         self._loss, self._optimizer = loss, cast(_Optimizer, optimizer)
         self._steps = self.compared = self.equal = 0
+        self._energy = EnergyMeter()
 
     def step(self) -> float:
         """One optimizer step on the next tokens; its loss before the update."""
@@ -181,9 +106,11 @@ class TrainingSystem:
                 is_ours = self.name in (OURS, OFFLOADED)
                 bound = 0.0 if is_ours else TOLERANCE[self._plan.dtype]
                 require_equal(self, losses, self._expected, bound)
-            begin = time.perf_counter()
-            self.step()
-        return self._plan.found(time.perf_counter() - begin)
+            with self._energy.measured() as joules:
+                begin = time.perf_counter()
+                self.step()
+                seconds = time.perf_counter() - begin
+        return {**self._plan.found(seconds), **joules}
 
 
 class TrainingPeer:
@@ -211,6 +138,7 @@ class TrainingPeer:
         self._running = running
         self._process: PeerProcess | None = None
         self._steps = self.compared = self.equal = 0
+        self._energy = EnergyMeter()
 
     def repeat(self) -> Mapping[str, Number]:
         """Times a step; before the first time, compares losses.
@@ -225,7 +153,9 @@ class TrainingPeer:
             self._process.ask("load")
             losses = [self._step(self._process)["loss"] for _ in self._expected]
             require_equal(self, losses, self._expected, TOLERANCE[self._plan.dtype])
-        return self._plan.found(self._step(self._process)["seconds"])
+        with self._energy.measured() as joules:
+            seconds = self._step(self._process)["seconds"]
+        return {**self._plan.found(seconds), **joules}
 
     def _step(self, process: PeerProcess) -> dict[str, Any]:
         windows = self._plan.windows(self._steps).tolist()
@@ -248,16 +178,6 @@ def require_equal(
             f"a loss differs by {max(far):.2g}, expected at most {bound:g}; its times would "
             "be those of another training"
         )
-
-
-def sizes_of_training_shape(name: str) -> LayerSizes:
-    """Sizes of a known shape.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    require_known("shape", name, tuple(SHAPES))
-    return SHAPES[name]
 
 
 def ours_in_memory(plan: TrainingPlan, expected: list[float]) -> TrainingSystem:
@@ -385,6 +305,7 @@ def measure_training(
             systems, rules, clock, on_repetition=on_repetition, is_stopping=is_stopping
         )
     metrics = {METRIC: Metric("s"), "tokens_per_s": Metric("tokens/s", "more", is_judged=False)}
+    metrics |= JOULES
     measured = [
         describe_system(
             one.name,

@@ -1,11 +1,11 @@
 """`bench latency` with real processes: ours on a tiny checkpoint, and peers of a few lines."""
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from counted_energy import CountedEnergy
 from warm_python import warm_python
 
 from moe_runtime.bench import latency, text_systems
@@ -156,18 +156,12 @@ def test_joules_are_those_of_the_answers(
     """Of the text, not of imports, loading, or the untimed answer before."""
     counted, answer = [0.0], latency._answer
 
-    class Meter:
-        @contextmanager
-        def measured(self) -> Any:
-            found, before = {}, counted[0]
-            yield found
-            found["cpu_joules"] = counted[0] - before
-
     def answer_and_count(*asked: Any) -> Any:
         counted[0] += 2.5
         return answer(*asked)
 
-    monkeypatch.setattr(text_systems, "EnergyMeter", Meter)
+    meter = CountedEnergy(lambda: counted[0])
+    monkeypatch.setattr(text_systems, "EnergyMeter", lambda: meter)
     monkeypatch.setattr(latency, "_answer", answer_and_count)
     results = measure(tmp_path)
     (one,) = results["measurements"]

@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from counted_energy import CountedEnergy
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
+from moe_runtime.bench import training_steps
 from moe_runtime.bench.experts.layers import LayerSizes
 from moe_runtime.bench.peer_files import find_peer
 from moe_runtime.bench.peers import deepspeed
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import PeerFailedError
+from moe_runtime.bench.training_plan import TrainingPlan
 from moe_runtime.bench.training_steps import (
     FusedAdamW,
     TrainingPeer,
-    TrainingPlan,
     in_transformers,
     ours_in_memory,
 )
@@ -98,6 +100,34 @@ def test_a_peer_is_given_the_same_tokens_and_held_to_the_same_losses(tmp_path: P
             silent.repeat()
 
 
+def test_joules_are_those_of_a_step_that_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this project, in this process, and of a peer, in its own; not of the steps before."""
+    windows = PLAN.windows
+    taken = list[int]()
+
+    def counted(step: int) -> torch.Tensor:
+        taken.append(step)
+        return windows(step)
+
+    monkeypatch.setattr(TrainingPlan, "windows", lambda plan, step: counted(step))
+    meter = CountedEnergy(lambda: 2.5 * len(taken))
+    monkeypatch.setattr(training_steps, "EnergyMeter", lambda: meter)
+    reference = ours_in_memory(PLAN, [])
+    expected = [reference.step() for _ in range(3)]
+    ours = ours_in_memory(PLAN, expected)
+    assert [ours.repeat()["cpu_joules"] for _ in range(2)] == [2.5, 2.5]
+    (tmp_path / "remembering.py").write_text(REMEMBERING)
+    steps = [(windows(number).tolist(), loss) for number, loss in enumerate([*expected, 0.0])]
+    program = find_peer(
+        str(tmp_path / "remembering.py"), {"num_threads": 1, "steps": steps}, "training"
+    )
+    with ExitStack() as running:
+        found = TrainingPeer(program, PLAN, expected, running).repeat()
+    assert found["cpu_joules"] == 2.5
+
+
 class Engine:
     """Stands in for DeepSpeed's: the optimizer steps by the gradients as they are."""
 
@@ -166,7 +196,7 @@ def test_the_command_trains_in_memory_and_offloaded(
     assert failed["failure"]
     for one in systems:
         assert one["quality"] == {"compared": 3, "equal": 3}
-        assert list(one["summary"]) == ["step_s", "tokens_per_s"]
+        assert list(one["summary"])[:2] == ["step_s", "tokens_per_s"]
     found = printed["settings"]
     sizes = [found[name] for name in ("num_experts", "top_k", "dim_model", "dim_hidden")]
     assert sizes == [NUM_EXPERTS, TOP_K, 64, 48]

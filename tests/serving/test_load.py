@@ -9,10 +9,16 @@ from typing import Any
 
 import httpx2
 import pytest
+from counted_energy import CountedEnergy
 from virtual_time import Part, events, pieces, run_virtually, scripted
 
 from moe_runtime.bench.served_levels import serve_results
-from moe_runtime.serving.load.client import LoadClient, LoadError, TimedAnswer
+from moe_runtime.serving.load.client import (
+    LoadClient,
+    LoadError,
+    TimedAnswer,
+    is_this_machine,
+)
 from moe_runtime.serving.load.generator import (
     Level,
     LoadSettings,
@@ -212,7 +218,9 @@ def settings(**changes: Any) -> LoadSettings:
     return LoadSettings(**given)
 
 
-def asked_with(chosen: LoadSettings, script: Script) -> tuple[str, list[MeasuredLevel], list[Any]]:
+def asked_with(
+    chosen: LoadSettings, script: Script, energy: Any = None
+) -> tuple[str, list[MeasuredLevel], list[Any]]:
     """What was asked, the first small requests included."""
     asked: list[Any] = []
 
@@ -224,10 +232,46 @@ def asked_with(chosen: LoadSettings, script: Script) -> tuple[str, list[Measured
         async with scripted(note) as http:
             client = LoadClient(http, chat=chosen.chat, fields={"temperature": 0}, timeout_s=9.0)
             return await run_load(
-                client, chosen, on_answer=lambda *_: None, is_stopping=lambda: False
+                client,
+                chosen,
+                on_answer=lambda *_: None,
+                is_stopping=lambda: False,
+                energy=energy,
             )
 
     return *run_virtually(work), asked
+
+
+def test_joules_are_those_of_a_level() -> None:
+    """Not of the small requests before it; there are none of a server elsewhere."""
+    asked = list[Any]()
+
+    def script(body: dict[str, Any]) -> Sequence[Part]:
+        asked.append(body)
+        return pieces([0.1] * body["max_tokens"], prompt_tokens=9)
+
+    meter: Any = CountedEnergy(lambda: 0.5 * len(asked))
+    _, found, _ = asked_with(settings(), script, meter)
+    assert [measured.joules for measured in found] == [{"cpu_joules": 3.0}, {"cpu_joules": 3.0}]
+    assert summarize(found[0], {})["cpu_joules"] == 3.0
+    _, found, _ = asked_with(settings(), script)
+    assert [measured.joules for measured in found] == [{}, {}]
+    assert "cpu_joules" not in summarize(found[0], {})
+
+
+@pytest.mark.parametrize(
+    ("host", "is_here"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("10.0.0.1", False),
+        ("localhost.example", False),
+    ],
+)
+def test_which_servers_run_on_this_machine(host: str, is_here: bool) -> None:
+    assert is_this_machine(host) is is_here
 
 
 def test_prompts_have_the_tokens_asked_for_as_the_server_counts_them() -> None:

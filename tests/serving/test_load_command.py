@@ -133,7 +133,8 @@ def test_ctrl_c_shows_what_was_measured(
         os.kill(os.getpid(), signal.SIGINT)
         assert is_stopping()
         answers = [TimedAnswer(0.0, 0.5, [0.125, 0.25], 3, 2), TimedAnswer(0.0, error="cut off")]
-        return "it", [MeasuredLevel(settings.levels[0], 0.0, 4.0, 9, answers)]
+        joules = {"cpu_joules": 7.5}
+        return "it", [MeasuredLevel(settings.levels[0], 0.0, 4.0, 9, answers, joules)]
 
     monkeypatch.setattr(generator, "measure", measure)
     path = tmp_path / "found.json"
@@ -142,8 +143,10 @@ def test_ctrl_c_shows_what_was_measured(
     assert (kept["ended"], kept["measurements"][0]["summary"]["failed"]["median"]) == (
         *("interrupted", 1),
     )
+    assert kept["measurements"][0]["summary"]["cpu_joules"]["median"] == 7.5
     out, err = capsys.readouterr()
     rows = {tuple(line.split()) for line in out.splitlines()}
+    assert ("processors,", "J", "7.5") in rows
     assert ("answered", "1", "of", "9") in rows
     assert ("output", "tokens/s", "0.5") in rows
     assert ("first", "token,", "ms:", "p90", "125") in rows

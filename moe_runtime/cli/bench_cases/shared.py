@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moe_runtime.bench.peer_process import PeerProgram
 
 STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
+JOULE_ROWS = {"cpu_joules": "processors, J", "gpu_joules": "GPUs, J"}
 MEMORY_ROWS = {
     "load without imports, s": ("load_s", 1.0),
     "imports, s": ("import_s", 1.0),
@@ -29,8 +30,7 @@ MEMORY_ROWS = {
     "read by calls, GB": ("read_call_bytes", 1e-9),
     "of these from the page cache, GB": ("page_cache_bytes", 1e-9),
     "read from storage, GB": ("storage_bytes", 1e-9),
-    "processors, J": ("cpu_joules", 1.0),
-    "GPUs, J": ("gpu_joules", 1.0),
+    **{row: (metric, 1.0) for metric, row in JOULE_ROWS.items()},
 }
 
 Model = Annotated[

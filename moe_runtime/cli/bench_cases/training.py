@@ -86,13 +86,8 @@ def bench_training(
 
     from moe_runtime.bench.experts.layers import sizes_of_model
     from moe_runtime.bench.runner import Rules
-    from moe_runtime.bench.training_steps import (
-        METRIC,
-        TOLERANCE,
-        TrainingPlan,
-        measure_training,
-        sizes_of_training_shape,
-    )
+    from moe_runtime.bench.training_plan import METRIC, TrainingPlan, sizes_of_training_shape
+    from moe_runtime.bench.training_steps import TOLERANCE, measure_training
     from moe_runtime.inference.budget import available_host_bytes
     from moe_runtime.lab.this_machine import num_usable_cores
 
@@ -158,7 +153,10 @@ def show_training(results: dict[str, Any]) -> None:
         f"training of {settings['model']}: {settings['layers']} layers, {settings['sequences']} x "
         f"{settings['context']} tokens, {settings['dtype']}"
     )
-    columns = ("repetitions", "step, ms", "tokens/s", "losses equal")
+    shown = [one for one in results["measurements"] if one["summary"]]
+    joules = [name for name in shared.JOULE_ROWS if any(name in one["summary"] for one in shown)]
+    columns = ["repetitions", "step, ms", "tokens/s", "losses equal"]
+    columns += [shared.JOULE_ROWS[name] for name in joules]
     rows = [
         [
             one["system"],
@@ -166,9 +164,9 @@ def show_training(results: dict[str, Any]) -> None:
             shared.with_interval(one, "step_s", 1e3),
             f"{one['summary']['tokens_per_s']['median']:.4g}",
             f"{one['quality']['equal']} of {one['quality']['compared']}",
+            *(f"{one['summary'][name]['median']:.4g}" for name in joules),
         ]
-        for one in results["measurements"]
-        if one["summary"]
+        for one in shown
     ]
     if rows:
         print_table(title, [("", "left"), *((name, "right") for name in columns)], rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -199,6 +200,14 @@ def connect(url: str, key: str | None) -> httpx2.AsyncClient:
         # What is measured is this server, by the way that leads there directly.
         trust_env=False,
     )
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a server's name leads nowhere else, as ``localhost`` and 127.0.0.1 do."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _take(data: str, answer: TimedAnswer, now_s: float) -> None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
-from moe_runtime.serving.load.client import LoadClient, LoadError, TimedAnswer, connect
+from moe_runtime.lab.energy import EnergyMeter
+from moe_runtime.serving.load.client import (
+    LoadClient,
+    LoadError,
+    TimedAnswer,
+    connect,
+    is_this_machine,
+)
 from moe_runtime.serving.load.workload import (
     Lengths,
     LoadRequest,
@@ -78,6 +86,7 @@ class MeasuredLevel:
         seconds: until the last answer, or until it was stopped.
         num_requests: that were to be sent.
         answers: in the order in which they ended; those cut off by a stop are missing.
+        joules: of this machine meanwhile, as of `EnergyMeter`; none where the server is elsewhere.
     """
 
     level: Level
@@ -85,6 +94,7 @@ class MeasuredLevel:
     seconds: float
     num_requests: int
     answers: list[TimedAnswer]
+    joules: Mapping[str, float] = field(default_factory=dict)
 
 
 def measure(
@@ -105,7 +115,13 @@ def measure(
             client = LoadClient(
                 http, chat=settings.chat, fields=fields, timeout_s=settings.timeout_s
             )
-            return await run_load(client, settings, on_answer=on_answer, is_stopping=is_stopping)
+            return await run_load(
+                client,
+                settings,
+                on_answer=on_answer,
+                is_stopping=is_stopping,
+                energy=EnergyMeter() if is_this_machine(http.base_url.host) else None,
+            )
 
     return asyncio.run(run())
 
@@ -116,6 +132,7 @@ async def run_load(
     *,
     on_answer: Callable[[Level, list[TimedAnswer]], None],
     is_stopping: Callable[[], bool],
+    energy: EnergyMeter | None = None,
 ) -> tuple[str, list[MeasuredLevel]]:
     """Measures every level.
 
@@ -124,6 +141,7 @@ async def run_load(
         settings: what to measure.
         on_answer: called with the answers so far whenever one has come.
         is_stopping: whether to leave the rest; looked at all the time.
+        energy: of the machine on which the server runs; None where that is not this one.
 
     Returns:
         The model's name and what was measured, as far as it came.
@@ -149,8 +167,8 @@ async def run_load(
             random=random,
         )
         times = [] if level.rate is None else arrivals(len(requests), level.rate, random)
-        found.append(
-            await run_level(
+        with nullcontext({}) if energy is None else energy.measured() as joules:
+            measured = await run_level(
                 client.ask,
                 requests,
                 level,
@@ -158,7 +176,7 @@ async def run_load(
                 on_answer=on_answer,
                 is_stopping=is_stopping,
             )
-        )
+        found.append(replace(measured, joules=joules))
     return model, found
 
 
