@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.decoded_traces import decoded, modelled_machine
 from harness.machine import machine_name, run_facts
-from prefetch_replay import decoded, modelled_machine
 from readme_table import replaced
 from told_policies import documents, learner_of, record
 

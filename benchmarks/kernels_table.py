@@ -88,12 +88,31 @@ def _shapes_table(shapes: Results) -> list[str]:
     return lines
 
 
+def case_table(results: Results) -> list[str]:
+    """As `experts_table`, of a file of `bench experts` or `bench layer`."""
+    medians = {
+        one["system"]: {metric: found["median"] for metric, found in one["summary"].items()}
+        for one in results["measurements"]
+    }
+    settings, rows = results["settings"], []
+    for metric, seconds in medians.pop(OURS).items():
+        passes, tokens, _ = metric.split("_")
+        best = min(found[metric] for found in medians.values() if metric in found)
+        row = {"shape": settings["model"], "dtype": settings["dtype"], "pass": passes}
+        row |= {"tokens": int(tokens), "ms": {OURS: seconds * 1e3}, "ratio": best / seconds}
+        rows.append(row)
+    return experts_table(results | {"rows": rows})
+
+
 def experts_table(results: Results) -> list[str]:
-    """Milliseconds of one layer of experts, and the ratio to the best peer: `experts.py`."""
+    """Milliseconds of one layer of experts, and the ratio to the best peer.
+
+    Rows are those of a script that `bench experts` has taken the place of.
+    """
     tokens = sorted({row["tokens"] for row in results["rows"]})
-    command = results["command"].removeprefix("python ").removesuffix(" --save")
+    case = results.get("case", "experts")
     lines = [
-        f"| experts (`{command}`) | " + " | ".join(f"T = {t}" for t in tokens) + " |",
+        f"| {case} (`moe-runtime bench {case}`) | " + " | ".join(f"T = {t}" for t in tokens) + " |",
         "|---|" + "--:|" * len(tokens),
     ]
     cases = dict.fromkeys((row["shape"], row["dtype"], row["pass"]) for row in results["rows"])
@@ -113,10 +132,13 @@ def experts_table(results: Results) -> list[str]:
 
 
 def layer_table(runs: list[Results]) -> list[str]:
-    """Seconds of `MoELayer` and how much longer the others take: `layer.py`."""
+    """Seconds of `MoELayer` and how much longer the others take.
+
+    Runs are those of a script that `bench layer` has taken the place of.
+    """
     lines = [
         "| `MoELayer`, both passes and, where it has a share, the optimizer's step "
-        "(`benchmarks/layer.py`) | machine | ours | transformers | GShard | "
+        "| machine | ours | transformers | GShard | "
         "products | activation | optimizer | routing, dispatch, all else |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
@@ -184,6 +206,8 @@ def section(folder: Path) -> str:
     parts = [gpu_table(_read(path)) for path in sorted(folder.glob("kernels-*.json"))]
     parts += [ops_table(_read(path)) for path in sorted(folder.glob("ops-*.json"))]
     parts += [experts_table(_read(path)) for path in sorted(folder.glob("experts-*.json"))]
+    for case in ("experts", "layer"):
+        parts += [case_table(_read(path)) for path in sorted(folder.glob(f"bench-{case}-*.json"))]
     layers = [_read(path) for path in sorted(folder.glob("layer-*.json"), reverse=True)]
     parts += [layer_table(layers)] if layers else []
     parts += [train_table(_read(path)) for path in sorted(folder.glob("train-*.json"))]

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.decoded_traces import decoded
 from harness.machine import commit, describe_machine, machine_name, versions
-from prefetch_replay import decoded
 
 import moe_runtime
 from moe_runtime.files import write_text

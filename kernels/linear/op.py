@@ -29,7 +29,7 @@ UNLIMITED = sys.maxsize
 ROWS_PER_CALL = 512
 """Rows that one call of the C kernel packs; more are handed over in portions of as many."""
 
-# Rows up to which `auto` takes the native kernel; measured by benchmarks/linear.py with two threads
+# Rows up to which `auto` takes the native kernel; measured with two threads
 # on Zen 4 (which has the bf16 instruction) and Cascade Lake (which has not). Without it torch
 # multiplies bf16 and fp16 at a third of the kernel's speed or less, whatever the number of rows;
 # with it, and in fp32, the two are equal at many rows. Where torch has only AVX2 or no vectors it

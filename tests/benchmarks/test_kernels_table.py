@@ -34,12 +34,33 @@ def test_a_case_without_a_measurement_is_left_open() -> None:
             "ratio": 1.0,
         },
     ]
-    command = "python benchmarks/experts.py --isa avx2 --save"
-    lines = kernels_table.experts_table({**HEAD, "command": command, "rows": rows})
-    assert "`benchmarks/experts.py --isa avx2`" in lines[0]
+    lines = kernels_table.experts_table({**HEAD, "rows": rows})
+    assert "`moe-runtime bench experts`" in lines[0]
     assert lines[2] == "| s, bf16, forward | 2 ms, **2.50×** | 4 ms, **1.50×** |"
     assert lines[3] == "| s, bf16, forward+backward | – | 9 ms, **1.00×** |"
     assert "CPU (avx512f), 2 cores, 16 GiB" in lines[-1]
+
+
+def test_a_file_of_the_suite_is_compared_with_the_best_that_has_numbers() -> None:
+    def system(name: str, **medians: float) -> dict[str, object]:
+        summary = {f"{what}_s": {"median": median} for what, median in medians.items()}
+        return {"system": name, "summary": summary}
+
+    results = {
+        **HEAD,
+        "case": "layer",
+        "settings": {"model": "s", "dtype": "float32"},
+        "measurements": [
+            system("eager", forward_1=0.006, backward_8=0.03),
+            system("moe_runtime", forward_1=0.002, backward_8=0.01),
+            system("grouped_mm", forward_1=0.005),
+            system("gshard"),
+        ],
+    }
+    lines = kernels_table.case_table(results)
+    assert lines[0] == "| layer (`moe-runtime bench layer`) | T = 1 | T = 8 |"
+    assert lines[2] == "| s, float32, forward | 2 ms, **2.50×** | – |"
+    assert lines[3] == "| s, float32, backward | – | 10 ms, **3.00×** |"
 
 
 def test_what_the_layer_spends_its_time_on() -> None:

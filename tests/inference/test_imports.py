@@ -69,8 +69,7 @@ def loaded(loaded_and_run: list[dict[str, int]]) -> dict[str, int]:
 
 
 def test_a_loaded_model_that_has_generated_needs_few_modules(loaded):
-    """Where the native kernels compute; `python benchmarks/imports.py --modules` says who imports
-    what."""
+    """Where the native kernels compute."""
     library = native_library()
     if library is None or native_row_limit(library, torch.bfloat16) < PROMPT_TOKENS:
         pytest.skip("torch computes here, which needs more modules")

@@ -1,8 +1,7 @@
 """One layer's experts as transformers builds them, with random weights, to be measured."""
 
 import copy
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -227,8 +226,3 @@ def _drawn(module: Any, dtype: torch.dtype, num_experts: int, top_k: int) -> Exp
         dim_model=dim_model,
         dim_hidden=dim_hidden,
     )
-
-
-def median_of_block(run: Callable[[int], object], block_s: float) -> float:
-    """The median of ``time_block``."""
-    return statistics.median(time_block(run, block_s))
