@@ -22,20 +22,22 @@ Results = dict[str, Any]
 
 
 def ops_table(results: Results) -> list[str]:
-    """Milliseconds of each op, forward and with its backward pass: `ops.py`."""
-    tokens = sorted({row["tokens"] for row in results["rows"]})
-    shape = ", ".join(f"{letter}={size}" for letter, size in results["shape"].items())
-    head = [f"T = {t}{what}" for t in tokens for what in ("", ", with backward")]
-    lines = [f"| op, {shape}, bf16 (`benchmarks/ops.py`) | " + " | ".join(head) + " |"]
-    lines.append("|---|" + "--:|" * len(head))
-    for op in dict.fromkeys(row["op"] for row in results["rows"]):
-        here = {row["tokens"]: row for row in results["rows"] if row["op"] == op}
-        cells = [
-            "–" if here[t][field] is None else f"{_number(here[t][field])} ms"
-            for t in tokens
-            for field in ("forward_ms", "both_ms")
-        ]
-        lines.append(f"| {op if '`' in op else f'`{op}`'} | {' | '.join(cells)} |")
+    """Milliseconds of each op, forward and with its backward pass: `bench ops`."""
+    settings = results["settings"]
+    letters = zip("EKDF", ("num_experts", "top_k", "dim_model", "dim_hidden"), strict=True)
+    shape = ", ".join(f"{letter}={settings[name]}" for letter, name in letters)
+    kinds = {"forward": "", "backward": ", with backward"}
+    metrics = {
+        f"{kind}_{t}_s": f"T = {t}{what}"
+        for t in settings["tokens"]
+        for kind, what in kinds.items()
+    }
+    head = f"op, {shape}, {settings['dtype']} (`moe-runtime bench ops`)"
+    lines = [f"| {head} | {' | '.join(metrics.values())} |", "|---|" + "--:|" * len(metrics)]
+    for one in results["measurements"]:
+        found = [one["summary"].get(metric) for metric in metrics]
+        cells = ["–" if it is None else f"{_number(it['median'] * 1e3)} ms" for it in found]
+        lines.append(f"| `{one['system']}` | {' | '.join(cells)} |")
     return [*lines, "", _machine_line(results)]
 
 
@@ -204,7 +206,7 @@ def _processor(results: Results) -> str:
 def section(folder: Path) -> str:
     """The whole section, from the results files of a folder."""
     parts = [gpu_table(_read(path)) for path in sorted(folder.glob("kernels-*.json"))]
-    parts += [ops_table(_read(path)) for path in sorted(folder.glob("ops-*.json"))]
+    parts += [ops_table(_read(path)) for path in sorted(folder.glob("bench-ops-*.json"))]
     parts += [experts_table(_read(path)) for path in sorted(folder.glob("experts-*.json"))]
     for case in ("experts", "layer"):
         parts += [case_table(_read(path)) for path in sorted(folder.glob(f"bench-{case}-*.json"))]

@@ -76,16 +76,21 @@ def test_what_the_layer_spends_its_time_on() -> None:
 
 
 def test_ops_and_their_backward_passes() -> None:
-    shape = {"E": 4, "K": 2}
-    rows = [
-        {"op": "token_sort", "tokens": 16, "forward_ms": 0.25, "both_ms": None},
-        {"op": "block_sparse `sdd`", "tokens": 16, "forward_ms": 3.0, "both_ms": 456.7},
-    ]
-    lines = kernels_table.ops_table({**HEAD, "shape": shape, "rows": rows})
-    assert lines[0].startswith("| op, E=4, K=2, bf16")
-    assert lines[2] == "| `token_sort` | 0.25 ms | – |"
-    assert lines[3] == "| block_sparse `sdd` | 3 ms | 457 ms |"
-    assert "commit abc" in lines[-1]
+    sizes = {"num_experts": 4, "top_k": 2, "dim_model": 8, "dim_hidden": 6}
+    medians = {"forward_16_s": 0.00025, "forward_256_s": 0.002, "backward_256_s": 0.1234}
+    summary = {metric: {"median": median} for metric, median in medians.items()}
+    results = {
+        **HEAD,
+        "settings": {**sizes, "dtype": "bfloat16", "tokens": [16, 256]},
+        "measurements": [{"system": "combine", "summary": summary}],
+    }
+    lines = kernels_table.ops_table(results)
+    assert lines[0] == (
+        "| op, E=4, K=2, D=8, F=6, bfloat16 (`moe-runtime bench ops`) | T = 16 | "
+        "T = 16, with backward | T = 256 | T = 256, with backward |"
+    )
+    assert lines[2] == "| `combine` | 0.25 ms | – | 2 ms | 123 ms |"
+    assert "CPU (avx512f), 2 cores, 16 GiB" in lines[-1]
 
 
 def test_what_a_gpu_was_asked_for() -> None:

@@ -76,6 +76,7 @@ NOT_RUN = {
     "moe-runtime bench experts MODEL --tokens *": "takes seconds: tests/bench",
     "moe-runtime bench layer MODEL --tokens *": "takes seconds: tests/bench",
     "moe-runtime bench io MODEL": "runs with options",
+    "moe-runtime bench ops*": "takes seconds: tests/bench/test_op_times.py",
     "moe-runtime bench training MODEL": "runs with options",
     "moe-runtime bench policies TRACE": "runs with options",
     "moe-runtime bench report RESULTS...": "runs with options",

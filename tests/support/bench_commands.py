@@ -119,6 +119,20 @@ BENCH_CASES = {
         },
         dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_layer_blocks.py"),
     ),
+    "bench ops": Case(
+        ("moe_runtime.bench.op_times.measure_ops",),
+        (),
+        {
+            "shape": ("--shape olmoe-1b-7b", ("model", "olmoe-1b-7b")),
+            "tokens": ("--tokens 7", ("tokens", [7])),
+            "training": ("--training", ("trains", True)),
+            "dtype": ("--dtype float16", ("dtype", "float16")),
+            "threads": ("--threads 1", ("num_threads", 1)),
+            "max_s": ("--time 37", ("max_s", 37.0)),
+            "precision": ("--precision 0.17", ("precision", 0.17)),
+        },
+        dict.fromkeys(("quick", "output"), "tests/bench/test_op_times.py"),
+    ),
     "bench training": Case(
         (
             "moe_runtime.bench.experts.layers.sizes_of_model",
@@ -206,6 +220,7 @@ BENCH_INPUTS = {
         (["bench", "policies", "TRACE", "--golden", "FILE", "--output"], "FILE"),
     ],
     "bench layer": [(["bench", "layer", "MODEL", "--output"], "MODEL/config.json")],
+    "bench ops": [],
     "bench training": [(["bench", "training", "MODEL", "--output"], "MODEL/config.json")],
     "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
     "bench report": [(["bench", "report", "FILE", "--output"], "FILE")],

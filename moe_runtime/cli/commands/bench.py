@@ -7,6 +7,7 @@ from moe_runtime.cli.bench_cases.expert_layer import bench_experts
 from moe_runtime.cli.bench_cases.io import bench_io
 from moe_runtime.cli.bench_cases.kernels import bench_kernels
 from moe_runtime.cli.bench_cases.layer import bench_layer
+from moe_runtime.cli.bench_cases.ops import bench_ops
 from moe_runtime.cli.bench_cases.policies import bench_policies
 from moe_runtime.cli.bench_cases.throughput import bench_throughput
 from moe_runtime.cli.bench_cases.training import bench_training
@@ -28,6 +29,7 @@ def bench_app() -> typer.Typer:
     app.command("io", cls=StrictCommand)(bench_io)
     app.command("experts", cls=StrictCommand)(bench_experts)
     app.command("layer", cls=StrictCommand)(bench_layer)
+    app.command("ops", cls=StrictCommand)(bench_ops)
     app.command("training", cls=StrictCommand)(bench_training)
     app.command("policies", cls=StrictCommand)(bench_policies)
     app.command("dispatch", cls=StrictCommand)(bench_dispatch)

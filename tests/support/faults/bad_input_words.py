@@ -43,6 +43,7 @@ _SOUND = {
     "bench experts": ("model", "--quick", "--time", "1", "--tokens", "1", "--precision", "1"),
     "bench policies": ("trace.npz", "--quick", "--time", "1", "--precision", "1"),
     "bench layer": ("model", "--quick", "--time", "1", "--tokens", "1", "--precision", "1"),
+    "bench ops": ("--quick", "--time", "1", "--tokens", "1", "--precision", "1"),
     "bench training": (
         *("model", "--quick", "--time", "1", "--layers", "1", "--sequences", "1"),
         *("--context", "8", "--precision", "1"),
