@@ -11,7 +11,7 @@ its own, by the kernel's highest resident size less what was resident before the
 `--systems transformers,accelerate,deepspeed:cpu,deepspeed:nvme` trains the same first weights and
 tokens in other systems, each in a process of its own; `--deepspeed-python` names the interpreter of
 an environment that has DeepSpeed. These results are saved in a file of their own, as are those of
-`--isa avx512` (or `avx2`), which is as in `experts.py`.
+`--isa avx512` (or `avx2`), which holds products to the instructions of an older processor.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ batches: ours, and `Qwen3MoeForCausalLM` with its `grouped_mm` experts. They tak
 step, the first steps are not timed, medians count. The losses of both are compared, and a
 difference beyond rounding ends the benchmark without a number: so both balance each layer alone,
 as Switch Transformer does, where transformers' own loss balances the mean over all layers.
-`--isa avx512` (or `avx2`) is as in `experts.py`; its results are saved in a file of their own.
+`--isa avx512` (or `avx2`) holds products to the instructions of an older processor, in a results
+file of its own.
 """
 
 from __future__ import annotations
