@@ -76,6 +76,28 @@ def test_where_ours_fails_there_is_nothing_to_compare_with(tmp_path: Path) -> No
         measure_latency(program(tmp_path, "dies"), [], plan, rules, lambda: 0.0, settings={})
 
 
+def test_text_that_is_given_is_what_all_are_given(tmp_path: Path) -> None:
+    """In place of what this project finds likeliest; a peer of its own text has no numbers."""
+    path = program(tmp_path).file
+    generating = tmp_path / "generating.py"
+    generating.write_text(path.read_text() + "    def stream(self, ids, num_new): return []\n")
+    plan = LatencyPlan(
+        prompts=[[3, 5], [60, 70, 1]],
+        num_new=3,
+        timeout_s=60,
+        continuations=[[10, 20, 30], [40, 50, 60]],
+    )
+    rules = Rules(judged=("first_token_s",), least=1, most=1)
+    peers = [find_peer(str(generating), {"num_threads": 1}), program(tmp_path, "odd")]
+    results = measure_latency(program(tmp_path), peers, plan, rules, lambda: 0.0, settings={})
+    ours, generates, odd = results["measurements"]
+    assert ours["quality"] == {"compared": 6, "equal": 6}
+    assert "generates by itself" in generates["failure"]
+    assert odd["quality"] == {"compared": 6, "equal": 2}
+    # sums of what was read, the given tokens among them: 8, 18, 38 and 131, 171, 221
+    assert latency._likeliest(program(tmp_path), plan) == [[8, 18, 38], [34, 74, 27]]
+
+
 def test_agreement_is_what_was_asked_for(tmp_path: Path) -> None:
     _, odd = measure(tmp_path, "odd", agreement=0.25)["measurements"]
     assert odd["failure"] is None

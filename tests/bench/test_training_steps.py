@@ -25,6 +25,7 @@ from moe_runtime.bench.training_steps import (
     in_transformers,
     ours_in_memory,
 )
+from moe_runtime.cli.bench_cases.training import show_training
 from moe_runtime.cli.main import main
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
@@ -126,6 +127,19 @@ def test_joules_are_those_of_a_step_that_is_timed(
     with ExitStack() as running:
         found = TrainingPeer(program, PLAN, expected, running).repeat()
     assert found["cpu_joules"] == 2.5
+
+
+def test_joules_have_a_column_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"model": "m", "layers": 1, "sequences": 2, "context": 3, "dtype": "float32"}
+    step = {"mean": 0.5, "low": None}
+    summary = {"step_s": step, "tokens_per_s": {"median": 12.0}}
+    one = {"repetitions": [{}], "quality": {"compared": 3, "equal": 3}}
+    ours = {"system": "ours", "summary": summary | {"cpu_joules": {"median": 8.125}}, **one}
+    show_training({"settings": settings, "measurements": [ours]})
+    shown = capsys.readouterr().out
+    assert "processors, J" in shown
+    assert "8.125" in shown
+    assert "GPUs, J" not in shown
 
 
 class Engine:
