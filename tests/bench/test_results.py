@@ -100,6 +100,7 @@ def test_committed_results_are_still_read() -> None:
         "io",
         "experts",
         "layer",
+        "ops",
         "policies",
         "training",
         "dispatch",

@@ -37,9 +37,10 @@ def test_files_are_there_within_the_block_and_kept_ones_longer(
     assert entries(tmp_path) == []
     with files_of(shape, tmp_path, keep=True) as files:
         index = files.checkpoint / INDEX_NAME
-    made = index.stat().st_mtime_ns
-    with files_of(shape, tmp_path) as again:
+    made, said = index.stat().st_mtime_ns, list[str]()
+    with shape_checkpoint(shape, tmp_path, keep=False, needs_gguf=False, say=said.append) as again:
         assert again == files
+    assert said == [f"{files.checkpoint} is there from an earlier run, and stays"]
     assert index.stat().st_mtime_ns == made
 
 

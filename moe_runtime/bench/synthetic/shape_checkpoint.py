@@ -76,7 +76,9 @@ def shape_checkpoint(
         files = ShapeFiles(
             (kept if has_checkpoint else new).checkpoint, (kept if has_gguf else new).gguf
         )
-        if not has_checkpoint:
+        if has_checkpoint:
+            say(f"{kept.checkpoint} is there from an earlier run, and stays")
+        else:
             after = "kept there" if keep else "removed after the run"
             size = format_bytes(shape.total_bytes)
             say(f"writing random weights of {shape.name}, {size}, to {new.checkpoint}; {after}")
