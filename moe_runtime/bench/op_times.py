@@ -8,6 +8,7 @@ T tokens, E experts, K choices, D model, F hidden; R routed rows.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -128,7 +129,7 @@ class OpSystem:
         self.compared = self.equal = 0
 
     def repeat(self) -> Mapping[str, Number]:
-        """Times calls; before the first time, compares results.
+        """The median of a block of calls of each kind; before the first time, compares results.
 
         Raises:
             PeerFailedError: a result differs.
@@ -142,7 +143,7 @@ class OpSystem:
                 )
         kinds = kinds_of_calls(self._plan.tokens, trains=self._plan.trains)
         return {
-            name: time_block(_timed(self._calls[tokens], trains=trains), self._plan.block_s)
+            name: median(time_block(_timed(self._calls[tokens], trains=trains), self._plan.block_s))
             for name, tokens, trains in kinds
             if self._calls[tokens].leaves or not trains
         }
