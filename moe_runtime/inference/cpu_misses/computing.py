@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
 from moe_runtime.memory.device_store import DeviceStore
@@ -189,7 +188,6 @@ class HostPart:
 
 def open_misses(
     mode: str,
-    model: Any,
     modules: Iterable[Any],
     store: Any,
     lower: ExpertStore[torch.Tensor] | None,
@@ -199,17 +197,13 @@ def open_misses(
 
     Args:
         mode: ``"cpu"`` for all of them, or ``"auto"``.
-        model: the model.
-        modules: its `DeviceExperts`.
+        modules: `DeviceExperts` of a model.
         store: the tier that experts are computed from.
         lower: the tier below, of the host.
         bind: a slot of the host as the weights of an expert.
     """
     assert isinstance(store, DeviceStore), "load has looked for a device"
     assert lower is not None, "a device has a tier below"
-    # Native kernels have threads of their own then. Those of torch begin and end together, so that
-    # an expert waits for a processor that another thread is on: 8 ms instead of 0.1 on 16 of them.
-    OneThread().hold(model)
     misses = Misses(store, lower, bind, is_planned=mode == "auto")
     for module in modules:
         module.misses = misses
