@@ -135,8 +135,8 @@ def test_ftllm_says_where_experts_lie_and_frees_the_weights(bench: Bench) -> Non
     assert not bench.calls("set_moe_cpu_cache")
 
 
-@pytest.mark.parametrize(("variant", "caches"), [("disk", [([2 << 30], {})]), ("cpu", [])])
-def test_ftllm_keeps_experts_in_two_thirds_of_a_cap(
+@pytest.mark.parametrize(("variant", "caches"), [("disk", [([3 << 29], {})]), ("cpu", [])])
+def test_ftllm_keeps_experts_in_half_of_a_cap(
     variant: str, caches: list[Any], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from contextlib import nullcontext

@@ -4,7 +4,7 @@ Version 1.9.0 needs ``num_experts`` in the configuration, and an output matrix i
 ``=MODEL`` is a copy that has them where transformers 5 wrote neither.
 
 Variants say where experts lie: in memory (``cpu``) or in the checkpoint's files (``disk``), then
-with a cache of two thirds of the memory that it may take.
+with a cache of half of the memory that it may take.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ class Peer:
         llm.set_device_map("cpu")
         llm.set_device_map(settings["variant"] or "cpu", is_moe=True)
         if settings["variant"] == "disk" and settings.get("cap_bytes"):
-            llm.fastllm_lib.set_moe_cpu_cache(settings["cap_bytes"] * 2 // 3)
+            llm.fastllm_lib.set_moe_cpu_cache(settings["cap_bytes"] // 2)
         self._model: Any = None
 
     def load(self) -> None:
