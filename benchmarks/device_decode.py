@@ -12,9 +12,11 @@ case of a cache: its hit rate is about the share of the experts that has slots.
 Beside each: the bytes of the weights that a token reads, as a share of what a copy moves; for a
 part of the experts what the link, the CPU or both would take for the misses that were counted, or
 the rest of the model if that is more; whether logits have the bits of the resident model; and how
-far they are from those of the same weights in fp32, which must be as near as transformers' are.
-Reading a long prompt is timed apart. `--device cpu --tiny` is a rehearsal without a GPU: there the
-host's memory takes the part of the experts, and nobody computes for anybody else.
+far they are from those of the same weights in fp32, which must be as near as transformers' are. One
+row has RAM for a part of the experts alone, which both tiers together can hold: what is read from
+files a token tells whether they do. Reading a long prompt is timed apart. `--device cpu --tiny` is
+a rehearsal without a GPU: there the host's memory takes the part of the experts, and nobody
+computes for anybody else.
 """
 
 from __future__ import annotations
@@ -158,6 +160,8 @@ def measure(bench: Bench, profiles: list[str]) -> Iterator[dict[str, Any]]:
     first, *others = bench.options.shares
     for misses in ways:
         yield from ours.partial(first, misses)
+        if misses == "device" and bench.options.device == "cuda":
+            yield from ours.partial(first, misses, bench.options.host_share)
     yield from peers(bench, ours, profiles)
     for share, misses in itertools.product(others, ways):
         yield from ours.partial(share, misses)
@@ -196,13 +200,15 @@ class Ours:
         del model
         _free()
 
-    def partial(self, share: float, misses: str) -> Iterator[dict[str, Any]]:
-        """With slots for a share of the experts."""
-        row = {"system": "ours", "share": share, "misses": misses}
+    def partial(
+        self, share: float, misses: str, host_share: float = 1.0
+    ) -> Iterator[dict[str, Any]]:
+        """With slots for a share of the experts, and others in the host's memory."""
+        row = {"system": "ours", "share": share, "misses": misses, "host_share": host_share}
         if self._bench.is_late:
             yield row | LATE
             return
-        model = self._load(share, misses)
+        model = self._load(share, misses, host_share)
         row = self._measured({**row, "cache": self._bench.options.caches[0]}, model)
         if "tokens_per_s" in row:
             row |= self._bound(row)
@@ -211,7 +217,7 @@ class Ours:
         del model
         _free()
 
-    def _load(self, share: float, misses: str) -> Any:
+    def _load(self, share: float, misses: str, host_share: float = 1.0) -> Any:
         import moe_runtime
 
         bench, device = self._bench, self._bench.options.device
@@ -222,7 +228,7 @@ class Ours:
             budget = around + num_slots * self._plan.slot_bytes
             budgets = {"host_memory": budget}
             if device == "cuda":
-                host = bench.num_experts * self._host_slot_bytes
+                host = round(host_share * bench.num_experts) * self._host_slot_bytes
                 budgets = {"host_memory": host, "device_memory": budget, "misses": misses}
         elif device == "cuda":
             budgets = {"host_memory": PASSING_EXPERTS * 2 * bench.shape.expert_bytes}
@@ -376,6 +382,7 @@ def _arguments() -> argparse.Namespace:
     add("--caches", nargs="+", default=["dynamic"], choices=("dynamic", "static"), help="of ours")
     add("--compile-peer", action="store_true", help="transformers with a static cache too")
     add("--shares", nargs="+", type=float, default=[0.5, 0.25], help="of experts with slots")
+    add("--host-share", type=float, default=0.6, help="in RAM beside the first of the shares")
     add("--repeats", type=positive, default=3, help="prompts (default: %(default)s)")
     add("--prompt-tokens", type=positive, default=32, help="(default: %(default)s)")
     add("--new-tokens", type=positive, default=64, help="(default: %(default)s)")

@@ -16,6 +16,8 @@ def decode_line(row: dict[str, Any]) -> str:
         name += f"{row['experts']:11} {row['cache']:8}"
     elif "share" in row:
         name += f"{row['share']:4.0%} {row['misses']:6} {row.get('cache', '-'):8}"
+        if row.get("host_share", 1.0) < 1.0:
+            name += f" RAM for {row['host_share']:.0%}"
     if "obstacle" in row:
         return f"{name} {row['obstacle']}"
     text = f"{name} {row['tokens_per_s']:7.1f} tokens/s, reads {row['read_of_copy']:4.0%} of copy"
@@ -23,6 +25,8 @@ def decode_line(row: dict[str, Any]) -> str:
         text += f", prompt {row['prefill_tokens_per_s']:,.0f} tokens/s"
     if "hit_rate" in row:
         text += f", hits {row['hit_rate']:.0%}"
+    if row.get("read_bytes_a_token"):
+        text += f", {row['read_bytes_a_token'] / 1e6:.1f} MB a token from files"
     if "of_bound" in row:
         text += f", {row['of_bound']:.0%} of the bound"
     return text + _agreement(row)

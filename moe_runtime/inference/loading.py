@@ -220,7 +220,7 @@ def load(
         module.store, module.share, module.listeners = store, share, listeners
         module.list_parameters(checkpoint.dtype, place)
     if misses != "device":
-        options.open_misses(misses, model, modules, store, host_store, bind_slots(cached["host"]))
+        options.open_misses(misses, modules, store, host_store, bind_slots(cached["host"]))
     as_loaded_model(model, folder, source.versions(), steps, max_tokens)
     if place.type != "cpu":
         options.record_decoding(model, modules)

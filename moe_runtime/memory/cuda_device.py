@@ -169,9 +169,9 @@ class CudaDevice:
         """As ``Device.wait_here``."""
         self._here().wait_event(event.done)
 
-    def vacate(self, *slots: torch.Tensor) -> list[Any]:
+    def vacate(self, *slots: torch.Tensor, still: Sequence[Any] = ()) -> list[Any]:
         """As ``Device.vacate``."""
-        return [stream.record_event() for stream in tuple(self._computing.values())]
+        return [*(stream.record_event() for stream in tuple(self._computing.values())), *still]
 
     def copy(
         self,

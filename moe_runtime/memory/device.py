@@ -120,11 +120,15 @@ class Device(Protocol):
         """
         ...
 
-    def vacate(self, *slots: torch.Tensor) -> Sequence[Any]:
+    def vacate(self, *slots: torch.Tensor, still: Sequence[Event] = ()) -> Sequence[Any]:
         """What slots held is given up: the work that was queued until now, and may read it still.
 
+        Args:
+            slots: memory of the device.
+            still: behind which copies back from them are over.
+
         Returns:
-            Events, one of each stream that computes.
+            Events, one of each stream that computes, and those of the copies.
         """
         ...
 

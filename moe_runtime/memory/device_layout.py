@@ -45,14 +45,17 @@ class _Run(NamedTuple):
 
 
 def lay_out_on_device(layout: ExpertLayout, names: Sequence[str]) -> ExpertLayout:
-    """The same tensors in the order of their names, one after the other.
+    """The same tensors one after the other: down first, as most files have it, so that an expert of
+    such a file is one copy; then those of their names' order.
 
     Args:
         layout: of the expert in the host's memory.
         names: of its tensors.
     """
     places, end, last = [0] * len(names), 0, ""
-    for run in _runs(layout):
+    for run in sorted(
+        _runs(layout), key=lambda run: (names[run.members[0]] != "down", run.members)
+    ):
         name = names[run.members[0]]
         if _FOLLOWS.get(name) != last:
             end = _aligned(end)
@@ -67,7 +70,7 @@ def lay_out_on_device(layout: ExpertLayout, names: Sequence[str]) -> ExpertLayou
 def copy_parts(layout: ExpertLayout, on_device: ExpertLayout) -> tuple[CopyPart, ...]:
     """The copies that bring an expert to a device, as few as there can be."""
     found: list[CopyPart] = []
-    for run in sorted(_runs(layout)):
+    for run in _runs(layout):
         place = on_device.slot_offsets[run.members[0]]
         place -= layout.slot_offsets[run.members[0]] - run.first
         if found and found[-1].source + found[-1].num_bytes == run.first:
@@ -170,7 +173,7 @@ def _runs(layout: ExpertLayout) -> list[_Run]:
         else:
             runs.append(_Run(first, end, (member,)))
     assert all(one.end <= other.first for one, other in pairwise(runs))
-    return sorted(runs, key=lambda run: run.members)
+    return runs
 
 
 def _span_bytes(layout: ExpertLayout, member: int) -> int:

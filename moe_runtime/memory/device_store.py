@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from moe_runtime.memory.device import Device, Event
 from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.residents import Residents, SlotStacks
+from moe_runtime.memory.returning import LowerStore
 from moe_runtime.memory.tiers import TierFetcher, TierLease, TierStore
 from moe_runtime.types import ExpertKey, StoreStats
 
@@ -32,6 +34,8 @@ class DeviceLease(TierLease[W]):
 
     def _admit(self) -> None:
         """What is resident below is copied together, but what only passes through."""
+        if self._wanted:
+            self._store.fetcher.expect(frozenset(self._wanted))
         if len(self._wanted) > 1 and not self._streaming and self._above is None:
             store = self._store
             absent = [key for key in self._wanted if key not in store._entries]
@@ -109,6 +113,14 @@ class DeviceStore(TierStore[W]):
         self._keys: dict[int, list[ExpertKey]] = {}
         self._planned: deque[Planned] = deque()
         self._uncounted: deque[tuple[Event, Callable[[], Sequence[ExpertKey]]]] = deque()
+        if isinstance(fetcher.lower, LowerStore):
+            own = weakref.ref(self)
+            fetcher.lower.is_above = lambda key: (above := own()) is not None and above.has(key)
+
+    def has(self, key: ExpertKey) -> bool:
+        """Whether an expert is in a slot, as a look without the lock has it."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.arrived and entry.read.error is None
 
     def lease(
         self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
@@ -341,9 +353,8 @@ class DeviceStore(TierStore[W]):
             keys = self._keys[layer] = [ExpertKey(layer, expert) for expert in experts]
         slots, are_kept = [-1] * len(keys), True
         for key in keys:
-            entry = self._entries.get(key)
-            if entry is not None and entry.arrived and entry.read.error is None:
-                slots[key.expert] = entry.slot
+            if self.has(key):
+                slots[key.expert] = self._entries[key].slot
                 are_kept = are_kept and key not in self._streamed
         return Residents(layer, slots, self.stacks, stream, are_kept=are_kept)
 
@@ -358,6 +369,8 @@ class DeviceStore(TierStore[W]):
 
     def _drop(self, key: ExpertKey) -> None:
         self._residents.pop(key.layer, None)
+        if key not in self._streamed and self.has(key) and not self.is_closed:
+            self.fetcher.give_back(key, self._slab.slot(self._entries[key].slot))
         super()._drop(key)
 
     def _mend(self) -> None:

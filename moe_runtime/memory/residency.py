@@ -298,7 +298,7 @@ class ExpertStore(Generic[W]):
         idle = [key for key in self._streamed if self._is_idle(key)]
         victim = next((key for key in idle if not self._entries[key].expected), None)
         if victim is None and (keep or len(self._streamed) < self._stream_slots):
-            victim = self._policy.victim(self._is_idle, incoming)
+            victim = self._victim(incoming)
         if victim is None:
             victim = next(iter(idle), None)
         if victim is None:
@@ -306,6 +306,9 @@ class ExpertStore(Generic[W]):
         self._counters.evictions += 1
         self._drop(victim)
         return self._free.pop()
+
+    def _victim(self, incoming: ExpertKey) -> ExpertKey | None:
+        return cast(ExpertKey | None, self._policy.victim(self._is_idle, incoming))
 
     def _keep(self, key: ExpertKey) -> None:
         self._streamed.remove(key)

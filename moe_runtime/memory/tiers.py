@@ -1,7 +1,7 @@
 """One tier filled from another: experts copied from host slots to device slots."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from moe_runtime.memory.entries import Entry
 from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.lease import Lease
 from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.returning import LowerStore
 from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")
@@ -75,8 +76,24 @@ class TierFetcher:
         """Starts to copy an expert into a slot; it is read first if it is not resident below."""
         is_demand = self._device and read.priority is Priority.DEMAND
         if not is_demand or not self.copy_resident({key: slot}, read):
-            after = self._device.vacate(slot) if self._device else ()
+            after = self._vacate(slot) if self._device else ()
             self._copies.submit([partial(self._copy, key, slot, read, after)], read)
+
+    def give_back(self, key: ExpertKey, slot: torch.Tensor) -> None:
+        """An expert leaves its slot of the device, and goes to the tier below if that wants it."""
+        if isinstance(self.lower, LowerStore):
+            self.lower.take_back(key, slot, self._moves_of(key, slot))
+
+    def expect(self, keys: Collection[ExpertKey]) -> None:
+        """These are about to be copied: they leave the tier below last."""
+        if isinstance(self.lower, LowerStore):
+            self.lower.asked = keys
+
+    def _vacate(self, *slots: torch.Tensor) -> Sequence[Any]:
+        """As ``Device.vacate``, also behind what is on its way back from these slots."""
+        assert self._device is not None
+        still = self.lower.leaving(slots) if isinstance(self.lower, LowerStore) else ()
+        return self._device.vacate(*slots, still=still)
 
     def promote(self, key: ExpertKey, read: Read) -> None:
         """Serves a copy before all read-aheads, here and below."""
@@ -150,7 +167,7 @@ class TierFetcher:
             if sources is None:
                 is_done = True
                 return False
-            after, parts = self._device.vacate(*slots.values()), []
+            after, parts = self._vacate(*slots.values()), []
             for key, source in sources.items():
                 parts += self._parts(key, source, slots[key])
             copied = self._device.copy(parts, after, read.priority)
@@ -189,14 +206,16 @@ class TierFetcher:
         self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied where."""
-        moves = [CopyPart(0, 0, len(slot))] if self._moves is None else self._moves(key)
         return [
             (
                 source.narrow(0, move.source, move.num_bytes),
                 slot.narrow(0, move.place, move.num_bytes),
             )
-            for move in moves
+            for move in self._moves_of(key, slot)
         ]
+
+    def _moves_of(self, key: ExpertKey, slot: torch.Tensor) -> Sequence[CopyPart]:
+        return [CopyPart(0, 0, len(slot))] if self._moves is None else self._moves(key)
 
     def _send(
         self,

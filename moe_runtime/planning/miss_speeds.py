@@ -10,6 +10,8 @@ WEIGHT = 0.1
 """Of the latest measurement in a running mean: the last ten or so count."""
 TRIED = 0.01
 """Of the planned time that a side had nothing to do: so much may go into finding out its speed."""
+IDLE_PLANS = RESTED_LAYERS = 16
+"""Plans in a row without the CPU, after which so many layers do without a plan until the next."""
 
 
 class RunningMean:
@@ -36,7 +38,7 @@ class MissSpeeds:
     Attributes:
         launch: of the product of an expert that was brought to the device.
         queue: of the host, for asking for the copy of an expert.
-        back: of bringing the CPU's rows to the device.
+        back: from the CPU's last product until the device has its rows, and what comes after them.
     """
 
     def __init__(self) -> None:
@@ -45,6 +47,17 @@ class MissSpeeds:
         self.back = RunningMean()
         self._cpu: dict[int, RunningMean] = {}  # by number of rows
         self._no_cpu_s = self._no_copy_s = 0.0  # planned since the last one of each
+        self._idle_plans = self._rested = 0
+
+    def rests(self) -> bool:
+        """Whether the next layer does without a plan, since the last ones had nothing for the CPU.
+
+        What a plan needs to know takes the host time while the device waits.
+        """
+        if self._idle_plans < IDLE_PLANS:
+            return False
+        self._rested = (self._rested + 1) % RESTED_LAYERS
+        return self._rested != 0
 
     def computed(self, num_rows: int, seconds: float) -> None:
         """The CPU computed an expert for so many rows."""
@@ -97,6 +110,7 @@ class MissSpeeds:
             residents_s=self.launch.seconds * has_residents,
         )
         plan = plan_misses(rows, on_disk, costs)
+        self._idle_plans = 0 if plan.computed else self._idle_plans + 1
         self._no_cpu_s = 0.0 if plan.computed else self._no_cpu_s + plan.seconds
         self._no_copy_s = 0.0 if plan.copied or plan.kept else self._no_copy_s + plan.seconds
         if plan.copied and TRIED * self._no_cpu_s > self.cpu_s(rows[heaviest_first[-1]]):

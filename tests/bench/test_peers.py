@@ -132,6 +132,21 @@ def test_ftllm_says_where_experts_lie_and_frees_the_weights(bench: Bench) -> Non
     launches = [args for args, _ in bench.calls("launch")]
     assert launches == [[7, ids, 5, 5, False] for ids in ([3, 5], [3, 5], [60, 70])]
     assert len(bench.calls("release_memory")) == 1
+    assert not bench.calls("set_moe_cpu_cache")
+
+
+@pytest.mark.parametrize(("variant", "caches"), [("disk", [([3 << 29], {})]), ("cpu", [])])
+def test_ftllm_keeps_experts_in_half_of_a_cap(
+    variant: str, caches: list[Any], bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from contextlib import nullcontext
+
+    from moe_runtime.bench import peer_process
+
+    # What is told, not what is enforced: that takes rights.
+    monkeypatch.setattr(peer_process, "memory_cap", lambda limit: nullcontext())
+    assert bench.latency(f"ftllm:{variant}", 3 << 30)["failure"] is None
+    assert bench.calls("set_moe_cpu_cache") == caches
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,16 @@ def test_no_byte_is_copied_that_is_no_tensors(checkpoint: Path) -> None:
     assert there.slot_bytes <= experts.slot_bytes
 
 
+def test_an_expert_of_an_alphabetical_file_is_one_copy(tmp_path: Path) -> None:
+    # down, gate and up of one expert lie one behind the other there, as Hugging Face writes them
+    experts = map_of(save(tiny_model(FAMILIES[2]), tmp_path, sharded=False))
+    there = experts_on_device(experts)
+    numbers = [
+        len(copy_parts(layout, there.layouts[key])) for key, layout in experts.layouts.items()
+    ]
+    assert numbers == [1] * len(experts.layouts)
+
+
 def test_experts_with_a_quantised_matrix_make_no_stack(checkpoint: Path) -> None:
     experts = map_of(checkpoint)
     there = experts_on_device(experts)

@@ -157,6 +157,37 @@ def test_the_bits_are_those_of_the_same_plan(checkpoint: Path) -> None:
     assert torch.equal(*found)
 
 
+def test_the_way_back_is_measured_until_the_next_layer_is_queued(checkpoint: Path) -> None:
+    model, second = a_layer(checkpoint, "cpu", 2)
+    first, misses = experts_modules_of(model)[0], second.misses
+    assert misses is not None
+    seconds = iter(range(100))
+    misses.clock = lambda: float(next(seconds))
+    with model.moe, torch.inference_mode():
+        call(second, [[0, 2]])
+        call(first, [[0, 2]])  # of the next step: whatever was between is no way back
+        assert misses.speeds.back.seconds == 0.0
+        call(second, [[0, 3]])
+    # the CPU's part of the first layer ends, and plans begin and end, before the second is queued
+    assert 1.0 <= misses.speeds.back.seconds <= 4.0
+
+
+def test_a_layer_without_a_plan_gives_the_bits_of_the_device(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, layer = a_layer(checkpoint, "device", NUM_EXPERTS)
+    with model.moe, torch.inference_mode():
+        expected = call(layer, [[0, 2], [3, 5]])
+    model, layer = a_layer(checkpoint, "auto", 2)
+    misses = layer.misses
+    assert misses is not None
+    monkeypatch.setattr(misses.speeds, "rests", lambda: True)
+    with model.moe, torch.inference_mode():
+        assert torch.equal(call(layer, [[0, 2], [3, 5]]), expected)
+        assert model.moe.stats().computed_misses == 0
+        model.moe.check()
+
+
 def test_gradients_and_prompts_are_the_devices(checkpoint: Path) -> None:
     model, layer = a_layer(checkpoint, "cpu", 0)
     with model.moe:

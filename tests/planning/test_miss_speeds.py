@@ -3,7 +3,14 @@
 import pytest
 
 from moe_runtime.planning.hybrid import MissPlan
-from moe_runtime.planning.miss_speeds import TRIED, WEIGHT, MissSpeeds, RunningMean
+from moe_runtime.planning.miss_speeds import (
+    IDLE_PLANS,
+    RESTED_LAYERS,
+    TRIED,
+    WEIGHT,
+    MissSpeeds,
+    RunningMean,
+)
 
 
 def plan(speeds: MissSpeeds, rows: dict[int, int], copy_s: float, on_disk: tuple = ()) -> MissPlan:
@@ -57,6 +64,19 @@ def test_a_quick_cpu_leaves_the_link_its_trial() -> None:
     plans = [plan(speeds, {7: 1}, 10.0) for _ in range(3000)]
     copied = sum(found.copied == (7,) for found in plans)
     assert 0 < copied * 10.0 <= 3000 * 1.0 * TRIED * 1.01
+
+
+def test_layers_do_without_plans_that_leave_the_cpu_nothing() -> None:
+    speeds = MissSpeeds()
+    assert not any(speeds.rests() for _ in range(3 * RESTED_LAYERS))
+    speeds.computed(1, 10.0)
+    for _ in range(IDLE_PLANS):
+        assert not speeds.rests()
+        assert plan(speeds, {7: 1}, 1.0).copied == (7,)
+    rested = [speeds.rests() for _ in range(2 * RESTED_LAYERS)]
+    assert rested == 2 * [*[True] * (RESTED_LAYERS - 1), False]
+    assert plan(speeds, {7: 1}, 20.0).computed == (7,)
+    assert not any(speeds.rests() for _ in range(3 * RESTED_LAYERS))
 
 
 def test_what_comes_from_disk_is_computed_where_it_comes() -> None:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from emulated_device import EmulatedDevice
-from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, make_store
+from emulated_device import POISON, EmulatedDevice
+from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content
 
 from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.returning import LowerStore, ReturningSource
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.tiers import TierFetcher
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
@@ -39,7 +40,14 @@ class Tiers:
 
     def __init__(self, *, on_device: int = 6, on_host: int = 7) -> None:
         self.disk, self.device = FakeTier(), EmulatedDevice()
-        self.host = make_store(self.disk, on_host)
+        self.host = LowerStore(
+            ReturningSource(self.disk, self.device),
+            Slab(on_host, SLOT_BYTES),
+            LayerShares(LRU, even_shares(on_host, NUM_LAYERS)),
+            lambda _, slot: slot,
+            stream_slots=2,
+        )
+        self.host._slab.bytes.fill_(POISON)
         self.device.pin(self.host._slab.bytes, SLOT_BYTES)
         self.store = DeviceStore(
             self.device,

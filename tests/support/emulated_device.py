@@ -114,12 +114,14 @@ class EmulatedDevice:
             done_s = (event.event if isinstance(event, _Failing) else event).time_s
             self._streams_s[self._current] = max(self._streams_s.get(self._current, 0.0), done_s)
 
-    def vacate(self, *slots: torch.Tensor) -> list[EmulatedEvent]:
+    def vacate(
+        self, *slots: torch.Tensor, still: Sequence[EmulatedEvent] = ()
+    ) -> list[EmulatedEvent]:
         with self._lock:
             ends_s = [self._streams_s.get(number, 0.0) for number in self.computing]
-            last = max(self.now_s, *ends_s, 0.0)
+            last = max(self.now_s, *ends_s, *(event.time_s for event in still), 0.0)
             self._at(last, lambda: [slot.fill_(POISON) for slot in slots])
-            return [EmulatedEvent(self, end_s) for end_s in ends_s]
+            return [*(EmulatedEvent(self, end_s) for end_s in ends_s), *still]
 
     def copy(
         self,
@@ -153,7 +155,7 @@ class EmulatedDevice:
             self._back_s = end = begin + self._latency_s + num_bytes / self._bytes_per_s
             for _, target in parts:  # whoever looks too early sees what no gradient is
                 target.fill_(POISON)
-            self._at(end, lambda: [target.copy_(source) for source, target in parts])
+            self._at(end, lambda: [t.copy_(source, non_blocking=True) for source, t in parts])
             return EmulatedEvent(self, end)
 
     def compute(self, work: Callable[[], object], duration_s: float = 1e-5) -> EmulatedEvent:

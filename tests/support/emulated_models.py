@@ -87,7 +87,7 @@ def load_on_emulated_device(
         if isinstance(module, OffloadedExperts):
             module.store = stores[0]
     if misses != "device":
-        open_misses(misses, model, experts_modules_of(model), *stores, bind_slots(experts))
+        open_misses(misses, experts_modules_of(model), *stores, bind_slots(experts))
     record_decoding(model, experts_modules_of(model))
     model._steps._stores = [*stores]
     facts = dataclasses.replace(facts, host_plan=plans["host"], device_plan=plans["device"])

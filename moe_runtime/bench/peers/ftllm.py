@@ -3,7 +3,8 @@
 Version 1.9.0 needs ``num_experts`` in the configuration, and an output matrix in the file:
 ``=MODEL`` is a copy that has them where transformers 5 wrote neither.
 
-Variants say where experts lie: in memory (``cpu``) or in the checkpoint's files (``disk``).
+Variants say where experts lie: in memory (``cpu``) or in the checkpoint's files (``disk``), then
+with a cache of half of the memory that it may take.
 """
 
 import ctypes
@@ -26,6 +27,8 @@ class Peer:
         llm.set_cpu_threads(settings["num_threads"])
         llm.set_device_map("cpu")
         llm.set_device_map(settings["variant"] or "cpu", is_moe=True)
+        if settings["variant"] == "disk" and settings.get("cap_bytes"):
+            llm.fastllm_lib.set_moe_cpu_cache(settings["cap_bytes"] // 2)
         self._model: Any = None
 
     def load(self) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
 from moe_runtime.memory.device_store import DeviceStore
@@ -57,6 +56,21 @@ class Misses:
         self.clock = clock
         self.speeds = MissSpeeds()
         self._is_planned = is_planned
+        self._given: tuple[int, float] | None = None
+
+    def rest(self) -> bool:
+        """Whether the device computes whatever the next layer lacks."""
+        return self._is_planned and self.speeds.rests()
+
+    def gives(self, layer: int) -> None:
+        """The CPU has computed its part of a layer, which goes to the device now."""
+        self._given = layer, self.clock()
+
+    def goes_on(self, layer: int) -> None:
+        """The device has its work up to the choices of a layer, whatever it waited for before."""
+        if self._given is not None and layer > self._given[0]:
+            self.speeds.back.add(self.clock() - self._given[1])
+        self._given = None
 
     def plan(
         self, layer: int, rows: Mapping[int, Sequence[int]], residents: frozenset[int]
@@ -92,6 +106,7 @@ class HostPart:
     def __init__(
         self,
         misses: Misses,
+        layer: int,
         keys: Sequence[ExpertKey],
         rows: Mapping[int, Sequence[int]],
         x_TD: torch.Tensor,
@@ -102,6 +117,7 @@ class HostPart:
 
         Args:
             misses: of the model.
+            layer: whose experts they are.
             keys: the experts.
             rows: routed rows of each.
             x_TD: what they are given, on the host.
@@ -109,7 +125,7 @@ class HostPart:
             activation: of the experts.
         """
         self._misses = misses
-        self._left = [*keys]
+        self._layer, self._left = layer, [*keys]
         self._rows = rows
         self._x_TD = x_TD
         self._num_choices = num_choices
@@ -164,15 +180,14 @@ class HostPart:
             give: takes rows, see `SlottedProducts.give`.
         """
         self.compute()
-        device, begun_s = self._misses.store.device, self._misses.clock()
+        self._misses.gives(self._layer)
+        device = self._misses.store.device
         y_ND = self._done[0] if len(self._done) == 1 else torch.cat(self._done)
         give(device.upload(self._places), device.send(y_ND))
-        self._misses.speeds.back.add(self._misses.clock() - begun_s)
 
 
 def open_misses(
     mode: str,
-    model: Any,
     modules: Iterable[Any],
     store: Any,
     lower: ExpertStore[torch.Tensor] | None,
@@ -182,17 +197,13 @@ def open_misses(
 
     Args:
         mode: ``"cpu"`` for all of them, or ``"auto"``.
-        model: the model.
-        modules: its `DeviceExperts`.
+        modules: `DeviceExperts` of a model.
         store: the tier that experts are computed from.
         lower: the tier below, of the host.
         bind: a slot of the host as the weights of an expert.
     """
     assert isinstance(store, DeviceStore), "load has looked for a device"
     assert lower is not None, "a device has a tier below"
-    # Native kernels have threads of their own then. Those of torch begin and end together, so that
-    # an expert waits for a processor that another thread is on: 8 ms instead of 0.1 on 16 of them.
-    OneThread().hold(model)
     misses = Misses(store, lower, bind, is_planned=mode == "auto")
     for module in modules:
         module.misses = misses

@@ -2,9 +2,9 @@
 
 A step of one token a sequence is some fifty launches a layer, which take the host longer than the
 GPU computes. With a static cache every step is the same work on the same memory. Where all experts
-are resident, it is one graph. Otherwise it is recorded in parts: one ends where the residents of a
-layer's experts were queued, and the next begins with the sums. What a layer lacks is queued between
-two parts, as without a recording, and joins the same sums: the same bits.
+are resident, it is one graph. Otherwise it is recorded in parts: one ends where a layer has chosen
+its experts, one has those that are resident, and the next begins with the sums. What a layer lacks
+is queued before that, as without a recording, and joins the same sums: the same bits.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class RecordedLayer:
         self.sums, self.takes_rows = self._products.sums, self._products.takes_rows
         self.give = self._products.give
         stack_over = partial(experts.store.stacks.stack_over, experts.layer)
-        self._products.add(stack_over(self._residents_E))
         self._before = recorder.cut()
+        self._products.add(stack_over(self._residents_E))
+        self._at_once = recorder.cut()
         self._products.add(stack_over(self.arrived_E))
         self._arrivals = recorder.cut()
 
@@ -75,7 +76,7 @@ class RecordedLayer:
         self._arrivals.replay()
 
     def replay(self) -> bool:
-        """Replays the part that ends with this layer's residents, and queues the others.
+        """Replays the part that ends with this layer's choices, and queues its experts.
 
         Returns:
             Whether the whole layer was resident.
@@ -84,14 +85,16 @@ class RecordedLayer:
         return self._listed is not None and self._listed.are_all
 
     def _launch(self) -> tuple[Residents, Found]:
-        residents = self._store.with_residents(self._experts.layer, self._list_and_replay)
-        return residents, self._experts.download(self, self._routed)
+        self._before.replay()
+        found = self._experts.download(self, self._routed)
+        # while the choices are on their way to the host
+        return self._store.with_residents(self._experts.layer, self._list_and_replay), found
 
     def _list_and_replay(self, residents: Residents) -> None:
         if residents is not self._listed:
             self._store.device.upload(residents.slots, self._residents_E)
             self._listed = residents
-        self._before.replay()
+        self._at_once.replay()
 
 
 class _Call(NamedTuple):

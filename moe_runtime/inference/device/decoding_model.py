@@ -11,6 +11,7 @@ import torch
 
 from moe_runtime.checkpoints.transformers_private import attention_name
 from moe_runtime.inference.cpu.small_batch import as_rms_norm
+from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, static_cache
 from moe_runtime.kernels.rms_norm import NormForm
 
@@ -34,6 +35,10 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
     """
     if model.device.type == "cuda":
         _fuse_norms(model)
+        # Torch's threads spin after each of its operations on the host, beside the one that queues
+        # copies and the native kernels' own, which begin and end together: an expert of the CPU
+        # takes 8 ms instead of 0.1 where one of 16 has to wait for its processor.
+        OneThread().hold(model)
     cast(Any, model).forward = DecodeGraphs(model, modules)
     if model.can_generate():
         kind = type(model)

@@ -165,6 +165,8 @@ class DeviceExperts(OffloadedExperts):
         is_done = False
         try:
             residents, found = launch()
+            if self.misses is not None:
+                self.misses.goes_on(self.layer)
             listens = self.listeners.routed or self.listeners.demanded
             if residents.are_all and not listens and store.listener is None:
                 used = partial(self.experts_of, found.ids_TK)
@@ -206,6 +208,7 @@ class DeviceExperts(OffloadedExperts):
             self.misses is not None
             and products.takes_rows
             and not self._wants_gradient(*differentiated)
+            and not self.misses.rest()
         )
 
     def _add(
@@ -234,7 +237,7 @@ class DeviceExperts(OffloadedExperts):
         plan, begun_s = misses.plan(self.layer, rows, residents), misses.clock()
         keys = [self._keys[expert] for expert in plan.computed]
         num_choices = routing.ids_TK.shape[1]
-        part = HostPart(misses, keys, rows, values_TD, num_choices, activation)
+        part = HostPart(misses, self.layer, keys, rows, values_TD, num_choices, activation)
         others = [key for key in routing.keys if key.expert not in plan.computed]
         kept = [self._keys[expert] for expert in plan.kept]
         asked_s, is_asked = misses.clock(), not plan.copied or len(others) == len(plan.copied)

@@ -18,6 +18,7 @@ from moe_runtime.memory.device_layout import CopyPart, copy_parts, lay_out_on_de
 from moe_runtime.memory.device_store import DeviceStore
 from moe_runtime.memory.entries import StoreListener
 from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.returning import LowerStore, ReturningSource
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.memory.tiers import TierFetcher
@@ -98,8 +99,8 @@ def open_tiers(
         return found[key]
 
     device.pin(slab.bytes, slab.slot_bytes)
-    below: ExpertStore[Tensor] = ExpertStore(
-        source,
+    below = LowerStore(
+        ReturningSource(source, device),
         slab,
         new_policy(here),
         lambda _, slot: slot,

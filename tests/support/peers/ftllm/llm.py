@@ -19,6 +19,9 @@ class Library:
     def __init__(self) -> None:
         self._left: list[int] = []
 
+    def set_moe_cpu_cache(self, num_bytes: int) -> None:
+        note("set_moe_cpu_cache", num_bytes)
+
     def launch_response_llm_model(self, model: int, length: int, ids: Any, *rest: Any) -> int:
         most, least, samples, *_ = rest
         note("launch", model, list(ids), most, least, samples)

@@ -1,0 +1,171 @@
+"""Experts that a device gives back to the host's memory when they leave it.
+
+A device's experts need no second copy in the host's memory, where another expert can lie instead:
+the two tiers hold as many as both have slots. What leaves the device is copied back, over the
+direction of the link that is idle otherwise, rather than read from the disk anew when it is wanted
+again (exclusive caching: Wong and Wilkes, "My Cache or Yours?", USENIX ATC 2002).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
+from typing import cast
+
+import torch
+
+from moe_runtime.memory.device import Device, Event
+from moe_runtime.memory.device_layout import CopyPart
+from moe_runtime.memory.entries import Fetcher
+from moe_runtime.memory.io_queue import OnDone, Priority, Read, ReadQueue
+from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.types import ExpertKey
+
+Moves = Callable[[ExpertKey], Sequence[CopyPart]]
+
+
+class Return(Read):
+    """An expert on its way back from a device; none of its bytes count as read.
+
+    Attributes:
+        memory: its slot of the device, which is overwritten behind ``leaving`` only.
+        moves: where its bytes lie there, as places, and in the host's slot, as sources.
+    """
+
+    __slots__ = ("memory", "moves")
+
+    def __init__(self, on_done: OnDone, memory: torch.Tensor, moves: Sequence[CopyPart]) -> None:
+        super().__init__(Priority.READAHEAD, on_done)
+        self.memory = memory
+        self.moves = moves
+
+
+class ReturningSource:
+    """Fills slots of the host from the files of a checkpoint, or with what a device gives back.
+
+    An expert that cannot be copied back is read.
+
+    Attributes:
+        changed: as of ``Fetcher``.
+    """
+
+    def __init__(self, source: Fetcher, device: Device) -> None:
+        """Takes over the source."""
+        self.changed = source.changed
+        self._source = source
+        self._device = device
+        self._returns = ReadQueue(1)
+        self._leaving: dict[int, Event] = {}  # by addresses of slots of the device
+
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+        """As ``Fetcher.fetch``."""
+        if not isinstance(read, Return) or not self._copy_back(slot, read):
+            self._source.fetch(key, slot, read)
+
+    def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
+        """Behind which nobody reads these slots of the device on behalf of the host any more."""
+        found = [(slot.data_ptr(), self._leaving.get(slot.data_ptr())) for slot in slots]
+        events = []
+        for address, event in found:
+            if event is not None and event.query():
+                self._leaving.pop(address, None)
+            elif event is not None:
+                events.append(event)
+        return events
+
+    def promote(self, key: ExpertKey, read: Read) -> None:
+        """As ``Fetcher.promote``."""
+        if not self._returns.is_under_way(read):
+            self._source.promote(key, read)
+
+    def cancel(self, read: Read) -> bool:
+        """As ``Fetcher.cancel``: what comes back is on its way."""
+        return not self._returns.is_under_way(read) and self._source.cancel(read)
+
+    def is_under_way(self, read: Read) -> bool:
+        """As ``Fetcher.is_under_way``."""
+        return self._returns.is_under_way(read) or self._source.is_under_way(read)
+
+    def let_go(self) -> None:
+        """As ``Fetcher.let_go``."""
+        self._returns.let_go()
+        self._source.let_go()
+
+    def close(self) -> None:
+        """As ``Fetcher.close``."""
+        self._returns.close()
+        self._source.close()
+
+    def _copy_back(self, slot: torch.Tensor, read: Return) -> bool:
+        """Queues the copy from a slot of the device; a thread waits for its end."""
+        parts = [
+            (read.memory.narrow(0, m.place, m.num_bytes), slot.narrow(0, m.source, m.num_bytes))
+            for m in read.moves
+        ]
+        is_done = False
+        try:
+            event = self._leaving[read.memory.data_ptr()] = self._device.copy_back(parts)
+            self._returns.submit([partial(_wait, event)], read)
+            is_done = True
+            return True
+        except (MemoryError, OSError, RuntimeError):
+            return self._returns.is_under_way(read)
+        finally:
+            if not is_done:  # it may be queued nevertheless
+                self._device.drain()
+
+
+class LowerStore(ExpertStore[torch.Tensor]):
+    """The store of the host's memory below a device.
+
+    Attributes:
+        is_above: whether an expert lies on the device, so that it leaves the host first.
+        asked: experts that the device is about to copy; others leave before them.
+    """
+
+    _fetcher: ReturningSource
+
+    def __init__(self, source: ReturningSource, *args: object, **options: object) -> None:
+        """Takes what ``ExpertStore`` takes."""
+        super().__init__(source, *args, **options)  # type: ignore[arg-type]
+        self.is_above: Callable[[ExpertKey], bool] = lambda _: False
+        self.asked: Collection[ExpertKey] = ()
+
+    def take_back(self, key: ExpertKey, memory: torch.Tensor, moves: Sequence[CopyPart]) -> None:
+        """Keeps an expert that leaves the device, if it is not here and the policy has room for it.
+
+        A policy that decides after a use is not asked: it gets nothing.
+
+        Args:
+            key: the expert.
+            memory: as of ``Return``.
+            moves: see there.
+        """
+        with self._changed:
+            if key in self._entries or self.is_closed or self.decides_later:
+                return
+            slot = self._take_slot(key, keep=True)
+            if slot is not None:
+                read = Return(partial(self._arrive, key), memory, moves)
+                self._enter(key, slot, read, keep=True)
+                self._fetcher.fetch(key, self._slab.slot(slot), read)
+
+    def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
+        """As ``ReturningSource.leaving``."""
+        return self._fetcher.leaving(slots)
+
+    def _victim(self, incoming: ExpertKey) -> ExpertKey | None:
+        for may_leave in (self.is_above, lambda key: key not in self.asked):
+            is_evictable = partial(self._is_idle_and, may_leave)
+            if (victim := self._policy.victim(is_evictable, incoming)) is not None:
+                return victim
+        return super()._victim(incoming)
+
+    def _is_idle_and(self, holds: Callable[[ExpertKey], bool], key: Hashable) -> bool:
+        return self._is_idle(key) and holds(cast(ExpertKey, key))
+
+
+def _wait(event: Event) -> int:
+    """Returns the bytes that were read: none."""
+    event.synchronize()
+    return 0

@@ -1,0 +1,151 @@
+"""What leaves the device goes back to the host's memory, so that both hold different experts."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from device_tiers import Tiers
+from emulated_device import EmulatedDevice
+from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, keys
+from injection import KINDS, lines_of, raise_on
+
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.memory.device_layout import CopyPart
+from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.returning import Return, ReturningSource
+from moe_runtime.types import ExpertKey
+
+ALL = [ExpertKey(layer, expert) for layer in range(NUM_LAYERS) for expert in range(NUM_EXPERTS)]
+
+
+def use_one_after_another(tiers: Tiers, rounds: int) -> None:
+    drawn = random.Random(rounds)
+    for _ in range(rounds):
+        for layer in range(NUM_LAYERS):
+            tiers.use(keys(layer, drawn.randrange(NUM_EXPERTS)), streaming=False)
+            tiers.device.finish()
+            tiers.settle()
+            while tiers.host._link.under_way:
+                pass
+            tiers.check()
+
+
+def test_nothing_is_read_again_where_both_together_have_room_for_all() -> None:
+    # of six experts of a layer three are on the device and three in the host's memory, and there is
+    # one place to change through
+    tiers = Tiers(on_device=3 * NUM_LAYERS, on_host=4 * NUM_LAYERS)
+    use_one_after_another(tiers, 60)
+    tiers.close()
+    assert sorted(tiers.disk.fetched) == ALL
+    assert tiers.host.stats().bytes_read == len(ALL) * SLOT_BYTES
+
+
+def test_what_is_on_the_device_leaves_the_host_first() -> None:
+    tiers = Tiers(on_device=2, on_host=3)
+    for expert in (0, 1, 2, 3):
+        tiers.use(keys(0, expert), streaming=False)
+        tiers.device.finish()
+        tiers.settle()
+    assert {*tiers.store._entries} == {*keys(0, 2, 3)}
+    # the oldest stays, since the device has 2
+    assert {*tiers.host._entries} == {*keys(0, 0, 1, 3)}
+    tiers.close()
+
+
+def test_a_policy_that_decides_later_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = Tiers(on_device=NUM_LAYERS, on_host=4)
+    monkeypatch.setattr(type(tiers.host), "decides_later", property(lambda _: True))
+    monkeypatch.setattr(tiers.device, "copy_back", None)
+    use_one_after_another(tiers, 5)
+    tiers.close()
+
+
+class Refusing(EmulatedDevice):
+    """A device that copies nothing back."""
+
+    def copy_back(self, parts: Any) -> Any:
+        raise RuntimeError("as asked")
+
+
+def returned(device: EmulatedDevice, disk: FakeTier) -> tuple[torch.Tensor, Read, ReturningSource]:
+    """An expert on its way from a slot of the device, and where it goes."""
+    source, ends = ReturningSource(disk, device), list[Read]()
+    memory, slot = (torch.full((SLOT_BYTES,), byte, dtype=torch.uint8) for byte in (7, 255))
+    device.pin(slot, SLOT_BYTES)
+    key, half = ExpertKey(0, 0), SLOT_BYTES // 2
+    swapped = [CopyPart(0, half, half), CopyPart(half, 0, half)]
+    memory[:half] = content(key)
+    read = Return(ends.append, memory, swapped)
+    source.fetch(key, slot, read)
+    while source.is_under_way(read) or not ends:
+        assert not source.cancel(read)
+    source.close()
+    return slot, read, source
+
+
+def test_bytes_go_where_they_lie_in_the_host() -> None:
+    disk = FakeTier()
+    slot, read, _ = returned(EmulatedDevice(), disk)
+    assert slot.tolist() == [7] * (SLOT_BYTES // 2) + [content(ExpertKey(0, 0))] * (SLOT_BYTES // 2)
+    assert (disk.fetched, read.num_bytes, read.error) == ([], 0, None)
+    assert read.priority is Priority.READAHEAD
+
+
+def test_what_the_device_does_not_copy_is_read() -> None:
+    disk, device = FakeTier(), Refusing()
+    slot, read, source = returned(device, disk)
+    assert slot.tolist() == [content(ExpertKey(0, 0))] * SLOT_BYTES
+    assert (disk.fetched, read.num_bytes) == ([ExpertKey(0, 0)], SLOT_BYTES)
+    assert device.num_drains == 1
+    assert source.leaving([slot]) == []
+
+
+def test_a_slot_is_overwritten_behind_what_leaves_it() -> None:
+    tiers = Tiers(on_device=NUM_LAYERS, on_host=2 * NUM_LAYERS)
+    for expert in (0, 1, 2):  # each takes the place of the one before, which is at home in no tier
+        tiers.use(keys(0, expert), streaming=False)
+    tiers.settle()
+    tiers.device.finish()
+    for expert in (2, 1, 0):
+        tiers.use(keys(0, expert), streaming=False)
+    tiers.close()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [KINDS[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:-1]), KINDS[-1]],
+)
+def test_what_strikes_on_the_way_back_leaves_nothing_behind(kind: type[BaseException]) -> None:
+    def ready() -> Tiers:
+        """Three experts on the device, of which the host has none any more."""
+        tiers = Tiers(on_device=3, on_host=2)
+        for expert in (0, 1, 2, 3, 4):
+            tiers.use(keys(0, expert), streaming=False)
+            tiers.device.finish()
+            tiers.settle()
+        return tiers
+
+    wanted = keys(0, 5)
+    tiers = ready()
+    begin = partial(tiers.use, wanted, streaming=False)
+    sites = lines_of(begin)
+    tiers.close()
+    names = {"give_back", "take_back", "_copy_back", "_victim", "leaving", "_vacate"}
+    struck = [site for site in sites if site.code.co_name in names]
+    assert {site.code.co_name for site in struck} == names
+    for site in struck:
+        tiers = ready()
+        raise_on(site, 1, kind, partial(tiers.use, wanted, streaming=False))
+        with contextlib.suppress(MoERuntimeError):  # of a read that was begun, and failed
+            tiers.use(wanted, streaming=False)
+        tiers.device.finish()
+        tiers.check()
+        for expert in (0, 2, 4, 1, 3):
+            tiers.use(keys(0, expert), streaming=False)
+        tiers.settle()
+        tiers.close()
