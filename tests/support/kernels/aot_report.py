@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from aot_compile import compile_launches
+from aot_between import between_products
 from torch import Tensor
 
 from moe_runtime.kernels.block_sparse.kernel import (
@@ -26,8 +27,6 @@ from moe_runtime.kernels.block_sparse.kernel import (
 )
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather, expert_topology
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
-from moe_runtime.kernels.expert_choice import ChoiceForm
-from moe_runtime.kernels.expert_choice.kernel import launch_choose_experts
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
 from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts, decode_expert_mlp
@@ -279,9 +278,6 @@ def small_kernels() -> None:
     )
     groups = Groups(meta(129, dtype=torch.int64), 4096 * 8, None, order, num_choices=8)
     bias_grad(y, groups, out_SN=meta(128, 2048))
-    launch_choose_experts(meta(8, 128), 8, ChoiceForm("softmax", True), None, torch.bfloat16)
-    bias, form = meta(512, dtype=torch.float32), ChoiceForm("sigmoid", True, 2.5)
-    launch_choose_experts(meta(8, 512, dtype=torch.float32), 16, form, bias, torch.float32)
 
 
 def block_sparse(block_rows: int, dtype: torch.dtype, device: GpuLimits, *, is_even: bool) -> None:
@@ -353,6 +349,7 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[Calls]:
     stays = TILES_16_BIT["gated"][-1][1].fitted(torch.bfloat16.itemsize, device)
     many = replace(stays, is_persistent=False)
     yield [("small kernels", small_kernels)]
+    yield [("between products", between_products)]
     yield [
         (f"{model} {dtype} few tokens", partial(few_tokens, model, dtype, device))
         for model, dtype in [
