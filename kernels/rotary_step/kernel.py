@@ -14,7 +14,7 @@ from moe_runtime.kernels.triton_support import PreparedLaunch, power_of_2
 
 _MOST_PREPARED = 512
 """Layers of other sizes, times numbers of sequences, times lengths of caches."""
-_BLOCK_N = 1024
+_BLOCK_N = 2048
 """Values at a time of a row that is normalised as a whole."""
 
 

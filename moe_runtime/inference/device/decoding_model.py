@@ -12,6 +12,8 @@ import torch
 from moe_runtime.checkpoints.transformers_private import attention_name
 from moe_runtime.inference.cpu.small_batch import as_rms_norm
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, static_cache
+from moe_runtime.inference.device.device_attention import fuse_device_attention
+from moe_runtime.inference.device.router_choice import fuse_routers
 from moe_runtime.kernels.rms_norm import NormForm
 
 if TYPE_CHECKING:
@@ -33,12 +35,19 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
         modules: its `DeviceExperts`.
     """
     if model.device.type == "cuda":
-        _fuse_norms(model)
+        fuse_steps(model)
     cast(Any, model).forward = DecodeGraphs(model, modules)
     if model.can_generate():
         kind = type(model)
         names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         model.__class__ = type(kind.__name__, (RecordedDecoding, kind), names)
+
+
+def fuse_steps(model: PreTrainedModel) -> None:
+    """Makes one kernel each of what lies between the products of a decode step."""
+    _fuse_norms(model)
+    fuse_routers(model)
+    fuse_device_attention(model)
 
 
 def _fuse_norms(model: torch.nn.Module) -> None:
