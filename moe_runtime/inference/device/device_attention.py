@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.inference.cpu import attention_parts as parts
@@ -37,11 +38,39 @@ Norms = tuple[RowNorm | None, RowNorm | None]
 def fuse_device_attention(model: PreTrainedModel) -> None:
     """Gives the attention layers of a model on a GPU that qualify a way of their own for steps of
     one token a sequence with a static cache."""
+    masks = AddedMasks()
     for module in model.modules():
         if has_usual_parts(module, (_SDPA, _EAGER), FORMS):
-            attention = DeviceAttention(module)
+            attention = DeviceAttention(module, masks)
             if attention.is_known:
                 cast(Any, module).forward = attention
+
+
+class AddedMasks:
+    """Masks as attention adds them, made once for all layers that are given the same one.
+
+    SDPA makes them anew for every layer, and copies those whose rows are no multiple of 8 long.
+    """
+
+    def __init__(self) -> None:
+        """Knows none."""
+        self._known = WeakTensorKeyDictionary()
+
+    def added(self, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to scores for a mask ``[B, 1, 1, S]`` that allows; others are as they are.
+
+        So are those of which torch does not know whether somebody changed them.
+        """
+        if mask.dtype != torch.bool or mask.is_inference():
+            return mask
+        state = mask._version, dtype
+        known = self._known.get(mask)
+        if known is None or known[0] != state:
+            length = mask.shape[-1]
+            room = torch.zeros((*mask.shape[:-1], -(-length // 8) * 8), dtype=dtype, device=mask.device)
+            known = state, room[..., :length].masked_fill_(~mask, -torch.inf)
+            self._known[mask] = known
+        return known[1]
 
 
 class DeviceAttention(FusedAttention):
@@ -53,9 +82,10 @@ class DeviceAttention(FusedAttention):
 
     shows_weights = _EAGER
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, masks: AddedMasks) -> None:
         """Takes the place of the method; the layer's own stays in its class."""
         super().__init__(module)
+        self._masks = masks
         self._attend, eager = self._functions[-1], self._functions[-2]
         known = eager if self._attention == _EAGER else private.sdpa_attention_forward
         self.is_known = self._attend is not None and self._attend is known
@@ -122,9 +152,20 @@ class DeviceAttention(FusedAttention):
             impl="reference" if is_sample else "triton",
         )
         layer.cumulative_length.add_(1)
-        mixed, _ = self._attend(
-            module, query, layer.keys, layer.values, mask, dropout=0.0, scaling=module.scaling
-        )
+        if is_sample or self._attention == _EAGER:
+            mixed, _ = self._attend(
+                module, query, layer.keys, layer.values, mask, dropout=0.0, scaling=module.scaling
+            )
+        else:
+            # heads that share keys are rows of one product, as of transformers 5.23: nothing is
+            # repeated
+            mixed = scaled_dot_product_attention(
+                query.view(*layer.keys.shape[:2], -1, query.shape[-1]),
+                layer.keys,
+                layer.values,
+                attn_mask=mask if mask is None else self._masks.added(mask, query.dtype),
+                scale=module.scaling,
+            )
         return module.o_proj(mixed.reshape(len(hidden), 1, -1))
 
     def _agrees(
