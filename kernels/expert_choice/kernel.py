@@ -71,7 +71,12 @@ def choose_experts_fwd(
 
 @lru_cache(maxsize=_MOST_PREPARED)
 def _prepare(
-    num_tokens: int, num_experts: int, num_choices: int, form: ChoiceForm, stride: int, has_bias: bool
+    num_tokens: int,
+    num_experts: int,
+    num_choices: int,
+    form: ChoiceForm,
+    stride: int,
+    has_bias: bool,
 ) -> PreparedLaunch:
     return PreparedLaunch(
         choose_experts_fwd, (num_tokens,),

@@ -58,8 +58,8 @@ def _turned_head(
 def rotary_step_fwd(
     query_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, place_ptr, query_weight_ptr, key_weight_ptr,
     out_ptr, keys_ptr, values_ptr,
-    num_heads, num_key_heads, dim, value_dim, num_angles, num_turned, num_places, query_eps, key_eps,
-    stride_angles,
+    num_heads, num_key_heads, dim, value_dim, num_angles, num_turned, num_places,
+    query_eps, key_eps, stride_angles,
     QUERY_FORM: tl.constexpr, KEY_FORM: tl.constexpr,
     IS_QUERY_WHOLE: tl.constexpr, IS_KEY_WHOLE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -110,7 +110,8 @@ def test_norms_are_those_of_rms_norm(dtype, form, is_whole):
         torch.cat([part.nan_to_num().flatten().double() for part in exact]),
         rtol=8 * kind.eps, atol=64 * kind.eps,
     )  # fmt: skip
-    is_equal = torch.cat([(a == b).flatten()[~a.isnan().flatten()] for a, b in zip(found, exact)])
+    pairs = zip(found, exact, strict=True)
+    is_equal = torch.cat([(one == other)[~one.isnan()] for one, other in pairs])
     assert is_equal.float().mean() > 0.5
 
 
@@ -122,9 +123,7 @@ def test_norms_are_those_of_rms_norm(dtype, form, is_whole):
 def test_the_specification_has_the_bits_of_transformers(dtype, turn, num_angles, pairs_share):
     sizes = Sizes(batch=3, num_angles=num_angles)
     given = draw(sizes, dtype, None)
-    query, key, value = (
-        row.view(3, 1, -1, 16).transpose(1, 2) for row in given["qkv"]
-    )
+    query, key, value = (row.view(3, 1, -1, 16).transpose(1, 2) for row in given["qkv"])
     angles = (part[:, None] for part in given["angles"])
     query, key = turn(query, key, *angles)
     found = reference(given, pairs_share=pairs_share)

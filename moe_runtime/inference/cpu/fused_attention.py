@@ -292,7 +292,9 @@ def has_usual_parts(
     norms = [children.get(name) for name in parts.NORMS]
     if not all(type(part) in (SmallBatchLinear, torch.nn.Linear) for part in linears):
         return False
-    known = [type(part) is SmallBatchRMSNorm and part.form in forms for part in norms if part is not None]
+    known = [
+        type(part) is SmallBatchRMSNorm and part.form in forms for part in norms if part is not None
+    ]
     if not all(known):
         return False
     q, k, v, _ = (parts.linear_of(module, name) for name in parts.PROJECTIONS)

@@ -67,7 +67,9 @@ class AddedMasks:
         known = self._known.get(mask)
         if known is None or known[0] != state:
             length = mask.shape[-1]
-            room = torch.zeros((*mask.shape[:-1], -(-length // 8) * 8), dtype=dtype, device=mask.device)
+            room = torch.zeros(
+                (*mask.shape[:-1], -(-length // 8) * 8), dtype=dtype, device=mask.device
+            )
             known = state, room[..., :length].masked_fill_(~mask, -torch.inf)
             self._known[mask] = known
         return known[1]

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from aot_compile import compile_launches
 from aot_between import between_products
+from aot_compile import compile_launches
 from torch import Tensor
 
 from moe_runtime.kernels.block_sparse.kernel import (
