@@ -38,7 +38,7 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
     Returns:
         What Triton returns for a launch: the compiled kernel, or None when interpreted.
     """
-    # Products and sums are fused, unless a kernel is to round as torch does. Triton's default changes
+    # Products and sums are fused, unless a kernel rounds as torch does. Triton's default changes
     # with its version; results must not.
     arguments.setdefault("enable_fp_fusion", True)
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))

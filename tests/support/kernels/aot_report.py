@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from aot_between import between_products
 from aot_compile import compile_launches
+from aot_small import between_products, small_kernels
 from torch import Tensor
 
 from moe_runtime.kernels.block_sparse.kernel import (
@@ -26,7 +26,6 @@ from moe_runtime.kernels.block_sparse.kernel import (
     launch_sdd,
 )
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather, expert_topology
-from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
 from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts, decode_expert_mlp
@@ -43,7 +42,6 @@ from moe_runtime.kernels.grouped_gemm.tiles import (
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.quantized import SCALES, QuantizedStack, WeightFormat
 from moe_runtime.kernels.token_sort import SortedTokens
-from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 # One layer of Qwen3-30B-A3B, whose dimensions every tile divides, and gpt-oss, which has biases,
 # transposed interleaved weights, a bounded gate and a width that no tile divides.
@@ -264,20 +262,6 @@ def packed_calls(device: GpuLimits, *, every_tile: bool) -> Calls:
         call = partial(packed_products, "mxfp4", fitted, torch.float32, device)
         many.append((f"packed mxfp4 float32 {fitted}", call))
     return few + many
-
-
-def small_kernels() -> None:
-    """What has no tile to choose."""
-    ids, order = meta(4096, 8, dtype=torch.int64), meta(4096 * 8, dtype=torch.int64)
-    token_sort_triton(ids, 128)
-    token_sort_triton(ids[:16], 128)
-    y, weights, one = meta(4096 * 8, 2048), meta(4096, 8, dtype=torch.float32), order[:1]
-    launch_combine_fwd(y, weights, order, one, 8)
-    launch_combine_bwd(
-        meta(4096, 2048), y, weights, order, one, 8, needs_dy=True, needs_dweights=True
-    )
-    groups = Groups(meta(129, dtype=torch.int64), 4096 * 8, None, order, num_choices=8)
-    bias_grad(y, groups, out_SN=meta(128, 2048))
 
 
 def block_sparse(block_rows: int, dtype: torch.dtype, device: GpuLimits, *, is_even: bool) -> None:

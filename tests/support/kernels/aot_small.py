@@ -1,18 +1,36 @@
-"""Launches of what decode steps compute between their products, to be compiled for other GPUs."""
+"""Launches of kernels that have no tile to choose, to be compiled for GPUs that are not there."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.expert_choice import ChoiceForm
 from moe_runtime.kernels.expert_choice.kernel import launch_choose_experts
+from moe_runtime.kernels.grouped_gemm.backward import bias_grad
+from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.rotary_step import RowNorm
 from moe_runtime.kernels.rotary_step.kernel import launch_rotary_step
+from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def small_kernels() -> None:
+    """What has no tile to choose."""
+    ids, order = meta(4096, 8, dtype=torch.int64), meta(4096 * 8, dtype=torch.int64)
+    token_sort_triton(ids, 128)
+    token_sort_triton(ids[:16], 128)
+    y, weights, one = meta(4096 * 8, 2048), meta(4096, 8, dtype=torch.float32), order[:1]
+    launch_combine_fwd(y, weights, order, one, 8)
+    launch_combine_bwd(
+        meta(4096, 2048), y, weights, order, one, 8, needs_dy=True, needs_dweights=True
+    )
+    groups = Groups(meta(129, dtype=torch.int64), 4096 * 8, None, order, num_choices=8)
+    bias_grad(y, groups, out_SN=meta(128, 2048))
 
 
 def between_products() -> None:
