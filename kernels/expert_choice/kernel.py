@@ -46,9 +46,10 @@ def choose_experts_fwd(
     order = tl.where(mask, order, -0x7FFFFFFFFFFFFFFF)
     offs_k = tl.arange(0, BLOCK_K)
     ids = tl.zeros([BLOCK_K], dtype=tl.int64)
-    for k in tl.static_range(NUM_CHOICES):
+    for k in tl.static_range(NUM_CHOICES):  # type: ignore[misc]
         best = tl.max(order, axis=0)
-        ids = tl.where(offs_k == k, BLOCK_E - 1 - (best & 0xFFFFFFFF), ids)
+        place = best & 0xFFFFFFFF  # pyright: ignore[reportOperatorIssue]
+        ids = tl.where(offs_k == k, BLOCK_E - 1 - place, ids)
         order = tl.where(order == best, -0x7FFFFFFFFFFFFFFF, order)
     is_choice = offs_k < NUM_CHOICES
     chosen = tl.load(row_ptr + ids, mask=is_choice, other=float("-inf")).to(tl.float32)

@@ -38,7 +38,15 @@ def choose_experts_reference(
     bias_E: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Computes as `choose_experts` says, in fp32, and rounds the weights once."""
+    """Computes as `choose_experts` says, in fp32, and rounds the weights once.
+
+    Args:
+        logits_TE: `[T, E]`.
+        num_choices: K.
+        form: What the weights are made of.
+        bias_E: `[E]` or None.
+        dtype: Of the weights.
+    """
     logits = ranked = logits_TE.float()
     if form.scores == "sigmoid":
         ranked = logits.sigmoid() if bias_E is None else logits.sigmoid() + bias_E.float()

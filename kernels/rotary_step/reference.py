@@ -38,7 +38,16 @@ def rotary_step_reference(
     *,
     pairs_share: bool = False,
 ) -> Tensor:
-    """Computes as `rotary_step` says; every operation rounds to the dtype of the queries."""
+    """Computes as `rotary_step` says; every operation rounds to the dtype of the queries.
+
+    Args:
+        qkv: `[B, H * D]`, `[B, G * D]` and `[B, G * V]`.
+        angles: Cosines and sines, `[A, R]`.
+        cache: `[B, G, S, D]` and `[B, G, S, V]`, which are changed.
+        place: One int64.
+        norms: Of queries and of keys.
+        pairs_share: As of `rotary_step`.
+    """
     query_BN, key_BN, value_BN = qkv
     keys_BGSD, values_BGSV = cache
     cos_AR, sin_AR = (torch.cat((a, a), dim=-1) if pairs_share else a for a in angles)
