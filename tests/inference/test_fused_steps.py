@@ -38,7 +38,6 @@ FAMILIES = {
         Family("mixtral", "MixtralForCausalLM", LAYERS),
         Family("olmoe", "OlmoeForCausalLM", LAYERS),
         Family("gpt_oss", "GptOssForCausalLM", LAYERS),
-        Family("granitemoe", "GraniteMoeForCausalLM", LAYERS),
         # angles for a half of each head; sigmoids with a bias
         Family(
             "glm4_moe",
@@ -293,6 +292,8 @@ def test_a_layer_is_few_kernels(is_fused: bool, total: int) -> None:
                 model(ids, past_key_values=cache)
         counted.append(operations.names + counts)
     found = counted[1] - counted[0]
+    if not is_fused:
+        found.pop("clone", None)  # keys and values that transformers repeats before 5.23
     both = {"mm": 5, "add_": 1}
     rotary = {"mul": 4, "neg": 2, "cat": 2}
     cache_update = {"arange": 1, "index_copy_": 2}
