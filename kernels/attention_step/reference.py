@@ -32,10 +32,10 @@ def attention_step_reference(
     query, key, value = qkv_BN.split([weights.num_queries, weights.num_keys, num_values], dim=1)
     query_BHD = _heads(_normed(query, weights.q_norm), weights.key_dim)
     key_BGD = _heads(_normed(key, weights.k_norm), weights.key_dim)
-    key_BGSD[:, :, -1] = _turned(key_BGD, cos_BR, sin_BR)
+    key_BGSD[:, :, -1] = rotated(key_BGD, cos_BR, sin_BR)
     value_BGSV[:, :, -1] = _heads(value, weights.value_dim)
     mixed_BHV = single_query_attention_reference(
-        _turned(query_BHD, cos_BR, sin_BR),
+        rotated(query_BHD, cos_BR, sin_BR),
         key_BGSD,
         value_BGSV,
         mask_BS,
@@ -56,7 +56,8 @@ def _normed(values: Tensor, norm: HeadNorm | None) -> Tensor:
     return rms_norm_reference(groups, norm.weight, norm.eps).flatten(1)
 
 
-def _turned(heads: Tensor, cos_BR: Tensor, sin_BR: Tensor) -> Tensor:
+def rotated(heads: Tensor, cos_BR: Tensor, sin_BR: Tensor) -> Tensor:
+    """Rotary embedding of the first R values of heads `[B, H, D]`, in halves."""
     turned, rest = heads.split([cos_BR.shape[-1], heads.shape[-1] - cos_BR.shape[-1]], dim=-1)
     first, second = turned.chunk(2, dim=-1)
     crossed = torch.cat((-second, first), dim=-1)

@@ -11,6 +11,18 @@ from moe_runtime.kernels.triton_support import launch, power_of_2
 
 
 @triton.jit
+def scaled_row(x, weight, scale, FORM: tl.constexpr):
+    """`weight * round(x * scale)`, or rounded once, in the type of `x`."""
+    normed = x.to(tl.float32) * scale
+    if FORM == "rounded":
+        normed = normed.to(x.dtype).to(tl.float32)
+    factor = weight.to(tl.float32)
+    if FORM == "plus_one":
+        factor += 1.0
+    return (factor * normed).to(x.dtype)
+
+
+@triton.jit
 def rms_norm_fwd(
     x_ptr, weight_ptr, out_ptr, dim, eps,
     stride_x, BLOCK_D: tl.constexpr, FORM: tl.constexpr,
@@ -22,13 +34,8 @@ def rms_norm_fwd(
     x = tl.load(x_ptr + row * stride_x + offs, mask=mask, other=0.0)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, axis=0) / dim + eps)
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    normed = wide * scale
-    if FORM == "rounded":
-        normed = normed.to(x.dtype).to(tl.float32)
-    if FORM == "plus_one":
-        weight += 1.0
-    tl.store(out_ptr + row * dim + offs, weight * normed, mask=mask)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    tl.store(out_ptr + row * dim + offs, scaled_row(x, weight, scale, FORM), mask=mask)
 
 
 def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:

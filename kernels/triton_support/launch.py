@@ -38,8 +38,9 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
     Returns:
         What Triton returns for a launch: the compiled kernel, or None when interpreted.
     """
-    # Products and sums are fused. Triton's default changes with its version; results must not.
-    arguments["enable_fp_fusion"] = True
+    # Products and sums are fused, unless a kernel rounds as torch does. Triton's default changes
+    # with its version; results must not.
+    arguments.setdefault("enable_fp_fusion", True)
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _launch(kernel, grid, device, arguments)

@@ -21,7 +21,7 @@ from moe_runtime.kernels.triton_support.launch import _kind_of
 KERNELS = Path(grouped_gemm.__file__).resolve().parents[1]
 CHANGING = {
     "num_tiles_m", "num_tiles", "num_rows", "num_tokens", "num_slots", "num_blocks", "num_parts",
-    "num_partials", "num_strips",
+    "num_partials", "num_strips", "num_places",
 }  # fmt: skip
 """Numbers of kernels that follow the batch: others are the model's, and the same in every call."""
 

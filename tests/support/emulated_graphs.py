@@ -7,6 +7,7 @@ a replay.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,8 @@ from accelerator import WAITS
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from moe_runtime.kernels.triton_support import PreparedLaunch
+# whose name in its package is that of a function
+launching = import_module("moe_runtime.kernels.triton_support.launch")
 
 
 class EmulatedGraph:
@@ -37,11 +39,9 @@ class EmulatedRecorder(TorchDispatchMode):
         self._graph = EmulatedGraph()
         self._made: dict[int, torch.Tensor] = {}  # by the addresses of their memory
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        launch = PreparedLaunch.__call__
+        start = launching._launch
         self._patch = patch.object(
-            PreparedLaunch,
-            "__call__",
-            lambda prepared, **tensors: self._record(lambda: launch(prepared, **tensors)),
+            launching, "_launch", lambda *what: self._record(lambda: start(*what))
         )
 
     def __enter__(self) -> EmulatedRecorder:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,11 +27,7 @@ from moe_runtime.inference.cpu.attention import (
     changes_attention,
 )
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm, is_observed
-from moe_runtime.inference.cpu.stand_ins import (
-    Asked,
-    call_on_stand_ins,
-    takes_usual_arguments,
-)
+from moe_runtime.inference.cpu.stand_ins import Asked, call_on_stand_ins, takes_usual_arguments
 from moe_runtime.inference.kv_cache import growing_cache, take_place
 from moe_runtime.kernels.attention_step import AttentionWeights, attention_step
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
@@ -59,13 +55,15 @@ def fuse_attention_layers(model: PreTrainedModel) -> None:
         return
     known: dict[type, bool] = {}
     for module in model.modules():
-        if _has_usual_parts(module) and _asks_for_nothing_else(module, known):
+        if has_usual_parts(module) and _asks_for_nothing_else(module, known):
             parts.merge(*(parts.linear_of(module, name) for name in parts.PROJECTIONS[:3]))
             cast(Any, module).forward = FusedAttention(module)
 
 
 class FusedAttention:
     """The ``forward`` of an attention layer, with a way of its own for steps of one token."""
+
+    shows_weights = EAGER_ATTENTION  # the attention whose second result is not always None
 
     def __init__(self, module: Any) -> None:
         """Takes the place of the method; the layer's own stays in its class."""
@@ -108,7 +106,7 @@ class FusedAttention:
             or past_key_values is None
             or torch.is_grad_enabled()
             or forward_ad._current_level >= 0
-            or torch.is_autocast_enabled("cpu")
+            or torch.is_autocast_enabled(hidden_states.device.type)
             or torch.compiler.is_compiling()
             or (not CHANGING_OPTIONS.isdisjoint(options) and changes_attention(options))
             or self._is_changed()
@@ -134,7 +132,7 @@ class FusedAttention:
             return True
         if module.training:
             return True
-        if self._attention == EAGER_ATTENTION and module._forward_hooks:  # it may show weights
+        if self._attention == self.shows_weights and module._forward_hooks:
             return True
         if torch.nn.modules.module._has_any_global_hook():
             return True
@@ -146,15 +144,7 @@ class FusedAttention:
 
     def _may_fuse(self, num_sequences: int, cos: torch.Tensor, options: dict[str, Any]) -> bool:
         """Whether a step of so many sequences has been found to give the layer's own bits."""
-        places: list[Any] = []
-        for part in (*self._parts, self._module):
-            for tensor in part._parameters.values():
-                if tensor is None:
-                    continue
-                if (matrix := tensor.__dict__.get("matrix")) is not None:  # of packed weights
-                    places.append(matrix)
-                else:
-                    places += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        places = self._places_now()
         constants: list[Any] = []
         for owner, names in self._owners:
             constants.extend(map(vars(owner).get, names))
@@ -167,15 +157,36 @@ class FusedAttention:
         ):
             self._places = []  # until all that depends on them is known
             self._options.update(options)
-            agrees = False
-            for pairs_share in (False, True):
-                self._weights = parts.bind(self._module, pairs_share=pairs_share)
-                agrees = self._weights is not None and self._compare(cos)
-                if agrees:
-                    break
-            self.most_sequences = _most_sequences(self._weights) if agrees else 0
+            agrees = any(self._bind(pairs_share=b) and self._compare(cos) for b in (False, True))
+            self.most_sequences = self._most_sequences() if agrees else 0
             self._places, self._angle_dim = places, cos.shape[-1]
         return num_sequences <= self.most_sequences
+
+    def _places_now(self) -> list[Any]:
+        """Where the weights lie."""
+        places: list[Any] = []
+        for part in (*self._parts, self._module):
+            for tensor in part._parameters.values():
+                if tensor is None:
+                    continue
+                if (matrix := tensor.__dict__.get("matrix")) is not None:  # of packed weights
+                    places.append(matrix)
+                else:
+                    places += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        return places
+
+    def _bind(self, *, pairs_share: bool) -> bool:
+        self._weights = parts.bind(self._module, pairs_share=pairs_share)
+        return self._weights is not None
+
+    def _most_sequences(self) -> int:
+        """Up to how many sequences the layer's own products are the native ones too."""
+        weights, library = self._weights, native_library()
+        if weights is None or weights.record is None or library is None:
+            return 0
+        most = min(native_row_limit(library, weights.dtype), ROWS_PER_CALL)
+        products = (getattr(weight, "product", None) for weight in (weights.qkv, weights.output))
+        return min((most, *(product.row_limit for product in products if product is not None)))
 
     def _functions_now(self) -> list[Any]:
         """What the layer's own way calls, and the configuration it asks."""
@@ -260,18 +271,20 @@ class FusedAttention:
             options=self._options - CHANGING_OPTIONS,
         )
         ours = self._fused(hidden, *angles, mask, caches[1])
-        if others is not None or ours is None or not _same_bits(own, ours):
+        if others is not None or ours is None or not same_bits(own, ours):
             return False
-        rows = zip(*(_cached(cache, index) for cache in caches), strict=True)
-        return all(_same_bits(one, other) for one, other in rows)
+        layers = [cache.layers[index] for cache in caches]
+        rows = ([getattr(layer, name) for layer in layers] for name in ("keys", "values"))
+        return all(same_bits(*row) for row in rows)
 
 
-def _rounds_before_weight(norm: torch.nn.Module) -> bool:
-    return type(norm) is SmallBatchRMSNorm and norm.form == "rounded"
-
-
-def _has_usual_parts(module: torch.nn.Module) -> bool:
-    """Whether a layer has the parts of the usual attention, and its ``forward`` the arguments."""
+def has_usual_parts(
+    module: torch.nn.Module,
+    attentions: Sequence[str] = (ATTENTION, EAGER_ATTENTION),
+    forms: Sequence[str] = ("rounded",),
+) -> bool:
+    """Whether a layer has the parts of the usual attention, one of some attentions and of some
+    forms of norms, and its ``forward`` the arguments."""
     children = module._modules
     if not children.keys() >= set(parts.PROJECTIONS) or "forward" in vars(module):
         return False
@@ -279,7 +292,10 @@ def _has_usual_parts(module: torch.nn.Module) -> bool:
     norms = [children.get(name) for name in parts.NORMS]
     if not all(type(part) in (SmallBatchLinear, torch.nn.Linear) for part in linears):
         return False
-    if not all(part is None or _rounds_before_weight(part) for part in norms):
+    known = [
+        type(part) is SmallBatchRMSNorm and part.form in forms for part in norms if part is not None
+    ]
+    if not all(known):
         return False
     q, k, v, _ = (parts.linear_of(module, name) for name in parts.PROJECTIONS)
     weights = {(type(part.weight), part.weight.dtype) for part in (q, k, v)}
@@ -289,7 +305,7 @@ def _has_usual_parts(module: torch.nn.Module) -> bool:
     if not all(isinstance(constant, int | float) for constant in constants):
         return False
     attention = getattr(vars(module).get("config"), ATTENTION_SETTING, None)
-    if attention not in (ATTENTION, EAGER_ATTENTION) or not module._parameters.keys() <= {"sinks"}:
+    if attention not in attentions or not module._parameters.keys() <= {"sinks"}:
         return False
     return takes_usual_arguments(type(module).forward)
 
@@ -318,21 +334,6 @@ def _can_do_with_stand_ins(module: Any, width: int) -> bool:
     return is_done and not asked.more
 
 
-def _most_sequences(weights: AttentionWeights | None) -> int:
-    """Up to how many sequences the layer's own products are the native ones too."""
-    library = native_library()
-    if weights is None or weights.record is None or library is None:
-        return 0
-    most = min(native_row_limit(library, weights.dtype), ROWS_PER_CALL)
-    products = (getattr(weight, "product", None) for weight in (weights.qkv, weights.output))
-    return min((most, *(product.row_limit for product in products if product is not None)))
-
-
-def _cached(cache: Any, layer_index: int) -> Iterator[torch.Tensor]:
-    layer = cache.layers[layer_index]
-    yield from (layer.keys, layer.values)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal, a NaN like a NaN."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

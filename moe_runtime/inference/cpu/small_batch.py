@@ -33,7 +33,7 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
 
                 use_shifted_products(child)
                 use_recurrent_steps(module)
-            elif _is_router(child):
+            elif is_router(child):
                 child.weight = _SmallBatchWeight.of(cast(torch.nn.Parameter, child.weight))
             elif (norm := as_rms_norm(child, known_norms)) is not None:
                 setattr(module, name, norm)
@@ -155,7 +155,7 @@ def _multiply(x: torch.Tensor, weight: Any, *bias: Any) -> torch.Tensor:
     return linear(x, weight, *bias) if y is None else y
 
 
-def _is_router(module: Any) -> bool:
+def is_router(module: Any) -> bool:
     """Whether a module is a router whose own parameters are a matrix and perhaps a bias."""
     own = dict(module.named_parameters(recurse=False))
     is_linear = set(own) in ({"weight"}, {"weight", "bias"}) and own["weight"].ndim == 2

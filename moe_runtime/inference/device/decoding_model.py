@@ -13,6 +13,8 @@ from moe_runtime.checkpoints.transformers_private import attention_name
 from moe_runtime.inference.cpu.small_batch import as_rms_norm
 from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, static_cache
+from moe_runtime.inference.device.device_attention import fuse_device_attention
+from moe_runtime.inference.device.router_choice import fuse_routers
 from moe_runtime.kernels.rms_norm import NormForm
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
         modules: its `DeviceExperts`.
     """
     if model.device.type == "cuda":
-        _fuse_norms(model)
+        fuse_steps(model)
         # Torch's threads spin after each of its operations on the host, beside the one that queues
         # copies and the native kernels' own, which begin and end together: an expert of the CPU
         # takes 8 ms instead of 0.1 where one of 16 has to wait for its processor.
@@ -44,6 +46,13 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
         kind = type(model)
         names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         model.__class__ = type(kind.__name__, (RecordedDecoding, kind), names)
+
+
+def fuse_steps(model: PreTrainedModel) -> None:
+    """Makes one kernel each of what lies between the products of a decode step."""
+    _fuse_norms(model)
+    fuse_routers(model)
+    fuse_device_attention(model)
 
 
 def _fuse_norms(model: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from aot_compile import compile_launches
+from aot_small import between_products, small_kernels
 from torch import Tensor
 
 from moe_runtime.kernels.block_sparse.kernel import (
@@ -25,7 +26,6 @@ from moe_runtime.kernels.block_sparse.kernel import (
     launch_sdd,
 )
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather, expert_topology
-from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
 from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts, decode_expert_mlp
@@ -42,7 +42,6 @@ from moe_runtime.kernels.grouped_gemm.tiles import (
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.quantized import SCALES, QuantizedStack, WeightFormat
 from moe_runtime.kernels.token_sort import SortedTokens
-from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 # One layer of Qwen3-30B-A3B, whose dimensions every tile divides, and gpt-oss, which has biases,
 # transposed interleaved weights, a bounded gate and a width that no tile divides.
@@ -265,20 +264,6 @@ def packed_calls(device: GpuLimits, *, every_tile: bool) -> Calls:
     return few + many
 
 
-def small_kernels() -> None:
-    """What has no tile to choose."""
-    ids, order = meta(4096, 8, dtype=torch.int64), meta(4096 * 8, dtype=torch.int64)
-    token_sort_triton(ids, 128)
-    token_sort_triton(ids[:16], 128)
-    y, weights, one = meta(4096 * 8, 2048), meta(4096, 8, dtype=torch.float32), order[:1]
-    launch_combine_fwd(y, weights, order, one, 8)
-    launch_combine_bwd(
-        meta(4096, 2048), y, weights, order, one, 8, needs_dy=True, needs_dweights=True
-    )
-    groups = Groups(meta(129, dtype=torch.int64), 4096 * 8, None, order, num_choices=8)
-    bias_grad(y, groups, out_SN=meta(128, 2048))
-
-
 def block_sparse(block_rows: int, dtype: torch.dtype, device: GpuLimits, *, is_even: bool) -> None:
     """The two products, as a layer and its backward pass launch them."""
     T, K, E, D, F = QWEN3.values()
@@ -348,6 +333,7 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[Calls]:
     stays = TILES_16_BIT["gated"][-1][1].fitted(torch.bfloat16.itemsize, device)
     many = replace(stays, is_persistent=False)
     yield [("small kernels", small_kernels)]
+    yield [("between products", between_products)]
     yield [
         (f"{model} {dtype} few tokens", partial(few_tokens, model, dtype, device))
         for model, dtype in [

@@ -1,0 +1,53 @@
+"""Launches of kernels that have no tile to choose, to be compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
+from moe_runtime.kernels.expert_choice import ChoiceForm
+from moe_runtime.kernels.expert_choice.kernel import launch_choose_experts
+from moe_runtime.kernels.grouped_gemm.backward import bias_grad
+from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.rotary_step import RowNorm
+from moe_runtime.kernels.rotary_step.kernel import launch_rotary_step
+from moe_runtime.kernels.token_sort.kernel import token_sort_triton
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def small_kernels() -> None:
+    """What has no tile to choose."""
+    ids, order = meta(4096, 8, dtype=torch.int64), meta(4096 * 8, dtype=torch.int64)
+    token_sort_triton(ids, 128)
+    token_sort_triton(ids[:16], 128)
+    y, weights, one = meta(4096 * 8, 2048), meta(4096, 8, dtype=torch.float32), order[:1]
+    launch_combine_fwd(y, weights, order, one, 8)
+    launch_combine_bwd(
+        meta(4096, 2048), y, weights, order, one, 8, needs_dy=True, needs_dweights=True
+    )
+    groups = Groups(meta(129, dtype=torch.int64), 4096 * 8, None, order, num_choices=8)
+    bias_grad(y, groups, out_SN=meta(128, 2048))
+
+
+def between_products() -> None:
+    """Those of Qwen3-30B-A3B, and the widest."""
+    form = ChoiceForm("softmax", normalises=True)
+    launch_choose_experts(meta(8, 128), 8, form, None, torch.bfloat16)
+    bias, form = meta(512, dtype=torch.float32), ChoiceForm("sigmoid", True, 2.5)
+    launch_choose_experts(meta(8, 512, dtype=torch.float32), 16, form, bias, torch.float32)
+    for dtype, heads, key_heads, dim, is_whole in (
+        (torch.bfloat16, 32, 4, 128, False),
+        (torch.float32, 48, 8, 256, True),
+    ):
+        query, key = meta(8, heads * dim, dtype=dtype), meta(8, key_heads * dim, dtype=dtype)
+        widths = (heads * dim, key_heads * dim) if is_whole else (dim, dim)
+        query_norm, key_norm = (RowNorm(meta(width, dtype=dtype), 1e-6) for width in widths)
+        angles, cache = meta(8, dim, dtype=dtype), meta(8, key_heads, 4096, dim, dtype=dtype)
+        launch_rotary_step(
+            (query, key, key), (angles, angles), (cache, cache), meta(dtype=torch.int64),
+            (query_norm, key_norm), dim,
+        )  # fmt: skip
