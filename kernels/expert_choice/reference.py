@@ -50,6 +50,9 @@ def choose_experts_reference(
     logits = ranked = logits_TE.float()
     if form.scores == "sigmoid":
         ranked = logits.sigmoid() if bias_E is None else logits.sigmoid() + bias_E.float()
+    ranked = ranked.where(
+        ~ranked.isnan(), torch.nan
+    )  # CUDA sorts one with a sign behind all others
     ids_TK = ranked.argsort(dim=-1, descending=True, stable=True)[:, :num_choices]
     if form.scores == "softmax":
         weights = logits.softmax(-1).gather(1, ids_TK)
