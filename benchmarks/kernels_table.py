@@ -200,7 +200,8 @@ def _processor(results: Results) -> str:
     machine = results["machine"]
     wide = [name for name in machine["cpu_features"] if name.startswith(("avx512", "amx"))]
     features = wide or [name for name in machine["cpu_features"] if name == "avx2"]
-    return f"{machine['cpu']} ({', '.join(features)})"
+    gpu = results.get("settings", {}).get("gpu")
+    return f"{machine['cpu']} ({', '.join(features)})" + (f" with an {gpu}" if gpu else "")
 
 
 def section(folder: Path) -> str:

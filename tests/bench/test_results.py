@@ -104,10 +104,17 @@ def test_committed_results_are_still_read() -> None:
         "policies",
         "training",
         "dispatch",
+        "kernels",
     }
     for one in found:
+        asked = one["settings"].get("agreement")
+        least = 0.9 if asked is None else asked
         for measured in one["measurements"]:
-            assert measured["quality"]["equal"] >= 0.9 * measured["quality"]["compared"] > 0
+            if (quality := measured["quality"]) is None:
+                assert one["case"] == "kernels"  # nothing is compared: tiles of one product
+                continue
+            assert quality["equal"] >= least * quality["compared"]
+            assert quality["compared"] > 0
 
 
 # By results file: the numbers of its sentence in docs/cli.md, each by metric, system, part, factor

@@ -1,6 +1,6 @@
 """ScatterMoE's layer of experts, in bf16 on a GPU: its Triton kernels move no padded rows.
 
-Not run by this project. What `prepare` moves to the GPU lies there before calls are timed.
+What `prepare` moves to the GPU lies there before calls are timed.
 """
 
 from collections.abc import Callable

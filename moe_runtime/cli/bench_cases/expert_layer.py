@@ -120,6 +120,7 @@ def bench_experts(
                 "tokens": numbers,
                 "training": training,
                 "device": str(place),
+                "gpu": torch.cuda.get_device_name(place) if place.type == "cuda" else None,
                 "num_threads": num_threads,
                 "precision": precision,
                 "max_s": rules.max_s,
