@@ -2,11 +2,12 @@
 
 import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+
+from moe_runtime.cli.streams import say_at_once
 
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 _FINALIZER_S = 0.01
@@ -60,7 +61,7 @@ def stop_on_signals(*messages: str) -> Iterator[StopRequest]:
         if request.num_signals == len(messages):
             for watched, old in before.items():
                 signal.signal(watched, old)
-        print(message, file=sys.stderr, flush=True)
+        say_at_once(message)
 
     for number in before:
         signal.signal(number, note)
@@ -105,7 +106,7 @@ def terminable() -> Iterator[StopRequest]:
                 signal.signal(one, lambda number, frame: None)
         if is_ending and not has_warned:
             has_warned = True
-            print(_FINISHING, file=sys.stderr, flush=True)
+            say_at_once(_FINISHING)
             return
         raise KeyboardInterrupt
 

@@ -1,5 +1,6 @@
 """Standard streams that are closed, full, or read by nobody any more; text on a terminal."""
 
+import contextlib
 import io
 import os
 import select
@@ -52,6 +53,18 @@ def outlive_stderr() -> None:
     sys.stderr = io.TextIOWrapper(
         io.BufferedWriter(raw), encoding=old.encoding, errors=old.errors, line_buffering=True
     )
+
+
+def say_at_once(line: str) -> None:
+    """Writes a line to stderr past its buffers: for signal handlers, which must not write by a
+    stream whose write they may have interrupted. Where it cannot be written, it is dropped."""
+    try:
+        number = sys.stderr.fileno()
+    except (OSError, ValueError):  # no file: text that somebody collects
+        print(line, file=sys.stderr)
+        return
+    with contextlib.suppress(OSError):
+        os.write(number, f"{line}\n".encode(errors="replace"))
 
 
 def release_broken_streams() -> list[str]:

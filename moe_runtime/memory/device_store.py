@@ -361,6 +361,7 @@ class DeviceStore(TierStore[W]):
     def _arrive(self, key: ExpertKey, read: Read) -> None:
         with self._changed:
             self._residents.pop(key.layer, None)
+            self.fetcher.has_arrived(key)
             super()._arrive(key, read)
 
     def _keep(self, key: ExpertKey) -> None:

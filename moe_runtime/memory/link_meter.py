@@ -32,10 +32,11 @@ class LinkMeter:
 
     Attributes:
         under_way: transfers that were asked for and have not ended.
+        beside: those of them that take another way.
     """
 
     def __init__(self) -> None:
-        self.under_way = 0
+        self.under_way = self.beside = 0
         self._since_s = 0.0
         self._busy_s = 0.0
         self._bytes = 0.0
@@ -55,7 +56,7 @@ class LinkMeter:
 
     def begin(self, *, is_demand: bool) -> None:
         """A transfer was asked for."""
-        if self.under_way == 0:
+        if self.under_way == self.beside:
             self._since_s = time.perf_counter()
         self.under_way += 1
         if is_demand:

@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 
+from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.device import Device, Event
 from moe_runtime.memory.device_layout import CopyPart
 from moe_runtime.memory.entries import Fetcher
@@ -28,16 +29,15 @@ class Return(Read):
     """An expert on its way back from a device; none of its bytes count as read.
 
     Attributes:
-        memory: its slot of the device, which is overwritten behind ``leaving`` only.
-        moves: where its bytes lie there, as places, and in the host's slot, as sources.
+        offer: its slot of the device, which is overwritten behind ``leaving`` only, and where its
+            bytes lie there, as places, and in the host's slot, as sources; None once it was taken.
     """
 
-    __slots__ = ("memory", "moves")
+    __slots__ = ("offer",)
 
     def __init__(self, on_done: OnDone, memory: torch.Tensor, moves: Sequence[CopyPart]) -> None:
         super().__init__(Priority.READAHEAD, on_done)
-        self.memory = memory
-        self.moves = moves
+        self.offer: tuple[torch.Tensor, Sequence[CopyPart]] | None = (memory, moves)
 
 
 class ReturningSource:
@@ -59,7 +59,10 @@ class ReturningSource:
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """As ``Fetcher.fetch``."""
-        if not isinstance(read, Return) or not self._copy_back(slot, read):
+        offer = None
+        if isinstance(read, Return):
+            offer, read.offer = read.offer, None  # the device's memory is not held by it any more
+        if offer is None or not self._copy_back(*offer, slot, read):
             self._source.fetch(key, slot, read)
 
     def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
@@ -73,9 +76,16 @@ class ReturningSource:
                 events.append(event)
         return events
 
+    @property
+    def lock(self) -> Changes:
+        """Of what comes back; who holds it waits for no tier above."""
+        return self._returns._changed
+
     def promote(self, key: ExpertKey, read: Read) -> None:
         """As ``Fetcher.promote``."""
-        if not self._returns.is_under_way(read):
+        if self._returns.is_under_way(read):
+            self._returns.promote(read)
+        else:
             self._source.promote(key, read)
 
     def cancel(self, read: Read) -> bool:
@@ -96,15 +106,17 @@ class ReturningSource:
         self._returns.close()
         self._source.close()
 
-    def _copy_back(self, slot: torch.Tensor, read: Return) -> bool:
+    def _copy_back(
+        self, memory: torch.Tensor, moves: Sequence[CopyPart], slot: torch.Tensor, read: Read
+    ) -> bool:
         """Queues the copy from a slot of the device; a thread waits for its end."""
         parts = [
-            (read.memory.narrow(0, m.place, m.num_bytes), slot.narrow(0, m.source, m.num_bytes))
-            for m in read.moves
+            (memory.narrow(0, m.place, m.num_bytes), slot.narrow(0, m.source, m.num_bytes))
+            for m in moves
         ]
         is_done = False
         try:
-            event = self._leaving[read.memory.data_ptr()] = self._device.copy_back(parts)
+            event = self._leaving[memory.data_ptr()] = self._device.copy_back(parts)
             self._returns.submit([partial(_wait, event)], read)
             is_done = True
             return True
@@ -120,6 +132,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
 
     Attributes:
         is_above: whether an expert lies on the device, so that it leaves the host first.
+        spares: experts that were copied there from here, some of which may have left either tier.
         asked: experts that the device is about to copy; others leave before them.
     """
 
@@ -129,6 +142,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
         """Takes what ``ExpertStore`` takes."""
         super().__init__(source, *args, **options)  # type: ignore[arg-type]
         self.is_above: Callable[[ExpertKey], bool] = lambda _: False
+        self.spares: dict[ExpertKey, None] = {}
         self.asked: Collection[ExpertKey] = ()
 
     def take_back(self, key: ExpertKey, memory: torch.Tensor, moves: Sequence[CopyPart]) -> None:
@@ -138,7 +152,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
 
         Args:
             key: the expert.
-            memory: as of ``Return``.
+            memory: as of ``Return.offer``.
             moves: see there.
         """
         with self._changed:
@@ -148,21 +162,43 @@ class LowerStore(ExpertStore[torch.Tensor]):
             if slot is not None:
                 read = Return(partial(self._arrive, key), memory, moves)
                 self._enter(key, slot, read, keep=True)
+                self._link.beside += 1
                 self._fetcher.fetch(key, self._slab.slot(slot), read)
+
+    @property
+    def lock_of_returns(self) -> Changes:
+        """As ``ReturningSource.lock``."""
+        return self._fetcher.lock
 
     def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
         """As ``ReturningSource.leaving``."""
         return self._fetcher.leaving(slots)
 
     def _victim(self, incoming: ExpertKey) -> ExpertKey | None:
-        for may_leave in (self.is_above, lambda key: key not in self.asked):
-            is_evictable = partial(self._is_idle_and, may_leave)
-            if (victim := self._policy.victim(is_evictable, incoming)) is not None:
-                return victim
-        return super()._victim(incoming)
+        for key in [key for key in tuple(self.spares) if key.layer == incoming.layer]:
+            if key not in self._entries or not self.is_above(key):
+                self.spares.pop(key, None)
+            elif self._is_idle(key):
+                return key
+        is_evictable = self._is_idle_and_not_asked
+        return cast(ExpertKey | None, self._policy.victim(is_evictable, incoming)) or (
+            super()._victim(incoming)
+        )
 
-    def _is_idle_and(self, holds: Callable[[ExpertKey], bool], key: Hashable) -> bool:
-        return self._is_idle(key) and holds(cast(ExpertKey, key))
+    def _is_idle_and_not_asked(self, key: Hashable) -> bool:
+        return self._is_idle(key) and key not in self.asked
+
+    def _arrive(self, key: ExpertKey, read: Read) -> None:
+        with self._changed:
+            entry = self._entries.get(key)
+            if isinstance(read, Return) and entry is not None and entry.read is read:
+                self._link.beside -= not entry.arrived
+            super()._arrive(key, read)
+
+    def _mend(self) -> None:
+        super()._mend()
+        reads = (entry.read for entry in self._entries.values() if not entry.arrived)
+        self._link.beside = sum(isinstance(read, Return) for read in reads)
 
 
 def _wait(event: Event) -> int:

@@ -84,6 +84,11 @@ class TierFetcher:
         if isinstance(self.lower, LowerStore):
             self.lower.take_back(key, slot, self._moves_of(key, slot))
 
+    def has_arrived(self, key: ExpertKey) -> None:
+        """An expert is here, so that the tier below may do without it."""
+        if isinstance(self.lower, LowerStore):
+            self.lower.spares[key] = None
+
     def expect(self, keys: Collection[ExpertKey]) -> None:
         """These are about to be copied: they leave the tier below last."""
         if isinstance(self.lower, LowerStore):
@@ -285,7 +290,10 @@ class TierFetcher:
         waited for: others take the locks the other way round. Those below that an exception left
         to this thread are given up for the same reason."""
         caller = sys._getframe(1)
-        for one in (self._copies._changed, self._ends._changed, self.lower._changed):
+        locks = [self._copies._changed, self._ends._changed, self.lower._changed]
+        if isinstance(self.lower, LowerStore):
+            locks.append(self.lower.lock_of_returns)
+        for one in locks:
             if one._lock._is_owned():
                 if one._is_under_way(caller):
                     return True

@@ -54,10 +54,11 @@ class MissSpeeds:
 
         What a plan needs to know takes the host time while the device waits.
         """
-        if self._idle_plans < IDLE_PLANS:
-            return False
-        self._rested = (self._rested + 1) % RESTED_LAYERS
-        return self._rested != 0
+        return self._idle_plans >= IDLE_PLANS and self._rested < RESTED_LAYERS
+
+    def rested(self) -> None:
+        """A layer that lacked experts had no plan."""
+        self._rested += 1
 
     def computed(self, num_rows: int, seconds: float) -> None:
         """The CPU computed an expert for so many rows."""
@@ -110,7 +111,7 @@ class MissSpeeds:
             residents_s=self.launch.seconds * has_residents,
         )
         plan = plan_misses(rows, on_disk, costs)
-        self._idle_plans = 0 if plan.computed else self._idle_plans + 1
+        self._idle_plans, self._rested = 0 if plan.computed else self._idle_plans + 1, 0
         self._no_cpu_s = 0.0 if plan.computed else self._no_cpu_s + plan.seconds
         self._no_copy_s = 0.0 if plan.copied or plan.kept else self._no_copy_s + plan.seconds
         if plan.copied and TRIED * self._no_cpu_s > self.cpu_s(rows[heaviest_first[-1]]):

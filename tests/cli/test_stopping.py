@@ -1,7 +1,9 @@
 """Signals that end a command: once, in good order, with the exit code that a shell expects."""
 
 import contextlib
+import io
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,3 +141,26 @@ def test_an_interrupted_pack_says_whether_the_next_one_goes_on(
         assert capsys.readouterr().err.splitlines()[-1] == f"moe-runtime: {ending}"
         assert growing.exists() == (number_whole > 0)
         assert len(list(growing.glob("experts-*"))) == number_whole
+
+
+def test_a_signal_within_a_write_to_stderr_is_told_and_asks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Struck(io.FileIO):
+        """A file during whose first write a signal comes, while Python holds its buffer's lock."""
+
+        is_struck = False
+
+        def write(self, data: Any) -> int:
+            if not self.is_struck:
+                self.is_struck = True
+                signal.raise_signal(signal.SIGINT)
+            return super().write(data) or 0
+
+    raw = Struck(tmp_path / "stderr", "w")
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with stop_on_signals("stopping") as request:
+        stream.write("progress\n")
+        assert request.is_set
+    assert (tmp_path / "stderr").read_text() == "stopping\nprogress\n"

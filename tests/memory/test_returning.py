@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, ke
 from injection import KINDS, lines_of, raise_on
 
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.memory import link_meter
 from moe_runtime.memory.device_layout import CopyPart
 from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.returning import Return, ReturningSource
@@ -149,3 +152,109 @@ def test_what_strikes_on_the_way_back_leaves_nothing_behind(kind: type[BaseExcep
             tiers.use(keys(0, expert), streaming=False)
         tiers.settle()
         tiers.close()
+
+
+def filled(on_device: int, on_host: int, number: int) -> Tiers:
+    """Tiers whose experts of the first layer were used one after another."""
+    tiers = Tiers(on_device=on_device, on_host=on_host)
+    for expert in range(number):
+        use(tiers, expert)
+        rest(tiers)
+    return tiers
+
+
+def use(tiers: Tiers, expert: int) -> None:
+    tiers.use(keys(0, expert), streaming=False)
+
+
+def rest(tiers: Tiers) -> None:
+    tiers.device.finish()
+    tiers.settle()
+    while tiers.host._link.under_way:
+        pass
+
+
+def returning(tiers: Tiers) -> list[threading.Thread]:
+    """Threads that wait for what comes back."""
+    return tiers.host._fetcher._returns._threads
+
+
+def test_a_return_that_is_waited_for_leaves_no_demand() -> None:
+    tiers, gate = filled(2, 2, 4), threading.Event()
+    threads = returning(tiers)
+    tiers.device.hesitate = lambda: threading.current_thread() in threads and gate.wait(60)
+    use(tiers, 4)
+    (key,) = [key for key, entry in tiers.host._entries.items() if not entry.arrived]
+    asks = threading.Thread(target=use, args=(tiers, key.expert))
+    asks.start()
+    while not tiers.host.stats().late_hits:
+        pass
+    gate.set()
+    asks.join()
+    rest(tiers)
+    assert tiers.host._link._demands == 0
+    tiers.close()
+
+
+def test_a_return_is_no_time_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers, gate, now = filled(2, 4, 6), threading.Event(), [100.0]
+    threads = returning(tiers)
+    tiers.device.hesitate = lambda: threading.current_thread() in threads and gate.wait(60)
+    (first, *_) = [key for key in tiers.host._entries if key not in tiers.store._entries]
+    monkeypatch.setattr(link_meter.time, "perf_counter", lambda: now[0])
+    link = tiers.host._link
+    use(tiers, first.expert)  # who leaves is under way for long
+    assert link.under_way == link.beside == 1
+    now[0] += 50.0
+    link.begin(is_demand=True)
+    assert link._since_s == now[0]
+    link.end(0, is_demand=True, now_s=now[0])
+    gate.set()
+    rest(tiers)
+    assert link.beside == 0
+    tiers.close()
+
+
+def test_a_host_that_has_an_expert_holds_no_memory_of_the_device() -> None:
+    tiers = filled(2, 3, 5)
+    reads = [entry.read for entry in tiers.host._entries.values()]
+    assert any(isinstance(read, Return) for read in reads)
+    assert all(read.offer is None for read in reads if isinstance(read, Return))
+    tiers.close()
+
+
+def test_a_lease_that_ends_where_returns_are_served_waits_for_nobody() -> None:
+    tiers = filled(3, 2, 3)
+
+    def held() -> Iterator[Any]:
+        with tiers.store.lease(keys(0, 2)) as lease:
+            yield from lease
+
+    abandoned = held()
+    next(abandoned)
+    queue, inside, go = tiers.host._fetcher._returns, threading.Event(), threading.Event()
+
+    class Tickets(list[Any]):
+        """Is asked by a thread of returns, which holds their lock: the collector ends a lease."""
+
+        is_armed = True
+
+        def __bool__(self) -> bool:
+            if self.is_armed and threading.current_thread() in queue._threads:
+                self.is_armed = False
+                inside.set()
+                go.wait(60)
+                abandoned.close()
+            return len(self) > 0
+
+    with queue._changed:
+        queue._tickets = Tickets(queue._tickets)
+        queue._changed.notify_all()
+    assert inside.wait(60)
+    asks = threading.Thread(target=use, args=(tiers, 3), daemon=True)
+    asks.start()
+    go.set()
+    asks.join(60)
+    assert not asks.is_alive()
+    rest(tiers)
+    tiers.close()

@@ -186,6 +186,8 @@ class DeviceExperts(OffloadedExperts):
             rows = self.rows_of(found.ids_TK)
             self._compute_planned(routing, rows, residents.experts, products, found.values_TD)
         elif keys:
+            if self.misses is not None and not residents.experts.issuperset(experts):
+                self.misses.speeds.rested()
             self._compute(routing, partial(self._add, store, products, residents.experts))
 
     def experts_of(self, ids_TK: torch.Tensor) -> list[int]:
