@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_runtime.bench.experts.layers import LayerSizes, kinds_of_calls
 from moe_runtime.bench.peers.host import time_block
 from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
-from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
+from moe_runtime.bench.runner import Number, PeerFailedError, Rules, peer_failures, run_in_turn
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
 from moe_runtime.kernels.combine import combine
 from moe_runtime.kernels.expert_mlp import PackedExperts, StackedExperts, expert_mlp
@@ -132,8 +132,12 @@ class OpSystem:
         """The median of a block of calls of each kind; before the first time, compares results.
 
         Raises:
-            PeerFailedError: a result differs.
+            PeerFailedError: a result differs, or it cannot be computed here.
         """
+        with peer_failures():
+            return self._times()
+
+    def _times(self) -> Mapping[str, Number]:
         if not self.compared:
             self.compared = len(self._calls)
             self.equal = sum(map(_is_near, self._calls.values()))

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from moe_runtime.bench.results import Metric, describe_system, make_results, versions
-from moe_runtime.bench.runner import Number, Rules, run_in_turn
+from moe_runtime.bench.runner import Number, Rules, peer_failures, run_in_turn
 from moe_runtime.kernels.grouped_gemm.tuner import LayerBatch, Measured
 
 METRICS = {"product_s": Metric("s")}
@@ -39,8 +39,13 @@ class TimedProduct:
         self._seconds_of = seconds_of
 
     def repeat(self) -> Mapping[str, Number]:
-        """Times it once."""
-        return {"product_s": self._seconds_of(self._call)}
+        """Times it once.
+
+        Raises:
+            PeerFailedError: it cannot be computed here.
+        """
+        with peer_failures():
+            return {"product_s": self._seconds_of(self._call)}
 
 
 def measure_products(

@@ -325,3 +325,42 @@ def test_a_gpu_replays_fused_steps(tmp_path: Path, name: str) -> None:
     assert torch.equal(found.sequences, expected.sequences)
     ours, theirs = torch.stack(found.logits), torch.stack(expected.logits)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_comparison_that_was_cut_short_is_made_again() -> None:
+    own, other = pair(FAMILIES["glm4_moe"])
+    with torch.no_grad():
+        decode(other, PROMPT[:, :3], torch.ones(1, 3, dtype=torch.long), 1)
+    for model in (own, other):
+        for layer in model.model.layers:
+            layer.self_attn.use_qk_norm = False  # its forward reads it
+    kind = type(other.model.layers[0].self_attn.forward)
+    bind = kind._bind
+
+    def struck(self: Any, *, pairs_share: bool) -> bool:
+        if pairs_share:
+            raise KeyboardInterrupt
+        return bind(self, pairs_share=pairs_share)
+
+    with torch.no_grad():
+        with patch.object(kind, "_bind", struck), pytest.raises(KeyboardInterrupt):
+            decode(other, PROMPT[:, :3], torch.ones(1, 3, dtype=torch.long), 1)
+        found = [
+            decode(model, PROMPT[:, :3], torch.ones(1, 3, dtype=torch.long), 1)[0]
+            for model in (own, other)
+        ]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_that_changes_where_torch_does_not_count_it_is_taken_as_it_is() -> None:
+    found = []
+    for model in pair(QWEN3):
+        cache, mask = static_cache(model.config, 9), torch.zeros(2, 1, 1, 9, dtype=torch.bool)
+        with torch.no_grad():
+            model(PROMPT[:, :3].repeat(2, 1), past_key_values=cache)
+            for step in range(3):
+                mask.data[..., : 4 + step] = True
+                mask.data[0, ..., step] = False
+                ids = PROMPT[:, 3 + step : 4 + step].repeat(2, 1)
+                found.append(model(ids, past_key_values=cache, attention_mask=mask).logits)
+    torch.testing.assert_close(torch.stack(found[:3]), torch.stack(found[3:]), rtol=1e-4, atol=1e-5)

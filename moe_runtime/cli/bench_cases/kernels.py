@@ -84,7 +84,7 @@ def bench_kernels(
     )
     from moe_runtime.kernels.grouped_gemm.tuner import tune as tune_problems
 
-    shapes = [parse_shape(text) for text in shape or _SHAPES]
+    shapes = [*dict.fromkeys(parse_shape(text) for text in shape or _SHAPES)]
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = torch.cuda.get_device_name(device)
     path = table or table_path(gpu)

@@ -43,24 +43,32 @@ def fuse_device_attention(model: PreTrainedModel) -> None:
         if has_usual_parts(module, (_SDPA, _EAGER), FORMS):
             attention = DeviceAttention(module, masks)
             if attention.is_known:
+                masks.first = masks.first or attention
                 cast(Any, module).forward = attention
 
 
 class AddedMasks:
-    """Masks as attention adds them, made once for all layers that are given the same one.
+    """Masks as attention adds them, made once for all layers of a step that are given the same one.
 
     SDPA makes them anew for every layer, and copies those whose rows are no multiple of 8 long.
+
+    Attributes:
+        first: the layer with which a step begins.
     """
 
     def __init__(self) -> None:
         """Knows none."""
+        self.first: DeviceAttention | None = None
         self._known = WeakTensorKeyDictionary()
 
-    def added(self, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def added(self, mask: torch.Tensor, dtype: torch.dtype, layer: DeviceAttention) -> torch.Tensor:
         """What is added to scores for a mask ``[B, 1, 1, S]`` that allows; others are as they are.
 
-        So are those of which torch does not know whether somebody changed them.
+        So are those of which torch does not know whether somebody changed them. Not every change
+        is one that torch counts, so the first layer makes its mask in any case.
         """
+        if layer is self.first:
+            self._known.clear()
         if mask.dtype != torch.bool or mask.is_inference():
             return mask
         state = mask._version, dtype
@@ -102,7 +110,8 @@ class DeviceAttention(FusedAttention):
         return [*found, eager]
 
     def _places_now(self) -> list[Any]:
-        return []  # of a layer's parts nothing is kept but what they compute
+        # of a layer's parts nothing is kept but what they compute
+        return [self._parts[0].weight.dtype]
 
     def _bind(self, *, pairs_share: bool) -> bool:
         self._pairs_share = pairs_share
@@ -165,7 +174,7 @@ class DeviceAttention(FusedAttention):
                 query.view(*layer.keys.shape[:2], -1, query.shape[-1]),
                 layer.keys,
                 layer.values,
-                attn_mask=mask if mask is None else self._masks.added(mask, query.dtype),
+                attn_mask=mask if mask is None else self._masks.added(mask, query.dtype, self),
                 scale=module.scaling,
             )
         return module.o_proj(mixed.reshape(len(hidden), 1, -1))

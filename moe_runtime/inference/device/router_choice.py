@@ -89,8 +89,11 @@ class FusedRouter:
         self._module: Any = module
         self._own = type(module).forward
         self._settings = self._settings_now()
-        shapes = [(name, each.shape, each.dtype) for name, each in _tensors_of(module).items()]
-        key = type(module), (*self._settings.items(),), (*shapes,)
+        self._shapes = self._shapes_now()
+        self.form: RouterForm | None = None
+        if not all(isinstance(value, _CONSTANTS) for value in self._settings.values()):
+            return
+        key = type(module), (*self._settings.items(),), self._shapes, module.weight.dtype
         if key not in known:
             known[key] = _form_of(module, self._settings)
         self.form = known[key]
@@ -119,7 +122,12 @@ class FusedRouter:
             and type(module).forward is self._own
             and not module._modules
             and self._settings_now() == self._settings
+            and self._shapes_now() == self._shapes
         )
+
+    def _shapes_now(self) -> tuple[Any, ...]:
+        """The names of its tensors, each of which has its part in what it computes."""
+        return tuple((name, each.shape) for name, each in _tensors_of(self._module).items())
 
     def _settings_now(self) -> dict[str, Any]:
         """Everything that a router knows beside its tensors, but for this object."""
@@ -154,7 +162,7 @@ def _form_of(module: Any, settings: dict[str, Any]) -> RouterForm | None:
     tensors = _tensors_of(module)
     more = [each.shape for name, each in tensors.items() if name not in ("weight", "bias")]
     if (
-        not all(isinstance(value, _CONSTANTS) for value in settings.values())
+        not all(each.is_floating_point() for each in tensors.values())
         or len(inspect.signature(type(module).forward).parameters) != 2
         or num_experts > MOST_EXPERTS
         or more not in ([], [(num_experts,)])

@@ -1,0 +1,69 @@
+"""Routers that are changed after they were fused, or are unlike those that can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from triton_interpreter import repair_interpreter
+
+from moe_runtime.inference.device.router_choice import fuse_routers
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> None:
+    if not torch.cuda.is_available():
+        repair_interpreter()
+
+
+class SoftRouter(nn.Module):
+    """The form of Mixtral's routers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 32) * 0.1, requires_grad=False)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = linear(hidden_states.reshape(-1, 32), self.weight)
+        weights, ids = torch.softmax(logits.float(), -1).topk(4, -1)
+        return logits, (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), ids
+
+
+class CountingRouter(SoftRouter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tokens_per_expert", torch.zeros(16, dtype=torch.int64))
+
+
+class ListedRouter(SoftRouter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = [1, 2]
+
+
+def fused(router: nn.Module) -> nn.Module:
+    fuse_routers(nn.ModuleList([router.eval()]))
+    return router
+
+
+@pytest.mark.parametrize("kind", [CountingRouter, ListedRouter])
+def test_routers_of_other_kinds_stay_as_they_are(kind: type[nn.Module]) -> None:
+    assert "forward" not in vars(fused(kind()))
+
+
+@pytest.mark.parametrize("changed", ["buffer", "parameter", "weight"])
+def test_a_router_that_gets_another_tensor_goes_its_own_way(changed: str) -> None:
+    router, x = fused(SoftRouter()), torch.randn(3, 32)
+    assert "forward" in vars(router)
+    if changed == "buffer":
+        router.register_buffer("usage", torch.ones(16))
+    elif changed == "parameter":
+        router.lora_A = nn.Parameter(torch.zeros(2, 32))
+    else:
+        router.weight = nn.Parameter(torch.randn(600, 32))
+    with torch.no_grad():
+        found = router(x)
+        assert all(map(torch.equal, found, SoftRouter.forward(router, x)))  # type: ignore[arg-type]
