@@ -29,6 +29,8 @@ ELSEWHERE = {
     "moe_runtime/checkpoints/families/": "models.",
     # peers that are measured: their blocks
     "moe_runtime/bench/": "models",
+    # checkpoints that are measured: the quantiser that published ones were made by
+    "moe_runtime/bench/synthetic/drawn_tensors.py": "integrations.finegrained_fp8",
     # a layer's own code, which finds other steps of its states under their names
     "moe_runtime/inference/cpu/recurrent_steps.py": "__code__",
     # an interface of 5.23 and later, which is looked for
