@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.bench.padded_exchange import ExchangeShape, RankExchange
-from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
+from moe_runtime.bench.results import Metric, describe_own_systems, make_results
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
 
 SIDES = ("moe_runtime", "padded")
@@ -159,14 +159,5 @@ def measure_dispatch(
         "dispatch",
         settings,
         ended,
-        [
-            describe_system(
-                one.name,
-                found[one.name],
-                metrics,
-                system_versions=versions(),
-                quality=quality_of(one),
-            )
-            for one in systems
-        ],
+        describe_own_systems(systems, found, metrics),
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.bench.experts.layers import OURS, LayerSizes, kinds_of_calls, time_block
-from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
+from moe_runtime.bench.results import Metric, describe_own_systems, make_results
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, peer_failures, run_in_turn
 from moe_runtime.layer import MoELayer
 
@@ -238,14 +238,5 @@ def measure_layer(
         "layer",
         settings,
         ended,
-        [
-            describe_system(
-                one.name,
-                found[one.name],
-                metrics,
-                system_versions=versions(),
-                quality=quality_of(one),
-            )
-            for one in systems
-        ],
+        describe_own_systems(systems, found, metrics),
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_runtime.bench.experts.layers import LayerSizes, kinds_of_calls
 from moe_runtime.bench.peers.host import time_block
-from moe_runtime.bench.results import Metric, describe_system, make_results, quality_of, versions
+from moe_runtime.bench.results import Metric, describe_own_systems, make_results
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, peer_failures, run_in_turn
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
 from moe_runtime.kernels.combine import combine
@@ -199,14 +199,5 @@ def measure_ops(
         "ops",
         settings,
         ended,
-        [
-            describe_system(
-                one.name,
-                found[one.name],
-                metrics,
-                system_versions=versions(),
-                quality=quality_of(one),
-            )
-            for one in systems
-        ],
+        describe_own_systems(systems, found, metrics),
     )

@@ -70,6 +70,7 @@ def summarize_measured(
 class ComparedSystem(Protocol):
     """A system whose answers were held against a reference."""
 
+    name: str
     compared: int
     equal: int
 
@@ -98,6 +99,24 @@ def describe_system(
         "repetitions": [dict(found) for found in measured.repetitions],
         "summary": summarize_measured(measured, metrics),
     }
+
+
+def describe_own_systems(
+    systems: Sequence[ComparedSystem],
+    found: Mapping[str, MeasuredSystem],
+    metrics: Mapping[str, Metric],
+) -> list[dict[str, Any]]:
+    """As ``describe_system``, of systems that ran with this process's packages."""
+    return [
+        describe_system(
+            one.name,
+            found[one.name],
+            metrics,
+            system_versions=versions(),
+            quality=quality_of(one),
+        )
+        for one in systems
+    ]
 
 
 def make_results(

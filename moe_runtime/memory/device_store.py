@@ -14,7 +14,7 @@ from moe_runtime.memory.device import Device, Event
 from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.residents import Residents, SlotStacks
 from moe_runtime.memory.returning import LowerStore
-from moe_runtime.memory.tiers import TierFetcher, TierLease, TierStore
+from moe_runtime.memory.tiers import TierFetcher, TierLease, TierStore, is_resident
 from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
@@ -119,8 +119,7 @@ class DeviceStore(TierStore[W]):
 
     def has(self, key: ExpertKey) -> bool:
         """Whether an expert is in a slot, as a look without the lock has it."""
-        entry = self._entries.get(key)
-        return entry is not None and entry.arrived and entry.read.error is None
+        return is_resident(self._entries.get(key))
 
     def lease(
         self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None

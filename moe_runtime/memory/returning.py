@@ -22,8 +22,6 @@ from moe_runtime.memory.io_queue import OnDone, Priority, Read, ReadQueue
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
 
-Moves = Callable[[ExpertKey], Sequence[CopyPart]]
-
 
 class Return(Read):
     """An expert on its way back from a device; none of its bytes count as read.
@@ -67,14 +65,8 @@ class ReturningSource:
 
     def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
         """Behind which nobody reads these slots of the device on behalf of the host any more."""
-        found = [(slot.data_ptr(), self._leaving.get(slot.data_ptr())) for slot in slots]
-        events = []
-        for address, event in found:
-            if event is not None and event.query():
-                self._leaving.pop(address, None)
-            elif event is not None:
-                events.append(event)
-        return events
+        found = (self._leaving.get(slot.data_ptr()) for slot in slots)
+        return [event for event in found if event is not None and not event.query()]
 
     @property
     def lock(self) -> Changes:

@@ -149,7 +149,7 @@ class TierFetcher:
 
     def resident_below(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
         """Those that lie in the tier below: without its lock, so ``copy_resident`` looks again."""
-        return [key for key in keys if _is_resident(self.lower._entries.get(key))]
+        return [key for key in keys if is_resident(self.lower._entries.get(key))]
 
     def copy_resident(self, slots: Mapping[ExpertKey, torch.Tensor], read: Read) -> bool:
         """Queues one copy of experts that are resident below, on the thread that asks for it.
@@ -318,7 +318,8 @@ def _num_bytes(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
     return sum(len(source) for source, _ in parts)
 
 
-def _is_resident(entry: Entry[torch.Tensor] | None) -> bool:
+def is_resident(entry: Entry[Any] | None) -> bool:
+    """Whether an expert is in its slot, as a look without the lock has it."""
     return entry is not None and entry.arrived and entry.read.error is None
 
 
@@ -326,7 +327,7 @@ def _entered(lease: Lease[torch.Tensor]) -> dict[ExpertKey, torch.Tensor] | None
     """Enters a lease if all its experts are resident, and returns their slots; else None."""
     store = lease._store
     with store._changed:
-        if not all(_is_resident(store._entries.get(key)) for key in lease._keys):
+        if not all(is_resident(store._entries.get(key)) for key in lease._keys):
             return None
         lease.__enter__()
         return dict(next(iter(lease)))
