@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_models import emulated, experts_modules_of, load_on_emulated_device, logits_of
+from emulated_models import (
+    emulated,
+    experts_modules_of,
+    load_on_emulated_device,
+    logits_of,
+    settle,
+)
 from moe_families import Family
 from quantized_checkpoints import SAMPLES, Quantized, write
 from tiny_checkpoints import PROMPT, save, tiny_model
@@ -60,6 +66,7 @@ def test_the_same_bits_whoever_is_resident(checkpoint: Path) -> None:
         model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
         with model.moe:
             found.append(logits_of(model, PROMPTS))
+            settle(model)
             model.moe.check()
             stats = model.moe.stats()
             read = expert_statistics(model).bytes_read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,11 @@ def logits_of(model: Any, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def experts_modules_of(model: Any) -> list[DeviceExperts]:
     return [module for module in model.modules() if isinstance(module, DeviceExperts)]
+
+
+def settle(model: Any) -> None:
+    """Waits until every copy to the device is counted."""
+    store = experts_modules_of(model)[0].store
+    assert store is not None
+    while not all(entry.arrived for entry in [*store._entries.values()]):
+        time.sleep(0.001)
