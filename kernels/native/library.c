@@ -20,7 +20,8 @@ static int cpu_has_avx512(void) {
 #if defined(MOE_HAVE_AVX512BF16)
 static int cpu_has_dot_products(void) {
     unsigned eax, ebx, ecx, edx;
-    return __builtin_cpu_supports("avx512vnni") && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
+           __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
 }
 #endif
 
@@ -140,10 +141,10 @@ static void read_blocks(void *context) {
 }
 
 /* Reads the whole buffer once with all threads; the caller takes the time. */
-MOE_EXPORT float moe_read(const char *data, int64_t bytes) {
+MOE_EXPORT float moe_read(const char *data, int64_t bytes, int share_threads) {
     Reading reading = {.data = data, .bytes = bytes};
     pool_begin();
-    pool_run(read_blocks, &reading, 0);
+    pool_run(read_blocks, &reading, share_threads);
     pool_end();
     return reading.sum;
 }

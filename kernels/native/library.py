@@ -18,7 +18,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 25
+ABI_VERSION = 26
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -42,7 +42,7 @@ _CONTROLS = {
     "moe_get_num_threads": "i",
     "moe_set_parallel": "v p",
     "moe_set_spin_ns": "v q",
-    "moe_read": "f pq",
+    "moe_read": "f pqi",
 }
 # Each is an attribute of `NativeLibrary`, by its name without `moe_`.
 _KERNELS = {
@@ -237,7 +237,7 @@ class NativeLibrary:
 
     def read(self, buffer: torch.Tensor) -> float:
         """Reads every byte of a contiguous CPU tensor once with all threads; for bandwidth."""
-        return self._library.moe_read(buffer.data_ptr(), buffer.nbytes)
+        return self._library.moe_read(buffer.data_ptr(), buffer.nbytes, self.shares_threads())
 
 
 def _openmp_parallel() -> int | None:

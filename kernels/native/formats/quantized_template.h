@@ -68,15 +68,20 @@ static void read_groups(RowGroups *row, int64_t index) {
     for (int64_t i = 0; i < row->groups; i++) row->zeros[i] = zeros[i];
 }
 
-/* Room for the groups of one row, in the caller's frame. */
-#define ROW_GROUPS(name, matrix, columns)                                                                 \
-    RowGroups name = {.format = (matrix).quantized, .k = columns, .groups = groups_of_row((matrix).quantized, columns)}; \
-    float name##_scales[name.groups + GROUP_PADDING];                                                     \
-    int32_t name##_zeros[name.groups + GROUP_PADDING];                                                    \
-    memset(name##_scales + name.groups, 0, GROUP_PADDING * 4);                                            \
-    for (int64_t i = 0; i < name.groups + GROUP_PADDING; i++) name##_zeros[i] = (int32_t)name.format->zero;  \
-    name.scales = name##_scales;                                                                          \
-    name.zeros = name##_zeros
+/* Groups of one row in room for as many and GROUP_PADDING more. Vectors take signed codes of 8 bits for unsigned ones. */
+static RowGroups row_groups(Matrix matrix, int64_t k, float *scales, int32_t *zeros) {
+    const int64_t groups = groups_of_row(matrix.quantized, k);
+    memset(scales + groups, 0, GROUP_PADDING * 4);
+    const int32_t zero = matrix.quantized->codes == CODE_INT8 ? 128 : (int32_t)matrix.quantized->zero;
+    for (int64_t i = 0; i < groups + GROUP_PADDING; i++) zeros[i] = zero;
+    return (RowGroups){.format = matrix.quantized, .k = k, .groups = groups, .scales = scales, .zeros = zeros};
+}
+
+/* The groups of one row, in the caller's frame. */
+#define ROW_GROUPS(name, matrix, columns)                                              \
+    float name##_scales[groups_of_row((matrix).quantized, columns) + GROUP_PADDING];   \
+    int32_t name##_zeros[groups_of_row((matrix).quantized, columns) + GROUP_PADDING];  \
+    RowGroups name = row_groups(matrix, columns, name##_scales, name##_zeros)
 
 enum { CHUNK = 512 };
 

@@ -1,4 +1,5 @@
-/* x86-64 with AVX-512 and its instructions for pairs of bf16 and fours of bytes (Zen 4, Cooper Lake and newer). */
+/* x86-64 with AVX-512 and its instructions for pairs of bf16, fours of bytes and tables of bytes (Zen 4, Sapphire Rapids
+ * and newer). */
 #define ISA_NAME "avx512bf16"
 #define ISA_SYMBOL isa_avx512bf16
 #define HAS_BF16_DOT 1
