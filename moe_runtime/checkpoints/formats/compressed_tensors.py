@@ -41,12 +41,14 @@ class _Module:
         how: the part of the configuration that says how.
         entries: all tensors of the checkpoint.
         contents: reads a `weight_shape`.
+        kind: its format.
     """
 
     name: str
     how: Settings
     entries: Mapping[str, TensorEntry]
     contents: Contents
+    kind: str
 
     @property
     def weight(self) -> str:
@@ -59,7 +61,8 @@ class _Module:
         Raises:
             CheckpointError: there is none.
         """
-        return companion(self.entries, self.name, [f".weight{suffix}"], f"a part of {self.weight}")
+        what = f"a part of {self.weight}, {self.kind} by the config_groups of config.json,"
+        return companion(self.entries, self.name, [f".weight{suffix}"], what)
 
     def refuse_unless(self, name: str, known: tuple[object, ...]) -> Any:
         """What the configuration says, which must be among what can be read.
@@ -113,7 +116,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             how, kind = _how(module, name, targets)
             if kind not in FORMATS:
                 settings.unsupported(f"format {kind!r} of {name}", " or ".join(FORMATS))
-            yield FORMATS[kind](_Module(module, how, entries, contents))
+            yield FORMATS[kind](_Module(module, how, entries, contents, kind))
 
 
 def _targets_of(settings: Settings) -> dict[str, tuple[Settings, str]]:
