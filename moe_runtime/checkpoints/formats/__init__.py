@@ -43,7 +43,6 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
     "_scale_inv": ("fp8", "mxfp8"),
     ".weight_scale": ("compressed-tensors", "modelopt", "fp8", "mxfp8"),
     ".scale": ("fp8", "mxfp8"),
-    "_scale": ("fp8", "mxfp8"),
 }
 """Ends of the names of tensors that belong to quantised weights, and in which formats."""
 
@@ -66,7 +65,7 @@ def packed_weights(
     if method is None or method not in FORMATS:
         settings.unsupported(f"quant_method {clipped(method)}", " or ".join(FORMATS))
     ends = tuple(end for end, methods in SIGNS.items() if method in methods)
-    if not any(name.endswith(ends) for name in entries):
+    if not any(name.endswith(ends) for name in entries) and sign_of(entries):
         _refuse_other(settings, method, entries)
     found: dict[str, PackedWeight] = {}
     for weight in FORMATS[method](settings, entries):
@@ -78,24 +77,20 @@ def packed_weights(
     return found
 
 
-def sign_of(entries: Iterable[str]) -> tuple[str, str]:
-    """The name of a tensor that belongs to a quantised weight, and its formats; else empty."""
-    for end, methods in SIGNS.items():
-        for name in entries:
-            if name.endswith(end):
-                return name, " or ".join(methods)
-    return "", ""
+def sign_of(names: Iterable[str]) -> str:
+    """Which tensor belongs to a quantised weight, and what that would be; else empty."""
+    found = ((end, name) for end in SIGNS for name in names if name.endswith(end))
+    end, name = next(found, ("", ""))
+    return f"{name}, a part of {' or '.join(SIGNS[end])}" if end else ""
 
 
 def _refuse_other(settings: Settings, method: str, entries: Mapping[str, TensorEntry]) -> NoReturn:
     """Raises: no weight is in the format that the configuration names."""
-    name, methods = sign_of(entries)
-    among = f"of {methods}, such as {name}: correct quant_method"
-    if not name or method in methods.split():
-        among = "and the part is to be removed if they are not quantised"
+    sign = sign_of(entries)
+    cause = f"but {sign}: correct quant_method" if sign else "remove the part if none is quantised"
     raise UnsupportedModelError(
         f"{settings.place}: expected weights in {method}, found none among the checkpoint's "
-        f"{len(entries)} tensors, {among}"
+        f"{len(entries)} tensors; {cause}"
     )
 
 

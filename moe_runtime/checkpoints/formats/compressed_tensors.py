@@ -158,12 +158,16 @@ def _packed_integers(module: _Module) -> PackedWeight:
     codes, shape = module.part("_packed"), module.part("_shape")
     rows, width = codes_shape(codes, ["I32"], [2])
     stored_rows, cols = map(int, module.contents.numbers(shape, 2))
-    if stored_rows != rows or cols < 1 or -(-cols * bits // _WORD_BITS) != width:
+    scales, words = module.part("_scale"), -(-cols * bits // _WORD_BITS)
+    if stored_rows != rows or cols < 1 or words != width:
+        by_codes = kind.scales_shape(rows, width * _WORD_BITS // bits)
+        if cols > 0 and kind.scales_shape(stored_rows, cols) == scales.shape != by_codes:
+            require_beside(codes, scales, (stored_rows, words), ["I32"])
         raise CheckpointError(
             f"{shape.name}: expected the sizes of {codes.name} {list(codes.shape)} with {bits} "
             f"bits a code, found {[stored_rows, cols]}"
         )
-    weight = with_scales(module.weight, codes, (rows, cols), module.part("_scale"), _FLOATS, kind)
+    weight = with_scales(module.weight, codes, (rows, cols), scales, _FLOATS, kind)
     if zeros is None:
         return weight
     groups = weight.format.scales_shape(rows, cols)[1]

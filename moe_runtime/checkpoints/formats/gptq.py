@@ -71,8 +71,8 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             if index is not None and index.shape != (cols,):
                 raise CheckpointError(
                     f"{index.name}: expected a group of each of {cols} columns of {name} "
-                    f"{[*codes.shape]} with {bits} bits a code, found {index.dtype} {[*sizes]}; one "
-                    "of both is damaged: fetch the checkpoint again"
+                    f"{[*codes.shape]} with {bits} bits a code, found {index.dtype} {[*sizes]}; "
+                    "one of both is damaged: fetch the checkpoint again"
                 )
             if index is not None:
                 _require_order(index, weight, contents.numbers(index, cols))

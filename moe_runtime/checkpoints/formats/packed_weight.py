@@ -272,7 +272,7 @@ def require_beside(
         raise CheckpointError(
             f"{entry.name}: expected {' or '.join(kinds)} {list(shape)} beside {of.name} "
             f"{of.dtype} {list(of.shape)}, found {entry.dtype} {list(entry.shape)}"
-            f"{'' if is_shaped else hint()}"
+            f"{(not is_shaped and hint()) or '; fetch the checkpoint again'}"
         )
 
 
@@ -297,7 +297,7 @@ def other_groups(kind: WeightFormat, sizes: Sequence[int], found: Sequence[int])
         return ""
     asked = " x ".join(str(size or "all") for size in (kind.group_rows, kind.group_cols))
     return (
-        f": those of groups of {fitting[0]} x {fitting[1]}, not of {asked}; correct the size of "
+        f", those of groups of {fitting[0]} x {fitting[1]}, not of {asked}; correct the size of "
         "groups in the quantization_config of config.json"
     )
 

@@ -203,7 +203,7 @@ def _require_rows(
     others, num_words = scales.shape[1], zeros.shape[1]
     beside = f"{scales.name} {[*scales.shape]} and {zeros.name} {[*zeros.shape]}"
     if others == rows:
-        for likely in (2, 3, 4, 8):
+        for likely in (2, 4, 8):
             if _words(rows, likely) == num_words != _words(rows, bits):
                 raise CheckpointError(
                     f"{zeros.name}: expected {_words(rows, bits)} words, {rows} zero points of "

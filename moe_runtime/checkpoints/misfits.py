@@ -1,0 +1,138 @@
+"""Says which of a checkpoint's tensors is to blame where those of experts are not what a model has.
+
+Imported when something is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from moe_runtime.checkpoints.formats import sign_of
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_runtime.checkpoints.expert_places import PlacedMatrix
+    from moe_runtime.checkpoints.formats import Weight
+
+_NUMBERED = re.compile(r"(.*\.)(\d+)(\..*)")
+_AGAIN = "fetch the checkpoint again, or correct the configuration"
+
+
+def refuse_sources(
+    name: str,
+    sources: Iterable[str],
+    weights: Iterable[Weight],
+    entries: Iterable[str],
+    shape: Sequence[int],
+    found: Tensor | str | None,
+) -> NoReturn:
+    """Refuses what a parameter of all experts of a layer would be made of.
+
+    Args:
+        name: of the parameter.
+        sources: names of the weights that it would be made of.
+        weights: those of the checkpoint.
+        entries: names of all its tensors.
+        shape: of the parameter, as the model has it; the first size is the number of experts.
+        found: what came of them, or why nothing.
+
+    Raises:
+        CheckpointError: names a weight that is missing, too many, or of another shape than those
+            of other experts, as far as one is.
+    """
+    named = {weight.name: weight for weight in weights}
+    sources, num_experts = sorted(sources), shape[0]
+    # what no format took is among the plain weights
+    entries = [entry for entry in entries if entry in named]
+    if not sources:
+        match = _NUMBERED.fullmatch(name)
+        layer = f"{match[1]}{match[2]}." if match else name
+        near = [entry for entry in entries if entry.startswith(layer) and "expert" in entry]
+        raise CheckpointError(f"the checkpoint has no tensors for {name}; {_remedy(near)}")
+    by_stem: dict[str, dict[int, Weight]] = defaultdict(dict)
+    for source in sources:
+        if match := _NUMBERED.fullmatch(source):
+            by_stem[match[1] + "{}" + match[3]][int(match[2])] = named[source]
+    if any(len(experts) > 1 for experts in by_stem.values()):
+        for stem in _stems_of_other_layers(by_stem, named):
+            _require_experts(stem, {}, num_experts, entries)
+        for stem, experts in by_stem.items():
+            _require_experts(stem, experts, num_experts, entries)
+        for stem, experts in by_stem.items():
+            _require_one_shape(stem, experts)
+    gives = found if isinstance(found, str) else tuple(getattr(found, "shape", ()))
+    shapes = ", ".join(f"{source} {[*named[source].shape]}" for source in sources[:2])
+    raise CheckpointError(
+        f"{name}: expected {tuple(shape)}, as the configuration says, the checkpoint gives "
+        f"{gives}: {shapes}{' and others' if len(sources) > 2 else ''}; {_AGAIN}"
+    )
+
+
+def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> NoReturn:
+    """Refuses experts whose matrices one product could not take together.
+
+    Raises:
+        UnsupportedModelError: names one that is of another type than most.
+    """
+    kinds = [(placed.described, placed.packing) for placed in of_experts]
+    usual = Counter(kinds).most_common(1)[0][0]
+    expert = next(number for number, kind in enumerate(kinds) if kind != usual)
+    # described alike, they differ in what only their packings say
+    is_told = kinds[expert][0] != usual[0]
+    one, others = (kind[0] if is_told else str(kind[1]) for kind in (kinds[expert], usual))
+    raise UnsupportedModelError(
+        f"{name}: expected one type for all experts of a layer, found the {matrix} weights of "
+        f"expert {expert}, {of_experts[expert].name}, in {one}, those of others in {others}: save "
+        "the checkpoint again in one type"
+    )
+
+
+def _remedy(near: list[str]) -> str:
+    """What to do, by the tensors that are there in the place of a weight."""
+    sign = sign_of(near)
+    return f"found {sign}: correct the quantization_config of config.json" if sign else _AGAIN
+
+
+def _stems_of_other_layers(stems: Iterable[str], named: Iterable[str]) -> Iterator[str]:
+    """Names, but for the expert's number, that other layers have beside these, and this has not."""
+    for head in sorted({stem.partition("{}")[0] for stem in stems}):
+        numbered = re.compile(
+            re.sub(r"\d+", r"\\d+", re.escape(head)) + r"\d+(\..*(?:weight|bias))"
+        )
+        matches = [match for name in named if (match := numbered.fullmatch(name))]
+        own = {match[1] for match in matches if match[0].startswith(head)}
+        yield from (f"{head}{{}}{tail}" for tail in sorted({match[1] for match in matches} - own))
+
+
+def _require_experts(
+    stem: str, found: Mapping[int, Weight], num_experts: int, entries: list[str]
+) -> None:
+    expected = f"experts 0 to {num_experts - 1}, as the configuration says"
+    for expert in sorted({*range(num_experts), *found}):
+        if expert >= num_experts:
+            raise CheckpointError(
+                f"{stem.format(expert)}: expected {expected}, found one of expert {expert}; "
+                "correct the number of experts in the configuration"
+            )
+        if expert not in found:
+            own = stem.format(expert).removesuffix("weight")
+            hint = _remedy([entry for entry in entries if entry.startswith(own)])
+            raise CheckpointError(
+                f"{stem.format(expert)}: expected it for {expected}, found none of expert {expert} "
+                f"among those of {len(found)}; {hint}"
+            )
+
+
+def _require_one_shape(stem: str, found: Mapping[int, Weight]) -> None:
+    usual = Counter(tuple(weight.shape) for weight in found.values()).most_common(1)[0][0]
+    for expert, weight in found.items():
+        if tuple(weight.shape) != usual:
+            raise CheckpointError(
+                f"{stem.format(expert)}: expected {[*usual]} as those of other experts, found "
+                f"{[*weight.shape]}; fetch the checkpoint again"
+            )
