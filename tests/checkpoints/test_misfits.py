@@ -60,9 +60,10 @@ def test_commands_say_it_in_one_line(originals, tmp_path, capsys, command) -> No
     prompts.write_text('{"prompt": "The"}\n')
     more = {
         "pack": [str(tmp_path / "out")],
-        "generate": ["--prompts", str(prompts), "--out", str(tmp_path / "answers.jsonl")],
+        "generate": ["--prompts", str(prompts), "-o", str(tmp_path / "answers.jsonl")],
         "run": ["--prompt", "The"],
     }
+    capsys.readouterr()
     assert main([command, str(folder), *more.get(command, [])]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -19,6 +19,7 @@ from moe_runtime.checkpoints.export import LikeCheckpoint, write_index
 from moe_runtime.checkpoints.model_files import QUANTIZATION_FILE
 from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
 from moe_runtime.checkpoints.plain import require_plain
+from moe_runtime.checkpoints.settings_check import QUANTIZATION_NAMES
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedUseError
 from moe_runtime.files import write_text
