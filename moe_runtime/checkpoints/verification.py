@@ -81,7 +81,7 @@ def _fault_in(found: Any) -> tuple[str, Tensor] | None:
 
 
 def _refuse(name: str, numbers: Tensor, matrix: str = "", key: ExpertKey | None = None) -> None:
-    whose = f", {matrix} of expert {key.expert} of MoE layer {key.layer}," if key else ""
+    whose = f" ({matrix} of expert {key.expert} of MoE layer {key.layer})" if key else ""
     count = int(numbers.isfinite().logical_not().sum())
     raise CheckpointError(
         f"{name}{whose}: expected finite numbers, found {count} of {numbers.numel()} NaN or "
