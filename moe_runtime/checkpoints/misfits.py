@@ -95,7 +95,9 @@ def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> 
 def _remedy(near: list[str]) -> str:
     """What to do, by the tensors that are there in the place of a weight."""
     sign = sign_of(near)
-    return f"found {sign}: correct the quantization_config of config.json" if sign else _AGAIN
+    if sign:
+        return f"found {sign}: correct the quantization_config of config.json, or fetch it again"
+    return _AGAIN
 
 
 def _stems_of_other_layers(stems: Iterable[str], named: Iterable[str]) -> Iterator[str]:

@@ -162,6 +162,11 @@ CASES = {
         part(".weight_packed", torch.t),
         f"{EXPERT}.weight_packed: expected",
     ),
+    "no int8 scales": (
+        "glm4_moe-int8-zeros",
+        without(f"{EXPERT}.weight_scale"),
+        f"expected the scales of {EXPERT}.weight in {EXPERT}.weight_scale, found no such tensor",
+    ),
     "no modelopt codes": (
         "qwen3_moe-nvfp4-modelopt",
         codes_gone,

@@ -107,6 +107,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             if name.endswith(_PACKED):
                 companion(entries, name.removesuffix(_PACKED), [_SCALES], f"the scales of {name}")
             if module == name:
+                _require_scales(name, entries, ignored)
                 continue
             if matches(module, ignored):
                 raise CheckpointError(
@@ -117,6 +118,13 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             if kind not in FORMATS:
                 settings.unsupported(f"format {kind!r} of {name}", " or ".join(FORMATS))
             yield FORMATS[kind](_Module(module, how, entries, contents, kind))
+
+
+def _require_scales(name: str, entries: Mapping[str, TensorEntry], ignored: list[str]) -> None:
+    """Refuses codes of a byte each that are alone."""
+    module = name.removesuffix(".weight")
+    if entries[name].dtype in ("I8", "F8_E4M3") and module != name and not matches(module, ignored):
+        companion(entries, module, [_SCALES], f"the scales of {name}")
 
 
 def _targets_of(settings: Settings) -> dict[str, tuple[Settings, str]]:

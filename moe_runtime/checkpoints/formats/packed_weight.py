@@ -291,14 +291,16 @@ def other_groups(kind: WeightFormat, sizes: Sequence[int], found: Sequence[int])
     for size, count, asked in zip(
         (rows, cols), found[-2:], (kind.group_rows, kind.group_cols), strict=True
     ):
-        likely = (asked or size, *(2**power for power in range(12 if asked != 1 else 0)))
+        likely = [asked or size]
+        if asked != 1 and count:
+            likely += [*(2**power for power in range(12)), -(-size // count)]
         fitting += [group for group in likely if -(-size // group) == count][:1]
     if len(fitting) < 2:
         return ""
     asked = " x ".join(str(size or "all") for size in (kind.group_rows, kind.group_cols))
     return (
         f", those of groups of {fitting[0]} x {fitting[1]}, not of {asked}; correct the size of "
-        "groups in the quantization_config of config.json"
+        "groups in the quantization_config of config.json, or fetch the checkpoint again"
     )
 
 
