@@ -70,7 +70,10 @@ def packed_weights(
     found: dict[str, PackedWeight] = {}
     for weight in FORMATS[method](settings, entries):
         if weight.name in found or (weight.name in entries and weight.name != weight.codes.name):
-            raise CheckpointError(f"{weight.name}: expected it once, found it twice")
+            raise CheckpointError(
+                f"{weight.name}: expected it once, found it twice, quantised in "
+                f"{weight.codes.name} too; save the checkpoint again with one of them"
+            )
         found[weight.name] = weight
     if not found:
         _refuse_other(settings, method, entries)
