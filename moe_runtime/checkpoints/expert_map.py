@@ -198,6 +198,14 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
             from moe_runtime.checkpoints.misfits import refuse_types
 
             refuse_types(name, matrix, of_experts)
+        # conversions stack them by their order, whatever their numbers
+        numbers = [one.name.partition("experts.")[2].partition(".")[0] for one in of_experts]
+        first = int(numbers[0]) if numbers[0].isdecimal() else 0
+        in_order = [str(first + place) for place in range(len(numbers))]
+        if numbers != in_order and any(map(str.isdecimal, numbers)):
+            from moe_runtime.checkpoints.misfits import refuse_numbers
+
+            refuse_numbers(matrix, numbers, in_order, of_experts)
     first = {matrix: of_experts[0] for matrix, of_experts in placed.items()}
     is_quantised = any(found.packing is not None for found in first.values())
     alike: dict[bool, dict[str, str]] = {False: {}, True: {}}

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from moe_runtime.checkpoints.formats import Weight
 
 _NUMBERED = re.compile(r"(.*\.)(\d+)(\..*)")
+_Stem = tuple[str, str]
+"""A weight's name, before and behind the number of the expert."""
 _AGAIN = "fetch the checkpoint again, or correct the configuration"
 
 
@@ -54,17 +56,17 @@ def refuse_sources(
         layer = f"{match[1]}{match[2]}." if match else name
         near = [entry for entry in entries if entry.startswith(layer) and "expert" in entry]
         raise CheckpointError(f"the checkpoint has no tensors for {name}; {_remedy(near)}")
-    by_stem: dict[str, dict[int, Weight]] = defaultdict(dict)
+    by_stem: dict[_Stem, dict[int, Weight]] = defaultdict(dict)
     for source in sources:
         if match := _NUMBERED.fullmatch(source):
-            by_stem[match[1] + "{}" + match[3]][int(match[2])] = named[source]
+            by_stem[match[1], match[3]][int(match[2])] = named[source]
     if any(len(experts) > 1 for experts in by_stem.values()):
         for stem in _stems_of_other_layers(by_stem, named):
             _require_experts(stem, {}, num_experts, entries)
         for stem, experts in by_stem.items():
             _require_experts(stem, experts, num_experts, entries)
-        for stem, experts in by_stem.items():
-            _require_one_shape(stem, experts)
+        for experts in by_stem.values():
+            _require_one_shape(experts)
     gives = found if isinstance(found, str) else tuple(getattr(found, "shape", ()))
     shapes = ", ".join(f"{source} {[*named[source].shape]}" for source in sources[:2])
     raise CheckpointError(
@@ -92,49 +94,72 @@ def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> 
     )
 
 
+def refuse_numbers(
+    matrix: str,
+    numbers: Sequence[str],
+    expected: Sequence[str],
+    of_experts: Sequence[PlacedMatrix],
+) -> NoReturn:
+    """Refuses experts that are as many as they must be, but are not those.
+
+    Raises:
+        CheckpointError: names the first that is another one.
+    """
+    place = next(place for place, number in enumerate(expected) if numbers[place] != number)
+    raise CheckpointError(
+        f"{of_experts[place].name}: expected the {matrix} weights of experts {expected[0]} to "
+        f"{expected[-1]} of the layer, found none of expert {expected[place]}, but these; {_AGAIN}"
+    )
+
+
 def _remedy(near: list[str]) -> str:
     """What to do, by the tensors that are there in the place of a weight."""
     sign = sign_of(near)
-    if sign:
-        return f"found {sign}: correct the quantization_config of config.json, or fetch it again"
-    return _AGAIN
+    if not sign:
+        return _AGAIN
+    remedy = "correct the quantization_config of config.json, or fetch the checkpoint again"
+    return f"found {sign}: {remedy}"
 
 
-def _stems_of_other_layers(stems: Iterable[str], named: Iterable[str]) -> Iterator[str]:
-    """Names, but for the expert's number, that other layers have beside these, and this has not."""
-    for head in sorted({stem.partition("{}")[0] for stem in stems}):
+def _stems_of_other_layers(stems: Iterable[_Stem], named: Iterable[str]) -> Iterator[_Stem]:
+    """Those that other layers have beside these, and this has not."""
+    for head in sorted({head for head, _ in stems}):
         numbered = re.compile(
             re.sub(r"\d+", r"\\d+", re.escape(head)) + r"\d+(\..*(?:weight|bias))"
         )
         matches = [match for name in named if (match := numbered.fullmatch(name))]
         own = {match[1] for match in matches if match[0].startswith(head)}
-        yield from (f"{head}{{}}{tail}" for tail in sorted({match[1] for match in matches} - own))
+        yield from ((head, tail) for tail in sorted({match[1] for match in matches} - own))
 
 
 def _require_experts(
-    stem: str, found: Mapping[int, Weight], num_experts: int, entries: list[str]
+    stem: _Stem, found: Mapping[int, Weight], num_experts: int, entries: list[str]
 ) -> None:
-    expected = f"experts 0 to {num_experts - 1}, as the configuration says"
-    for expert in sorted({*range(num_experts), *found}):
-        if expert >= num_experts:
+    lowest = min(found, default=0)
+    first = 0 if lowest < num_experts else lowest  # some families count on from other experts
+    last = first + num_experts - 1
+    expected = f"experts {first} to {last}, as the configuration says"
+    for expert in sorted({*range(first, last + 1), *found}):
+        name = f"{stem[0]}{expert}{stem[1]}"
+        if expert > last:
             raise CheckpointError(
-                f"{stem.format(expert)}: expected {expected}, found one of expert {expert}; "
-                "correct the number of experts in the configuration"
+                f"{name}: expected {expected}, found one of expert {expert}; correct the number "
+                "of experts in the configuration"
             )
         if expert not in found:
-            own = stem.format(expert).removesuffix("weight")
+            own = name.removesuffix("weight")
             hint = _remedy([entry for entry in entries if entry.startswith(own)])
             raise CheckpointError(
-                f"{stem.format(expert)}: expected it for {expected}, found none of expert {expert} "
-                f"among those of {len(found)}; {hint}"
+                f"{name}: expected it for {expected}, found none of expert {expert} among those of "
+                f"{len(found)}; {hint}"
             )
 
 
-def _require_one_shape(stem: str, found: Mapping[int, Weight]) -> None:
+def _require_one_shape(found: Mapping[int, Weight]) -> None:
     usual = Counter(tuple(weight.shape) for weight in found.values()).most_common(1)[0][0]
-    for expert, weight in found.items():
+    for weight in found.values():
         if tuple(weight.shape) != usual:
             raise CheckpointError(
-                f"{stem.format(expert)}: expected {[*usual]} as those of other experts, found "
+                f"{weight.name}: expected {[*usual]} as those of other experts, found "
                 f"{[*weight.shape]}; fetch the checkpoint again"
             )

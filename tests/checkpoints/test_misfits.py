@@ -108,6 +108,16 @@ def seventh(tensors: dict[str, Tensor]) -> None:
     tensors |= {name: tensor.clone() for name, tensor in new.items()}
 
 
+def braces(tensors: dict[str, Tensor]) -> None:
+    tensors[EXPERT.replace(".3.", ".{x}.3.") + ".weight"] = tensors.pop(f"{EXPERT}.weight")
+
+
+def renumbered(tensors: dict[str, Tensor]) -> None:
+    """As many as there must be, which a stack by their order would take for others."""
+    for name in [name for name in tensors if f"{LAYER}.3." in name]:
+        tensors[name.replace(".experts.3.", ".experts.6.")] = tensors.pop(name)
+
+
 def rows_twice(tensors: dict[str, Tensor]) -> None:
     for name in [name for name in tensors if name.startswith(f"{EXPERT}.weight")]:
         if tensors[name].ndim == 2:
@@ -251,6 +261,8 @@ def test_a_configuration_at_fault_is_named(originals, tmp_path, sample, config, 
         (without(f"{LAYER}.4."), f"{LAYER}.4.gate_proj.weight: expected it for experts 0 to 5"),
         (part(".weight", lambda t: t[:, 1:]), f"{EXPERT}.weight: expected [36, 48] as those of"),
         (seventh, f"{LAYER}.6.gate_proj.weight: expected experts 0 to 5"),
+        (braces, f"{LAYER}.4.up_proj.weight: expected the up weights of experts 0 to 5"),
+        (renumbered, "found none of expert 3, but these"),
     ],
 )
 def test_of_plain_experts_too(plain, tmp_path, change, words) -> None:
