@@ -21,7 +21,7 @@ from moe_runtime.checkpoints.families import checkpoint_renamings
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.provenance import Provenance
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
-from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.memory.layout import ExpertLayout, lay_out
 from moe_runtime.types import ExpertKey
 
@@ -145,16 +145,14 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
         slices = {}
         for parameter in module.parameters:
             name = f"{module.name}.{parameter}"
-            if name not in converted:
-                raise CheckpointError(f"{checkpoint.folder} has no tensors for {name}")
-            stacked = converted[name]
-            if getattr(module.module, "may_be_padded", False):
+            stacked, sources = converted.get(name, (None, ()))
+            if getattr(module.module, "may_be_padded", False) and isinstance(stacked, torch.Tensor):
                 stacked = stacked[: module.num_experts]
-            expected, found = module.module.get_parameter(parameter).shape, stacked.shape
-            if expected != found:
-                raise CheckpointError(
-                    f"{name}: expected {tuple(expected)}, the checkpoint gives {tuple(found)}"
-                )
+            expected = module.module.get_parameter(parameter).shape
+            if not isinstance(stacked, torch.Tensor) or stacked.shape != expected:
+                from moe_runtime.checkpoints.misfits import refuse_sources
+
+                refuse_sources(name, sources, entries, checkpoint.entries, expected, stacked)
             slices[parameter] = stacked
         rows = dict(expert_rows(module.module, slices))
         placed = {
@@ -196,16 +194,18 @@ def _type_names(experts: ExpertMap) -> list[str]:
 def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -> None:
     """Refuses experts of a layer that one product could not take together."""
     for matrix, of_experts in placed.items():
-        types = sorted({found.described for found in of_experts})
-        packings = {found.packing for found in of_experts}
-        if len(types) < len(packings):  # described alike
-            types = sorted(map(str, packings))
-        if len(types) > 1:
-            raise UnsupportedModelError(
-                f"{name}: the {matrix} weights of some experts are {types[0]}, of others "
-                f"{types[1]}; expected one type for all experts of a layer: save the checkpoint "
-                "again in one type"
-            )
+        if len({(found.described, found.packing) for found in of_experts}) > 1:
+            from moe_runtime.checkpoints.misfits import refuse_types
+
+            refuse_types(name, matrix, of_experts)
+        # conversions stack them by their order, whatever their numbers
+        numbers = [one.name.partition("experts.")[2].partition(".")[0] for one in of_experts]
+        first = int(numbers[0]) if numbers[0].isdecimal() else 0
+        in_order = [str(first + place) for place in range(len(numbers))]
+        if numbers != in_order and any(map(str.isdecimal, numbers)):
+            from moe_runtime.checkpoints.misfits import refuse_numbers
+
+            refuse_numbers(matrix, numbers, in_order, of_experts)
     first = {matrix: of_experts[0] for matrix, of_experts in placed.items()}
     is_quantised = any(found.packing is not None for found in first.values())
     alike: dict[bool, dict[str, str]] = {False: {}, True: {}}
@@ -263,8 +263,12 @@ def _convert(
     entries: Sequence[Weight],
     provenance: Provenance,
     dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
-    """Runs the conversion of all expert tensors on stand-ins; what is dense goes to the map."""
+) -> dict[str, tuple[torch.Tensor | str, set[str]]]:
+    """Runs the conversion of all expert tensors on stand-ins; what is dense goes to the map.
+
+    Returns:
+        For each parameter what came of it, or why nothing, and the weights it is made of.
+    """
     mapping = experts.weight_mapping
     renamings = [entry for entry in mapping if isinstance(entry, private.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, private.WeightConverter)]
@@ -299,18 +303,16 @@ def _convert(
             )
         stand_in = _stand_in(index, entry, provenance, dtype)
         job.add_tensor(name, entry.name, pattern or entry.name, cast(Any, stand_in))
-    converted: dict[str, torch.Tensor] = {}
+    converted: dict[str, tuple[torch.Tensor | str, set[str]]] = {}
     for name, job in jobs.items():
         try:
             with provenance:
                 parts = job.convert(name, model=model, config=model.config)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise CheckpointError(
-                f"the checkpoint's tensors for {name} do not fit together: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+            parts = {name: str(error).splitlines()[0]}
         for target, value in parts.items():
-            converted[target] = value[0] if isinstance(value, list) else value
+            found = value[0] if isinstance(value, list) else value
+            converted[target] = found, job.layer_targets[name]
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         for one, other in ((target, source), (source, target)):
             if one in targets and one not in converted and other in converted:
@@ -335,7 +337,7 @@ def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:
     stored = TORCH_DTYPES.get(entry.dtype)
     if stored is None or not stored.is_floating_point:
         raise UnsupportedModelError(
-            f"{entry.name} is {entry.dtype}, and config.json has no quantization_config that says "
-            "what it stands for; expected BF16, F16 or F32"
+            f"{entry.name} is {entry.dtype}, and no quantization_config of config.json says what "
+            "it stands for; expected BF16, F16 or F32"
         )
     return stored

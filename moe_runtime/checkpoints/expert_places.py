@@ -24,10 +24,12 @@ class PlacedMatrix:
     """Where one matrix of one expert lies.
 
     Attributes:
+        name: of the weight that it is in.
         ranges: its parts by name, or itself under None.
         packing: how it is quantised, if it is.
     """
 
+    name: str
     ranges: Mapping[str | None, TensorRange]
     packing: Packing | None = None
 
@@ -111,7 +113,7 @@ def place_matrix(
         strides = (between, int(step[expert, 0])) if tensor.dim() == 3 else (between,)
         place = int(offset[expert, 0])
         if isinstance(entry, TensorEntry):
-            found.append(PlacedMatrix({None: _range(entry, place, shape, strides)}))
+            found.append(PlacedMatrix(entry.name, {None: _range(entry, place, shape, strides)}))
         else:
             found.append(_packed_rows(entry, place, shape, strides))
     return found
@@ -136,4 +138,4 @@ def _packed_rows(
             f"{weight.name}: the weights of an expert are cut along its columns, or transposed; "
             "quantised checkpoints of this kind are not supported yet"
         )
-    return PlacedMatrix({**weight.ranges(first, step, shape[0])}, weight.packing)
+    return PlacedMatrix(weight.name, {**weight.ranges(first, step, shape[0])}, weight.packing)

@@ -11,7 +11,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_runtime.checkpoints.settings_check import check_config, check_generation_settings
+from moe_runtime.checkpoints.settings_check import (
+    QUANTIZATION_NAMES,
+    check_config,
+    check_generation_settings,
+)
 from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.places import require_whole
@@ -31,7 +35,6 @@ _TOKENIZER_FILES = (
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "*merges.txt")
 """Files that a tokenizer can be made of."""
-QUANTIZATION_NAMES = ("compression_config", "quantization_config")
 QUANTIZATION_FILE = "hf_quant_config.json"
 
 
@@ -113,14 +116,12 @@ def take_quantization(config: PreTrainedConfig, folder: Path) -> dict[str, Any] 
             found = found if value is None else value
     if hasattr(found, "to_dict"):
         found = found.to_dict()
-    if not isinstance(found, dict | None):
-        expected = "expected quantization_config to be an object"
-        raise CheckpointError(f"{folder / 'config.json'}: {expected}, found {clipped(found)}")
     file = folder / QUANTIZATION_FILE
     if found is None and os.path.lexists(file):
         quantization = _read_object(file).get("quantization")
         if not isinstance(quantization, dict):
-            raise CheckpointError(f"{file}: expected quantization to be an object")
+            found = clipped(quantization)
+            raise CheckpointError(f"{file}: expected quantization to be an object, found {found}")
         found = {"quant_method": "modelopt", **quantization}
     return found
 

@@ -30,6 +30,7 @@ _SMALLEST = {
 }
 """Sizes of a model and the least that each can be; one for each layer is a list of them."""
 
+QUANTIZATION_NAMES = ("compression_config", "quantization_config")
 _TEXTS = ("hidden_act", "rope_type")
 _NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps")
 
@@ -65,6 +66,9 @@ def check_config(values: dict[str, Any], file: Path) -> None:
         for name in _TEXTS:
             if not isinstance(part.get(name), str | None):
                 _refuse(file, name, "a name", part[name])
+        for name in QUANTIZATION_NAMES:
+            if not isinstance(part.get(name), dict | None):
+                _refuse(file, name, "an object, or left out of plain weights", part[name])
         for name in _NUMBERS:
             value = part.get(name)
             if not all(one is None or _is_real(one) for one in _each(value)):

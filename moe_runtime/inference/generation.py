@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from moe_runtime.errors import CheckpointError, blamed_on
@@ -20,6 +21,10 @@ from moe_runtime.inference.incremental_text import IncrementalText
 COLDEST = 1e-20
 """Lowest temperature but 0: logits, which are divided by it in fp32, stay finite below 1e18."""
 
+NOT_FINITE = (
+    "the model's logits are not finite, so no token can be chosen: `moe-runtime inspect MODEL "
+    "--verify` names weights that are NaN or infinite; if none is, take --dtype bfloat16 or float32"
+)
 FinishReason = Literal["stop", "length", "interrupted"]
 
 
@@ -88,7 +93,8 @@ def generate_text(
     Raises:
         ValueError: an option is out of range, the prompt has no tokens, or prompt and new tokens
             exceed the positions that the model knows.
-        CheckpointError: the tokenizer, its template or the settings of generation cannot be used.
+        CheckpointError: the tokenizer, its template or the settings of generation cannot be used,
+            or the model's logits are not finite.
         GenerationInterrupted: Ctrl-C; carries what was generated so far.
     """
     check_options(max_new_tokens, temperature, top_p, seed)
@@ -112,6 +118,7 @@ def generate_text(
                 num_beams=1,
                 streamer=stream,
                 tokenizer=tokenizer,
+                logits_processor=LogitsProcessorList([_FiniteLogits()]),
                 **options,
             )
     except KeyboardInterrupt:
@@ -122,6 +129,15 @@ def generate_text(
     is_cut = len(ids) < max_new_tokens and model.generation_config.stop_strings is not None
     stopped = is_cut or (bool(ids) and ids[-1] in end_token_ids(model))
     return stream.result(num_prompt_tokens, started, "stop" if stopped else "length")
+
+
+class _FiniteLogits(LogitsProcessor):
+    """Leaves logits as they are, and refuses those that say of no token how likely it is."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if not scores.max().isfinite():  # so is the greatest of those that have a NaN
+            raise CheckpointError(NOT_FINITE)
+        return scores
 
 
 def check_options(max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:

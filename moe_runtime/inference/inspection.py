@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from moe_runtime.inference.loading import signature_of
 from moe_runtime.inference.token_limit import tokens_to_plan_for
 from moe_runtime.policies.eviction.setting import PolicyChoice
 from moe_runtime.types import ModelSignature
+
+if TYPE_CHECKING:
+    from moe_runtime.checkpoints.dense_weights import Progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +110,8 @@ def inspect_checkpoint(
     dtype: str | torch.dtype = "auto",
     max_tokens: int | None = None,
     cache_code: str = "none",
+    verify: bool = False,
+    progress: Progress | None = None,
 ) -> CheckpointSummary:
     """Reads what ``load`` would need to know, without loading any weight.
 
@@ -114,6 +120,8 @@ def inspect_checkpoint(
         dtype: the type to compute in, as for ``load``.
         max_tokens: tokens to reckon with, as for ``load``.
         cache_code: how experts lie in memory, as for ``load``.
+        verify: also read every weight once, and refuse values that are NaN or infinite.
+        progress: called meanwhile with what is being done, the bytes done and the bytes in all.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or incomplete.
@@ -128,6 +136,10 @@ def inspect_checkpoint(
     cached, landing_bytes = experts, 0
     if cache_code != "none":
         cached, landing_bytes = options.coded_experts(experts, torch.device("cpu"))
+    if verify:
+        from moe_runtime.checkpoints.verification import verify_weights
+
+        verify_weights(checkpoint, experts, progress)
     layouts = experts.layouts.values()
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     return CheckpointSummary(

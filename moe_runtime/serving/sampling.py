@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from moe_runtime.inference.generation import NOT_FINITE
 from moe_runtime.serving.requests import (
     ConstraintError,
     GenerationRequest,
@@ -26,8 +27,6 @@ from moe_runtime.serving.requests import (
     SamplingOptions,
     TokenLogprob,
 )
-
-_NOT_FINITE = "the model's logits are not finite, so no token can be chosen"
 
 
 class Sampler:
@@ -66,7 +65,7 @@ class Sampler:
         """
         raw_V = logits_V.float().cpu()
         if not bool(raw_V.max().isfinite()):  # so is the greatest of those that have a NaN
-            raise ValueError(_NOT_FINITE)
+            raise ValueError(NOT_FINITE)
         scores_V = self._changed(raw_V, answer_ids)
         if self._generator is None:
             token = int(scores_V.argmax())
@@ -132,7 +131,7 @@ def token_logprobs(
     logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     own = logprobs_RV.gather(1, torch.tensor(tokens, device=logits_RV.device)[:, None])[:, 0]
     if bool(own.isnan().any()):
-        raise ValueError(_NOT_FINITE)
+        raise ValueError(NOT_FINITE)
     top = logprobs_RV.topk(min(num_top, logits_RV.shape[1]), dim=-1)
     rows = zip(own.tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
     return [

@@ -101,16 +101,20 @@ def test_biases_of_two_types_in_an_expert_are_refused(originals, tmp_path) -> No
     ("sample", "config", "words"),
     [
         ("qwen3_moe-gptq", {"bits": 3}, "bits 3 cannot be read yet; expected 4 or 8"),
-        ("qwen3_moe-gptq", {"bits": 8}, "g_idx: expected a group of each of up to"),
+        (
+            "qwen3_moe-gptq",
+            {"bits": 8},
+            "qzeros: expected 12 words, 48 zero points of 8 bits, found 6, as of 4",
+        ),
         ("qwen3_moe-gptq", {"bits": None}, "bits None cannot be read yet"),
         ("qwen3_moe-gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' cannot"),
         ("qwen3_moe-gptq", {"dynamic": {"+:.*up.*": {"bits": 8}}}, "dynamic with settings"),
         ("qwen3_moe-gptq", {"group_size": None}, "expected group_size to be -1 or a positive"),
-        ("qwen3_moe-gptq", {"group_size": 16}, "g_idx: permuted groups (desc_act) cannot be read"),
+        ("qwen3_moe-gptq", {"group_size": 16}, "those of groups of 1 x 32, not of 1 x 16; correct"),
         ("glm4_moe-awq", {"bits": 8}, "bits 8 cannot be read yet; expected 4"),
         ("glm4_moe-awq", {"version": "gemv"}, "version 'gemv' cannot be read yet"),
         ("glm4_moe-awq", {"zero_point": 0}, "zero_point 0 cannot be read yet"),
-        ("glm4_moe-awq", {"group_size": 16}, "scales: expected F16 or BF16 or F32 ["),
+        ("glm4_moe-awq", {"group_size": 16}, "those of groups of 1 x 32, not of 1 x 16; correct"),
     ],
 )
 def test_what_the_configuration_says_of_gptq_and_awq_is_judged(

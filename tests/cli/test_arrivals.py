@@ -42,6 +42,7 @@ CASES = {
             "dtype": ("--dtype float16", "float16"),
             "max_tokens": ("--max-tokens 237", 237),
             "cache_code": ("--cache-code planes", "planes"),
+            "verify": ("--verify", True),
         },
         {"host_memory": "tests/cli/test_commands.py"},
     ),

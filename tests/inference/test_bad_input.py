@@ -137,8 +137,9 @@ def test_experts_stored_as_integers(checkpoint):
 
 
 def test_a_missing_expert(checkpoint):
-    change_tensors(checkpoint, lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"))
-    assert "model.layers.1.mlp.experts.gate_up_proj" in refused(checkpoint)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    change_tensors(checkpoint, lambda t: t.pop(name))
+    assert f"{name}: expected it for experts 0 to 7" in refused(checkpoint)
 
 
 def test_all_experts_of_a_layer_missing(checkpoint):
@@ -153,7 +154,7 @@ def test_all_experts_of_a_layer_missing(checkpoint):
 def test_an_expert_of_another_shape(checkpoint):
     name = "model.layers.0.mlp.experts.0.down_proj.weight"
     change_tensors(checkpoint, lambda t: t.update({name: t[name][:, :5].contiguous()}))
-    assert "model.layers.0.mlp.experts.down_proj" in refused(checkpoint)
+    assert f"{name}: expected [64, 48] as those of other experts" in refused(checkpoint)
 
 
 def test_a_missing_dense_weight(checkpoint):

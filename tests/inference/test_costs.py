@@ -90,6 +90,6 @@ def test_experts_of_one_layer_in_several_types_are_refused(tmp_path: Path) -> No
     name = "model.layers.2.mlp.experts.5.up_proj.weight"
     tensors[name] = tensors[name].float()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    expected = "layers.2.*up weights of some experts are bfloat16, of others float32; expected one"
+    expected = f"expected one type for all.* of expert 5, {name}, in float32, those .* bfloat16"
     with pytest.raises(UnsupportedModelError, match=expected):
         moe_runtime.load(folder, device="cpu", max_tokens=64)

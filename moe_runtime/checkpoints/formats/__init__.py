@@ -5,8 +5,8 @@ A format is one file, which knows its names, types and shapes, and one row of `F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
 
 from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, Packing
 from moe_runtime.checkpoints.formats.settings import Settings
@@ -34,6 +34,17 @@ FORMATS: Mapping[str, Finder] = LazyTable(
     }
 )
 """By the `quant_method` of `config.json`."""
+SIGNS: Mapping[str, tuple[str, ...]] = {
+    ".g_idx": ("gptq",),
+    ".qweight": ("gptq", "awq"),
+    "_blocks": ("mxfp4",),
+    ".weight_packed": ("compressed-tensors",),
+    ".weight_scale_2": ("modelopt",),
+    "_scale_inv": ("fp8", "mxfp8"),
+    ".weight_scale": ("compressed-tensors", "modelopt", "fp8", "mxfp8"),
+    ".scale": ("fp8", "mxfp8"),
+}
+"""Ends of the names of tensors that belong to quantised weights, and in which formats."""
 
 
 def packed_weights(
@@ -53,17 +64,37 @@ def packed_weights(
     method = settings.text("quant_method")
     if method is None or method not in FORMATS:
         settings.unsupported(f"quant_method {clipped(method)}", " or ".join(FORMATS))
+    ends = tuple(end for end, methods in SIGNS.items() if method in methods)
+    if not any(name.endswith(ends) for name in entries) and sign_of(entries):
+        _refuse_other(settings, method, entries)
     found: dict[str, PackedWeight] = {}
     for weight in FORMATS[method](settings, entries):
         if weight.name in found or (weight.name in entries and weight.name != weight.codes.name):
-            raise CheckpointError(f"{weight.name}: expected it once, found it twice")
+            raise CheckpointError(
+                f"{weight.name}: expected it once, found it twice, quantised in "
+                f"{weight.codes.name} too; save the checkpoint again with one of them"
+            )
         found[weight.name] = weight
     if not found:
-        raise UnsupportedModelError(
-            f"{settings.place}: expected weights in {method}, found none among the checkpoint's "
-            f"{len(entries)} tensors; remove the part if they are not quantised"
-        )
+        _refuse_other(settings, method, entries)
     return found
+
+
+def sign_of(names: Iterable[str]) -> str:
+    """Which tensor belongs to a quantised weight, and what that would be; else empty."""
+    found = ((end, name) for end in SIGNS for name in names if name.endswith(end))
+    end, name = next(found, ("", ""))
+    return f"{name}, a part of {' or '.join(SIGNS[end])}" if end else ""
+
+
+def _refuse_other(settings: Settings, method: str, entries: Mapping[str, TensorEntry]) -> NoReturn:
+    """Raises: no weight is in the format that the configuration names."""
+    sign = sign_of(entries)
+    cause = f"but {sign}: correct quant_method" if sign else "remove the part if none is quantised"
+    raise UnsupportedModelError(
+        f"{settings.place}: expected weights in {method}, found none among the checkpoint's "
+        f"{len(entries)} tensors; {cause}"
+    )
 
 
 __all__ = [

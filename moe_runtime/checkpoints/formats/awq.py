@@ -41,11 +41,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
         if not name.endswith(_CODES):
             continue
         cols, num_words = codes_shape(codes, ["I32"], [2])
-        if cols % _IN_WORD:
-            raise UnsupportedModelError(
-                f"{name}: {cols} columns cannot be read yet; expected a multiple of {_IN_WORD}"
-            )
-        yield by_columns(
+        weight = by_columns(
             name.removesuffix(_CODES),
             entries,
             (codes, PartOrder("awq_codes")),
@@ -54,3 +50,8 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             "awq_zeros",
             BITS,
         )
+        if cols % _IN_WORD:
+            raise UnsupportedModelError(
+                f"{name}: {cols} columns cannot be read yet; expected a multiple of {_IN_WORD}"
+            )
+        yield weight

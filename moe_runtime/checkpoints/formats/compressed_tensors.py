@@ -41,12 +41,14 @@ class _Module:
         how: the part of the configuration that says how.
         entries: all tensors of the checkpoint.
         contents: reads a `weight_shape`.
+        kind: its format.
     """
 
     name: str
     how: Settings
     entries: Mapping[str, TensorEntry]
     contents: Contents
+    kind: str
 
     @property
     def weight(self) -> str:
@@ -59,7 +61,8 @@ class _Module:
         Raises:
             CheckpointError: there is none.
         """
-        return companion(self.entries, self.name, [f".weight{suffix}"], f"a part of {self.weight}")
+        what = f"a part of {self.weight}, {self.kind} by the config_groups of config.json,"
+        return companion(self.entries, self.name, [f".weight{suffix}"], what)
 
     def refuse_unless(self, name: str, known: tuple[object, ...]) -> Any:
         """What the configuration says, which must be among what can be read.
@@ -104,6 +107,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             if name.endswith(_PACKED):
                 companion(entries, name.removesuffix(_PACKED), [_SCALES], f"the scales of {name}")
             if module == name:
+                _require_scales(name, entries, ignored)
                 continue
             if matches(module, ignored):
                 raise CheckpointError(
@@ -113,7 +117,14 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             how, kind = _how(module, name, targets)
             if kind not in FORMATS:
                 settings.unsupported(f"format {kind!r} of {name}", " or ".join(FORMATS))
-            yield FORMATS[kind](_Module(module, how, entries, contents))
+            yield FORMATS[kind](_Module(module, how, entries, contents, kind))
+
+
+def _require_scales(name: str, entries: Mapping[str, TensorEntry], ignored: list[str]) -> None:
+    """Refuses codes of a byte each that are alone."""
+    module = name.removesuffix(".weight")
+    if entries[name].dtype in ("I8", "F8_E4M3") and module != name and not matches(module, ignored):
+        companion(entries, module, [_SCALES], f"the scales of {name}")
 
 
 def _targets_of(settings: Settings) -> dict[str, tuple[Settings, str]]:
@@ -155,12 +166,16 @@ def _packed_integers(module: _Module) -> PackedWeight:
     codes, shape = module.part("_packed"), module.part("_shape")
     rows, width = codes_shape(codes, ["I32"], [2])
     stored_rows, cols = map(int, module.contents.numbers(shape, 2))
-    if stored_rows != rows or cols < 1 or -(-cols * bits // _WORD_BITS) != width:
+    scales, words = module.part("_scale"), -(-cols * bits // _WORD_BITS)
+    if stored_rows != rows or cols < 1 or words != width:
+        by_codes = kind.scales_shape(rows, width * _WORD_BITS // bits)
+        if cols > 0 and kind.scales_shape(stored_rows, cols) == scales.shape != by_codes:
+            require_beside(codes, scales, (stored_rows, words), ["I32"])
         raise CheckpointError(
             f"{shape.name}: expected the sizes of {codes.name} {list(codes.shape)} with {bits} "
             f"bits a code, found {[stored_rows, cols]}"
         )
-    weight = with_scales(module.weight, codes, (rows, cols), module.part("_scale"), _FLOATS, kind)
+    weight = with_scales(module.weight, codes, (rows, cols), scales, _FLOATS, kind)
     if zeros is None:
         return weight
     groups = weight.format.scales_shape(rows, cols)[1]

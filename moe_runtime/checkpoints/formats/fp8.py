@@ -46,7 +46,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             yield with_scales(codes.name, codes, sizes, scales, ["F8_E8M0", "U8"], kind)
             continue
         sizes = codes_shape(codes, ["F8_E4M3"])
-        rows, cols = block or _whole(scales, sizes)
+        rows, cols = block or _whole(scales, codes)
         kind = WeightFormat("e4m3", "f32", rows, cols)
         yield with_scales(codes.name, codes, sizes, scales, _KINDS, kind)
     for name, codes in entries.items():
@@ -67,19 +67,20 @@ def _codes_of(name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry | No
     return next((codes for codes in found if codes.dtype in ("F8_E4M3", "I8")), None)
 
 
-def _whole(scales: TensorEntry, sizes: tuple[int, ...]) -> tuple[int, int]:
+def _whole(scales: TensorEntry, codes: TensorEntry) -> tuple[int, int]:
     """Rows and columns that share a scale where the configuration names no block.
 
     Raises:
         CheckpointError: the scales are neither one for all nor one a row.
     """
-    *lead, rows, _ = sizes
+    *lead, rows, _ = codes.shape
     found = [size for size in scales.shape if size != 1]
     if found == [size for size in lead if size != 1]:
         return 0, 0
     if found == [size for size in (*lead, rows) if size != 1]:
         return 1, 0
     raise CheckpointError(
-        f"{scales.name}: expected one scale, or one for each of {rows} rows, as "
-        f"quantization_config of config.json has no weight_block_size, found {list(scales.shape)}"
+        f"{scales.name}: expected one scale, or one for each of {rows} rows of {codes.name} "
+        f"{[*codes.shape]}, as quantization_config of config.json has no weight_block_size, found "
+        f"{[*scales.shape]}"
     )

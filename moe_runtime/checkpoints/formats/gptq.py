@@ -52,19 +52,13 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
                     companion(entries, module, [_CODES], f"the codes of {name}")
             if not name.endswith(_CODES):
                 continue
-            module, groups = name.removesuffix(_CODES), name.removesuffix(_CODES) + _GROUPS
+            module = name.removesuffix(_CODES)
             num_words, rows = codes_shape(codes, ["I32"], [2])
-            cols = num_words * _WORD_BITS // bits
-            if groups in entries:
-                cols = _require_order(entries[groups], codes, cols, group, contents)
-            elif settings.get("desc_act"):
-                settings.unsupported(f"desc_act of {name}", "groups in the order of the columns")
-            if -(-cols * bits // _WORD_BITS) != num_words:
-                raise CheckpointError(
-                    f"{groups}: expected a group of every column of {name} {list(codes.shape)} "
-                    f"with {bits} bits a code, found {cols}"
-                )
-            yield by_columns(
+            cols, index = num_words * _WORD_BITS // bits, entries.get(module + _GROUPS)
+            sizes = () if index is None else index.shape
+            if len(sizes) == 1 and -(-sizes[0] * bits // _WORD_BITS) == num_words:
+                cols = sizes[0]  # the last word may have more
+            weight = by_columns(
                 module,
                 entries,
                 (codes, PartOrder("transposed", _WORD_BITS // bits)),
@@ -74,27 +68,39 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
                 bits,
                 adds_one=layout == "gptq",
             )
+            if index is not None and index.shape != (cols,):
+                raise CheckpointError(
+                    f"{index.name}: expected a group of each of {cols} columns of {name} "
+                    f"{[*codes.shape]} with {bits} bits a code, found {index.dtype} {[*sizes]}; "
+                    "one of both is damaged: fetch the checkpoint again"
+                )
+            if index is not None:
+                _require_order(index, weight, contents.numbers(index, cols))
+            elif settings.get("desc_act"):
+                settings.unsupported(f"desc_act of {name}", "groups in the order of the columns")
+            yield weight
 
 
-def _require_order(
-    entry: TensorEntry, codes: TensorEntry, most: int, group: int, contents: Contents
-) -> int:
-    """The number of columns, each of which must be in the group that its place says.
+def _require_order(entry: TensorEntry, weight: PackedWeight, found: torch.Tensor) -> None:
+    """Checks that each column is in the group that its place says; sizes are checked already.
 
     Raises:
         UnsupportedModelError: columns were permuted (`desc_act`).
-        CheckpointError: the tensor cannot be read, or is for more columns than there are codes.
+        CheckpointError: the tensor has groups that there are not, or of other sizes.
     """
-    cols = entry.shape[0] if len(entry.shape) == 1 else 0
-    if not 0 < cols <= most:
-        raise CheckpointError(
-            f"{entry.name}: expected a group of each of up to {most} columns of {codes.name} "
-            f"{list(codes.shape)}, found {entry.dtype} {list(entry.shape)}"
-        )
-    found = contents.numbers(entry, cols)
-    if not torch.equal(found, torch.arange(cols, dtype=found.dtype) // (group or cols)):
+    cols = weight.num_cols
+    group = weight.format.group_cols or cols
+    expected = torch.arange(cols, dtype=found.dtype) // group
+    if torch.equal(found, expected):
+        return
+    if torch.equal(found.sort().values, expected):
         raise UnsupportedModelError(
             f"{entry.name}: permuted groups (desc_act) cannot be read yet; expected groups of "
-            f"{group or cols} in the order of the columns"
+            f"{group} in the order of the columns"
         )
-    return cols
+    place = int((found != expected).nonzero()[0])
+    raise CheckpointError(
+        f"{entry.name}: expected groups 0 to {int(expected[-1])} of {group} columns each, as "
+        f"{weight.codes.name} and the quantization_config have, found column {place} in group "
+        f"{int(found[place])}; fetch the checkpoint again, or correct group_size"
+    )

@@ -21,6 +21,7 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.kernels.quantized import WeightFormat
 
 GROUP = 16
+_SCALES = (".weight_scale", ".weight_scale_2")
 _ALGORITHMS = ("NVFP4", "FP8")
 
 
@@ -38,6 +39,8 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
     nvfp4 = WeightFormat("e2m1", "e4m3", group_cols=group, global_scale="multiply")
     fp8 = WeightFormat("e4m3", "f32", 0, 0)
     for name, codes in entries.items():
+        if name.endswith(_SCALES):
+            companion(entries, name.rpartition("_scale")[0], [""], f"the codes of {name}")
         if not name.endswith(".weight"):
             continue
         if codes.dtype == "U8":

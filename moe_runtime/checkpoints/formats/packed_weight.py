@@ -242,22 +242,18 @@ def companion(
     for found in names:
         if found in entries:
             return entries[found]
-    raise CheckpointError(f"expected {what} in {' or '.join(names)}, found no such tensor")
-
-
-def scales_kind(
-    entry: TensorEntry, of: TensorEntry, shape: Sequence[int], kinds: Sequence[str]
-) -> ScaleName:
-    """The kind of scales that a tensor has, which must have one for every group of a weight.
-
-    Args and errors are those of `require_beside`.
-    """
-    require_beside(entry, of, shape, kinds)
-    return SCALE_NAMES[entry.dtype]
+    raise CheckpointError(
+        f"expected {what} in {' or '.join(names)}, found no such tensor; fetch the checkpoint "
+        "again, or correct its quantization_config"
+    )
 
 
 def require_beside(
-    entry: TensorEntry, of: TensorEntry, shape: Sequence[int], kinds: Sequence[str]
+    entry: TensorEntry,
+    of: TensorEntry,
+    shape: Sequence[int],
+    kinds: Sequence[str],
+    hint: Callable[[], str] = str,
 ) -> None:
     """Checks the type and the sizes of a part of a weight.
 
@@ -266,15 +262,46 @@ def require_beside(
         of: the codes, for the message.
         shape: its sizes must be; sizes of one may be missing.
         kinds: safetensors names of the types that it may have.
+        hint: says what may be the cause of other sizes.
 
     Raises:
         CheckpointError: it has another type or other sizes.
     """
-    if entry.dtype not in kinds or _without_ones(entry.shape) != _without_ones(shape):
+    is_shaped = _without_ones(entry.shape) == _without_ones(shape)
+    if entry.dtype not in kinds or not is_shaped:
         raise CheckpointError(
             f"{entry.name}: expected {' or '.join(kinds)} {list(shape)} beside {of.name} "
             f"{of.dtype} {list(of.shape)}, found {entry.dtype} {list(entry.shape)}"
+            f"{(not is_shaped and hint()) or '; fetch the checkpoint again'}"
         )
+
+
+def other_groups(kind: WeightFormat, sizes: Sequence[int], found: Sequence[int]) -> str:
+    """The end of a message about scales that are those of other groups; empty where of none.
+
+    Args:
+        kind: has the groups that were expected.
+        sizes: `(*lead, N, K)` of the weight.
+        found: the shape of the scales, in the order of `sizes`.
+    """
+    *lead, rows, cols = sizes
+    if len(found) != len(sizes) or [*found[:-2]] != lead:
+        return ""
+    fitting = []
+    for size, count, asked in zip(
+        (rows, cols), found[-2:], (kind.group_rows, kind.group_cols), strict=True
+    ):
+        likely = [asked or size]
+        if asked != 1 and count:
+            likely += [*(2**power for power in range(12)), -(-size // count)]
+        fitting += [group for group in likely if -(-size // group) == count][:1]
+    if len(fitting) < 2:
+        return ""
+    asked = " x ".join(str(size or "all") for size in (kind.group_rows, kind.group_cols))
+    return (
+        f", those of groups of {fitting[0]} x {fitting[1]}, not of {asked}; correct the size of "
+        "groups in the quantization_config of config.json, or fetch the checkpoint again"
+    )
 
 
 def codes_shape(
@@ -335,7 +362,11 @@ def with_scales(
     """
     *lead, rows, cols = sizes
     groups = kind.scales_shape(rows, cols)
-    kind = replace(kind, scales=scales_kind(scales, codes, (*lead, *groups), kinds))
+    require_beside(
+        *(scales, codes, (*lead, *groups), kinds),
+        lambda: other_groups(kind, sizes, scales.shape),
+    )
+    kind = replace(kind, scales=SCALE_NAMES[scales.dtype])
     return PackedWeight(
         name,
         tuple(lead),

@@ -14,14 +14,15 @@ from typing import Literal, NamedTuple
 import torch
 
 from moe_runtime.checkpoints.formats.packed_weight import (
+    SCALE_NAMES,
     PackedWeight,
     Packing,
     companion,
+    other_groups,
     require_beside,
-    scales_kind,
 )
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
-from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import SCALES, WeightFormat
 from moe_runtime.kernels.quantized.storage_order import WORD_BITS, StorageOrder
 from moe_runtime.memory.layout import TensorRange
@@ -162,9 +163,19 @@ def by_columns(
     kind = WeightFormat(
         "uint4" if bits == 4 else "uint8", "f32", group_cols=group, has_zero_points=True
     )
+    _require_rows(entry, rows, scales, zeros, bits)
     groups = kind.scales_shape(rows, cols)[1]
-    kind = replace(kind, scales=scales_kind(scales, entry, (groups, rows), ("F16", "BF16", "F32")))
-    require_beside(zeros, entry, (groups, -(-rows * bits // WORD_BITS)), ["I32"])
+    require_beside(
+        *(scales, entry, (groups, rows), ("F16", "BF16", "F32")),
+        # where zero points agree with them, the configuration is wrong
+        lambda: (
+            other_groups(kind, sizes, scales.shape[::-1])
+            if zeros.shape[:1] == scales.shape[:1]
+            else ""
+        ),
+    )
+    kind = replace(kind, scales=SCALE_NAMES[scales.dtype])
+    require_beside(zeros, entry, (groups, _words(rows, bits)), ["I32"])
     return ReorderedWeight(
         *(f"{module}.weight", (), rows, cols, kind, entry, scales),
         zero_points=zeros,
@@ -176,6 +187,44 @@ def by_columns(
         },
         adds_one=adds_one,
     )
+
+
+def _require_rows(
+    codes: TensorEntry, rows: int, scales: TensorEntry, zeros: TensorEntry, bits: int
+) -> None:
+    """Checks the rows of codes where scales and zero points agree on another number, and bits.
+
+    Raises:
+        CheckpointError: codes are of that many rows, transposed or another format's; zero points
+            are of other bits.
+    """
+    if len(scales.shape) != 2 or len(zeros.shape) != 2:
+        return
+    others, num_words = scales.shape[1], zeros.shape[1]
+    beside = f"{scales.name} {[*scales.shape]} and {zeros.name} {[*zeros.shape]}"
+    if others == rows:
+        for likely in (2, 4, 8):
+            if _words(rows, likely) == num_words != _words(rows, bits):
+                raise CheckpointError(
+                    f"{zeros.name}: expected {_words(rows, bits)} words, {rows} zero points of "
+                    f"{bits} bits, found {num_words}, as of {likely} bits; correct bits in the "
+                    "quantization_config of config.json"
+                )
+    elif num_words == _words(others, bits) != _words(rows, bits):
+        # one has a word for several rows, the other for several columns
+        sizes = (others, num_words) if codes.shape[1] == rows else (num_words, others)
+        method = "awq" if codes.shape[1] == rows else "gptq"
+        causes = [f"as quant_method {method} has them"] if codes.shape[1] == sizes[1] else []
+        causes += ["transposed"] if codes.shape[0] == sizes[0] else []
+        raise CheckpointError(
+            f"{codes.name}: expected codes of {others} rows, as {beside} have, found those of "
+            f"{rows} in {[*codes.shape]}; {' or '.join(causes) or 'damaged'}: correct the "
+            "quantization_config of config.json, or fetch the checkpoint again"
+        )
+
+
+def _words(count: int, bits: int) -> int:
+    return -(-count * bits // WORD_BITS)
 
 
 def _stored_rows(entry: TensorEntry, size: int, per: int, first: int, last: int) -> TensorRange:

@@ -1,18 +1,33 @@
 """``moe-runtime inspect``: what a checkpoint holds, and what a budget buys."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, print_json, print_rows, print_table, quiet_transformers
+from moe_runtime.cli.console import (
+    Session,
+    loading_bar,
+    print_json,
+    print_rows,
+    print_table,
+    quiet_transformers,
+)
 from moe_runtime.config import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from moe_runtime.inference.inspection import CheckpointSummary
     from moe_runtime.policies.eviction.setting import PolicyChoice
 
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="Also read every weight once, and name the first that is NaN or infinite.",
+    ),
+]
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 """Shares of the experts whose budgets the table shows."""
 
@@ -24,6 +39,7 @@ def inspect(
     dtype: options.Dtype = "auto",
     max_tokens: options.Context = None,
     cache_code: options.CacheCode = "none",
+    verify: Verify = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -36,15 +52,30 @@ def inspect(
     quiet_transformers(session)
     from moe_runtime.inference.inspection import inspect_checkpoint
 
-    summary = inspect_checkpoint(model, dtype=dtype, max_tokens=max_tokens, cache_code=cache_code)
+    with loading_bar() if verify else nullcontext() as progress:
+        summary = inspect_checkpoint(
+            model,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            cache_code=cache_code,
+            verify=verify,
+            progress=progress,
+        )
     asked_bytes = budget.num_bytes if budget is not None else None
     purchases = [_buy(summary, size) for size in _budgets(summary, asked_bytes)]
     asked = next((p for p in purchases if p.budget_bytes == asked_bytes), purchases[0])
     choice = summary.choice_for(asked.expert_slots) if asked.expert_slots else None
     if as_json:
-        print_json({**_as_json(summary, purchases), "auto": choice and _choice(asked, choice)})
+        print_json(
+            {
+                **_as_json(summary, purchases),
+                "verified": verify,
+                "auto": choice and _choice(asked, choice),
+            }
+        )
         return
-    print_rows(f"{summary.path}", _as_rows(summary), to_stderr=False)
+    verified = [("verified", "every weight was read, all values are finite")] if verify else []
+    print_rows(f"{summary.path}", _as_rows(summary) + verified, to_stderr=False)
     _print_purchases(purchases)
     if choice is not None:
         rows = [(name, str(value)) for name, value in _choice(asked, choice).items()]

@@ -1,0 +1,165 @@
+"""Says which of a checkpoint's tensors is to blame where those of experts are not what a model has.
+
+Imported when something is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from moe_runtime.checkpoints.formats import sign_of
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_runtime.checkpoints.expert_places import PlacedMatrix
+    from moe_runtime.checkpoints.formats import Weight
+
+_NUMBERED = re.compile(r"(.*\.)(\d+)(\..*)")
+_Stem = tuple[str, str]
+"""A weight's name, before and behind the number of the expert."""
+_AGAIN = "fetch the checkpoint again, or correct the configuration"
+
+
+def refuse_sources(
+    name: str,
+    sources: Iterable[str],
+    weights: Iterable[Weight],
+    entries: Iterable[str],
+    shape: Sequence[int],
+    found: Tensor | str | None,
+) -> NoReturn:
+    """Refuses what a parameter of all experts of a layer would be made of.
+
+    Args:
+        name: of the parameter.
+        sources: names of the weights that it would be made of.
+        weights: those of the checkpoint.
+        entries: names of all its tensors.
+        shape: of the parameter, as the model has it; the first size is the number of experts.
+        found: what came of them, or why nothing.
+
+    Raises:
+        CheckpointError: names a weight that is missing, too many, or of another shape than those
+            of other experts, as far as one is.
+    """
+    named = {weight.name: weight for weight in weights}
+    sources, num_experts = sorted(sources), shape[0]
+    # what no format took is among the plain weights
+    entries = [entry for entry in entries if entry in named]
+    if not sources:
+        match = _NUMBERED.fullmatch(name)
+        layer = f"{match[1]}{match[2]}." if match else name
+        near = [entry for entry in entries if entry.startswith(layer) and "expert" in entry]
+        raise CheckpointError(f"the checkpoint has no tensors for {name}; {_remedy(near)}")
+    by_stem: dict[_Stem, dict[int, Weight]] = defaultdict(dict)
+    for source in sources:
+        if match := _NUMBERED.fullmatch(source):
+            by_stem[match[1], match[3]][int(match[2])] = named[source]
+    if any(len(experts) > 1 for experts in by_stem.values()):
+        for stem in _stems_of_other_layers(by_stem, named):
+            _require_experts(stem, {}, num_experts, entries)
+        for stem, experts in by_stem.items():
+            _require_experts(stem, experts, num_experts, entries)
+        for experts in by_stem.values():
+            _require_one_shape(experts)
+    gives = found if isinstance(found, str) else tuple(getattr(found, "shape", ()))
+    shapes = ", ".join(f"{source} {[*named[source].shape]}" for source in sources[:2])
+    raise CheckpointError(
+        f"{name}: expected {tuple(shape)}, as the configuration says, the checkpoint gives "
+        f"{gives}: {shapes}{' and others' if len(sources) > 2 else ''}; {_AGAIN}"
+    )
+
+
+def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> NoReturn:
+    """Refuses experts whose matrices one product could not take together.
+
+    Raises:
+        UnsupportedModelError: names one that is of another type than most.
+    """
+    kinds = [(placed.described, placed.packing) for placed in of_experts]
+    usual = Counter(kinds).most_common(1)[0][0]
+    expert = next(number for number, kind in enumerate(kinds) if kind != usual)
+    # described alike, they differ in what only their packings say
+    is_told = kinds[expert][0] != usual[0]
+    one, others = (kind[0] if is_told else str(kind[1]) for kind in (kinds[expert], usual))
+    raise UnsupportedModelError(
+        f"{name}: expected one type for all experts of a layer, found the {matrix} weights of "
+        f"expert {expert}, {of_experts[expert].name}, in {one}, those of others in {others}: save "
+        "the checkpoint again in one type"
+    )
+
+
+def refuse_numbers(
+    matrix: str,
+    numbers: Sequence[str],
+    expected: Sequence[str],
+    of_experts: Sequence[PlacedMatrix],
+) -> NoReturn:
+    """Refuses experts that are as many as they must be, but are not those.
+
+    Raises:
+        CheckpointError: names the first that is another one.
+    """
+    place = next(place for place, number in enumerate(expected) if numbers[place] != number)
+    raise CheckpointError(
+        f"{of_experts[place].name}: expected the {matrix} weights of experts {expected[0]} to "
+        f"{expected[-1]} of the layer, found none of expert {expected[place]}, but these; {_AGAIN}"
+    )
+
+
+def _remedy(near: list[str]) -> str:
+    """What to do, by the tensors that are there in the place of a weight."""
+    sign = sign_of(near)
+    if not sign:
+        return _AGAIN
+    remedy = "correct the quantization_config of config.json, or fetch the checkpoint again"
+    return f"found {sign}: {remedy}"
+
+
+def _stems_of_other_layers(stems: Iterable[_Stem], named: Iterable[str]) -> Iterator[_Stem]:
+    """Those that other layers have beside these, and this has not."""
+    for head in sorted({head for head, _ in stems}):
+        numbered = re.compile(
+            re.sub(r"\d+", r"\\d+", re.escape(head)) + r"\d+(\..*(?:weight|bias))"
+        )
+        matches = [match for name in named if (match := numbered.fullmatch(name))]
+        own = {match[1] for match in matches if match[0].startswith(head)}
+        yield from ((head, tail) for tail in sorted({match[1] for match in matches} - own))
+
+
+def _require_experts(
+    stem: _Stem, found: Mapping[int, Weight], num_experts: int, entries: list[str]
+) -> None:
+    lowest = min(found, default=0)
+    first = 0 if lowest < num_experts else lowest  # some families count on from other experts
+    last = first + num_experts - 1
+    expected = f"experts {first} to {last}, as the configuration says"
+    for expert in sorted({*range(first, last + 1), *found}):
+        name = f"{stem[0]}{expert}{stem[1]}"
+        if expert > last:
+            raise CheckpointError(
+                f"{name}: expected {expected}, found one of expert {expert}; correct the number "
+                "of experts in the configuration"
+            )
+        if expert not in found:
+            own = name.removesuffix("weight")
+            hint = _remedy([entry for entry in entries if entry.startswith(own)])
+            raise CheckpointError(
+                f"{name}: expected it for {expected}, found none of expert {expert} among those of "
+                f"{len(found)}; {hint}"
+            )
+
+
+def _require_one_shape(found: Mapping[int, Weight]) -> None:
+    usual = Counter(tuple(weight.shape) for weight in found.values()).most_common(1)[0][0]
+    for weight in found.values():
+        if tuple(weight.shape) != usual:
+            raise CheckpointError(
+                f"{weight.name}: expected {[*usual]} as those of other experts, found "
+                f"{[*weight.shape]}; fetch the checkpoint again"
+            )

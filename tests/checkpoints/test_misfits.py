@@ -1,0 +1,285 @@
+"""What a message blames where tensors and configuration do not belong together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoints
+import torch
+from changed_checkpoints import EXPERT, SAMPLES, Originals, changed, refusal
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_runtime.cli.main import main
+from moe_runtime.errors import MoERuntimeError
+
+Change = Callable[[dict[str, Tensor]], Any]
+LAYER = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return Originals(tmp_path_factory.mktemp("misfits"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    model = tiny_checkpoints.tiny_model(SAMPLES["qwen3_moe-gptq"].family)
+    tiny_checkpoints.save(model.to(torch.bfloat16), folder, sharded=False)
+    return folder
+
+
+def with_config(original: Path, folder: Path, value: object, key: str = "") -> Path:
+    shutil.copytree(original, folder)
+    values = json.loads((folder / "config.json").read_text())
+    del values["quantization_config"]
+    values |= {key or "quantization_config": value}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("value", ["gptq", [1], [], 3, 0, "", True, 1.5], ids=str)
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_quantization_config_that_is_no_object(originals, tmp_path, key, value) -> None:
+    folder = with_config(originals("qwen3_moe-gptq"), tmp_path / "a", value, key)
+    message = refusal(folder)
+    assert f"config.json: expected {key} to be an object" in message
+    assert message.endswith(f"found {value!r}")
+
+
+@pytest.mark.parametrize("command", ["inspect", "pack", "generate", "run"])
+def test_commands_say_it_in_one_line(originals, tmp_path, capsys, command) -> None:
+    folder = with_config(originals("qwen3_moe-gptq"), tmp_path / "a", "gptq")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "The"}\n')
+    more = {
+        "pack": [str(tmp_path / "out")],
+        "generate": ["--prompts", str(prompts), "-o", str(tmp_path / "answers.jsonl")],
+        "run": ["--prompt", "The"],
+    }
+    capsys.readouterr()
+    assert main([command, str(folder), *more.get(command, [])]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert "expected quantization_config to be an object" in printed.err
+
+
+@pytest.mark.parametrize("value", [None, {}], ids=str)
+def test_one_that_says_nothing(originals, tmp_path, value) -> None:
+    folder = with_config(originals("qwen3_moe-gptq"), tmp_path / "a", value)
+    message = refusal(folder, MoERuntimeError)
+    named = "g_idx, a part of gptq: correct the quantization_config of config.json"
+    assert named in message or "quant_method None cannot be read yet" in message
+
+
+def part(suffix: str, change: Callable[[Tensor], Tensor]) -> Change:
+    def apply(tensors: dict[str, Tensor]) -> None:
+        tensors[EXPERT + suffix] = change(tensors[EXPERT + suffix]).contiguous()
+
+    return apply
+
+
+def without(*ends: str) -> Change:
+    def apply(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if any(end in name for end in ends)]:
+            del tensors[name]
+
+    return apply
+
+
+def as_gptq(tensors: dict[str, Tensor]) -> None:
+    without(EXPERT)(tensors)
+    tensors[f"{EXPERT}.qweight"] = torch.zeros(16, 128, dtype=torch.int32)
+
+
+def codes_gone(tensors: dict[str, Tensor]) -> None:
+    del tensors[f"{EXPERT}.weight"]
+
+
+def seventh(tensors: dict[str, Tensor]) -> None:
+    new = {n.replace(".experts.3.", ".experts.6."): t for n, t in tensors.items() if LAYER in n}
+    tensors |= {name: tensor.clone() for name, tensor in new.items()}
+
+
+def braces(tensors: dict[str, Tensor]) -> None:
+    tensors[EXPERT.replace(".3.", ".{x}.3.") + ".weight"] = tensors.pop(f"{EXPERT}.weight")
+
+
+def renumbered(tensors: dict[str, Tensor]) -> None:
+    """As many as there must be, which a stack by their order would take for others."""
+    for name in [name for name in tensors if f"{LAYER}.3." in name]:
+        tensors[name.replace(".experts.3.", ".experts.6.")] = tensors.pop(name)
+
+
+def rows_twice(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith(f"{EXPERT}.weight")]:
+        if tensors[name].ndim == 2:
+            tensors[name] = tensors[name].repeat(2, 1)
+
+
+GPTQ, AWQ = "qwen3_moe-gptq", "glm4_moe-awq"
+CASES = {
+    "shifted groups": (
+        GPTQ,
+        part(".g_idx", lambda t: t + 1),
+        f"{EXPERT}.g_idx: expected groups 0 to 1 of 32",
+    ),
+    "negative groups": (GPTQ, part(".g_idx", lambda t: t - 1), "found column 0 in group -1"),
+    "finer groups": (
+        GPTQ,
+        part(".g_idx", lambda t: torch.arange(48) // 16),
+        "found column 16 in group 1",
+    ),
+    "permuted groups": (
+        GPTQ,
+        part(".g_idx", lambda t: t.flip(0)),
+        f"{EXPERT}.g_idx: permuted groups (desc_act)",
+    ),
+    "turned gptq codes": (
+        GPTQ,
+        part(".qweight", torch.t),
+        f"{EXPERT}.qweight: expected codes of 36 rows",
+    ),
+    "short gptq codes": (
+        GPTQ,
+        part(".qweight", lambda t: t[:-1]),
+        f"columns of {EXPERT}.qweight [5, 36] with 4 bits",
+    ),
+    "turned gptq scales": (
+        GPTQ,
+        part(".scales", torch.t),
+        f"{EXPERT}.scales: expected F16 or BF16 or F32 [2, 36]",
+    ),
+    "turned awq codes": (
+        AWQ,
+        part(".qweight", torch.t),
+        "found those of 384 in [5, 48]; transposed",
+    ),
+    "narrow awq codes": (
+        AWQ,
+        part(".qweight", lambda t: t[:, 1:]),
+        f"{EXPERT}.qweight: expected codes of 40 rows",
+    ),
+    "turned int4": (
+        "deepseek_v3-int4",
+        part(".weight_packed", torch.t),
+        f"{EXPERT}.weight_packed: expected",
+    ),
+    "no int8 scales": (
+        "glm4_moe-int8-zeros",
+        without(f"{EXPERT}.weight_scale"),
+        f"expected the scales of {EXPERT}.weight in {EXPERT}.weight_scale, found no such tensor",
+    ),
+    "no modelopt codes": (
+        "qwen3_moe-nvfp4-modelopt",
+        codes_gone,
+        f"expected the codes of {EXPERT}.weight_scale_2 in {EXPERT}.weight, found no",
+    ),
+    "no up": (
+        GPTQ,
+        without(EXPERT),
+        f"{EXPERT}.weight: expected it for experts 0 to 5, as the configuration says",
+    ),
+    "no ups": (
+        GPTQ,
+        without(*(f"{LAYER}.{e}.up" for e in range(6))),
+        f"{LAYER}.0.up_proj.weight: expected it",
+    ),
+    "no expert": (
+        GPTQ,
+        without(f"{LAYER}.3."),
+        f"{LAYER}.3.gate_proj.weight: expected it for experts",
+    ),
+    "no layer": (
+        GPTQ,
+        without(LAYER),
+        f"has no tensors for {LAYER}.gate_up_proj; fetch the checkpoint",
+    ),
+    "a seventh": (GPTQ, seventh, f"{LAYER}.6.gate_proj.weight: expected experts 0 to 5"),
+    "an up in gptq": (
+        "deepseek_v3-fp8",
+        as_gptq,
+        f"found {EXPERT}.qweight, a part of gptq or awq: correct the",
+    ),
+    "more rows": (
+        "olmoe-mxfp8",
+        rows_twice,
+        f"{EXPERT}.weight: expected [64, 64] as those of other experts, found",
+    ),
+    "another scale": (
+        GPTQ,
+        part(".scales", lambda t: t.float()),
+        f"found the up weights of expert 3, {EXPERT}.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_tensor_at_fault_is_named(originals, tmp_path, case) -> None:
+    sample, change, words = CASES[case]
+    assert words in refusal(changed(originals(sample), tmp_path, change), MoERuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("sample", "config", "words"),
+    [
+        (GPTQ, {"group_size": 64}, "those of groups of 1 x 32, not of 1 x 64; correct the size"),
+        (GPTQ, {"group_size": -1}, "those of groups of 1 x 32, not of 1 x all; correct the size"),
+        (GPTQ, {"quant_method": "awq"}, "as quant_method gptq has them: correct the quantization"),
+        (AWQ, {"quant_method": "gptq"}, "as quant_method awq has them: correct the quantization"),
+        (GPTQ, {"quant_method": "fp8"}, "g_idx, a part of gptq: correct quant_method"),
+        (AWQ, {"quant_method": "mxfp4"}, "qweight, a part of gptq or awq: correct quant_method"),
+        (
+            "deepseek_v3-fp8",
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            "weight_scale_inv, a part of fp8 or mxfp8: correct quant_method",
+        ),
+        (
+            "deepseek_v3-fp8",
+            {"weight_block_size": [64, 64]},
+            "[1, 2], those of groups of 128 x 128, not of 64 x 64; correct the size of groups",
+        ),
+        ("qwen3_moe-nvfp4-modelopt", {"group_size": 32}, "groups of 1 x 16, not of 1 x 32"),
+    ],
+)
+def test_a_configuration_at_fault_is_named(originals, tmp_path, sample, config, words) -> None:
+    folder = changed(originals(sample), tmp_path, **config)
+    assert words in refusal(folder, MoERuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without(f"{LAYER}.4.down"), f"{LAYER}.4.down_proj.weight: expected it for experts 0 to 5"),
+        (without(f"{LAYER}.4."), f"{LAYER}.4.gate_proj.weight: expected it for experts 0 to 5"),
+        (part(".weight", lambda t: t[:, 1:]), f"{EXPERT}.weight: expected [36, 48] as those of"),
+        (seventh, f"{LAYER}.6.gate_proj.weight: expected experts 0 to 5"),
+        (braces, f"{LAYER}.4.up_proj.weight: expected the up weights of experts 0 to 5"),
+        (renumbered, "found none of expert 3, but these"),
+    ],
+)
+def test_of_plain_experts_too(plain, tmp_path, change, words) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(plain, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert words in refusal(folder)
+
+
+def test_a_plain_checkpoint_that_is_called_quantised(plain, tmp_path) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(plain, folder)
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(values))
+    message = refusal(folder, MoERuntimeError)
+    assert "expected weights in fp8, found none among" in message
+    assert message.endswith("remove the part if none is quantised")
