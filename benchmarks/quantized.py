@@ -197,7 +197,7 @@ def measure(
     matrices = (experts[0].gate, experts[0].up, experts[0].down)
     expert_bytes = sum(matrix.nbytes for matrix in matrices if matrix is not None)
     visited = [len(ids_TK.unique()) for ids_TK, _ in routings]
-    # as long as the call moves, from a place that is not in the cache, nor the kernel's page of zeros
+    # as long as the call moves, from memory: neither the cache nor the kernel's page of zeros
     room = torch.ones(max(1 << 29, max(visited) * expert_bytes), dtype=torch.uint8)
     seconds: dict[str, list[float]] = {"experts": [], "read": []}
     for index in range(rounds):
