@@ -8,8 +8,8 @@ import pytest
 from counted_energy import CountedEnergy
 from warm_python import warm_python
 
-from moe_runtime.bench import latency, text_systems
-from moe_runtime.bench.latency import LatencyPlan, measure_latency
+from moe_runtime.bench.cases import latency, text_systems
+from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
 from moe_runtime.bench.peer_files import describe_peer, find_peer, peer_file, peer_names
 from moe_runtime.bench.peer_process import PeerProgram, started
 from moe_runtime.bench.results import read_results, write_results

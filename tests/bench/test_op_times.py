@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import op_times
+from moe_runtime.bench.cases import op_times
+from moe_runtime.bench.cases.op_times import OpCall, OpsPlan, OpSystem, op_calls
 from moe_runtime.bench.experts.layers import LayerSizes
-from moe_runtime.bench.op_times import OpCall, OpsPlan, OpSystem, op_calls
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import PeerFailedError
 from moe_runtime.cli.main import main

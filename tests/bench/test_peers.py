@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.bench.latency import LatencyPlan, measure_latency
+from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
+from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
 from moe_runtime.bench.peer_files import find_peer, find_peers, split_peer
 from moe_runtime.bench.runner import Rules
-from moe_runtime.bench.throughput import ThroughputPlan, measure_throughput
 from moe_runtime.cli.main import main
 
 STAND_INS = Path(__file__).resolve().parents[1] / "support" / "peers"

@@ -181,7 +181,7 @@ def test_the_command_measures_a_shape_beside_transformers(
     words += ["--time", "1", "--threads", "1", "--peer", "transformers", "-o", str(path)]
     words += ["--batch", "2"] if case == "throughput" else []
     given: list[Any] = []
-    measured = f"moe_runtime.bench.{case}._answer"
+    measured = f"moe_runtime.bench.cases.{case}._answer"
     monkeypatch.setattr(measured, noting(given, measured))
     assert main(["bench", case, *words]) == 0
     results = read_results(path)

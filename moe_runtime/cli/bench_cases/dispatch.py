@@ -18,7 +18,7 @@ from moe_runtime.config import require_known
 from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
-    from moe_runtime.bench.dispatch_rounds import DispatchBenchPlan
+    from moe_runtime.bench.cases.dispatch_rounds import DispatchBenchPlan
 
 Ranks = Annotated[int, typer.Option(min=2, max=64, help="Processes here; torchrun has its own.")]
 Tokens = Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens of each process.")]
@@ -66,8 +66,8 @@ def bench_dispatch(
         num_ranks = ranks if group is None else group.size()
         if experts % num_ranks:
             raise ValueError(f"--experts {experts}: expected a multiple of the {num_ranks} ranks")
-        from moe_runtime.bench.dispatch_rounds import DispatchBenchPlan, measure_dispatch
-        from moe_runtime.bench.padded_exchange import ExchangeShape
+        from moe_runtime.bench.cases.dispatch_rounds import DispatchBenchPlan, measure_dispatch
+        from moe_runtime.bench.cases.padded_exchange import ExchangeShape
         from moe_runtime.bench.runner import Rules
 
         plan = DispatchBenchPlan(
@@ -112,7 +112,7 @@ def bench_dispatch(
 
 @contextlib.contextmanager
 def _started_here(plan: "DispatchBenchPlan", num_ranks: int) -> Iterator[None]:
-    from moe_runtime.bench.dispatch_ranks import ranks_here
+    from moe_runtime.bench.cases.dispatch_ranks import ranks_here
 
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -57,7 +57,7 @@ def bench_io(
     if output is not None:
         check_output_path(output, "results")
     quiet_transformers(session)
-    from moe_runtime.bench.disk_reads import ReadPlan, measure_reads
+    from moe_runtime.bench.cases.disk_reads import ReadPlan, measure_reads
     from moe_runtime.bench.runner import Rules
     from moe_runtime.checkpoints.expert_map import map_experts
     from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint

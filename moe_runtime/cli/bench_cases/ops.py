@@ -52,8 +52,8 @@ def bench_ops(
     shared.check_results(output, ())
     import torch
 
+    from moe_runtime.bench.cases.op_times import SIZES, OpsPlan, measure_ops
     from moe_runtime.bench.experts.layers import kinds_of_calls, sizes_of_shape
-    from moe_runtime.bench.op_times import SIZES, OpsPlan, measure_ops
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
 

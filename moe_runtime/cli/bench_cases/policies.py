@@ -69,7 +69,7 @@ def bench_policies(
     session.begin(debug=debug, as_json=as_json)
     if output is not None:
         check_output_path(output, "results")
-    from moe_runtime.bench.policy_replays import PoliciesPlan, measure_policies, metrics_of
+    from moe_runtime.bench.cases.policy_replays import PoliciesPlan, measure_policies, metrics_of
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.replay.experiment import usual_capacities
     from moe_runtime.lab.traces.readers import read_any_trace
@@ -86,7 +86,7 @@ def bench_policies(
         scope=scope,
     )
     if golden is not None:
-        from moe_runtime.bench.golden_counts import require_golden
+        from moe_runtime.bench.cases.golden_counts import require_golden
 
         exact = require_golden(plan.workload, golden)
         print(f"moe-runtime: {exact} rows of {golden.name} found again", file=sys.stderr)

@@ -77,8 +77,8 @@ def bench_throughput(
     peers = find_peers(peer or (), {}, "throughput")
     shared.check_results(output, peers)
     quiet_transformers(session)
+    from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
     from moe_runtime.bench.runner import Rules
-    from moe_runtime.bench.throughput import ThroughputPlan, measure_throughput
 
     num_new = max_new_tokens or (16 if quick else 32)
     rules = Rules(

@@ -84,10 +84,10 @@ def bench_training(
     quiet_transformers(session)
     import torch
 
+    from moe_runtime.bench.cases.training_plan import METRIC, TrainingPlan, sizes_of_training_shape
+    from moe_runtime.bench.cases.training_steps import TOLERANCE, measure_training
     from moe_runtime.bench.experts.layers import sizes_of_model
     from moe_runtime.bench.runner import Rules
-    from moe_runtime.bench.training_plan import METRIC, TrainingPlan, sizes_of_training_shape
-    from moe_runtime.bench.training_steps import TOLERANCE, measure_training
     from moe_runtime.inference.budget import available_host_bytes
     from moe_runtime.lab.this_machine import num_usable_cores
 

@@ -68,7 +68,7 @@ def bench_latency(
     peers = find_peers(peer or (), {})
     shared.check_results(output, peers)
     quiet_transformers(session)
-    from moe_runtime.bench.latency import LatencyPlan, measure_latency
+    from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
     from moe_runtime.bench.runner import Rules
 
     num_new = max_new_tokens or (16 if quick else 32)

@@ -120,8 +120,8 @@ def bench_serve(
         raise UnsupportedModelError(
             "bench serve needs httpx2; install it with pip install 'moe-runtime[serve]'"
         )
+    from moe_runtime.bench.cases.served_levels import name_of, serve_results
     from moe_runtime.bench.results import write_results
-    from moe_runtime.bench.served_levels import name_of, serve_results
     from moe_runtime.serving.load.generator import Level, LoadSettings, measure
     from moe_runtime.serving.load.summary import parse_goodput, summarize
     from moe_runtime.serving.load.workload import parse_lengths
