@@ -74,7 +74,7 @@ def bench_experts(
     session.begin(debug=debug, as_json=as_json)
     if (model is None) == (shape is None):
         raise ValueError("expected MODEL or --shape, one of them: whose experts are measured?")
-    numbers = parse_tokens(tokens or ("1,16,256" if quick else "1,16,64,256"))
+    numbers = parse_tokens(tokens, quick=quick)
     from moe_runtime.bench.peer_files import find_peers
 
     shared.check_results(output, find_peers(peer or (), {}, "experts"))
@@ -158,12 +158,14 @@ def parse_dtype(name: str) -> "torch.dtype | None":
     return known[name]
 
 
-def parse_tokens(text: str) -> list[int]:
-    """Numbers of tokens, in order.
+def parse_tokens(text: str | None, *, quick: bool) -> list[int]:
+    """Numbers of tokens, in order; fewer with ``--quick`` where none are given.
 
     Raises:
         ValueError: one is no number, too small or too large.
     """
+    if text is None:
+        return [1, 16, 256] if quick else [1, 16, 64, 256]
     try:
         numbers = sorted({int(word) for word in text.split(",")})
     except ValueError:

@@ -47,7 +47,7 @@ def bench_layer(
     session.begin(debug=debug, as_json=as_json)
     if (model is None) == (shape is None):
         raise ValueError("expected MODEL or --shape, one of them: whose sizes are taken?")
-    numbers = parse_tokens(tokens or ("1,16,256" if quick else "1,16,64,256"))
+    numbers = parse_tokens(tokens, quick=quick)
     if output is not None:
         check_output_path(output, "results")
     quiet_transformers(session)

@@ -48,7 +48,7 @@ def bench_ops(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    numbers = parse_tokens(tokens or ("1,16,256" if quick else "1,16,64,256"))
+    numbers = parse_tokens(tokens, quick=quick)
     shared.check_results(output, ())
     import torch
 
