@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from moe_runtime.bench.synthetic import shape_checkpoint as module
 from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME
 from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape, shape_of_name
 from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint
-from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.asked_model import AskedModel
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, UnsupportedModelError
 
@@ -137,10 +138,11 @@ def test_fewer_layers_have_a_name_of_their_own() -> None:
 
 def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path: Path) -> None:
     (tmp_path / "own.gguf").write_bytes(b"")
-    asked = shared.AskedModel("checkpoint", tmp_path / "shape.gguf", {})
+    asked = AskedModel("checkpoint", tmp_path / "shape.gguf", {}, {"llama_cpp": "no reason"})
     words = ["transformers", "llama_cpp", f"llama_cpp={tmp_path / 'own.gguf'}"]
     given = find_peers(words, {"model": "checkpoint", "num_threads": 1})
     found = [one.settings["model"] for one in asked.with_files(given)]
+    assert [one.failure for one in asked.with_files(given)] == [None, "no reason", None]
     assert found == ["checkpoint", str(tmp_path / "shape.gguf"), str(tmp_path / "own.gguf")]
 
 
@@ -211,3 +213,54 @@ def noting(given: list[Any], place: str) -> Callable[..., Any]:
         return real(process, plan, number, ids)
 
     return answer
+
+
+@pytest.mark.parametrize(
+    ("peer", "complaint"),
+    [
+        ("ftllm", "--peer ftllm: writes its own text and cannot be given another"),
+        ("vllm", "it can be measured with MODEL in the place of --shape"),
+        ("openvino", "name it: --peer openvino=FOLDER"),
+    ],
+)
+def test_peers_that_random_weights_are_nothing_for_are_refused(
+    peer: str,
+    complaint: str,
+    shape: ModelShape,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", shape)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["bench", "latency", "--shape", "tiny", "--peer", peer]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_peer_that_cannot_run_costs_no_file_and_exit_code_1(
+    shape: ModelShape,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is found out before anything is written, and the others are measured all the same."""
+    monkeypatch.setitem(SHAPES, "tiny", shape)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+    (tmp_path / "llama_cpp.py").write_text("raise ImportError('no llama here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = tmp_path / "r.json"
+    words = ["--shape", "tiny", "--prompt-tokens", "5", "-n", "3", "--quick", "--time", "1"]
+    words += ["--threads", "1", "--peer", f"llama_cpp@{sys.executable}", "-o", str(path)]
+    assert main(["bench", "latency", *words]) == 1
+    ours, peer = read_results(path)["measurements"]
+    assert ours["summary"]
+    assert peer["failure"].startswith("ImportError: no llama here")
+    out, err = capsys.readouterr()
+    assert "latency of tiny, 2 layers, random weights" in out
+    assert "model.gguf" not in err
+    assert err.index("llama_cpp: cannot run, and is left out") < err.index("writing random weights")
+    assert err.splitlines()[-1].endswith("llama_cpp: asked for, and without numbers; exit code 1")

@@ -11,6 +11,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.tables import show_systems
 from moe_runtime.cli.console import Session
 from moe_runtime.cli.processes import joined_processes
 from moe_runtime.cli.stopping import stop_on_signals
@@ -132,10 +133,10 @@ def show_dispatch(results: dict[str, Any]) -> None:
     """Prints a column for each side."""
     settings = results["settings"]
     names = [f"{load}_{kind}" for kind in settings["dtypes"] for load in settings["loads"]]
-    shared.show_systems(
+    show_systems(
         results,
         f"dispatch and combine, {settings['ranks']} ranks",
-        {f"{name.replace('_', ', ')}, ms": (f"{name}_s", 1e3) for name in names},
-        {f"{name.replace('_', ', ')}, MB sent": (f"{name}_bytes", 1e-6) for name in names},
+        {name.replace("_", ", "): f"{name}_s" for name in names},
+        {f"{name.replace('_', ', ')}, sent": f"{name}_bytes" for name in names},
         "tokens equal",
     )

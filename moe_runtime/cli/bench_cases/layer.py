@@ -53,7 +53,7 @@ def bench_layer(
     quiet_transformers(session)
     import torch
 
-    from moe_runtime.bench.cases.layer_blocks import LayerPlan, measure_layer
+    from moe_runtime.bench.cases.layer_blocks import PEERS, LayerPlan, measure_layer
     from moe_runtime.bench.experts.layers import sizes_of_model, sizes_of_shape
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
@@ -100,5 +100,7 @@ def bench_layer(
             is_stopping=lambda: stop.is_set,
         )
     shared.end_case(
-        results, output, stop, lambda found: show_experts(found, "layer"), as_json=as_json
+        *(results, output, stop, lambda found: show_experts(found, "layer")),
+        as_json=as_json,
+        unasked=PEERS,
     )

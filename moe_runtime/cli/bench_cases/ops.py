@@ -15,6 +15,7 @@ from moe_runtime.cli.bench_cases.expert_layer import (
     parse_dtype,
     parse_tokens,
 )
+from moe_runtime.cli.bench_cases.tables import mean_cell
 from moe_runtime.cli.console import Session, print_table
 from moe_runtime.cli.stopping import stop_on_signals
 
@@ -99,7 +100,7 @@ def show_ops(results: dict[str, Any]) -> None:
     rows = [
         [
             one["system"],
-            *(shared.with_interval(one, m, 1e3) if m in one["summary"] else "–" for m in metrics),
+            *(mean_cell(one, metric, 1e3) for metric in metrics),
         ]
         for one in shown
     ]

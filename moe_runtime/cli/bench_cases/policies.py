@@ -9,6 +9,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.tables import mean_cell
 from moe_runtime.cli.commands.replay import NumExperts, Scope, TraceFile, parse_shares
 from moe_runtime.cli.console import Session, print_table
 from moe_runtime.cli.stopping import stop_on_signals
@@ -136,7 +137,7 @@ def show_policies(results: dict[str, Any]) -> None:
                 f"{one['summary'][f'{name}_at_{capacity:g}']['median']:.2%}"
                 for name in ("hit_rate", "all_resident")
             )
-            speed = shared.with_interval(one, f"accesses_per_s_at_{capacity:g}", 1e-6)
+            speed = mean_cell(one, f"accesses_per_s_at_{capacity:g}", 1e-6)
             rows.append([one["system"], f"{capacity:.1%}", hits, resident, speed])
     columns = ("capacity", "hits", "layers without a load", "M accesses/s")
     print_table(
