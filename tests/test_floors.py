@@ -316,7 +316,6 @@ OWN_WRITERS = {
     "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
     "moe_runtime/bench/synthetic/checkpoint_writer.py": "replace_folder",
     "moe_runtime/bench/synthetic/byte_pairs.py": "replace_folder",
-    "moe_runtime/bench/synthetic/gguf_copy.py": "by another package, beside the file's place",
     "models/lm/export.py": "replace_folder",
     "models/pocket/texts.py": "replace_folder",
 }

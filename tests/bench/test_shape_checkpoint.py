@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape, shape_o
 from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint
 from moe_runtime.cli.bench_cases.asked_model import AskedModel
 from moe_runtime.cli.main import main
-from moe_runtime.errors import CapacityError, UnsupportedModelError
+from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
+from moe_runtime.files import held
 
 
 def files_of(shape: ModelShape, folder: Path, *, keep: bool = False, needs_gguf: bool = False):
@@ -84,12 +86,86 @@ def test_an_interrupted_writer_leaves_nothing(
     assert len(made) == after + 1
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(shape: ModelShape, tmp_path: Path) -> None:
-    left = tmp_path / f"{shape.name}.0123abcd.partial"
-    (left / "model").mkdir(parents=True)
-    (left / "model" / "weights").write_bytes(b"x")
-    with files_of(shape, tmp_path):
-        assert not left.exists()
+@pytest.mark.parametrize("left", ["{name}.0123abcd.partial", "other.0123abcd.partial"])
+def test_what_killed_runs_left_is_removed_by_the_next(
+    left: str, shape: ModelShape, tmp_path: Path
+) -> None:
+    """Of whatever shape; what a living process holds stays."""
+    places = [tmp_path / left.format(name=shape.name), tmp_path / "other" / "model.gguf.9.partial"]
+    living = tmp_path / "living.0123abcd.partial"
+    for place in (*places, living):
+        (place / "model").mkdir(parents=True)
+        (place / "model" / "weights").write_bytes(b"x")
+    with held(living), files_of(shape, tmp_path):
+        assert [place.exists() for place in (*places, living)] == [False, False, True]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_no_empty_folder_stays(
+    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    folder = tmp_path / "cache" / "shapes"
+    if keep:
+        monkeypatch.setattr(module, "write_checkpoint", fails)
+    refused = pytest.raises(OSError, match="broken") if keep else nullcontext()
+    with refused, files_of(shape, folder, keep=keep):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def fails(*args: Any, **options: Any) -> None:
+    raise OSError("broken")
+
+
+def test_two_runs_do_not_write_what_is_kept_at_once(
+    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused while the first writes, and reads what is there afterwards."""
+    real = module.write_checkpoint
+
+    def meanwhile(*args: Any, **options: Any) -> None:
+        with (
+            pytest.raises(BlockingIOError, match="another process is writing"),
+            files_of(shape, tmp_path, keep=True),
+        ):
+            pass
+        real(*args, **options)
+
+    monkeypatch.setattr(module, "write_checkpoint", meanwhile)
+    with files_of(shape, tmp_path, keep=True) as files:
+        monkeypatch.setattr(module, "write_checkpoint", fails)
+        with files_of(shape, tmp_path, keep=True) as again:
+            assert again == files
+
+
+def test_two_processes_may_write_one_gguf_file(shape: ModelShape, tmp_path: Path) -> None:
+    """Each into a file of its own: one that was half written is not gone on with."""
+    pytest.importorskip("gguf", reason="extra peers is not installed")
+    from moe_runtime.bench.synthetic.gguf_copy import write_gguf
+
+    target = tmp_path / "model.gguf"
+    with files_of(shape, tmp_path, keep=True) as files:
+        write_gguf(shape, files.checkpoint, target)
+        whole = target.read_bytes()
+        seen: list[int] = []
+
+        def meanwhile(done: int, total: int) -> None:
+            if not seen:
+                seen.append(done)
+                write_gguf(shape, files.checkpoint, target)
+
+        write_gguf(shape, files.checkpoint, target, progress=meanwhile)
+    assert target.read_bytes() == whole
+    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["model.gguf"]
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(shape: ModelShape, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with (
+        pytest.raises(CheckpointError, match=r"cache.* XDG_CACHE_HOME names another folder"),
+        files_of(shape, tmp_path / "cache" / "shapes"),
+    ):
+        pass
 
 
 class Disk(NamedTuple):

@@ -19,7 +19,7 @@ _MOST_TOKENS = 1 << 20
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="Checkpoint whose first layer of experts is taken."),
+    typer.Argument(metavar="MODEL", help="Checkpoint whose first layer of experts is taken."),
 ]
 Shape = Annotated[
     str | None,

@@ -22,7 +22,7 @@ STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
 Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]", help="Folder of a safetensors checkpoint, or a name on the hub."
+        metavar="MODEL", help="Folder of a safetensors checkpoint, or a name on the hub."
     ),
 ]
 Shape = Annotated[
