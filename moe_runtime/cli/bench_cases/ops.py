@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_runtime.bench.figures import unit_for
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.bench_cases.expert_layer import (
@@ -94,21 +95,21 @@ def bench_ops(
 
 
 def show_ops(results: dict[str, Any]) -> None:
-    """Prints a row for each op."""
-    shown = [one for one in results["measurements"] if one["summary"]]
-    metrics = list(dict.fromkeys(name for one in shown for name in one["summary"]))
-    rows = [
-        [
-            one["system"],
-            *(mean_cell(one, metric, 1e3) for metric in metrics),
-        ]
-        for one in shown
-    ]
+    """Prints a row for each op and pass, and a column for each number of tokens."""
     settings = results["settings"]
+    rows = []
+    for one in results["measurements"]:
+        for kind in ("forward", "backward"):
+            names = [f"{kind}_{tokens}_s" for tokens in settings["tokens"]]
+            medians = [one["summary"][name]["median"] for name in names if name in one["summary"]]
+            if medians:
+                factor, unit = unit_for("s", medians)
+                cells = (mean_cell(one, name, factor) for name in names)
+                rows.append([one["system"], kind, *cells, unit])
     title = (
-        f"ops, ms: E={settings['num_experts']} K={settings['top_k']} D={settings['dim_model']} "
+        f"ops: E={settings['num_experts']} K={settings['top_k']} D={settings['dim_model']} "
         f"F={settings['dim_hidden']}, {settings['dtype']}"
     )
-    columns = [" T=".join(name.split("_")[:2]) for name in metrics]
+    columns = [(f"T={tokens}", "right") for tokens in settings["tokens"]]
     if rows:
-        print_table(title, [("", "left"), *((name, "right") for name in columns)], rows)
+        print_table(title, [("", "left"), ("", "left"), *columns, ("", "left")], rows)
