@@ -1,6 +1,7 @@
 """Which peers there are, and which environment each runs in."""
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -109,6 +110,8 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
         require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
     if python and not Path(python).is_file():
         raise ValueError(f"--peer {asked}: no interpreter {python}")
+    if python and not os.access(python, os.X_OK):
+        raise ValueError(f"--peer {asked}: {python} is no interpreter: it cannot be run")
     if model and not Path(model).exists():
         raise ValueError(f"--peer {asked}: {model} is not there")
     own = {"model": str(Path(model).absolute())} if model else {}

@@ -20,6 +20,8 @@ from moe_runtime.config import format_bytes
 
 _HOST = Path(__file__).resolve().parent / "peers" / "host.py"
 _SHOWN = 300
+# What an interpreter that is too old says of -P.
+_OLD_PYTHON = "unknown option -P"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,8 @@ class PeerProcess:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
         last = next((line for line in reversed(lines) if line), "")
+        if _OLD_PYTHON in lines[:1]:
+            return "its interpreter is older than Python 3.11, which peers need"
         if self._cap is not None and self._cap.num_oom_kills():
             return f"killed: it takes more than the cap of {format_bytes(self._cap.limit_bytes)}"
         if code < 0:

@@ -34,6 +34,7 @@ def bench_compare(
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
     from moe_runtime.bench.judging import compare, differing_settings, lost_systems
+    from moe_runtime.bench.measured_work import work_words
     from moe_runtime.bench.results import read_results
 
     one, other = read_results(before), read_results(after)
@@ -53,7 +54,7 @@ def bench_compare(
     else:
         columns = ["before", "after", "change", "chance", ""]
         print_table(
-            f"{one['case']}: {before.name} and {after.name}",
+            f"{one['case']}: {before.name} and {after.name}; {work_words(one)}".rstrip("; "),
             [("system", "left"), ("", "left"), *((name, "right") for name in columns)],
             [
                 [
