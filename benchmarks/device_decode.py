@@ -35,8 +35,7 @@ from typing import Any
 
 import psutil
 import torch
-from harness.arguments import positive
-from harness.device_decoding import (
+from gpu_parts.device_decoding import (
     Answer,
     Prompts,
     answer_of,
@@ -48,8 +47,9 @@ from harness.device_decoding import (
     prefill_tokens_per_s,
     prepare_generation,
 )
-from harness.device_lines import decode_line
-from harness.device_rates import Rates, measure_rates
+from gpu_parts.device_lines import decode_line
+from gpu_parts.device_rates import Rates, measure_rates
+from harness.arguments import positive
 from harness.drawn_checkpoints import DEVICE_SHAPES, active_bytes, drawn_checkpoint, shape_of
 from harness.machine import run_facts
 from harness.profiled import profiled

@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 import torch
+from gpu_parts.device_rates import measure_rates, wait_for
 from harness.arguments import positive
-from harness.device_rates import measure_rates, wait_for
 from harness.drawn_checkpoints import drawn_checkpoint, shape_of
 from harness.machine import run_facts
 from harness.profiled import profiled

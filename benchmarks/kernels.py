@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from gpu_parts.kernel_aims import OURS, PEER, aim_line, compared
+from gpu_parts.kernel_products import measure_products
+from gpu_parts.packed_products import measure_packed
 from harness.machine import commit, describe_machine, versions
-from kernel_aims import OURS, PEER, aim_line, compared
-from kernel_products import measure_products
-from packed_products import measure_packed
 from torch import Tensor
 
 from moe_runtime.files import write_text

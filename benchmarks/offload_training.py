@@ -254,7 +254,7 @@ def beside(shape: Shape, system: str, steps: int, folder: Path, python: str) -> 
     ids = torch.stack([windows(shape, step) for step in range(steps + 1)])
     torch.save(ids, folder / "windows.pt")
     (folder / "storage").mkdir()
-    peer = Path(__file__).with_name("training_peer.py")
+    peer = Path(__file__).parent / "harness" / "training_peer.py"
     command = [python, str(peer), system, *(str(folder / n) for n in ("model", "windows.pt"))]
     done = subprocess.run(
         [*command, str(folder / "storage")], capture_output=True, text=True, check=False

@@ -168,9 +168,10 @@ MISSES = ("device", "cpu", "auto")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Says which known names there are, the most similar one first; for messages about a typo."""
+    """Says which known names there are, first one that begins so or is similar; for typos."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = [one for one in names if name and one.startswith(name.lower())]
+    close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(names)}"
 

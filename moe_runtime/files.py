@@ -83,7 +83,7 @@ def check_output_path(path: str | os.PathLike[str], what: str) -> None:
     What is there stays as it is: a file is made beside it and removed.
 
     Raises:
-        CheckpointError: it is a folder, or its folder is missing, full or not writable.
+        CheckpointError: it is a folder, or it or its folder is missing, full or not writable.
     """
     if is_folder_name(path) or os.path.isdir(path):
         raise CheckpointError(f"{path}: is a folder, expected the name of a {what} file")
@@ -91,6 +91,9 @@ def check_output_path(path: str | os.PathLike[str], what: str) -> None:
         place = place_of(path)
         if place is None:
             require_right(path)
+            if stat.S_ISCHR(os.stat(path).st_mode):  # a full device says so to no bytes, too
+                with os.fdopen(open_directly(path), "wb", buffering=0) as device:
+                    device.write(b"")
             return
         if not place.parent.is_dir():
             reason = f"there is no folder {place.parent}"

@@ -88,7 +88,7 @@ def replace_folder(
     with contextlib.ExitStack() as stack:
         stack.enter_context(named_file(place))
         stack.callback(_clean_up, place, new)
-        descriptor = stack.enter_context(_new_held(new, folder))
+        descriptor = stack.enter_context(new_held_folder(new, folder))
         yield new
         if place.exists():
             _carry_over(place, new, keeps)
@@ -183,8 +183,19 @@ def _remove_left(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _new_held(new: Path, folder: str | os.PathLike[str]) -> Iterator[int]:
-    """Makes a folder beside another that this process holds, where its filesystem has locks."""
+def new_held_folder(new: Path, folder: str | os.PathLike[str]) -> Iterator[int]:
+    """Makes a folder beside another that this process holds, where its filesystem has locks.
+
+    Args:
+        new: its name.
+        folder: the other one, for the message.
+
+    Yields:
+        A descriptor of it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
     with contextlib.ExitStack() as stack:
         while True:
             try:

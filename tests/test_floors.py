@@ -302,7 +302,7 @@ OWN_WRITERS = {
     "moe_runtime/files.py": "writes atomically",
     "moe_runtime/folders.py": "writes atomically",
     "moe_runtime/bench/memory_cap.py": "control groups, whose files are the kernel's",
-    "moe_runtime/bench/dispatch_ranks.py": "logs in a folder that is removed",
+    "moe_runtime/bench/cases/dispatch_ranks.py": "logs in a folder that is removed",
     "moe_runtime/cli/disk.py": "a file without a name, to measure the disk",
     "moe_runtime/cli/processes.py": "the null device",
     "moe_runtime/training/offload/states/record_file.py": "records, written over in place",
@@ -316,7 +316,6 @@ OWN_WRITERS = {
     "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
     "moe_runtime/bench/synthetic/checkpoint_writer.py": "replace_folder",
     "moe_runtime/bench/synthetic/byte_pairs.py": "replace_folder",
-    "moe_runtime/bench/synthetic/gguf_copy.py": "by another package, beside the file's place",
     "models/lm/export.py": "replace_folder",
     "models/pocket/texts.py": "replace_folder",
 }

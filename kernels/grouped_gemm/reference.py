@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -38,20 +41,24 @@ def grouped_gemm_by_expert(
     pieces: list[Tensor] = []
     destinations: list[Tensor] = []
     rows_R = torch.arange(num_rows, device=x.device)
+    # Divided once: the gradient of each `tensor[expert]` would be as large as the whole tensor.
+    matrix_of = _reader(weight_SNK)
+    biases = None if bias_SN is None else bias_SN.unbind()
+    sizes = [last - first for first, last in itertools.pairwise([0, *offsets, num_rows])]
+    x_of_experts = (x if reads_R is None else x[reads_R]).split(sizes)[1:-1]
     for expert, slot in enumerate(slots):
         first, last = offsets[expert], offsets[expert + 1]
         if slot < 0 or first == last:
             continue
         rows = rows_R[first:last]
-        x_rows = x[first:last] if reads_R is None else x[reads_R[first:last]]
-        product = x_rows.to(precise) @ _values(weight_SNK, slot, precise).T
-        if bias_SN is not None:
-            product = product + bias_SN[slot].to(precise)
+        product = x_of_experts[expert].to(precise) @ matrix_of(slot, precise).T
+        if biases is not None:
+            product = product + biases[slot].to(precise)
         pieces.append(product.to(x.dtype))
         destinations.append(rows if writes_R is None else writes_R[first:last])
     if out is None:
         # A product with no rows keeps the result connected to both operands.
-        start = x[:0] @ _values(weight_SNK, 0, x.dtype).T
+        start = x[:0] @ matrix_of(0, x.dtype).T
         result = start.new_zeros(num_rows, weight_SNK.shape[1])
         values = torch.cat([start, *pieces])
         return result.index_copy(0, torch.cat([rows_R[:0], *destinations]), values)
@@ -60,7 +67,9 @@ def grouped_gemm_by_expert(
     return out
 
 
-def _values(weight: Tensor | QuantizedStack, slot: int, dtype: torch.dtype) -> Tensor:
+def _reader(weight: Tensor | QuantizedStack) -> Callable[[int, torch.dtype], Tensor]:
+    """Gives the matrix of a slot in a type."""
     if isinstance(weight, QuantizedStack):
-        return weight.matrix(slot).dequantize(dtype)
-    return weight[slot].to(dtype)
+        return lambda slot, dtype: weight.matrix(slot).dequantize(dtype)
+    matrices = weight.unbind()
+    return lambda slot, dtype: matrices[slot].to(dtype)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from moe_runtime.bench.measured_work import require_same_work
 from moe_runtime.bench.runner import MeasuredSystem
 
 _MOST_EXACT = 100
@@ -73,16 +74,17 @@ def compare(before: dict[str, Any], after: dict[str, Any], bound: float) -> list
 
     Args:
         before: content of a results file.
-        after: of another, of the same case.
+        after: of another, of the same work.
         bound: differences up to this share are noise.
 
     Raises:
-        ValueError: the cases differ, or no system has numbers in both.
+        ValueError: what was measured differs, or no system has numbers in both.
     """
     if before["case"] != after["case"]:
         raise ValueError(
             f"expected results of one case, got {before['case']!r} and {after['case']!r}"
         )
+    require_same_work(before, after)
     found = list(_verdicts(before, after, bound))
     if not found:
         names = [

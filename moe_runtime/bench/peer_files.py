@@ -1,6 +1,7 @@
 """Which peers there are, and which environment each runs in."""
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,8 @@ _NOT_PEERS = ("__init__", "host", "moe_runtime")
 OURS = "moe_runtime"
 GGUF_PEERS = ("llama_cpp",)
 """Peers that read GGUF files alone."""
+EXPORTED_PEERS = ("openvino",)
+"""Peers that read a folder which another program makes of a checkpoint."""
 TEXT_CASES = ("latency", "throughput")
 """What a peer takes part in that names nothing else."""
 _WORD = re.compile(r"[\w.-]+")
@@ -26,8 +29,12 @@ def peer_names() -> list[str]:
     return sorted(file.stem for file in _FOLDER.glob("*.py") if file.stem not in _NOT_PEERS)
 
 
-def peer_file(name: str) -> Path:
+def peer_file(name: str, case: str | None = None) -> Path:
     """The file of a peer: of the package by its name, anybody's by a path that ends in ``.py``.
+
+    Args:
+        name: of the peer.
+        case: what it shall take part in; the message about an unknown name lists peers of it.
 
     Raises:
         ValueError: there is none.
@@ -37,12 +44,20 @@ def peer_file(name: str) -> Path:
             raise ValueError(f"--peer {name}: no such file")
         return Path(name).resolve()
     plain = name.replace(".", "_").replace("-", "_")
-    require_known("peer", plain, peer_names())
+    if plain not in (known := peer_names()):
+        takes_part = [
+            one
+            for one in known
+            if case is None or case in describe_peer(_FOLDER / f"{one}.py")["CASES"]
+        ]
+        require_known("peer", plain, takes_part)
     return _FOLDER / f"{plain}.py"
 
 
 def describe_peer(file: Path) -> dict[str, Any]:
     """``INSTALL``, ``PACKAGES``, ``VARIANTS`` and ``CASES`` of a peer's file, which is not run.
+
+    Also ``METHODS``, the names of its methods; empty where it inherits some.
 
     Raises:
         ValueError: it is not Python, or ``INSTALL`` or ``PACKAGES`` is missing.
@@ -60,7 +75,16 @@ def describe_peer(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: not the file of a peer: {error}") from None
     if missing := [name for name in ("INSTALL", "PACKAGES") if name not in found]:
         raise ValueError(f"{file}: not the file of a peer: it says no {' and no '.join(missing)}")
-    return {"VARIANTS": (), "CASES": TEXT_CASES, **found}
+    made = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Peer"]
+    methods = [
+        part.name
+        for peer in made
+        for part in peer.body
+        if isinstance(part, ast.FunctionDef) and not peer.bases
+    ]
+    reads_batches = not methods or "prefill_batch" in methods
+    cases = TEXT_CASES if reads_batches else ("latency",)
+    return {"VARIANTS": (), "CASES": cases, **found, "METHODS": methods}
 
 
 def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> PeerProgram:
@@ -76,15 +100,18 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
         ValueError: there is no such peer, variant, interpreter or model.
     """
     name, variant, python, model = split_peer(asked)
-    file = peer_file(name)
+    file = peer_file(name, case)
     described = describe_peer(file)
     if case not in described["CASES"]:
         cases = " and ".join(f"bench {one}" for one in described["CASES"])
-        raise ValueError(f"--peer {asked}: takes part in {cases}, not in bench {case}")
+        why = " (it reads one sequence at a time)" if case == "throughput" else ""
+        raise ValueError(f"--peer {asked}: takes part in {cases}, not in bench {case}{why}")
     if variant:
         require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
     if python and not Path(python).is_file():
         raise ValueError(f"--peer {asked}: no interpreter {python}")
+    if python and not os.access(python, os.X_OK):
+        raise ValueError(f"--peer {asked}: {python} is no interpreter: it cannot be run")
     if model and not Path(model).exists():
         raise ValueError(f"--peer {asked}: {model} is not there")
     own = {"model": str(Path(model).absolute())} if model else {}
@@ -116,6 +143,31 @@ def find_peers(
         taken.add(name)
         found.append(replace(program, name=name))
     return found
+
+
+def require_takes_shapes(programs: Sequence[PeerProgram]) -> None:
+    """Refuses peers that have nothing to do with random weights.
+
+    Args:
+        programs: as asked for, read without settings of the run.
+
+    Raises:
+        ValueError: one generates by itself, or reads what is made of a checkpoint elsewhere.
+    """
+    for one in programs:
+        methods = describe_peer(one.file)["METHODS"]
+        if "stream" in methods:
+            raise ValueError(
+                f"--peer {one.name}: writes its own text and cannot be given another, and random "
+                "weights write none that could be compared; it can be measured with MODEL in the "
+                "place of --shape"
+            )
+        if one.file.stem in EXPORTED_PEERS and "model" not in one.settings:
+            raise ValueError(
+                f"--peer {one.name}: reads a folder that is exported from a checkpoint, and "
+                "--shape writes none; export what --keep-shape kept, and name it: "
+                f"--peer {one.name}=FOLDER"
+            )
 
 
 def split_peer(asked: str) -> tuple[str, str, str, str]:

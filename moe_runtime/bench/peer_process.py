@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from moe_runtime.config import format_bytes
 
 _HOST = Path(__file__).resolve().parent / "peers" / "host.py"
 _SHOWN = 300
+# What an interpreter that is too old says of -P.
+_OLD_PYTHON = "unknown option -P"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class PeerProgram:
         python: the interpreter of its environment.
         settings: what its constructor is given.
         cap_bytes: of all its memory, page cache included; None for no cap.
+        failure: why it cannot run, where that is known before it is asked to; else None.
     """
 
     name: str
@@ -39,6 +42,7 @@ class PeerProgram:
     python: Path
     settings: dict[str, Any]
     cap_bytes: int | None = None
+    failure: str | None = None
 
 
 class PeerProcess:
@@ -95,6 +99,8 @@ class PeerProcess:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
         last = next((line for line in reversed(lines) if line), "")
+        if _OLD_PYTHON in lines[:1]:
+            return "its interpreter is older than Python 3.11, which peers need"
         if self._cap is not None and self._cap.num_oom_kills():
             return f"killed: it takes more than the cap of {format_bytes(self._cap.limit_bytes)}"
         if code < 0:
@@ -111,9 +117,11 @@ def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
     process has read are charged to that one, and would cost this one nothing.
 
     Raises:
-        PeerFailedError: its interpreter is not there.
+        PeerFailedError: its interpreter is not there, or it is known that it cannot run.
         CapUnavailableError: its memory cannot be capped here.
     """
+    if program.failure is not None:
+        raise PeerFailedError(program.failure)
     threads = program.settings["num_threads"]
     command = ["env", f"OMP_NUM_THREADS={threads}", "HF_HUB_OFFLINE=1"]
     # -P: the folder of host.py is no place to import from.
@@ -145,6 +153,19 @@ def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
                 if stream is not None:
                     # What a dead peer never read cannot be flushed.
                     _close(stream)
+
+
+def why_unable(program: PeerProgram, timeout_s: float) -> str | None:
+    """Why a peer cannot run, in one line; None where it starts in its environment.
+
+    It is made there as for a measurement, which imports what it needs, and loads nothing.
+    """
+    try:
+        with started(replace(program, cap_bytes=None), timeout_s) as process:
+            process.ask("start", settings=program.settings)
+    except PeerFailedError as error:
+        return str(error)
+    return None
 
 
 def files_under(model: Path) -> list[Path]:

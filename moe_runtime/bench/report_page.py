@@ -4,17 +4,17 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from moe_runtime.bench.figures import figure, unit_for
+from moe_runtime.bench.measured_work import work_words
 from moe_runtime.lab.report.page import Page, Section, Table
 from moe_runtime.lab.report.style import INK, SERIES, SURFACE, drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SHOWN = {"s": (1e3, "ms"), "bytes": (1e-9, "GB"), "bytes/s": (1e-9, "GB/s")}
-"""Factor and name of the unit that people read."""
 _HOW_DRAWN = "Bars: mean of the repetitions with its 95 % interval; dots: p50, p90 and p99 of all."
 _HEADER = ("repetitions", "mean", "95 % interval", "p50", "p90", "p99", "unit")
 
@@ -25,31 +25,36 @@ class ResultRow:
 
     Attributes:
         case: of the file.
-        label: the system, with the file's name where several files are of one case.
+        work: what was measured, in words; rows of other work do not stand beside it.
+        label: the system, with the file's name where several files are of one work, and whether it
+            was interrupted.
         metric: its name.
         num_repetitions: how many there are.
         summary: what the results file says of the metric.
+        scale: factor and unit in which it is shown, the same in all rows beside it.
     """
 
     case: str
+    work: str
     label: str
     metric: str
     num_repetitions: int
     summary: dict[str, Any]
+    scale: tuple[float, str]
 
     @property
-    def scale(self) -> tuple[float, str]:
-        """Factor and unit in which it is shown."""
-        return _SHOWN.get(self.summary["unit"], (1.0, self.summary["unit"]))
+    def group(self) -> tuple[str, str, str]:
+        """The same for rows that stand side by side."""
+        return self.case, self.work, self.metric
 
     def cells(self) -> list[str]:
         """The columns of ``_HEADER``."""
         scale, unit = self.scale
         found = self.summary
         ends = [found["low"], found["high"]]
-        interval = "" if None in ends else " to ".join(f"{end * scale:.4g}" for end in ends)
-        rest = (f"{found[part] * scale:.4g}" for part in ("p50", "p90", "p99"))
-        return [str(self.num_repetitions), f"{found['mean'] * scale:.4g}", interval, *rest, unit]
+        interval = "" if None in ends else " to ".join(figure(end * scale) for end in ends)
+        rest = (figure(found[part] * scale) for part in ("p50", "p90", "p99"))
+        return [str(self.num_repetitions), figure(found["mean"] * scale), interval, *rest, unit]
 
 
 def result_rows(named: Sequence[tuple[str, dict[str, Any]]]) -> list[ResultRow]:
@@ -58,19 +63,28 @@ def result_rows(named: Sequence[tuple[str, dict[str, Any]]]) -> list[ResultRow]:
     Args:
         named: names of files, and what they hold.
     """
-    num_of_case = Counter(results["case"] for _, results in named)
-    return [
+    num_of_work = Counter((results["case"], work_words(results)) for _, results in named)
+    rows = [
         ResultRow(
             case=results["case"],
-            label=one["system"] + (f" ({name})" if num_of_case[results["case"]] > 1 else ""),
+            work=work,
+            label=one["system"]
+            + (f" ({name})" if num_of_work[results["case"], work] > 1 else "")
+            + (", interrupted" if results["ended"] == "interrupted" else ""),
             metric=metric,
             num_repetitions=len(one["repetitions"]),
             summary=summary,
+            scale=(1.0, summary["unit"]),
         )
         for name, results in named
+        for work in [work_words(results)]
         for one in results["measurements"]
         for metric, summary in one["summary"].items()
     ]
+    values: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        values.setdefault(row.group, []).append(row.summary["mean"])
+    return [replace(row, scale=unit_for(row.summary["unit"], values[row.group])) for row in rows]
 
 
 def results_page(named: Sequence[tuple[str, dict[str, Any]]], *, has_plots: bool) -> Page:
@@ -81,11 +95,19 @@ def results_page(named: Sequence[tuple[str, dict[str, Any]]], *, has_plots: bool
         has_plots: also draw what is judged, which takes matplotlib.
     """
     rows = result_rows(named)
-    groups: dict[tuple[str, str], list[ResultRow]] = {}
+    groups: dict[tuple[str, str, str], list[ResultRow]] = {}
     for row in rows:
-        groups.setdefault((row.case, row.metric), []).append(row)
+        groups.setdefault(row.group, []).append(row)
     judged = [found for found in groups.values() if found[0].summary["judged"]]
     others = [found for found in groups.values() if not found[0].summary["judged"]]
+    drawn = Counter[str]()
+    sections = []
+    for found in judged:
+        name = f"{found[0].case}-{found[0].metric}".replace("_", "-")
+        drawn[name] += 1
+        name += f"-{drawn[name]}" if drawn[name] > 1 else ""
+        sections.append(_metric_section(name, found, has_plots))
+    num_interrupted = sum(results["ended"] == "interrupted" for _, results in named)
     cpus = {str(results["machine"].get("cpu")) for _, results in named}
     return Page(
         title="Benchmark results",
@@ -94,9 +116,10 @@ def results_page(named: Sequence[tuple[str, dict[str, Any]]], *, has_plots: bool
             (str(len(named)), "results files" if len(named) > 1 else "results file"),
             (str(len({row.label for row in rows})), "systems with numbers"),
             (str(len(cpus)), "processors" if len(cpus) > 1 else "processor"),
+            *([(str(num_interrupted), "interrupted")] if num_interrupted else []),
         ],
         sections=[
-            *(_metric_section(found, has_plots) for found in judged),
+            *sections,
             *([_other_numbers(others)] if others else []),
             _circumstances(named),
         ],
@@ -105,8 +128,9 @@ def results_page(named: Sequence[tuple[str, dict[str, Any]]], *, has_plots: bool
 
 def to_markdown(rows: Sequence[ResultRow]) -> str:
     """A table of all rows; names of files are escaped."""
-    lines = [_line(["case", "system", "metric", *_HEADER]), _line(["---"] * (3 + len(_HEADER)))]
-    lines += [_line([row.case, row.label, row.metric, *row.cells()]) for row in rows]
+    header = ["case", "measured", "system", "metric", *_HEADER]
+    lines = [_line(header), _line(["---"] * len(header))]
+    lines += [_line([row.case, row.work, row.label, row.metric, *row.cells()]) for row in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -115,9 +139,9 @@ def to_csv(rows: Sequence[ResultRow]) -> str:
     names = ["unit", "better", "judged", "median", "mean", "low", "high", "p50", "p90", "p99"]
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["case", "system", "metric", "repetitions", *names])
+    writer.writerow(["case", "measured", "system", "metric", "repetitions", *names])
     for row in rows:
-        facts = [row.case, row.label, row.metric, row.num_repetitions]
+        facts = [row.case, row.work, row.label, row.metric, row.num_repetitions]
         writer.writerow([*facts, *(row.summary[name] for name in names)])
     return buffer.getvalue()
 
@@ -126,7 +150,7 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(" ".join(cell.replace("|", r"\|").split()) for cell in cells) + " |"
 
 
-def _metric_section(rows: Sequence[ResultRow], has_plot: bool) -> Section:
+def _metric_section(anchor: str, rows: Sequence[ResultRow], has_plot: bool) -> Section:
     first = rows[0]
     scale, unit = first.scale
     is_less_better = first.summary["better"] == "less"
@@ -134,11 +158,11 @@ def _metric_section(rows: Sequence[ResultRow], has_plot: bool) -> Section:
     name = first.metric.replace("_per_s", "_a_second").removesuffix("_s").replace("_", " ")
     name = name.replace("rss bytes", "memory")
     return Section(
-        name=f"{first.case}-{first.metric}".replace("_", "-"),
-        title=f"{name[0].upper()}{name[1:]} ({first.case})",
+        name=anchor,
+        title=f"{name[0].upper()}{name[1:]} ({': '.join(filter(None, (first.case, first.work)))})",
         lesson=(
             f"{'Less' if is_less_better else 'More'} is better. The median of {best.label} is "
-            f"{best.summary['median'] * scale:.4g} {unit}"
+            f"{figure(best.summary['median'] * scale)} {unit}"
             + (", the best of them." if len(rows) > 1 else ".")
         ),
         how=_HOW_DRAWN if has_plot else "",
@@ -176,8 +200,12 @@ def _other_numbers(groups: Sequence[Sequence[ResultRow]]) -> Section:
         title="What else was counted",
         lesson="Numbers that no verdict rests on.",
         table=Table(
-            header=["metric", "system", *_HEADER],
-            rows=[[row.metric, row.label, *row.cells()] for rows in groups for row in rows],
+            header=["metric", "measured", "system", *_HEADER],
+            rows=[
+                [row.metric, ": ".join(filter(None, (row.case, row.work))), row.label, *row.cells()]
+                for rows in groups
+                for row in rows
+            ],
         ),
     )
 

@@ -1,5 +1,6 @@
 """A command that takes an option once, finite numbers, and outputs that lie apart from inputs."""
 
+import inspect
 import itertools
 import math
 import os
@@ -24,7 +25,15 @@ FOLDER = "DIR"
 
 
 class StrictCommand(TyperCommand):
-    """Refuses what would be dropped without a word: of an option given twice, the first value."""
+    """Refuses what would be dropped without a word: of an option given twice, the first value.
+
+    Its help is wrapped where the terminal ends, not where lines of the docstring do as well.
+    """
+
+    def __init__(self, *args: Any, help: str | None = None, **options: Any) -> None:
+        paragraphs = inspect.cleandoc(help or "").split("\n\n")
+        joined = "\n\n".join(" ".join(one.split()) for one in paragraphs)
+        super().__init__(*args, help=joined, **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the words of the command line.

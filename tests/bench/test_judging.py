@@ -117,10 +117,10 @@ def test_the_report_has_every_number(tmp_path: Path, capsys: pytest.CaptureFixtu
     for number in ("11 ms", "no room", "threads"):
         assert number in page
     lines = paths["t.csv"].read_text().splitlines()
-    assert lines[1].startswith("latency,one (old.json),t_s,3,s,less,True,0.011,")
+    assert lines[1].startswith("latency,,one (old.json),t_s,3,s,less,True,0.011,")
     assert len(lines) == 1 + 2 * 2
     table = paths["t.md"].read_text().splitlines()
-    assert {line.replace(r"\|", "").count("|") for line in table} == {11}
+    assert {line.replace(r"\|", "").count("|") for line in table} == {12}
 
 
 def test_without_what_draws_the_report_has_numbers(

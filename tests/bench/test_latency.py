@@ -8,13 +8,13 @@ import pytest
 from counted_energy import CountedEnergy
 from warm_python import warm_python
 
-from moe_runtime.bench import latency, text_systems
-from moe_runtime.bench.latency import LatencyPlan, measure_latency
+from moe_runtime.bench.cases import latency, text_systems
+from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
 from moe_runtime.bench.peer_files import describe_peer, find_peer, peer_file, peer_names
 from moe_runtime.bench.peer_process import PeerProgram, started
 from moe_runtime.bench.results import read_results, write_results
 from moe_runtime.bench.runner import PeerFailedError, Rules
-from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.tables import MEMORY_ROWS, show_systems
 from moe_runtime.cli.main import main
 
 COUNTING = """
@@ -193,7 +193,7 @@ def test_joules_are_those_of_the_answers(
     assert "gpu_joules" not in one["summary"]
     path = tmp_path / "r.json"
     write_results(path, results)
-    shared.show_systems(results, "latency", {}, shared.MEMORY_ROWS, "tokens")
+    show_systems(results, "latency", {}, MEMORY_ROWS, "tokens")
     shown = capsys.readouterr().out
     assert "processors, J" in shown
     assert "GPUs, J" not in shown
@@ -202,4 +202,4 @@ def test_joules_are_those_of_the_answers(
     table = tmp_path / "r.csv"
     page = ["-o", str(tmp_path / "r.html"), "--csv", str(table)]
     assert main(["bench", "report", str(path), *page]) == 0
-    assert "latency,counting,cpu_joules,1,J,less,True,5.0" in table.read_text()
+    assert "latency,,counting,cpu_joules,1,J,less,True,5.0" in table.read_text()

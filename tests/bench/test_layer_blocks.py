@@ -7,8 +7,7 @@ import pytest
 import torch
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
-from moe_runtime.bench.experts.layers import LayerSizes, sizes_of_shape
-from moe_runtime.bench.layer_blocks import (
+from moe_runtime.bench.cases.layer_blocks import (
     BlockSystem,
     LayerPlan,
     expect,
@@ -16,6 +15,7 @@ from moe_runtime.bench.layer_blocks import (
     run_block,
     transformers_block,
 )
+from moe_runtime.bench.experts.layers import LayerSizes, sizes_of_shape
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import PeerFailedError
 from moe_runtime.cli.main import main

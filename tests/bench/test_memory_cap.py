@@ -182,7 +182,7 @@ def test_a_cap_that_cannot_be_is_one_line(
 
 @pytest.mark.parametrize("case", ["latency", "throughput"])
 def test_the_cap_arrives_at_every_system(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_runtime.bench import latency, throughput
+    from moe_runtime.bench.cases import latency, throughput
 
     seen: list[Mapping[str, Any]] = []
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import op_times
+from moe_runtime.bench.cases import op_times
+from moe_runtime.bench.cases.op_times import OpCall, OpsPlan, OpSystem, draw_weights, op_calls
 from moe_runtime.bench.experts.layers import LayerSizes
-from moe_runtime.bench.op_times import OpCall, OpsPlan, OpSystem, op_calls
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import PeerFailedError
 from moe_runtime.cli.main import main
@@ -23,7 +23,7 @@ def test_every_op_equals_its_reference_and_has_gradients(
     num_tokens: int, dtype: torch.dtype
 ) -> None:
     plan = OpsPlan(sizes=SIZES, dtype=dtype, tokens=[num_tokens], trains=True, block_s=1e-4)
-    calls = list(op_calls(num_tokens, SIZES, dtype))
+    calls = list(op_calls(num_tokens, SIZES, draw_weights(SIZES, dtype)))
     assert [op.name for op in calls] == NAMES
     for op in calls:
         system = OpSystem({num_tokens: op}, plan)
@@ -67,8 +67,8 @@ def test_the_command_measures_ops(
     assert printed["settings"]["dim_hidden"] == 16
     assert main(["bench", "ops", *words]) == 0
     shown = capsys.readouterr().out
-    assert "ops, ms: E=4 K=2 D=32 F=16, bfloat16" in shown
-    assert all(name in shown for name in (*NAMES, "forward T=3", "backward T=5"))
+    assert "ops: E=4 K=2 D=32 F=16, bfloat16" in shown
+    assert all(name in shown for name in (*NAMES, "forward", "backward", "T=3", "T=5"))
     assert main(["bench", "compare", str(path), str(path)]) == 0
 
 
@@ -77,3 +77,16 @@ def test_an_unknown_shape_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     err = capsys.readouterr().err
     assert "unknown shape 'olmo'" in err
     assert err.count("\n") == 1
+
+
+def test_weights_are_drawn_once_for_all_numbers_of_tokens() -> None:
+    weights = draw_weights(SIZES, torch.float32)
+    calls = [list(op_calls(tokens, SIZES, weights)) for tokens in (3, 5)]
+    leaves = [{id(leaf) for op in ops for leaf in op.leaves} for ops in calls]
+    assert leaves[0] & leaves[1] == {id(one) for one in (*weights[:2], *weights.packed)}
+
+
+@pytest.mark.parametrize("case", ["ops", "experts", "layer"])
+def test_no_number_of_tokens_is_refused(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", case, "--shape", "olmoe-1b-7b", "--tokens", ""]) == 2
+    assert "--tokens must be whole numbers from 1 to 1048576" in capsys.readouterr().err

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.bench.latency import LatencyPlan, measure_latency
+from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
+from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
 from moe_runtime.bench.peer_files import find_peer, find_peers, split_peer
+from moe_runtime.bench.peer_process import why_unable
 from moe_runtime.bench.runner import Rules
-from moe_runtime.bench.throughput import ThroughputPlan, measure_throughput
 from moe_runtime.cli.main import main
 
 STAND_INS = Path(__file__).resolve().parents[1] / "support" / "peers"
@@ -250,9 +251,29 @@ def test_a_peer_that_comes_again_has_a_number(tmp_path: Path) -> None:
     ]
 
 
+def test_an_interpreter_that_is_too_old_is_said_to_be(bench: Bench, tmp_path: Path) -> None:
+    old = tmp_path / "python3.10"
+    old.write_text("#!/bin/sh\necho 'unknown option -P' >&2\necho 'Try `python -h`' >&2\nexit 2\n")
+    old.chmod(0o755)
+    failure = why_unable(find_peer(f"vllm@{old}", bench.settings(None)), 60)
+    assert failure == "its interpreter is older than Python 3.11, which peers need"
+
+
+@pytest.mark.parametrize("peer", ["llama_cpp", "vllm", "sglang", "ftllm"])
+def test_peers_of_one_sequence_take_no_part_in_throughput(
+    peer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "throughput", "models/pocket", "--peer", peer]) == 2
+    err = capsys.readouterr().err
+    assert f"--peer {peer}: takes part in bench latency, not in bench throughput" in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("peer", "complaint"),
     [
+        ("vllm@README.md", "--peer vllm@README.md: README.md is no interpreter"),
+        ("llamacp", "did you mean 'llama_cpp'? known: accelerate, ftllm, llama_cpp, openvino, "),
         ("vllm@no/python", "--peer vllm@no/python: no interpreter no/python"),
         ("openvino=no/folder", "--peer openvino=no/folder: no/folder is not there"),
         ("vllm:eager", "unknown variant of vllm 'eager'"),

@@ -9,9 +9,9 @@ import pytest
 from synthetic_routes import make_routes
 from traces import trace_of
 
-from moe_runtime.bench import policy_replays
-from moe_runtime.bench.golden_counts import require_golden
-from moe_runtime.bench.policy_replays import PoliciesPlan, beginning, measure_policies
+from moe_runtime.bench.cases import policy_replays
+from moe_runtime.bench.cases.golden_counts import require_golden
+from moe_runtime.bench.cases.policy_replays import PoliciesPlan, beginning, measure_policies
 from moe_runtime.bench.results import read_results, write_results
 from moe_runtime.bench.runner import Rules
 from moe_runtime.cli.main import main

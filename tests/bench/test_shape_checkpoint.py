@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +18,10 @@ from moe_runtime.bench.synthetic import shape_checkpoint as module
 from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME
 from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape, shape_of_name
 from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint
-from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.asked_model import AskedModel
 from moe_runtime.cli.main import main
-from moe_runtime.errors import CapacityError, UnsupportedModelError
+from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
+from moe_runtime.files import held
 
 
 def files_of(shape: ModelShape, folder: Path, *, keep: bool = False, needs_gguf: bool = False):
@@ -83,12 +86,86 @@ def test_an_interrupted_writer_leaves_nothing(
     assert len(made) == after + 1
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(shape: ModelShape, tmp_path: Path) -> None:
-    left = tmp_path / f"{shape.name}.0123abcd.partial"
-    (left / "model").mkdir(parents=True)
-    (left / "model" / "weights").write_bytes(b"x")
-    with files_of(shape, tmp_path):
-        assert not left.exists()
+@pytest.mark.parametrize("left", ["{name}.0123abcd.partial", "other.0123abcd.partial"])
+def test_what_killed_runs_left_is_removed_by_the_next(
+    left: str, shape: ModelShape, tmp_path: Path
+) -> None:
+    """Of whatever shape; what a living process holds stays."""
+    places = [tmp_path / left.format(name=shape.name), tmp_path / "other" / "model.gguf.9.partial"]
+    living = tmp_path / "living.0123abcd.partial"
+    for place in (*places, living):
+        (place / "model").mkdir(parents=True)
+        (place / "model" / "weights").write_bytes(b"x")
+    with held(living), files_of(shape, tmp_path):
+        assert [place.exists() for place in (*places, living)] == [False, False, True]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_no_empty_folder_stays(
+    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    folder = tmp_path / "cache" / "shapes"
+    if keep:
+        monkeypatch.setattr(module, "write_checkpoint", fails)
+    refused = pytest.raises(OSError, match="broken") if keep else nullcontext()
+    with refused, files_of(shape, folder, keep=keep):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def fails(*args: Any, **options: Any) -> None:
+    raise OSError("broken")
+
+
+def test_two_runs_do_not_write_what_is_kept_at_once(
+    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused while the first writes, and reads what is there afterwards."""
+    real = module.write_checkpoint
+
+    def meanwhile(*args: Any, **options: Any) -> None:
+        with (
+            pytest.raises(BlockingIOError, match="another process is writing"),
+            files_of(shape, tmp_path, keep=True),
+        ):
+            pass
+        real(*args, **options)
+
+    monkeypatch.setattr(module, "write_checkpoint", meanwhile)
+    with files_of(shape, tmp_path, keep=True) as files:
+        monkeypatch.setattr(module, "write_checkpoint", fails)
+        with files_of(shape, tmp_path, keep=True) as again:
+            assert again == files
+
+
+def test_two_processes_may_write_one_gguf_file(shape: ModelShape, tmp_path: Path) -> None:
+    """Each into a file of its own: one that was half written is not gone on with."""
+    pytest.importorskip("gguf", reason="extra peers is not installed")
+    from moe_runtime.bench.synthetic.gguf_copy import write_gguf
+
+    target = tmp_path / "model.gguf"
+    with files_of(shape, tmp_path, keep=True) as files:
+        write_gguf(shape, files.checkpoint, target)
+        whole = target.read_bytes()
+        seen: list[int] = []
+
+        def meanwhile(done: int, total: int) -> None:
+            if not seen:
+                seen.append(done)
+                write_gguf(shape, files.checkpoint, target)
+
+        write_gguf(shape, files.checkpoint, target, progress=meanwhile)
+    assert target.read_bytes() == whole
+    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["model.gguf"]
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(shape: ModelShape, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with (
+        pytest.raises(CheckpointError, match=r"cache.* XDG_CACHE_HOME names another folder"),
+        files_of(shape, tmp_path / "cache" / "shapes"),
+    ):
+        pass
 
 
 class Disk(NamedTuple):
@@ -137,10 +214,11 @@ def test_fewer_layers_have_a_name_of_their_own() -> None:
 
 def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path: Path) -> None:
     (tmp_path / "own.gguf").write_bytes(b"")
-    asked = shared.AskedModel("checkpoint", tmp_path / "shape.gguf", {})
+    asked = AskedModel("checkpoint", tmp_path / "shape.gguf", {}, {"llama_cpp": "no reason"})
     words = ["transformers", "llama_cpp", f"llama_cpp={tmp_path / 'own.gguf'}"]
     given = find_peers(words, {"model": "checkpoint", "num_threads": 1})
     found = [one.settings["model"] for one in asked.with_files(given)]
+    assert [one.failure for one in asked.with_files(given)] == [None, "no reason", None]
     assert found == ["checkpoint", str(tmp_path / "shape.gguf"), str(tmp_path / "own.gguf")]
 
 
@@ -181,7 +259,7 @@ def test_the_command_measures_a_shape_beside_transformers(
     words += ["--time", "1", "--threads", "1", "--peer", "transformers", "-o", str(path)]
     words += ["--batch", "2"] if case == "throughput" else []
     given: list[Any] = []
-    measured = f"moe_runtime.bench.{case}._answer"
+    measured = f"moe_runtime.bench.cases.{case}._answer"
     monkeypatch.setattr(measured, noting(given, measured))
     assert main(["bench", case, *words]) == 0
     results = read_results(path)
@@ -211,3 +289,54 @@ def noting(given: list[Any], place: str) -> Callable[..., Any]:
         return real(process, plan, number, ids)
 
     return answer
+
+
+@pytest.mark.parametrize(
+    ("peer", "complaint"),
+    [
+        ("ftllm", "--peer ftllm: writes its own text and cannot be given another"),
+        ("vllm", "it can be measured with MODEL in the place of --shape"),
+        ("openvino", "name it: --peer openvino=FOLDER"),
+    ],
+)
+def test_peers_that_random_weights_are_nothing_for_are_refused(
+    peer: str,
+    complaint: str,
+    shape: ModelShape,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", shape)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["bench", "latency", "--shape", "tiny", "--peer", peer]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_peer_that_cannot_run_costs_no_file_and_exit_code_1(
+    shape: ModelShape,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is found out before anything is written, and the others are measured all the same."""
+    monkeypatch.setitem(SHAPES, "tiny", shape)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+    (tmp_path / "llama_cpp.py").write_text("raise ImportError('no llama here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = tmp_path / "r.json"
+    words = ["--shape", "tiny", "--prompt-tokens", "5", "-n", "3", "--quick", "--time", "1"]
+    words += ["--threads", "1", "--peer", f"llama_cpp@{sys.executable}", "-o", str(path)]
+    assert main(["bench", "latency", *words]) == 1
+    ours, peer = read_results(path)["measurements"]
+    assert ours["summary"]
+    assert peer["failure"].startswith("ImportError: no llama here")
+    out, err = capsys.readouterr()
+    assert "latency of tiny, 2 layers, random weights" in out
+    assert "model.gguf" not in err
+    assert err.index("llama_cpp: cannot run, and is left out") < err.index("writing random weights")
+    assert err.splitlines()[-1].endswith("llama_cpp: asked for, and without numbers; exit code 1")

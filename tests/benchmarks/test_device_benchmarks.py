@@ -11,7 +11,7 @@ import device_decode
 import device_training
 import pytest
 import torch
-from harness.device_decoding import Answer, compare, error_of
+from gpu_parts.device_decoding import Answer, compare, error_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 # 2 layers, D, F, E, K = 64, 32, 8, 2; 2 heads of 32, 1 of keys; 320 tokens.

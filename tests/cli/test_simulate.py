@@ -120,4 +120,5 @@ def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixtu
 
 def test_a_plot_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--ranks", "8", "--degrees", "1", "--plot", "/dev/full"]) == 2
-    assert "error: /dev/full: No space left on device\n" in capsys.readouterr().err
+    complaint = "error: /dev/full: the plot cannot be written: No space left on device\n"
+    assert complaint in capsys.readouterr().err

@@ -148,9 +148,10 @@ def test_devices_stay_devices() -> None:
     write("/dev/null")
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         write("/dev/full")
-    for name in ("/dev/null", "/dev/full"):
-        assert stat.S_ISCHR(os.stat(name).st_mode)
-        check_output_path(name, "trace")
+    check_output_path("/dev/null", "trace")
+    with pytest.raises(CheckpointError, match=r"/dev/full: .* No space left on device"):
+        check_output_path("/dev/full", "trace")
+    assert all(stat.S_ISCHR(os.stat(name).st_mode) for name in ("/dev/null", "/dev/full"))
 
 
 def test_a_pipe_with_a_name_is_written_into(tmp_path: Path) -> None:

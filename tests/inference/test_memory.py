@@ -86,6 +86,9 @@ def test_a_size_rounded_up_is_enough_where_it_is_typed(num_bytes):
 def test_a_typo_is_met_with_the_nearest_name():
     assert nearest("lur", ["lfu", "lru", "sieve"]).startswith("did you mean 'lru'?")
     assert nearest("zzz", ["lru"]) == "known: lru"
+    # What begins so is meant, however short it is.
+    assert nearest("qwen", ["queen", "qwen3-30b-a3b"]).startswith("did you mean 'qwen3-30b-a3b'?")
+    assert nearest("", ["lru"]) == "known: lru"
 
 
 def test_a_budget_beyond_what_is_free_is_refused():

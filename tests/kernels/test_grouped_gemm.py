@@ -8,6 +8,7 @@ import pytest
 import torch
 from low_precision import assert_as_good_as_eager
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.kernels.grouped_gemm.op import GroupedGemmImpl
@@ -196,6 +197,41 @@ def test_gradients_of_the_specification() -> None:
 
     inputs = [t.double().requires_grad_() for t in (x, weight, bias) if t is not None]
     assert torch.autograd.gradcheck(product, inputs)
+
+
+class ResultShapes(TorchDispatchMode):
+    """Shapes of all that operations make; those that change an operand make nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.data_ptr() not in {
+            one.data_ptr() for one in args if isinstance(one, Tensor)
+        }:
+            self.made.append(tuple(out.shape))
+        return out
+
+
+def test_a_backward_pass_on_the_cpu_makes_each_whole_gradient_once() -> None:
+    """And not once for each expert, each beside zeros for all the others."""
+    num_experts, (dim_n, dim_k) = 9, (3, 5)
+    ids = torch.arange(2 * 18).view(18, 2) % num_experts
+    order = token_sort(ids, num_experts)
+    x, weight = torch.randn(18, dim_k), torch.randn(num_experts, dim_n, dim_k)
+    bias = torch.randn(num_experts, dim_n)
+    leaves = [one.requires_grad_() for one in (x, weight, bias)]
+    gathered = {"sorted_tokens": order, "gathers_choices": 2, "bias_SN": bias}
+    out = grouped_gemm(x, weight, order.offsets_E1, impl="torch", **gathered)
+    with ResultShapes() as shapes:
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    # Gradients of experts are stacked; rows of a token are added up in zeros, and so is the empty
+    # product that keeps the result connected.
+    x_times, *others = (shapes.made.count(tuple(one.shape)) for one in leaves)
+    assert others == [1, 1]
+    assert x_times <= 4
 
 
 def test_bad_arguments() -> None:

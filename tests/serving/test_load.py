@@ -12,7 +12,7 @@ import pytest
 from counted_energy import CountedEnergy
 from virtual_time import Part, events, pieces, run_virtually, scripted
 
-from moe_runtime.bench.served_levels import serve_results
+from moe_runtime.bench.cases.served_levels import serve_results
 from moe_runtime.serving.load.client import (
     LoadClient,
     LoadError,

@@ -26,7 +26,10 @@ class Case:
 
 BENCH_CASES = {
     "bench latency": Case(
-        ("moe_runtime.bench.peer_files.find_peer", "moe_runtime.bench.latency.measure_latency"),
+        (
+            "moe_runtime.bench.peer_files.find_peer",
+            "moe_runtime.bench.cases.latency.measure_latency",
+        ),
         (str(ROOT / "models" / "pocket"),),
         {
             "model": ("", ("model", str(ROOT / "models" / "pocket"))),
@@ -48,7 +51,7 @@ BENCH_CASES = {
     "bench throughput": Case(
         (
             "moe_runtime.bench.peer_files.find_peer",
-            "moe_runtime.bench.throughput.measure_throughput",
+            "moe_runtime.bench.cases.throughput.measure_throughput",
         ),
         (str(ROOT / "models" / "pocket"),),
         {
@@ -71,7 +74,7 @@ BENCH_CASES = {
         | {"cap": "tests/bench/test_memory_cap.py"},
     ),
     "bench io": Case(
-        ("moe_runtime.bench.disk_reads.measure_reads",),
+        ("moe_runtime.bench.cases.disk_reads.measure_reads",),
         (str(ROOT / "models" / "pocket"),),
         {
             "model": ("", ("model", "pocket")),
@@ -105,7 +108,7 @@ BENCH_CASES = {
     "bench layer": Case(
         (
             "moe_runtime.bench.experts.layers.sizes_of_model",
-            "moe_runtime.bench.layer_blocks.measure_layer",
+            "moe_runtime.bench.cases.layer_blocks.measure_layer",
         ),
         (str(ROOT / "models" / "pocket"),),
         {
@@ -120,7 +123,7 @@ BENCH_CASES = {
         dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_layer_blocks.py"),
     ),
     "bench ops": Case(
-        ("moe_runtime.bench.op_times.measure_ops",),
+        ("moe_runtime.bench.cases.op_times.measure_ops",),
         (),
         {
             "shape": ("--shape olmoe-1b-7b", ("model", "olmoe-1b-7b")),
@@ -136,7 +139,7 @@ BENCH_CASES = {
     "bench training": Case(
         (
             "moe_runtime.bench.experts.layers.sizes_of_model",
-            "moe_runtime.bench.training_steps.measure_training",
+            "moe_runtime.bench.cases.training_steps.measure_training",
         ),
         (str(ROOT / "models" / "pocket"),),
         {
@@ -156,7 +159,7 @@ BENCH_CASES = {
     "bench policies": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
-            "moe_runtime.bench.policy_replays.measure_policies",
+            "moe_runtime.bench.cases.policy_replays.measure_policies",
         ),
         ("t.npz",),
         {
@@ -172,7 +175,7 @@ BENCH_CASES = {
         ),
     ),
     "bench dispatch": Case(
-        ("moe_runtime.bench.dispatch_ranks.ranks_here",),
+        ("moe_runtime.bench.cases.dispatch_ranks.ranks_here",),
         (),
         {
             "ranks": ("--ranks 4", 4),

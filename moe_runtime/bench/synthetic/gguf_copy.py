@@ -33,6 +33,7 @@ from moe_runtime.bench.synthetic.model_shapes import (
 )
 from moe_runtime.bench.synthetic.tensor_places import TensorPlace, locate_tensors
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.files import write_atomically
 
 TABLES = {
     "model.embed_tokens": "token_embd",
@@ -104,13 +105,15 @@ def write_gguf(
 ) -> None:
     """Writes the checkpoint of `shape` in folder `checkpoint` to the GGUF file `target`.
 
-    The file gets its name when it is complete. Needs the `gguf` package (extra `peers`).
+    The file gets its name when it is complete, and several processes may write it at a time. Needs
+    the `gguf` package (extra `peers`).
 
     Args:
         progress: called with bytes written and bytes in all after each tensor.
 
     Raises:
         UnsupportedModelError: the package is missing, or the family is not known here.
+        OSError: it cannot be written.
     """
     require_copy(shape)
     gguf = importlib.import_module("gguf")
@@ -118,9 +121,9 @@ def write_gguf(
     if isinstance(shape, Qwen3Fp8Shape):
         tensors = [_as_q8_0(tensor, gguf) for tensor in tensors]
     total = sum(tensor.num_bytes for tensor in tensors)
-    unfinished = target.with_suffix(".partial")
-    try:
-        writer = gguf.GGUFWriter(unfinished, _architecture(shape))
+    with write_atomically(target) as file:
+        # The package opens its file by a name.
+        writer = gguf.GGUFWriter(f"/proc/self/fd/{file.fileno()}", _architecture(shape))
         _add_metadata(writer, gguf, shape)
         _add_vocabulary(writer, gguf, checkpoint / TOKENIZER_NAME)
         for tensor in tensors:
@@ -141,9 +144,6 @@ def write_gguf(
             if progress is not None:
                 progress(done, total)
         writer.close()
-        unfinished.rename(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def require_copy(shape: ModelShape) -> None:

@@ -6,7 +6,8 @@ in memory. What is kept there serves every later run of the same shape.
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +17,9 @@ from moe_runtime.bench.synthetic.checkpoint_writer import is_complete, write_che
 from moe_runtime.bench.synthetic.gguf_copy import require_copy, write_gguf
 from moe_runtime.bench.synthetic.model_shapes import ModelShape
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import CapacityError
-from moe_runtime.files import held, make_folders
-from moe_runtime.folders import recover_folder, remove_or_warn, replace_folder
+from moe_runtime.errors import CapacityError, CheckpointError
+from moe_runtime.files import check_output_folder, held, make_folders, remove_abandoned
+from moe_runtime.folders import new_held_folder, remove_or_warn, replace_folder
 from moe_runtime.places import partial_name
 
 # What stays free of the disk, and never more than the files themselves.
@@ -47,6 +48,8 @@ def shape_checkpoint(
 ) -> Iterator[ShapeFiles]:
     """The files of a shape, which are there within the block.
 
+    Whatever killed runs left in the folder, of any shape, is removed.
+
     Args:
         shape: whose weights are drawn.
         folder: has a folder for each shape.
@@ -57,53 +60,105 @@ def shape_checkpoint(
     Raises:
         UnsupportedModelError: no GGUF file can be made of the shape.
         CapacityError: the disk has too little room.
+        BlockingIOError: another process writes files of the shape that are to be kept.
+        CheckpointError: nothing can be written to the folder.
         OSError: they cannot be written.
     """
     place = folder / shape.name
     kept = _files_in(place)
-    has_gguf = kept.gguf.is_file()
-    if needs_gguf and not has_gguf:
+    needs_copy = needs_gguf and not kept.gguf.is_file()
+    if needs_copy:
         require_copy(shape)
-    make_folders(folder)
-    recover_folder(place)
-    has_checkpoint = is_complete(shape, kept.checkpoint)
-    num_missing = (not has_checkpoint) + (needs_gguf and not has_gguf)
-    _require_room(folder, num_missing * shape.total_bytes, shape.name)
+    _check_folder(folder, shape.name)
     with ExitStack() as stack:
-        new = kept
-        if num_missing and not keep:
+        stack.enter_context(_folders_for_now(folder))
+        for left in (folder, *folder.iterdir()):
+            if left.is_dir():
+                remove_abandoned(left)
+        num_missing = (not is_complete(shape, kept.checkpoint)) + needs_copy
+        _require_room(folder, num_missing * shape.total_bytes, shape.name)
+        new, writing = kept, nullcontext()
+        if num_missing and keep:
+            writing = _written_alone(place)
+        elif num_missing:
             new = _files_in(stack.enter_context(_removed_after(place)))
-        files = ShapeFiles(
-            (kept if has_checkpoint else new).checkpoint, (kept if has_gguf else new).gguf
-        )
-        if has_checkpoint:
-            say(f"{kept.checkpoint} is there from an earlier run, and stays")
-        else:
-            after = "kept there" if keep else "removed after the run"
-            size = format_bytes(shape.total_bytes)
-            say(f"writing random weights of {shape.name}, {size}, to {new.checkpoint}; {after}")
-            with replace_folder(new.checkpoint) as whole:
-                write_checkpoint(shape, whole, progress=_progress(say, "checkpoint"))
-        if needs_gguf and not has_gguf:
-            say(f"writing the same as {new.gguf}")
-            write_gguf(shape, files.checkpoint, new.gguf, progress=_progress(say, "GGUF file"))
+        with writing:
+            files = _write_missing(shape, kept, new, needs_gguf=needs_gguf, say=say)
         yield files
+
+
+def _write_missing(
+    shape: ModelShape, kept: ShapeFiles, new: ShapeFiles, *, needs_gguf: bool, say: Say
+) -> ShapeFiles:
+    """Writes what is not kept yet; says where each file lies now."""
+    has_checkpoint, has_gguf = is_complete(shape, kept.checkpoint), kept.gguf.is_file()
+    files = ShapeFiles(
+        (kept if has_checkpoint else new).checkpoint, (kept if has_gguf else new).gguf
+    )
+    if has_checkpoint:
+        say(f"{kept.checkpoint} is there from an earlier run, and stays")
+    else:
+        after = "kept there" if new == kept else "removed after the run"
+        size = format_bytes(shape.total_bytes)
+        say(f"writing random weights of {shape.name}, {size}, to {new.checkpoint}; {after}")
+        with replace_folder(new.checkpoint) as whole:
+            write_checkpoint(shape, whole, progress=_progress(say, "checkpoint"))
+    if needs_gguf and not has_gguf:
+        say(f"writing the same as {new.gguf}")
+        write_gguf(shape, files.checkpoint, new.gguf, progress=_progress(say, "GGUF file"))
+    return files
 
 
 def _files_in(place: Path) -> ShapeFiles:
     return ShapeFiles(place / "model", place / "model.gguf")
 
 
+def _check_folder(folder: Path, name: str) -> None:
+    try:
+        check_output_folder(folder, f"files of {name}")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; XDG_CACHE_HOME names another folder for caches") from None
+
+
+@contextmanager
+def _folders_for_now(folder: Path) -> Iterator[None]:
+    """Makes a folder and those above it; those that were missing, and are empty after, go again."""
+    made = list(takewhile(lambda one: not one.exists(), (folder, *folder.parents)))
+    make_folders(folder)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for one in made:
+                one.rmdir()
+
+
 @contextmanager
 def _removed_after(place: Path) -> Iterator[Path]:
     """A folder of this run; were the process killed, the next one would remove it."""
     folder = partial_name(place)
-    try:
-        folder.mkdir()
-        with held(folder):
+    with new_held_folder(folder, place):
+        try:
             yield folder
-    finally:
-        remove_or_warn(folder, "no run needs it")
+        finally:
+            remove_or_warn(folder, "no run needs it")
+
+
+@contextmanager
+def _written_alone(place: Path) -> Iterator[None]:
+    """Within the block no other process writes what is kept there; an empty folder goes again."""
+    with ExitStack() as stack:
+        while True:
+            make_folders(place)
+            # Another process that wrote nothing may have removed it meanwhile.
+            with suppress(FileNotFoundError):
+                stack.enter_context(held(place))
+                break
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                place.rmdir()
 
 
 def _require_room(folder: Path, num_bytes: int, name: str) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.tables import show_systems
 from moe_runtime.cli.console import Session
 from moe_runtime.cli.processes import joined_processes
 from moe_runtime.cli.stopping import stop_on_signals
@@ -18,7 +19,7 @@ from moe_runtime.config import require_known
 from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
-    from moe_runtime.bench.dispatch_rounds import DispatchBenchPlan
+    from moe_runtime.bench.cases.dispatch_rounds import DispatchBenchPlan
 
 Ranks = Annotated[int, typer.Option(min=2, max=64, help="Processes here; torchrun has its own.")]
 Tokens = Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens of each process.")]
@@ -66,8 +67,8 @@ def bench_dispatch(
         num_ranks = ranks if group is None else group.size()
         if experts % num_ranks:
             raise ValueError(f"--experts {experts}: expected a multiple of the {num_ranks} ranks")
-        from moe_runtime.bench.dispatch_rounds import DispatchBenchPlan, measure_dispatch
-        from moe_runtime.bench.padded_exchange import ExchangeShape
+        from moe_runtime.bench.cases.dispatch_rounds import DispatchBenchPlan, measure_dispatch
+        from moe_runtime.bench.cases.padded_exchange import ExchangeShape
         from moe_runtime.bench.runner import Rules
 
         plan = DispatchBenchPlan(
@@ -112,7 +113,7 @@ def bench_dispatch(
 
 @contextlib.contextmanager
 def _started_here(plan: "DispatchBenchPlan", num_ranks: int) -> Iterator[None]:
-    from moe_runtime.bench.dispatch_ranks import ranks_here
+    from moe_runtime.bench.cases.dispatch_ranks import ranks_here
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -132,10 +133,10 @@ def show_dispatch(results: dict[str, Any]) -> None:
     """Prints a column for each side."""
     settings = results["settings"]
     names = [f"{load}_{kind}" for kind in settings["dtypes"] for load in settings["loads"]]
-    shared.show_systems(
+    show_systems(
         results,
         f"dispatch and combine, {settings['ranks']} ranks",
-        {f"{name.replace('_', ', ')}, ms": (f"{name}_s", 1e3) for name in names},
-        {f"{name.replace('_', ', ')}, MB sent": (f"{name}_bytes", 1e-6) for name in names},
+        {name.replace("_", ", "): f"{name}_s" for name in names},
+        {f"{name.replace('_', ', ')}, sent": f"{name}_bytes" for name in names},
         "tokens equal",
     )

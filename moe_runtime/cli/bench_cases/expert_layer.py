@@ -8,6 +8,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.tables import mean_cell, unit_of
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 
@@ -18,7 +19,7 @@ _MOST_TOKENS = 1 << 20
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="Checkpoint whose first layer of experts is taken."),
+    typer.Argument(metavar="MODEL", help="Checkpoint whose first layer of experts is taken."),
 ]
 Shape = Annotated[
     str | None,
@@ -74,7 +75,7 @@ def bench_experts(
     session.begin(debug=debug, as_json=as_json)
     if (model is None) == (shape is None):
         raise ValueError("expected MODEL or --shape, one of them: whose experts are measured?")
-    numbers = parse_tokens(tokens or ("1,16,256" if quick else "1,16,64,256"))
+    numbers = parse_tokens(tokens, quick=quick)
     from moe_runtime.bench.peer_files import find_peers
 
     shared.check_results(output, find_peers(peer or (), {}, "experts"))
@@ -139,7 +140,7 @@ def bench_experts(
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,
         )
-    shared.end_case(results, output, stop, show_experts, as_json=as_json)
+    shared.end_case(results, output, stop, show_experts, as_json=as_json, unasked=PEERS)
 
 
 def parse_dtype(name: str) -> "torch.dtype | None":
@@ -158,12 +159,14 @@ def parse_dtype(name: str) -> "torch.dtype | None":
     return known[name]
 
 
-def parse_tokens(text: str) -> list[int]:
-    """Numbers of tokens, in order.
+def parse_tokens(text: str | None, *, quick: bool) -> list[int]:
+    """Numbers of tokens, in order; fewer with ``--quick`` where none are given.
 
     Raises:
         ValueError: one is no number, too small or too large.
     """
+    if text is None:
+        return [1, 16, 256] if quick else [1, 16, 64, 256]
     try:
         numbers = sorted({int(word) for word in text.split(",")})
     except ValueError:
@@ -183,11 +186,9 @@ def show_experts(results: dict[str, Any], what: str = "experts") -> None:
     rows = [["repetitions", *(str(len(one["repetitions"])) for one in shown), ""]]
     for metric in dict.fromkeys(name for one in shown for name in one["summary"]):
         passes, tokens = metric.split("_")[:2]
-        cells = [
-            shared.with_interval(one, metric, 1e3) if metric in one["summary"] else "–"
-            for one in shown
-        ]
-        rows.append([f"{passes}, T={tokens}, ms", *cells, _ratio(shown, metric)])
+        factor, unit = unit_of(shown, metric)
+        cells = [mean_cell(one, metric, factor) for one in shown]
+        rows.append([f"{passes}, T={tokens}, {unit}", *cells, _ratio(shown, metric)])
     settings = results["settings"]
     title = (
         f"{what} of {settings['model']}: E={settings['experts']} K={settings['top_k']} "

@@ -8,13 +8,14 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.tables import show_systems
 from moe_runtime.cli.console import Session, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.config import format_bytes
 from moe_runtime.files import check_output_path
 
-_SPREADS = {"an expert, ms": ("expert_read_s", 1e3)}
-_SINGLES = {"GB/s": ("bytes_per_s", 1e-9), "of these from storage": ("from_storage", 1.0)}
+_SPREADS = {"an expert": "expert_read_s"}
+_SINGLES = {"all of them": "bytes_per_s", "from storage": "from_storage"}
 
 Experts = Annotated[
     int | None,
@@ -57,7 +58,7 @@ def bench_io(
     if output is not None:
         check_output_path(output, "results")
     quiet_transformers(session)
-    from moe_runtime.bench.disk_reads import ReadPlan, measure_reads
+    from moe_runtime.bench.cases.disk_reads import ReadPlan, measure_reads
     from moe_runtime.bench.runner import Rules
     from moe_runtime.checkpoints.expert_map import map_experts
     from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
@@ -92,7 +93,11 @@ def bench_io(
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,
         )
-    shared.end_case(results, output, stop, show_reads, as_json=as_json)
+    shared.end_case(
+        *(results, output, stop, show_reads),
+        as_json=as_json,
+        unasked=("preadv", "preadv:direct"),
+    )
 
 
 def show_reads(results: dict[str, Any]) -> None:
@@ -101,4 +106,4 @@ def show_reads(results: dict[str, Any]) -> None:
     sizes = settings["expert_bytes"]
     size = format_bytes(sizes[0]) + (f" to {format_bytes(sizes[-1])}" if len(sizes) > 1 else "")
     title = f"experts of {settings['model']}, {size} each, {settings['in_flight']} at once"
-    shared.show_systems(results, title, _SPREADS, _SINGLES, "tensors equal the file's")
+    show_systems(results, title, _SPREADS, _SINGLES, "tensors equal the file's")

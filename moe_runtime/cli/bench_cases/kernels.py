@@ -137,7 +137,7 @@ def write_products(
     Raises:
         OSError: the file cannot be written.
     """
-    from moe_runtime.bench.product_times import TimedProduct, measure_products
+    from moe_runtime.bench.cases.product_times import TimedProduct, measure_products
     from moe_runtime.bench.results import write_results
     from moe_runtime.bench.runner import Rules
 

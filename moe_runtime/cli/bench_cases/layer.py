@@ -47,14 +47,14 @@ def bench_layer(
     session.begin(debug=debug, as_json=as_json)
     if (model is None) == (shape is None):
         raise ValueError("expected MODEL or --shape, one of them: whose sizes are taken?")
-    numbers = parse_tokens(tokens or ("1,16,256" if quick else "1,16,64,256"))
+    numbers = parse_tokens(tokens, quick=quick)
     if output is not None:
         check_output_path(output, "results")
     quiet_transformers(session)
     import torch
 
+    from moe_runtime.bench.cases.layer_blocks import PEERS, LayerPlan, measure_layer
     from moe_runtime.bench.experts.layers import sizes_of_model, sizes_of_shape
-    from moe_runtime.bench.layer_blocks import LayerPlan, measure_layer
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
 
@@ -100,5 +100,7 @@ def bench_layer(
             is_stopping=lambda: stop.is_set,
         )
     shared.end_case(
-        results, output, stop, lambda found: show_experts(found, "layer"), as_json=as_json
+        *(results, output, stop, lambda found: show_experts(found, "layer")),
+        as_json=as_json,
+        unasked=PEERS,
     )

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_runtime.bench.figures import unit_for
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.bench_cases.expert_layer import (
@@ -15,6 +16,7 @@ from moe_runtime.cli.bench_cases.expert_layer import (
     parse_dtype,
     parse_tokens,
 )
+from moe_runtime.cli.bench_cases.tables import mean_cell
 from moe_runtime.cli.console import Session, print_table
 from moe_runtime.cli.stopping import stop_on_signals
 
@@ -48,12 +50,12 @@ def bench_ops(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    numbers = parse_tokens(tokens or ("1,16,256" if quick else "1,16,64,256"))
+    numbers = parse_tokens(tokens, quick=quick)
     shared.check_results(output, ())
     import torch
 
+    from moe_runtime.bench.cases.op_times import SIZES, OpsPlan, measure_ops
     from moe_runtime.bench.experts.layers import kinds_of_calls, sizes_of_shape
-    from moe_runtime.bench.op_times import SIZES, OpsPlan, measure_ops
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
 
@@ -93,21 +95,21 @@ def bench_ops(
 
 
 def show_ops(results: dict[str, Any]) -> None:
-    """Prints a row for each op."""
-    shown = [one for one in results["measurements"] if one["summary"]]
-    metrics = list(dict.fromkeys(name for one in shown for name in one["summary"]))
-    rows = [
-        [
-            one["system"],
-            *(shared.with_interval(one, m, 1e3) if m in one["summary"] else "–" for m in metrics),
-        ]
-        for one in shown
-    ]
+    """Prints a row for each op and pass, and a column for each number of tokens."""
     settings = results["settings"]
+    rows = []
+    for one in results["measurements"]:
+        for kind in ("forward", "backward"):
+            names = [f"{kind}_{tokens}_s" for tokens in settings["tokens"]]
+            medians = [one["summary"][name]["median"] for name in names if name in one["summary"]]
+            if medians:
+                factor, unit = unit_for("s", medians)
+                cells = (mean_cell(one, name, factor) for name in names)
+                rows.append([one["system"], kind, *cells, unit])
     title = (
-        f"ops, ms: E={settings['num_experts']} K={settings['top_k']} D={settings['dim_model']} "
+        f"ops: E={settings['num_experts']} K={settings['top_k']} D={settings['dim_model']} "
         f"F={settings['dim_hidden']}, {settings['dtype']}"
     )
-    columns = [" T=".join(name.split("_")[:2]) for name in metrics]
+    columns = [(f"T={tokens}", "right") for tokens in settings["tokens"]]
     if rows:
-        print_table(title, [("", "left"), *((name, "right") for name in columns)], rows)
+        print_table(title, [("", "left"), ("", "left"), *columns, ("", "left")], rows)

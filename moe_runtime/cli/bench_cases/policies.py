@@ -9,6 +9,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.tables import mean_cell
 from moe_runtime.cli.commands.replay import NumExperts, Scope, TraceFile, parse_shares
 from moe_runtime.cli.console import Session, print_table
 from moe_runtime.cli.stopping import stop_on_signals
@@ -69,7 +70,7 @@ def bench_policies(
     session.begin(debug=debug, as_json=as_json)
     if output is not None:
         check_output_path(output, "results")
-    from moe_runtime.bench.policy_replays import PoliciesPlan, measure_policies, metrics_of
+    from moe_runtime.bench.cases.policy_replays import PoliciesPlan, measure_policies, metrics_of
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.replay.experiment import usual_capacities
     from moe_runtime.lab.traces.readers import read_any_trace
@@ -86,7 +87,7 @@ def bench_policies(
         scope=scope,
     )
     if golden is not None:
-        from moe_runtime.bench.golden_counts import require_golden
+        from moe_runtime.bench.cases.golden_counts import require_golden
 
         exact = require_golden(plan.workload, golden)
         print(f"moe-runtime: {exact} rows of {golden.name} found again", file=sys.stderr)
@@ -136,7 +137,7 @@ def show_policies(results: dict[str, Any]) -> None:
                 f"{one['summary'][f'{name}_at_{capacity:g}']['median']:.2%}"
                 for name in ("hit_rate", "all_resident")
             )
-            speed = shared.with_interval(one, f"accesses_per_s_at_{capacity:g}", 1e-6)
+            speed = mean_cell(one, f"accesses_per_s_at_{capacity:g}", 1e-6)
             rows.append([one["system"], f"{capacity:.1%}", hits, resident, speed])
     columns = ("capacity", "hits", "layers without a load", "M accesses/s")
     print_table(

@@ -8,16 +8,24 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.asked_model import (
+    asked_model,
+    common_settings,
+    prompt_ids,
+    require_one_model,
+    split_off,
+)
+from moe_runtime.cli.bench_cases.tables import MEMORY_ROWS, show_systems
 from moe_runtime.cli.console import Session, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
 
-_SPREADS = {"tokens/s of a step": ("step_tokens_per_s", 1.0)}
+_SPREADS = {"a step": "step_tokens_per_s"}
 _SINGLES = {
-    "new tokens/s in all": ("new_tokens_per_s", 1.0),
-    "prompt tokens/s": ("prompt_tokens_per_s", 1.0),
-    **shared.MEMORY_ROWS,
+    "new tokens in all": "new_tokens_per_s",
+    "prompts": "prompt_tokens_per_s",
+    **MEMORY_ROWS,
 }
 
 Batch = Annotated[int, typer.Option(min=1, max=4096, help="Sequences side by side.")]
@@ -65,7 +73,7 @@ def bench_throughput(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    shared.require_one_model(model, shape, layers, keep=keep_shape)
+    require_one_model(model, shape, layers, keep=keep_shape)
     parse_budget(host_memory, name="--host-memory")
     if prompts is not None:
         words = "has no effect where --prompts says what to ask"
@@ -77,8 +85,8 @@ def bench_throughput(
     peers = find_peers(peer or (), {}, "throughput")
     shared.check_results(output, peers)
     quiet_transformers(session)
+    from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
     from moe_runtime.bench.runner import Rules
-    from moe_runtime.bench.throughput import ThroughputPlan, measure_throughput
 
     num_new = max_new_tokens or (16 if quick else 32)
     rules = Rules(
@@ -86,17 +94,17 @@ def bench_throughput(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    with shared.asked_model(model, shape, layers, peers, keep=keep_shape) as asked:
+    with asked_model(model, shape, layers, peers, keep=keep_shape) as asked:
         num_built_in, num_after = batch * (batches or (1 if quick else 2)), num_new if shape else 0
-        ids = shared.prompt_ids(asked.path, prompts, prompt_tokens, num_built_in, num_after)
-        given, after = shared.split_off(ids, num_after) if shape else (ids, None)
+        ids = prompt_ids(asked.path, prompts, prompt_tokens, num_built_in, num_after)
+        given, after = split_off(ids, num_after) if shape else (ids, None)
         plan = ThroughputPlan(
             batches=in_batches(given, batch),
             num_new=num_new,
             agreement=agreement,
             continuations=None if after is None else in_batches(after, batch),
         )
-        of_all = shared.common_settings(asked.path, threads, given, num_new, limit)
+        of_all = common_settings(asked.path, threads, given, num_new, limit)
         of_all["max_tokens"] *= min(batch, len(given))
         ours = {name: of_all[name] for name in ("model", "num_threads", "max_tokens")}
         ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch}
@@ -132,6 +140,8 @@ def in_batches(ids: Sequence[list[int]], size: int) -> list[list[list[int]]]:
 
 def show_throughput(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
+    from moe_runtime.bench.measured_work import model_words
+
     settings = results["settings"]
-    title = f"throughput of {settings['model']}, {settings['batch']} sequences side by side"
-    shared.show_systems(results, title, _SPREADS, _SINGLES, "likeliest tokens equal")
+    title = f"throughput of {model_words(settings)}, {settings['batch']} sequences side by side"
+    show_systems(results, title, _SPREADS, _SINGLES, "likeliest tokens equal")

@@ -6,9 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_runtime.bench.figures import figure
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.bench_cases.expert_layer import Model, Quick
+from moe_runtime.cli.bench_cases.tables import JOULE_ROWS, mean_cell
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.config import parse_budget
@@ -84,10 +86,10 @@ def bench_training(
     quiet_transformers(session)
     import torch
 
+    from moe_runtime.bench.cases.training_plan import METRIC, TrainingPlan, sizes_of_training_shape
+    from moe_runtime.bench.cases.training_steps import TOLERANCE, measure_training
     from moe_runtime.bench.experts.layers import sizes_of_model
     from moe_runtime.bench.runner import Rules
-    from moe_runtime.bench.training_plan import METRIC, TrainingPlan, sizes_of_training_shape
-    from moe_runtime.bench.training_steps import TOLERANCE, measure_training
     from moe_runtime.inference.budget import available_host_bytes
     from moe_runtime.lab.this_machine import num_usable_cores
 
@@ -143,7 +145,7 @@ def bench_training(
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,
         )
-    shared.end_case(results, output, stop, show_training, as_json=as_json)
+    shared.end_case(results, output, stop, show_training, as_json=as_json, unasked=plan.peers())
 
 
 def show_training(results: dict[str, Any]) -> None:
@@ -154,17 +156,21 @@ def show_training(results: dict[str, Any]) -> None:
         f"{settings['context']} tokens, {settings['dtype']}"
     )
     shown = [one for one in results["measurements"] if one["summary"]]
-    joules = [name for name in shared.JOULE_ROWS if any(name in one["summary"] for one in shown)]
+    joules = {
+        what: metric
+        for what, metric in JOULE_ROWS.items()
+        if any(metric in one["summary"] for one in shown)
+    }
     columns = ["repetitions", "step, ms", "tokens/s", "losses equal"]
-    columns += [shared.JOULE_ROWS[name] for name in joules]
+    columns += [f"{what}, J" for what in joules]
     rows = [
         [
             one["system"],
             str(len(one["repetitions"])),
-            shared.with_interval(one, "step_s", 1e3),
-            f"{one['summary']['tokens_per_s']['median']:.4g}",
+            mean_cell(one, "step_s", 1e3),
+            figure(one["summary"]["tokens_per_s"]["median"]),
             f"{one['quality']['equal']} of {one['quality']['compared']}",
-            *(f"{one['summary'][name]['median']:.4g}" for name in joules),
+            *(figure(one["summary"][metric]["median"]) for metric in joules.values()),
         ]
         for one in shown
     ]

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moe_runtime.bench.figures import figure, unit_for
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, print_json, print_table
 
@@ -33,10 +34,14 @@ def bench_compare(
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
     from moe_runtime.bench.judging import compare, differing_settings, lost_systems
+    from moe_runtime.bench.measured_work import work_words
     from moe_runtime.bench.results import read_results
 
     one, other = read_results(before), read_results(after)
     verdicts = compare(one, other, bound)
+    for path, results in ((before, one), (after, other)):
+        if results["ended"] == "interrupted":
+            print(f"moe-runtime: {path}: was interrupted", file=sys.stderr)
     for line in differing_settings(one, other):
         print(f"moe-runtime: {line}", file=sys.stderr)
     lost = lost_systems(one, other)
@@ -49,14 +54,13 @@ def bench_compare(
     else:
         columns = ["before", "after", "change", "chance", ""]
         print_table(
-            f"{one['case']}: {before.name} and {after.name}",
+            f"{one['case']}: {before.name} and {after.name}; {work_words(one)}".rstrip("; "),
             [("system", "left"), ("", "left"), *((name, "right") for name in columns)],
             [
                 [
                     found.system,
                     found.metric,
-                    f"{found.before:.4g}",
-                    f"{found.after:.4g}",
+                    *_in_unit(found.before, found.after, found.unit),
                     f"{found.change:+.1%}",
                     f"{found.chance:.2g}",
                     found.word,
@@ -67,3 +71,8 @@ def bench_compare(
     has_failed = any(reason is not None for reason in lost.values())
     if has_failed or any(found.word == "worse" for found in verdicts):
         raise typer.Exit(1)
+
+
+def _in_unit(before: float, after: float, unit: str) -> tuple[str, str]:
+    factor, name = unit_for(unit, (before, after))
+    return f"{figure(before * factor)} {name}", f"{figure(after * factor)} {name}"

@@ -7,15 +7,20 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.asked_model import (
+    asked_model,
+    common_settings,
+    prompt_ids,
+    require_one_model,
+    split_off,
+)
+from moe_runtime.cli.bench_cases.tables import MEMORY_ROWS, show_systems
 from moe_runtime.cli.console import Session, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
 
-_SPREADS = {
-    "first token, ms": ("first_token_s", 1e3),
-    "between tokens, ms": ("between_tokens_s", 1e3),
-}
+_SPREADS = {"first token": "first_token_s", "between tokens": "between_tokens_s"}
 
 NewTokens = Annotated[
     int | None,
@@ -57,7 +62,7 @@ def bench_latency(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    shared.require_one_model(model, shape, layers, keep=keep_shape)
+    require_one_model(model, shape, layers, keep=keep_shape)
     parse_budget(host_memory, name="--host-memory")
     if prompts is not None:
         refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
@@ -68,7 +73,7 @@ def bench_latency(
     peers = find_peers(peer or (), {})
     shared.check_results(output, peers)
     quiet_transformers(session)
-    from moe_runtime.bench.latency import LatencyPlan, measure_latency
+    from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
     from moe_runtime.bench.runner import Rules
 
     num_new = max_new_tokens or (16 if quick else 32)
@@ -77,12 +82,12 @@ def bench_latency(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    with shared.asked_model(model, shape, layers, peers, keep=keep_shape) as asked:
+    with asked_model(model, shape, layers, peers, keep=keep_shape) as asked:
         num_after = num_new if shape else 0
-        ids = shared.prompt_ids(asked.path, prompts, prompt_tokens, 2 if quick else 4, num_after)
-        given, after = shared.split_off(ids, num_after) if shape else (ids, None)
+        ids = prompt_ids(asked.path, prompts, prompt_tokens, 2 if quick else 4, num_after)
+        given, after = split_off(ids, num_after) if shape else (ids, None)
         plan = LatencyPlan(prompts=given, num_new=num_new, agreement=agreement, continuations=after)
-        of_all = shared.common_settings(asked.path, threads, plan.prompts, num_new, limit)
+        of_all = common_settings(asked.path, threads, plan.prompts, num_new, limit)
         ours = {name: of_all[name] for name in ("model", "num_threads", "max_tokens")}
         ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch}
         ours |= {"device": "cpu"}
@@ -111,5 +116,7 @@ def bench_latency(
 
 def show_latency(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
-    title = f"latency of {results['settings']['model']}"
-    shared.show_systems(results, title, _SPREADS, shared.MEMORY_ROWS, "likeliest tokens equal")
+    from moe_runtime.bench.measured_work import model_words
+
+    title = f"latency of {model_words(results['settings'])}"
+    show_systems(results, title, _SPREADS, MEMORY_ROWS, "likeliest tokens equal")

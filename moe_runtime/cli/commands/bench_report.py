@@ -48,6 +48,9 @@ def bench_report(
     from moe_runtime.lab.report.page import write_page, write_plots
 
     named = [(path.name, read_results(path)) for path in results]
+    for path, (_, found) in zip(results, named, strict=True):
+        if found["ended"] == "interrupted":
+            print(f"moe-runtime: {path}: was interrupted, and the page says so", file=sys.stderr)
     has_plots = find_spec("matplotlib") is not None
     if not has_plots:
         print(

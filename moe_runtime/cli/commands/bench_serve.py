@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.bench_cases.shared import JOULE_ROWS, command_line
+from moe_runtime.cli.bench_cases.shared import command_line
+from moe_runtime.cli.bench_cases.tables import JOULE_ROWS
 from moe_runtime.cli.commands.serve import read_keys
 from moe_runtime.cli.console import Session, print_json, print_table
 from moe_runtime.cli.prompts import read_prompts
@@ -120,8 +121,8 @@ def bench_serve(
         raise UnsupportedModelError(
             "bench serve needs httpx2; install it with pip install 'moe-runtime[serve]'"
         )
+    from moe_runtime.bench.cases.served_levels import name_of, serve_results
     from moe_runtime.bench.results import write_results
-    from moe_runtime.bench.served_levels import name_of, serve_results
     from moe_runtime.serving.load.generator import Level, LoadSettings, measure
     from moe_runtime.serving.load.summary import parse_goodput, summarize
     from moe_runtime.serving.load.workload import parse_lengths
@@ -217,9 +218,9 @@ def _show(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> N
         for part in ("mean", "p50", "p90", "p99"):
             values = (row[key] and row[key][part] * 1e3 for row in rows)
             lines.append([f"{what}, ms: {part}", *map(_number, values)])
-    for key, what in JOULE_ROWS.items():
+    for what, key in JOULE_ROWS.items():
         if any(key in row for row in rows):
-            lines.append([what, *(_number(row.get(key)) for row in rows)])
+            lines.append([f"{what}, J", *(_number(row.get(key)) for row in rows)])
     if "goodput" in rows[0]:
         lines.append(["within bounds", *(_share(row["goodput"]["share"]) for row in rows)])
         good = (_number(row["goodput"]["requests_per_s"]) for row in rows)

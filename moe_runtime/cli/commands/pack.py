@@ -22,7 +22,12 @@ from moe_runtime.config import format_bytes
 if TYPE_CHECKING:
     from moe_runtime.checkpoints.packing import MatrixError
 
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the packed checkpoint.")]
+Out = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT", help="Folder of the packed checkpoint; made, with those above it."
+    ),
+]
 CodeName = Annotated[
     Literal["planes", "none"] | None,
     typer.Option(

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_runtime.bench.peer_process import PeerProcess, PeerProgram, started
-from moe_runtime.bench.results import Metric
-from moe_runtime.bench.runner import Number, Rules
-from moe_runtime.bench.text_systems import (
+from moe_runtime.bench.cases.text_systems import (
     MEMORY_METRICS,
     TextSystem,
     measure_in_turn,
     memory_numbers,
     named_failure,
 )
+from moe_runtime.bench.peer_process import PeerProcess, PeerProgram, started
+from moe_runtime.bench.results import Metric
+from moe_runtime.bench.runner import Number, Rules
 
 METRICS = {
     "new_tokens_per_s": Metric("tokens/s", better="more"),

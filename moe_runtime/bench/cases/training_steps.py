@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_runtime.bench.cases.training_plan import METRIC, TrainingPlan
 from moe_runtime.bench.experts.layers import OURS
 from moe_runtime.bench.peer_process import PeerProcess, PeerProgram, started
 from moe_runtime.bench.results import (
@@ -27,7 +28,6 @@ from moe_runtime.bench.results import (
     versions,
 )
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, peer_failures, run_in_turn
-from moe_runtime.bench.training_plan import METRIC, TrainingPlan
 from moe_runtime.config import format_bytes
 from moe_runtime.lab.energy import EnergyMeter
 from moe_runtime.models.lm.export import export_hugging_face

@@ -25,9 +25,9 @@ from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from moe_runtime.bench.dispatch_rounds import DispatchBenchPlan, measure_dispatch
+from moe_runtime.bench.cases.dispatch_rounds import DispatchBenchPlan, measure_dispatch
+from moe_runtime.bench.cases.padded_exchange import ExchangeShape
 from moe_runtime.bench.memory_cap import INTERRUPTIONS, interruptions_held
-from moe_runtime.bench.padded_exchange import ExchangeShape
 from moe_runtime.bench.runner import Rules
 from moe_runtime.errors import RankFailureError
 
@@ -148,7 +148,7 @@ def follow(rank: int, num_ranks: int, store: str) -> None:
 def _start(
     plan: DispatchBenchPlan, rank: int, num_ranks: int, store: str
 ) -> subprocess.Popen[bytes]:
-    words = ["-P", "-m", "moe_runtime.bench.dispatch_ranks", str(rank), str(num_ranks), store]
+    words = ["-P", "-m", "moe_runtime.bench.cases.dispatch_ranks", str(rank), str(num_ranks), store]
     with _log(store, rank).open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, *words],

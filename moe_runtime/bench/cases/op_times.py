@@ -64,20 +64,42 @@ class OpsPlan:
     block_s: float
 
 
-def op_calls(num_tokens: int, sizes: LayerSizes, dtype: torch.dtype) -> Iterator[OpCall]:
+class LayerWeights(NamedTuple):
+    """Random weights of a layer, which its ops share whatever the number of tokens.
+
+    Attributes:
+        gate_up: ``[E, 2F, D]``.
+        down: ``[E, D, F]``.
+        packed: three matrices ``[E * F, D]`` of experts that lie one after another.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    packed: tuple[Tensor, Tensor, Tensor]
+
+
+def draw_weights(sizes: LayerSizes, dtype: torch.dtype) -> LayerWeights:
+    """Weights of a layer, the same ones each time."""
+    num_experts, _, dim_d, dim_f = sizes
+    generator = torch.Generator().manual_seed(0)
+    first, second, third = (_leaf(generator, dtype, num_experts * dim_f, dim_d) for _ in range(3))
+    return LayerWeights(
+        gate_up=_leaf(generator, dtype, num_experts, 2 * dim_f, dim_d),
+        down=_leaf(generator, dtype, num_experts, dim_d, dim_f),
+        packed=(first, second, third),
+    )
+
+
+def op_calls(num_tokens: int, sizes: LayerSizes, weights: LayerWeights) -> Iterator[OpCall]:
     """Every op of a layer, on the operands that it has in one."""
     num_experts, top_k, dim_d, dim_f = sizes
-    generator = torch.Generator().manual_seed(0)
-
-    def leaf(*shape: int) -> Tensor:
-        values = torch.randn(shape, generator=generator, dtype=dtype)
-        return values.mul_(shape[-1] ** -0.5).requires_grad_()
-
+    gate_up, down, (up, second, third) = weights
+    generator, dtype = torch.Generator().manual_seed(num_tokens), gate_up.dtype
     scores = torch.rand(num_tokens, num_experts, generator=generator)
-    weights, ids = (part.contiguous() for part in scores.topk(top_k))
-    weights = (weights / weights.sum(1, keepdim=True)).requires_grad_()
+    shares, ids = (part.contiguous() for part in scores.topk(top_k))
+    shares = (shares / shares.sum(1, keepdim=True)).requires_grad_()
     num_rows = ids.numel()
-    x, gate_up = leaf(num_tokens, dim_d), leaf(num_experts, 2 * dim_f, dim_d)
+    x = _leaf(generator, dtype, num_tokens, dim_d)
     yield OpCall("token_sort", lambda impl: token_sort(ids, num_experts, impl=impl).order_R)
     order = token_sort(ids, num_experts)
     product: dict[str, Any] = {"sorted_tokens": order, "gathers_choices": top_k}
@@ -86,27 +108,30 @@ def op_calls(num_tokens: int, sizes: LayerSizes, dtype: torch.dtype) -> Iterator
         lambda impl: grouped_gemm(x, gate_up, order.offsets_E1, impl=impl, **product),
         (x, gate_up),
     )
-    y = leaf(num_rows, dim_d)
-    yield OpCall("combine", lambda impl: combine(y, weights, order, impl=impl), (y, weights))
-    down = leaf(num_experts, dim_d, dim_f)
+    y = _leaf(generator, dtype, num_rows, dim_d)
+    yield OpCall("combine", lambda impl: combine(y, shares, order, impl=impl), (y, shares))
     experts = StackedExperts(gate_up=gate_up, down=down)
     yield OpCall(
         "expert_mlp",
-        lambda impl: expert_mlp(x, ids, weights, experts, activation="silu", impl=impl),
-        (x, weights, gate_up, down),
+        lambda impl: expert_mlp(x, ids, shares, experts, activation="silu", impl=impl),
+        (x, shares, gate_up, down),
     )
     columns = ExpertColumns.of([dim_f] * num_experts, block_columns=128)
     topology = expert_topology(order.offsets_E1, columns, num_rows=num_rows).trimmed()
-    up, second, third = (leaf(num_experts * dim_f, dim_d) for _ in range(3))
     yield OpCall("sdd", lambda impl: sdd(x, up.T, topology, impl=impl, **product), (x, up))
     values = sdd(x, up.T, topology, **product).detach().requires_grad_()
     yield OpCall("dsd", lambda impl: dsd(values, second, topology, impl=impl), (values, second))
     packed = PackedExperts(gate=up, up=second, down=third, columns=columns)
     yield OpCall(
         "heterogeneous_mlp",
-        lambda impl: expert_mlp(x, ids, weights, packed, activation="silu", impl=impl),
-        (x, weights, up, second, third),
+        lambda impl: expert_mlp(x, ids, shares, packed, activation="silu", impl=impl),
+        (x, shares, up, second, third),
     )
+
+
+def _leaf(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    values = torch.randn(shape, generator=generator, dtype=dtype)
+    return values.mul_(shape[-1] ** -0.5).requires_grad_()
 
 
 class OpSystem:
@@ -186,7 +211,8 @@ def measure_ops(
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Measures every op in turn; the content of a results file."""
-    by_tokens = {tokens: list(op_calls(tokens, plan.sizes, plan.dtype)) for tokens in plan.tokens}
+    weights = draw_weights(plan.sizes, plan.dtype)
+    by_tokens = {tokens: list(op_calls(tokens, plan.sizes, weights)) for tokens in plan.tokens}
     systems = [
         OpSystem(dict(zip(by_tokens, calls, strict=True)), plan)
         for calls in zip(*by_tokens.values(), strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_runtime.bench.padded_exchange import ExchangeShape, RankExchange
+from moe_runtime.bench.cases.padded_exchange import ExchangeShape, RankExchange
 from moe_runtime.bench.results import Metric, describe_own_systems, make_results
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from harness.device_rates import median_s, wait_for
+from gpu_parts.device_rates import median_s, wait_for
 
 MOST_S = 1.5
 """After them a model is asked no other prompt."""

@@ -1,0 +1,103 @@
+"""What results measured: numbers of two files stand side by side where that is the same.
+
+The rest of the settings (threads, budgets, policies, how long it took) and the machine are what may
+be compared.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype")
+_TEXT = ("model", "layers", "weights", "prompt_tokens", "new_tokens")
+_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "latency": _TEXT,
+    "throughput": (*_TEXT, "batch"),
+    "io": ("model", "expert_bytes", "experts"),
+    "experts": _LAYER,
+    "layer": _LAYER,
+    "ops": _LAYER,
+    "training": (*_LAYER, "layers", "sequences", "context"),
+    "policies": ("model", "tokens", "layers", "experts", "top_k", "scope"),
+    "dispatch": ("ranks", "tokens", "dim", "experts", "top_k"),
+    "kernels": ("dtype",),
+    "serve": ("model", "prompt_tokens", "output_tokens", "chat", "ignore_eos"),
+}
+"""By case, the settings that say what was measured; other numbers of tokens are in metrics."""
+_WORDS = {
+    "weights": "{} weights",
+    "prompt_tokens": "prompts of {} tokens",
+    "new_tokens": "{} new tokens",
+    "output_tokens": "{} new tokens",
+    "batch": "{} side by side",
+    "expert_bytes": "experts of {} bytes",
+    "experts": "E={}",
+    "num_experts": "E={}",
+    "top_k": "K={}",
+    "dim_model": "D={}",
+    "dim": "D={}",
+    "dim_hidden": "F={}",
+    "layers": "{} layers",
+    "sequences": "{} sequences",
+    "context": "of {} tokens",
+    "tokens": "{} tokens",
+    "ranks": "{} ranks",
+    "chat": "chat",
+    "ignore_eos": "to the last token",
+}
+
+
+def model_words(settings: Mapping[str, Any]) -> str:
+    """The model that was measured: of a shape also how many of its layers."""
+    words = [str(settings["model"])]
+    if "layers" in settings:
+        words.append(_layers(settings))
+    if "weights" in settings:
+        words.append(_WORDS["weights"].format(settings["weights"]))
+    return ", ".join(words)
+
+
+def work_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that say what a results file measured; of several lengths each one once."""
+    settings = results["settings"]
+    found = {name: settings.get(name) for name in _SETTINGS.get(results["case"], ())}
+    return {
+        name: sorted(set(value)) if isinstance(value, list) else value
+        for name, value in found.items()
+    }
+
+
+def work_words(results: Mapping[str, Any]) -> str:
+    """The same for people, in one line."""
+    words = []
+    for name, value in work_of(results).items():
+        if name == "layers" and value is not None:
+            words.append(_layers(results["settings"]))
+        elif value not in (None, False, []):
+            shown = " and ".join(map(str, value)) if isinstance(value, list) else str(value)
+            words.append(_WORDS.get(name, "{}").format(shown))
+    return ", ".join(words)
+
+
+def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Refuses results of different work.
+
+    Raises:
+        ValueError: something that says what was measured differs.
+    """
+    one, other = work_of(before), work_of(after)
+    differing = [
+        f"{name} {one[name]!r} before, {other[name]!r} after"
+        for name in one
+        if one[name] != other[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"expected results of the same work, got {'; '.join(differing)}; measure one of them "
+            "again, or lay them out with `bench report`, which keeps them apart"
+        )
+
+
+def _layers(settings: Mapping[str, Any]) -> str:
+    """``4 of 16 layers``, where the shape has more than were measured."""
+    count, whole = settings["layers"], settings.get("layers_of_shape")
+    return f"{count} layers" if whole in (None, count) else f"{count} of {whole} layers"

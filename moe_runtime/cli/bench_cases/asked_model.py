@@ -1,0 +1,173 @@
+"""What ``bench latency`` and ``bench throughput`` measure: a checkpoint or a shape, and prompts."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from moe_runtime.cli.bench_cases.shared import say_line
+from moe_runtime.cli.prompts import read_prompts
+
+if TYPE_CHECKING:
+    from moe_runtime.bench.peer_process import PeerProgram
+
+_START_S = 300.0
+# A peer may compile what it needs when it is first imported.
+
+
+class AskedModel(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        path: of the checkpoint.
+        gguf: the same as a GGUF file, where that was written.
+        facts: its name for a results file, and what random weights are of.
+        failures: by the name of a peer that cannot run: why.
+    """
+
+    path: str
+    gguf: Path | None
+    facts: dict[str, Any]
+    failures: dict[str, str | None]
+
+    def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
+        """Peers that read GGUF files alone, and were given none, are given that of the shape."""
+        from moe_runtime.bench.peer_files import GGUF_PEERS
+
+        return [
+            replace(
+                one,
+                failure=self.failures.get(one.name),
+                settings=one.settings | {"model": str(self.gguf)}
+                if self.gguf and one.file.stem in GGUF_PEERS and one.settings["model"] == self.path
+                else one.settings,
+            )
+            for one in programs
+        ]
+
+
+@contextmanager
+def asked_model(
+    model: str | None,
+    shape: str | None,
+    layers: int | None,
+    peers: "Sequence[PeerProgram]",
+    *,
+    keep: bool,
+) -> Iterator[AskedModel]:
+    """MODEL, or what ``--shape`` stands for, whose files are there within the block.
+
+    Args:
+        model: as on the command line.
+        shape, layers, keep: see the options.
+        peers: read without settings of the run. Before files of a shape are written each must run
+            in its environment, so that none is written for a peer that cannot.
+
+    Raises:
+        ValueError: there is no such shape, or a peer has nothing to do with one.
+        CapacityError: the disk has too little room for it.
+    """
+    if shape is None:
+        from moe_runtime.checkpoints.model_files import find_checkpoint
+
+        assert model is not None
+        yield AskedModel(str(find_checkpoint(model)), None, {"model": Path(model).name}, {})
+        return
+    from moe_runtime.bench.peer_files import GGUF_PEERS, require_takes_shapes
+    from moe_runtime.bench.synthetic.model_shapes import SHAPES, shape_of_name
+    from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
+
+    asked = shape_of_name(shape, layers)
+    require_takes_shapes(peers)
+    failures = {one.name: _why_unable(one) for one in peers}
+    needs_gguf = any(
+        one.file.stem in GGUF_PEERS and "model" not in one.settings and not failures[one.name]
+        for one in peers
+    )
+    facts = {
+        "model": shape,
+        "layers": asked.num_layers,
+        "layers_of_shape": SHAPES[shape].num_layers,
+        "weights": "random",
+    }
+    with shape_checkpoint(
+        asked, shapes_folder(), keep=keep, needs_gguf=needs_gguf, say=say_line
+    ) as files:
+        gguf = files.gguf if needs_gguf else None
+        yield AskedModel(str(files.checkpoint), gguf, facts, failures)
+
+
+def _why_unable(program: "PeerProgram") -> str | None:
+    """Why a peer cannot run here, found out before a model is written."""
+    from moe_runtime.bench.peer_process import why_unable
+
+    say_line(f"{program.name}: is started once, to see that it can run")
+    nothing = {"model": "model.gguf", "num_threads": 1, "max_tokens": 1, "cap_bytes": None}
+    tried = replace(program, settings=nothing | program.settings)
+    if reason := why_unable(tried, _START_S):
+        say_line(f"{program.name}: cannot run, and is left out: {reason}")
+    return reason
+
+
+def require_one_model(
+    model: str | None, shape: str | None, layers: int | None, *, keep: bool
+) -> None:
+    """Refuses MODEL and ``--shape`` together, neither, and options of a shape without one.
+
+    Raises:
+        ValueError: there is no one thing to measure.
+    """
+    if (model is None) == (shape is None):
+        raise ValueError("expected MODEL or --shape, one of them: what is measured?")
+    if shape is None and (layers is not None or keep):
+        raise ValueError(f"{'--keep-shape' if keep else '--layers'} belongs to --shape")
+
+
+def split_off(ids: Sequence[list[int]], num_new: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and the last ids of each as the text that follows it."""
+    return [one[:-num_new] for one in ids], [one[-num_new:] for one in ids]
+
+
+def prompt_ids(
+    model: str, prompts: Path | None, num_tokens: int, num_built_in: int, num_after: int = 0
+) -> list[list[int]]:
+    """Token ids of the prompts of a file, or of built-in ones.
+
+    Args:
+        model: the checkpoint, whose tokenizer is taken.
+        prompts: the file.
+        num_tokens, num_built_in: of built-in prompts.
+        num_after: ids of text that follow each prompt.
+    """
+    from moe_runtime.bench.texts import cut_prompts
+    from moe_runtime.cli.commands.run import load_tokenizer
+    from moe_runtime.inference.generation import encode_prompt
+
+    tokenizer = load_tokenizer(model)
+    if prompts is None:
+        return cut_prompts(tokenizer, num_built_in, num_tokens + num_after)
+    texts = read_prompts(None, None, prompts)
+    found = [encode_prompt(tokenizer, text)["input_ids"][0].tolist() for text in texts]
+    if not num_after:
+        return found
+    after = cut_prompts(tokenizer, len(found), num_after)
+    return [ids + more for ids, more in zip(found, after, strict=True)]
+
+
+def common_settings(
+    model: str,
+    threads: int | None,
+    prompts: Sequence[list[int]],
+    num_new: int,
+    cap: int | None = None,
+) -> dict[str, Any]:
+    """Settings of every system."""
+    from moe_runtime.lab.this_machine import num_usable_cores
+
+    return {
+        "model": model,
+        "num_threads": threads or num_usable_cores(),
+        "max_tokens": max(map(len, prompts)) + num_new,
+        "cap_bytes": cap,
+    }

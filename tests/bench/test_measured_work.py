@@ -1,0 +1,105 @@
+"""Results of different work: never side by side, and said what each measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_runtime.bench.measured_work import model_words, work_words
+from moe_runtime.bench.results import Metric, describe_system, make_results, write_results
+from moe_runtime.bench.runner import MeasuredSystem
+from moe_runtime.cli.main import main
+
+LATENCY = {
+    "model": "olmoe-1b-7b",
+    "layers": 4,
+    "layers_of_shape": 16,
+    "weights": "random",
+    "prompt_tokens": [64, 64],
+    "new_tokens": 16,
+    "num_threads": 2,
+}
+
+
+def put(path: Path, ended: str = "time", case: str = "latency", **settings: Any) -> str:
+    measured = MeasuredSystem(repetitions=[{"t_s": one} for one in (0.010, 0.011, 0.012)])
+    one = describe_system("one", measured, {"t_s": Metric("s")}, system_versions={}, quality=None)
+    write_results(path, make_results(case, LATENCY | settings, ended, [one]))
+    return str(path)
+
+
+def test_words_say_how_many_layers_of_how_many() -> None:
+    assert model_words(LATENCY) == "olmoe-1b-7b, 4 of 16 layers, random weights"
+    assert model_words(LATENCY | {"layers": 16}) == "olmoe-1b-7b, 16 layers, random weights"
+    assert model_words({"model": "pocket"}) == "pocket"
+    words = work_words({"case": "latency", "settings": LATENCY})
+    assert words == f"{model_words(LATENCY)}, prompts of 64 tokens, 16 new tokens"
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"layers": 16}, "layers 4 before, 16 after"),
+        ({"model": "pocket"}, "model 'olmoe-1b-7b' before, 'pocket' after"),
+        ({"prompt_tokens": [128]}, "prompt_tokens [64] before, [128] after"),
+        ({"new_tokens": 32}, "new_tokens 16 before, 32 after"),
+        ({"prompt_tokens": [64] * 4, "num_threads": 1}, None),
+    ],
+)
+def test_other_work_is_not_compared(
+    changed: dict[str, Any],
+    complaint: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [put(tmp_path / "a.json"), put(tmp_path / "b.json", **changed)]
+    assert main(["bench", "compare", *words]) == (2 if complaint else 0)
+    err = capsys.readouterr().err
+    assert (complaint or "num_threads: 2 before, 1 after") in err
+    assert err.count("\n") == (1 if complaint else 2)
+
+
+def test_the_report_keeps_other_work_apart_and_says_what_was_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [
+        put(tmp_path / "a.json"),
+        put(tmp_path / "b.json", "interrupted"),
+        put(tmp_path / "c.json", layers=16),
+    ]
+    outputs = {name: tmp_path / name for name in ("p.html", "plots", "t.md", "t.csv")}
+    words = ["-o", outputs["p.html"], "--png", outputs["plots"], "--markdown", outputs["t.md"]]
+    assert main(["bench", "report", *files, *map(str, [*words, "--csv", outputs["t.csv"]])]) == 0
+    assert f"{files[1]}: was interrupted" in capsys.readouterr().err
+    assert {path.name for path in outputs["plots"].iterdir()} == {
+        *("latency-t-s.png", "latency-t-s-2.png")
+    }
+    page = outputs["p.html"].read_text()
+    for place in ("4 of 16 layers", "16 layers, random weights", "one (b.json), interrupted"):
+        assert all(place in path.read_text() for path in outputs.values() if path.suffix), place
+    assert page.count("<h2") >= 3
+    # The only one of its work needs no name of its file.
+    assert ",one,t_s," in outputs["t.csv"].read_text().splitlines()[3]
+    assert main(["bench", "compare", files[0], files[1]]) == 0
+    assert f"{files[1]}: was interrupted" in capsys.readouterr().err
+
+
+def test_results_are_shown_where_their_file_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that fills up meanwhile."""
+    import errno
+    import os
+
+    from moe_runtime.bench import results
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(results, "write_text", full)
+    words = ["bench", "io", "models/pocket", "--experts", "4", "--time", "1", "--quick"]
+    assert main([*words, "--json", "-o", str(tmp_path / "r.json")]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["case"] == "io"
+    assert f"{tmp_path}/r.json: the results cannot be written: No space left on device" in err
