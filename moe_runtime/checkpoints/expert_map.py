@@ -65,6 +65,7 @@ class ExpertMap:
         matrices: for each layer, the names of the tensors that its layouts list.
         packings: for each layer, how those of its matrices are written that are quantised or coded.
         dense_entries: the checkpoint's weights that belong to no expert.
+        buffers: of these, those that are no parameters; such a bound may be infinite.
         packed_dense: of these, the quantised ones that stay so in memory, and their parameters.
         weight_mapping: the conversion table that transformers uses for this model.
         type_names: in what types matrices of experts lie in the files, each once.
@@ -75,6 +76,7 @@ class ExpertMap:
     matrices: list[tuple[str, ...]] = field(default_factory=list)
     packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
     dense_entries: dict[str, Weight] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
     packed_dense: dict[str, str] = field(default_factory=dict)
     weight_mapping: list[WeightTransform] = field(default_factory=list)
     type_names: list[str] = field(default_factory=list)
@@ -193,6 +195,7 @@ def _type_names(experts: ExpertMap) -> list[str]:
 
 def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -> None:
     """Refuses experts of a layer that one product could not take together."""
+    start: int | None = None
     for matrix, of_experts in placed.items():
         if len({(found.described, found.packing) for found in of_experts}) > 1:
             from moe_runtime.checkpoints.misfits import refuse_types
@@ -200,12 +203,14 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
             refuse_types(name, matrix, of_experts)
         # conversions stack them by their order, whatever their numbers
         numbers = [one.name.partition("experts.")[2].partition(".")[0] for one in of_experts]
-        first = int(numbers[0]) if numbers[0].isdecimal() else 0
-        in_order = [str(first + place) for place in range(len(numbers))]
-        if numbers != in_order and any(map(str.isdecimal, numbers)):
+        if not any(map(str.isdecimal, numbers)):
+            continue
+        found = [int(number) if number.isdecimal() else -1 for number in numbers]
+        start = first_number(found[0], len(found)) if start is None else start
+        if found != [*range(start, start + len(found))]:
             from moe_runtime.checkpoints.misfits import refuse_numbers
 
-            refuse_numbers(matrix, numbers, in_order, of_experts)
+            refuse_numbers(matrix, found, start, of_experts)
     first = {matrix: of_experts[0] for matrix, of_experts in placed.items()}
     is_quantised = any(found.packing is not None for found in first.values())
     alike: dict[bool, dict[str, str]] = {False: {}, True: {}}
@@ -220,6 +225,11 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
                 f"{name}: of an expert's tensors, {' and '.join(kinds.values())}; expected one "
                 "type for them, or bfloat16 beside quantised ones: save the checkpoint again so"
             )
+
+
+def first_number(lowest: int, num_experts: int) -> int:
+    """The number of a layer's first expert: some families count on from other experts."""
+    return 0 if lowest < num_experts else lowest
 
 
 def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
@@ -273,7 +283,7 @@ def _convert(
     renamings = [entry for entry in mapping if isinstance(entry, private.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, private.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    state = model.state_dict()
+    state, buffers = model.state_dict(), dict(model.named_buffers())
     targets = {f"{m.name}.{parameter}" for m in experts.modules for parameter in m.parameters}
     prefix = model.base_model_prefix
     jobs: dict[str, Any] = {}
@@ -288,6 +298,8 @@ def _convert(
                 if state[name].is_floating_point():
                     _value_dtype(entry, dtype)
                 experts.dense_entries[entry.name] = entry
+                if name in buffers:
+                    experts.buffers.add(entry.name)
                 if pattern is None and not isinstance(entry, TensorEntry):
                     from moe_runtime.checkpoints.packed_parameter import may_stay_packed
 

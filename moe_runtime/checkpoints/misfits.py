@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from moe_runtime.checkpoints.expert_map import first_number
 from moe_runtime.checkpoints.formats import sign_of
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -96,8 +97,8 @@ def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> 
 
 def refuse_numbers(
     matrix: str,
-    numbers: Sequence[str],
-    expected: Sequence[str],
+    numbers: Sequence[int],
+    start: int,
     of_experts: Sequence[PlacedMatrix],
 ) -> NoReturn:
     """Refuses experts that are as many as they must be, but are not those.
@@ -105,10 +106,11 @@ def refuse_numbers(
     Raises:
         CheckpointError: names the first that is another one.
     """
-    place = next(place for place, number in enumerate(expected) if numbers[place] != number)
+    place = next(place for place, number in enumerate(numbers) if number != start + place)
     raise CheckpointError(
-        f"{of_experts[place].name}: expected the {matrix} weights of experts {expected[0]} to "
-        f"{expected[-1]} of the layer, found none of expert {expected[place]}, but these; {_AGAIN}"
+        f"{of_experts[place].name}: expected the {matrix} weights of experts {start} to "
+        f"{start + len(numbers) - 1} of the layer, found none of expert {start + place}, but "
+        f"these; {_AGAIN}"
     )
 
 
@@ -135,8 +137,7 @@ def _stems_of_other_layers(stems: Iterable[_Stem], named: Iterable[str]) -> Iter
 def _require_experts(
     stem: _Stem, found: Mapping[int, Weight], num_experts: int, entries: list[str]
 ) -> None:
-    lowest = min(found, default=0)
-    first = 0 if lowest < num_experts else lowest  # some families count on from other experts
+    first = first_number(min(found, default=0), num_experts)
     last = first + num_experts - 1
     expected = f"experts {first} to {last}, as the configuration says"
     for expert in sorted({*range(first, last + 1), *found}):

@@ -1,4 +1,4 @@
-"""Reads every weight of a checkpoint once, to find values that are no numbers.
+"""Reads every weight that a model uses once, to find values that are no numbers.
 
 A scale that is NaN or infinite makes everything behind it so, and no header tells it.
 """
@@ -19,6 +19,8 @@ from moe_runtime.kernels.linear import values_of
 from moe_runtime.memory.slab import aligned_bytes
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.types import ExpertKey
+
+_AGAIN = "fetch the checkpoint again"
 
 
 def verify_weights(
@@ -44,11 +46,11 @@ def verify_weights(
             named = dict(zip(experts.matrices[key.layer], layout.tensors, strict=True))
             for matrix, found in experts.matrices_in(key, slot).items():
                 if fault := _fault_in(found):
-                    part, numbers = fault
+                    part, numbers, remedy = fault
                     own = [name for name in named if name == f"{matrix}.{part}"] or [
                         name for name in named if name.partition(".")[0] == matrix
                     ]
-                    _refuse(finder.entry_of(named[own[0]]).name, numbers, matrix, key)
+                    _refuse(finder.entry_of(named[own[0]]).name, numbers, remedy, matrix, key)
             done += layout.tensor_bytes
             if progress is not None:
                 progress("verifying experts", done, total)
@@ -58,14 +60,17 @@ def verify_weights(
     try:
         for name, entry in experts.dense_entries.items():
             values = reader.read(entry)
-            if not values.isfinite().all():
+            is_right = (
+                values.isnan().logical_not() if name in experts.buffers else values.isfinite()
+            )
+            if not is_right.all():
                 _refuse(name, values)
     finally:
         reader.close()
 
 
-def _fault_in(found: Any) -> tuple[str, Tensor] | None:
-    """Which part of a matrix is not finite, and its numbers; None where its values all are."""
+def _fault_in(found: Any) -> tuple[str, Tensor, str] | None:
+    """Which part of a matrix spoils its values, these or its own, and what to do; None if none."""
     values = found if isinstance(found, Tensor) else values_of(found, torch.float32)
     if values.isfinite().all():
         return None
@@ -76,14 +81,22 @@ def _fault_in(found: Any) -> tuple[str, Tensor] | None:
         if numbers.dtype == torch.uint8:
             numbers = numbers.view(torch.float8_e8m0fnu)
         if not numbers.float().isfinite().all():
-            return part, numbers.float()
-    return "codes", values
+            return part, numbers.float(), _AGAIN
+    if getattr(found, "scales", None) is None or not values.isinf().any():
+        return "codes", values, _AGAIN
+    return "scales", values, "its scales are finite, codes times scales are not: save it again"
 
 
-def _refuse(name: str, numbers: Tensor, matrix: str = "", key: ExpertKey | None = None) -> None:
+def _refuse(
+    name: str,
+    numbers: Tensor,
+    remedy: str = _AGAIN,
+    matrix: str = "",
+    key: ExpertKey | None = None,
+) -> None:
     whose = f" ({matrix} of expert {key.expert} of MoE layer {key.layer})" if key else ""
     count = int(numbers.isfinite().logical_not().sum())
     raise CheckpointError(
         f"{name}{whose}: expected finite numbers, found {count} of {numbers.numel()} NaN or "
-        "infinite; fetch the checkpoint again"
+        f"infinite; {remedy}"
     )

@@ -120,7 +120,7 @@ def inspect_checkpoint(
         dtype: the type to compute in, as for ``load``.
         max_tokens: tokens to reckon with, as for ``load``.
         cache_code: how experts lie in memory, as for ``load``.
-        verify: also read every weight once, and refuse values that are NaN or infinite.
+        verify: also read every weight of the model, and refuse those that are NaN or infinite.
         progress: called meanwhile with what is being done, the bytes done and the bytes in all.
 
     Raises:

@@ -118,6 +118,20 @@ def renumbered(tensors: dict[str, Tensor]) -> None:
         tensors[name.replace(".experts.3.", ".experts.6.")] = tensors.pop(name)
 
 
+def from_one_on(names: str) -> Callable[[dict[str, Tensor]], None]:
+    """Gives those of a layer whose names have a part the numbers 1 to 6."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for expert in range(5, -1, -1):
+            start = f"{LAYER}.{expert}.{names}"
+            for name in [name for name in tensors if name.startswith(start)]:
+                tensors[name.replace(f"experts.{expert}.", f"experts.{expert + 1}.")] = tensors.pop(
+                    name
+                )
+
+    return change
+
+
 def rows_twice(tensors: dict[str, Tensor]) -> None:
     for name in [name for name in tensors if name.startswith(f"{EXPERT}.weight")]:
         if tensors[name].ndim == 2:
@@ -263,6 +277,8 @@ def test_a_configuration_at_fault_is_named(originals, tmp_path, sample, config, 
         (seventh, f"{LAYER}.6.gate_proj.weight: expected experts 0 to 5"),
         (braces, f"{LAYER}.4.up_proj.weight: expected the up weights of experts 0 to 5"),
         (renumbered, "found none of expert 3, but these"),
+        (from_one_on("up"), "expected the up weights of experts 0 to 5 of the layer"),
+        (from_one_on(""), f"{LAYER}.1.gate_proj.weight: expected the gate weights of experts 0 to"),
     ],
 )
 def test_of_plain_experts_too(plain, tmp_path, change, words) -> None:

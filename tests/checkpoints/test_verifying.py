@@ -51,6 +51,7 @@ def poisoned(name: str, number: float) -> Callable[[dict[str, Tensor]], None]:
         ("mixtral-nvfp4", f"{MIXTRAL}.weight_scale", 127, "up of expert 3"),
         ("mixtral-nvfp4", f"{MIXTRAL}.weight_global_scale", NAN, "up of expert 3"),
         ("gpt_oss-mxfp4", "model.layers.1.mlp.experts.down_proj_scales", 255, "down of expert 5"),
+        ("gpt_oss-mxfp4", "model.layers.1.mlp.experts.down_proj_scales", 254, "down of expert 5"),
         ("gpt_oss-mxfp4", "model.layers.1.mlp.experts.down_proj_bias", NAN, "down_bias of expert"),
         ("deepseek_v3-fp8", "model.norm.weight", -INF, ""),
     ],
@@ -62,7 +63,9 @@ def test_what_is_no_number_is_named(originals, tmp_path, sample, name, number, m
         inspect_checkpoint(folder, verify=True)
     message = str(caught.value)
     assert message.startswith(f"{name} ({matrix}" if matrix else f"{name}: expected finite")
-    assert "found 1 of" in message
+    is_overflow = number == 254
+    assert ("its scales are finite" in message) == is_overflow
+    assert is_overflow or "found 1 of" in message
 
 
 def test_scales_of_a_dense_weight_are_seen_in_its_values(originals, tmp_path) -> None:
@@ -99,4 +102,4 @@ def test_a_run_whose_logits_are_no_numbers_says_what_finds_the_cause(tmp_path, c
     assert main(["inspect", str(folder), "--verify"]) == 2
     assert "model.norm.weight: expected finite numbers, found 1 of" in capsys.readouterr().err
     assert main(["inspect", str(pocket_path()), "--verify"]) == 0
-    assert "every weight was read" in capsys.readouterr().out
+    assert "every weight that the model uses was read" in capsys.readouterr().out

@@ -5,7 +5,7 @@ A format is one file, which knows its names, types and shapes, and one row of `F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, Packing
@@ -80,16 +80,17 @@ def packed_weights(
     return found
 
 
-def sign_of(names: Iterable[str]) -> str:
-    """Which tensor belongs to a quantised weight, and what that would be; else empty."""
-    found = ((end, name) for end in SIGNS for name in names if name.endswith(end))
+def sign_of(names: Collection[str], but: str = "") -> str:
+    """Which tensor belongs to a quantised weight, not of one format, and of which; else empty."""
+    ends = [end for end, methods in SIGNS.items() if but not in methods]
+    found = ((end, name) for end in ends for name in names if name.endswith(end))
     end, name = next(found, ("", ""))
     return f"{name}, a part of {' or '.join(SIGNS[end])}" if end else ""
 
 
 def _refuse_other(settings: Settings, method: str, entries: Mapping[str, TensorEntry]) -> NoReturn:
     """Raises: no weight is in the format that the configuration names."""
-    sign = sign_of(entries)
+    sign = sign_of(entries, method)
     cause = f"but {sign}: correct quant_method" if sign else "remove the part if none is quantised"
     raise UnsupportedModelError(
         f"{settings.place}: expected weights in {method}, found none among the checkpoint's "

@@ -123,7 +123,8 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
 def _require_scales(name: str, entries: Mapping[str, TensorEntry], ignored: list[str]) -> None:
     """Refuses codes of a byte each that are alone."""
     module = name.removesuffix(".weight")
-    if entries[name].dtype in ("I8", "F8_E4M3") and module != name and not matches(module, ignored):
+    is_alone = module != name and f"{module}{_SCALES}" not in entries
+    if is_alone and entries[name].dtype in ("I8", "F8_E4M3") and not matches(module, ignored):
         companion(entries, module, [_SCALES], f"the scales of {name}")
 
 

@@ -272,7 +272,7 @@ def require_beside(
         raise CheckpointError(
             f"{entry.name}: expected {' or '.join(kinds)} {list(shape)} beside {of.name} "
             f"{of.dtype} {list(of.shape)}, found {entry.dtype} {list(entry.shape)}"
-            f"{(not is_shaped and hint()) or '; fetch the checkpoint again'}"
+            f"{(not is_shaped and hint()) or '; fetch the checkpoint again, or save it so'}"
         )
 
 
@@ -293,7 +293,7 @@ def other_groups(kind: WeightFormat, sizes: Sequence[int], found: Sequence[int])
     ):
         likely = [asked or size]
         if asked != 1 and count:
-            likely += [*(2**power for power in range(12)), -(-size // count)]
+            likely += [2**power for power in range(12)]
         fitting += [group for group in likely if -(-size // group) == count][:1]
     if len(fitting) < 2:
         return ""

@@ -25,7 +25,7 @@ Verify = Annotated[
     bool,
     typer.Option(
         "--verify",
-        help="Also read every weight once, and name the first that is NaN or infinite.",
+        help="Also read every weight of the model, and name the first that is NaN or infinite.",
     ),
 ]
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
@@ -74,7 +74,11 @@ def inspect(
             }
         )
         return
-    verified = [("verified", "every weight was read, all values are finite")] if verify else []
+    verified = (
+        [("verified", "every weight that the model uses was read, all values are finite")]
+        if verify
+        else []
+    )
     print_rows(f"{summary.path}", _as_rows(summary) + verified, to_stderr=False)
     _print_purchases(purchases)
     if choice is not None:

@@ -167,6 +167,20 @@ def test_zero_points_of_every_size(
     assert_right(weight, torch.randn(2, 300, generator=generator).to(dtype))
 
 
+@pytest.mark.parametrize("num_rows", [4, 7])
+@pytest.mark.parametrize("zero", [17, 255])
+def test_a_zero_point_beyond_the_table_changes_no_other_row(
+    isa: str, num_rows: int, zero: int, generator: torch.Generator
+) -> None:
+    """One row of x, with which several weight rows are multiplied at a time."""
+    x = torch.randn(1, 300, generator=generator).bfloat16()
+    for place in range(num_rows):
+        weight = random_matrix(AWQ, num_rows, 300, generator)
+        assert weight.zero_points is not None
+        weight.zero_points[place] = zero
+        assert_right(weight, x)
+
+
 def test_groups_that_no_vector_fits(isa: str, generator: torch.Generator) -> None:
     for group in (1, 7, 24, 384):
         kind = WeightFormat("uint4", "f16", group_cols=group, zero=8)
