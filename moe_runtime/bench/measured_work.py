@@ -61,20 +61,22 @@ def work_of(results: Mapping[str, Any]) -> dict[str, Any]:
     settings = results["settings"]
     found = {name: settings.get(name) for name in _SETTINGS.get(results["case"], ())}
     return {
-        name: sorted(set(value)) if isinstance(value, list) else value
+        name: _each_once(value) if isinstance(value, list) else value
         for name, value in found.items()
     }
 
 
 def work_words(results: Mapping[str, Any]) -> str:
     """The same for people, in one line."""
+    # There an expert is what is read, not one of a layer.
+    known = _WORDS | ({"experts": "{} of them"} if results["case"] == "io" else {})
     words = []
     for name, value in work_of(results).items():
         if name == "layers" and value is not None:
             words.append(_layers(results["settings"]))
         elif value not in (None, False, []):
             shown = " and ".join(map(str, value)) if isinstance(value, list) else str(value)
-            words.append(_WORDS.get(name, "{}").format(shown))
+            words.append(known.get(name, "{}").format(shown))
     return ", ".join(words)
 
 
@@ -95,6 +97,12 @@ def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> No
             f"expected results of the same work, got {'; '.join(differing)}; measure one of them "
             "again, or lay them out with `bench report`, which keeps them apart"
         )
+
+
+def _each_once(values: list[Any]) -> list[Any]:
+    """Numbers in their order, each once; of a file that somebody wrote, whatever it has."""
+    by_text = {repr(one): one for one in values}
+    return [by_text[text] for text in sorted(by_text, key=lambda text: (len(text), text))]
 
 
 def _layers(settings: Mapping[str, Any]) -> str:

@@ -159,7 +159,7 @@ def _metric_section(anchor: str, rows: Sequence[ResultRow], has_plot: bool) -> S
     name = name.replace("rss bytes", "memory")
     return Section(
         name=anchor,
-        title=f"{name[0].upper()}{name[1:]} ({': '.join(filter(None, (first.case, first.work)))})",
+        title=f"{name[:1].upper()}{name[1:]} ({': '.join(filter(None, (first.case, first.work)))})",
         lesson=(
             f"{'Less' if is_less_better else 'More'} is better. The median of {best.label} is "
             f"{figure(best.summary['median'] * scale)} {unit}"

@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from moe_runtime.bench.measured_work import model_words, work_words
-from moe_runtime.bench.results import Metric, describe_system, make_results, write_results
+from moe_runtime.bench.measured_work import model_words, work_of, work_words
+from moe_runtime.bench.results import (
+    Metric,
+    describe_system,
+    make_results,
+    write_results,
+)
 from moe_runtime.bench.runner import MeasuredSystem
+from moe_runtime.cli.bench_cases.shared import end_case
 from moe_runtime.cli.main import main
+from moe_runtime.cli.stopping import StopRequest
 
 LATENCY = {
     "model": "olmoe-1b-7b",
@@ -35,6 +43,21 @@ def test_words_say_how_many_layers_of_how_many() -> None:
     assert model_words({"model": "pocket"}) == "pocket"
     words = work_words({"case": "latency", "settings": LATENCY})
     assert words == f"{model_words(LATENCY)}, prompts of 64 tokens, 16 new tokens"
+    mixed = {"case": "latency", "settings": LATENCY | {"prompt_tokens": [128, 8, 128, 64]}}
+    assert work_of(mixed)["prompt_tokens"] == [8, 64, 128]
+    reads = {"model": "pocket", "expert_bytes": [196608], "experts": 96}
+    words = work_words({"case": "io", "settings": reads})
+    assert words == "pocket, experts of 196608 bytes, 96 of them"
+
+
+def test_settings_of_a_changed_file_may_be_anything(tmp_path: Path) -> None:
+    odd = put(tmp_path / "odd.json", prompt_tokens=[[64], "a", None, 128, 64, 128])
+    assert main(["bench", "compare", odd, odd]) == 0
+    assert main(["bench", "compare", odd, put(tmp_path / "a.json")]) == 2
+    content = Path(odd).read_text()
+    for name in ("", "_s"):
+        Path(odd).write_text(content.replace('"t_s"', f'"{name}"'))
+        assert main(["bench", "report", odd, "-o", str(tmp_path / "p.html")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -83,6 +106,32 @@ def test_the_report_keeps_other_work_apart_and_says_what_was_interrupted(
     assert ",one,t_s," in outputs["t.csv"].read_text().splitlines()[3]
     assert main(["bench", "compare", files[0], files[1]]) == 0
     assert f"{files[1]}: was interrupted" in capsys.readouterr().err
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    files = [tmp_path / folder / "a.json" for folder in ("old", "new")]
+    for file in files:
+        file.parent.mkdir()
+        put(file)
+    words = [*map(str, files), "-o", str(tmp_path / "p.html"), "--csv", str(tmp_path / "t.csv")]
+    assert main(["bench", "report", *words]) == 0
+    found = (tmp_path / "t.csv").read_text()
+    assert all(found.count(f"one ({file})") == 1 for file in files)
+
+
+def test_a_run_stopped_before_its_first_number_leaves_older_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = Path(put(tmp_path / "r.json"))
+    before = older.read_bytes()
+    one = describe_system("one", MeasuredSystem(), {}, system_versions={}, quality=None)
+    results, stop = make_results("latency", LATENCY, "interrupted", [one]), StopRequest()
+    stop.signal_number = 2
+    with pytest.raises(typer.Exit) as ended:
+        end_case(results, older, stop, lambda found: None, as_json=False)
+    assert ended.value.exit_code == 130
+    assert older.read_bytes() == before
+    assert f"nothing was measured yet, and {older} is left as it was" in capsys.readouterr().err
 
 
 def test_results_are_shown_where_their_file_cannot_be_written(

@@ -47,6 +47,34 @@ def test_files_are_there_within_the_block_and_kept_ones_longer(
     assert index.stat().st_mtime_ns == made
 
 
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"metadata": 1, "weight_map": []}'])
+def test_a_damaged_index_is_written_again(text: str, shape: ModelShape, tmp_path: Path) -> None:
+    with files_of(shape, tmp_path, keep=True) as files:
+        index = files.checkpoint / INDEX_NAME
+    whole = index.read_bytes()
+    index.write_text(text)
+    with files_of(shape, tmp_path, keep=True):
+        assert index.read_bytes() == whole
+
+
+def test_nothing_is_written_for_a_run_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its prompts are not there, or its results would replace a file that is kept of the shape."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "write_checkpoint", fails)
+    words = ["bench", "latency", "--shape", "olmoe-tiny"]
+    (tmp_path / "none.txt").write_text("\n")
+    assert main([*words, "--prompts", str(tmp_path / "none.txt")]) == 2
+    assert "holds no prompts" in capsys.readouterr().err
+    kept = tmp_path / "moe-runtime" / "shapes" / "olmoe-tiny" / "model" / "config.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    assert main([*words, "-o", str(kept)]) == 2
+    assert f"the results would replace {kept}" in capsys.readouterr().err
+    assert kept.read_text() == "{}"
+
+
 def test_the_gguf_file_comes_beside_a_kept_checkpoint(shape: ModelShape, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="extra peers is not installed")
     with files_of(shape, tmp_path, keep=True):

@@ -64,10 +64,14 @@ def is_complete(shape: ModelShape, folder: Path, *, seed: int = 0) -> bool:
     index = folder / INDEX_NAME
     if not index.is_file() or not (folder / TOKENIZER_NAME).is_file():
         return False
-    content = json.loads(index.read_text())
-    if content["metadata"] != {"total_size": shape.total_bytes, "seed": seed}:
+    try:
+        content = json.loads(index.read_text())
+        metadata, names = content["metadata"], set(content["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError):
         return False
-    files = [folder / name for name in set(content["weight_map"].values())]
+    if metadata != {"total_size": shape.total_bytes, "seed": seed}:
+        return False
+    files = [folder / name for name in names]
     return all(file.is_file() for file in files) and (
         sum(file.stat().st_size for file in files) >= shape.total_bytes
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_runtime.cli.bench_cases.shared import say_line
-from moe_runtime.cli.prompts import read_prompts
+from moe_runtime.reading import require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.bench.peer_process import PeerProgram
@@ -55,6 +55,7 @@ def asked_model(
     peers: "Sequence[PeerProgram]",
     *,
     keep: bool,
+    output: Path | None,
 ) -> Iterator[AskedModel]:
     """MODEL, or what ``--shape`` stands for, whose files are there within the block.
 
@@ -63,9 +64,11 @@ def asked_model(
         shape, layers, keep: see the options.
         peers: read without settings of the run. Before files of a shape are written each must run
             in its environment, so that none is written for a peer that cannot.
+        output: the results file, which may be none of those that are kept of the shape.
 
     Raises:
-        ValueError: there is no such shape, or a peer has nothing to do with one.
+        ValueError: there is no such shape, a peer has nothing to do with one, or the output would
+            replace a file of it.
         CapacityError: the disk has too little room for it.
     """
     if shape is None:
@@ -75,11 +78,13 @@ def asked_model(
         yield AskedModel(str(find_checkpoint(model)), None, {"model": Path(model).name}, {})
         return
     from moe_runtime.bench.peer_files import GGUF_PEERS, require_takes_shapes
+    from moe_runtime.bench.peer_process import files_under
     from moe_runtime.bench.synthetic.model_shapes import SHAPES, shape_of_name
     from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
 
     asked = shape_of_name(shape, layers)
     require_takes_shapes(peers)
+    require_not_read(output, "results", files_under(shapes_folder() / asked.name))
     failures = {one.name: _why_unable(one) for one in peers}
     needs_gguf = any(
         one.file.stem in GGUF_PEERS and "model" not in one.settings and not failures[one.name]
@@ -130,13 +135,13 @@ def split_off(ids: Sequence[list[int]], num_new: int) -> tuple[list[list[int]], 
 
 
 def prompt_ids(
-    model: str, prompts: Path | None, num_tokens: int, num_built_in: int, num_after: int = 0
+    model: str, texts: Sequence[str] | None, num_tokens: int, num_built_in: int, num_after: int = 0
 ) -> list[list[int]]:
-    """Token ids of the prompts of a file, or of built-in ones.
+    """Token ids of prompts, or of built-in ones.
 
     Args:
         model: the checkpoint, whose tokenizer is taken.
-        prompts: the file.
+        texts: of the prompts; None for built-in ones.
         num_tokens, num_built_in: of built-in prompts.
         num_after: ids of text that follow each prompt.
     """
@@ -145,9 +150,8 @@ def prompt_ids(
     from moe_runtime.inference.generation import encode_prompt
 
     tokenizer = load_tokenizer(model)
-    if prompts is None:
+    if texts is None:
         return cut_prompts(tokenizer, num_built_in, num_tokens + num_after)
-    texts = read_prompts(None, None, prompts)
     found = [encode_prompt(tokenizer, text)["input_ids"][0].tolist() for text in texts]
     if not num_after:
         return found

@@ -147,6 +147,8 @@ def end_case(
 ) -> None:
     """Writes and prints what was measured; says who failed.
 
+    Nothing is written where a run was interrupted before its first number.
+
     Args:
         results: content of a results file.
         output: the file, if any.
@@ -163,6 +165,11 @@ def end_case(
 
     results["command"] = command_line()
     unwritten: OSError | None = None
+    has_numbers = any(one["repetitions"] for one in results["measurements"])
+    if results["ended"] == "interrupted" and not has_numbers:
+        left = "" if output is None else f", and {output} is left as it was"
+        say_line(f"nothing was measured yet{left}")
+        output = None
     if output is not None:
         try:
             write_results(output, results)

@@ -31,7 +31,8 @@ def show_systems(
     Args:
         results: content of a results file.
         title: of the table.
-        spreads: metrics shown with percentiles and mean, by what their rows are called.
+        spreads: metrics shown with percentiles and the mean of the repetitions' medians, by what
+            their rows are called.
         singles: metrics of which the median is shown, where there are any.
         equal: what was compared.
     """
@@ -45,7 +46,7 @@ def show_systems(
             values = (one["summary"][metric][part] * factor for one in shown)
             rows.append([f"{what}, {unit}: {part}", *map(figure, values)])
         means = (with_half(one["summary"][metric], factor) for one in shown)
-        rows.append([f"{what}, {unit}: mean", *means])
+        rows.append([f"{what}, {unit}: mean of medians", *means])
     for what, metric in singles.items():
         found = [one["summary"].get(metric) for one in shown]
         if any(found):

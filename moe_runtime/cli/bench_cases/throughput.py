@@ -17,6 +17,7 @@ from moe_runtime.cli.bench_cases.asked_model import (
 )
 from moe_runtime.cli.bench_cases.tables import MEMORY_ROWS, show_systems
 from moe_runtime.cli.console import Session, quiet_transformers
+from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
@@ -78,6 +79,7 @@ def bench_throughput(
     if prompts is not None:
         words = "has no effect where --prompts says what to ask"
         refuse_given(ctx, {"prompt_tokens", "batches"}, words)
+    texts = None if prompts is None else read_prompts(None, None, prompts)
     limit = shared.cap_bytes(cap)
     from moe_runtime.bench.peer_files import find_peers, our_program
 
@@ -94,9 +96,9 @@ def bench_throughput(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    with asked_model(model, shape, layers, peers, keep=keep_shape) as asked:
+    with asked_model(model, shape, layers, peers, keep=keep_shape, output=output) as asked:
         num_built_in, num_after = batch * (batches or (1 if quick else 2)), num_new if shape else 0
-        ids = prompt_ids(asked.path, prompts, prompt_tokens, num_built_in, num_after)
+        ids = prompt_ids(asked.path, texts, prompt_tokens, num_built_in, num_after)
         given, after = split_off(ids, num_after) if shape else (ids, None)
         plan = ThroughputPlan(
             batches=in_batches(given, batch),

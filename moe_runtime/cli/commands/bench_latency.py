@@ -16,6 +16,7 @@ from moe_runtime.cli.bench_cases.asked_model import (
 )
 from moe_runtime.cli.bench_cases.tables import MEMORY_ROWS, show_systems
 from moe_runtime.cli.console import Session, quiet_transformers
+from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
@@ -66,6 +67,7 @@ def bench_latency(
     parse_budget(host_memory, name="--host-memory")
     if prompts is not None:
         refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
+    texts = None if prompts is None else read_prompts(None, None, prompts)
     limit = shared.cap_bytes(cap)
     from moe_runtime.bench.peer_files import find_peers, our_program
 
@@ -82,9 +84,9 @@ def bench_latency(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    with asked_model(model, shape, layers, peers, keep=keep_shape) as asked:
+    with asked_model(model, shape, layers, peers, keep=keep_shape, output=output) as asked:
         num_after = num_new if shape else 0
-        ids = prompt_ids(asked.path, prompts, prompt_tokens, 2 if quick else 4, num_after)
+        ids = prompt_ids(asked.path, texts, prompt_tokens, 2 if quick else 4, num_after)
         given, after = split_off(ids, num_after) if shape else (ids, None)
         plan = LatencyPlan(prompts=given, num_new=num_new, agreement=agreement, continuations=after)
         of_all = common_settings(asked.path, threads, plan.prompts, num_new, limit)

@@ -1,6 +1,7 @@
 """``moe-runtime bench report``: results files as a page, plots, Markdown and CSV."""
 
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +48,10 @@ def bench_report(
     from moe_runtime.bench.results import read_results
     from moe_runtime.lab.report.page import write_page, write_plots
 
-    named = [(path.name, read_results(path)) for path in results]
+    num_named = Counter(path.name for path in results)
+    # Files of the same name in several folders are told apart by these.
+    names = [path.name if num_named[path.name] == 1 else str(path) for path in results]
+    named = [(name, read_results(path)) for name, path in zip(names, results, strict=True)]
     for path, (_, found) in zip(results, named, strict=True):
         if found["ended"] == "interrupted":
             print(f"moe-runtime: {path}: was interrupted, and the page says so", file=sys.stderr)
