@@ -101,10 +101,14 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise
 
 
-def take_quantization(config: PreTrainedConfig, folder: Path) -> dict[str, Any] | None:
+def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str, Any] | None, str]:
     """Takes what a configuration says of quantised weights out of it; None where it is nothing.
 
-    ModelOpt may write it into a file of its own, `hf_quant_config.json`.
+    ModelOpt may write it into a file of its own, `hf_quant_config.json`, which counts where
+    `config.json` says nothing.
+
+    Returns:
+        What it says, and where.
 
     Raises:
         CheckpointError: it is no object.
@@ -123,7 +127,8 @@ def take_quantization(config: PreTrainedConfig, folder: Path) -> dict[str, Any] 
             found = clipped(quantization)
             raise CheckpointError(f"{file}: expected quantization to be an object, found {found}")
         found = {"quant_method": "modelopt", **quantization}
-    return found
+        return found, f"quantization of {QUANTIZATION_FILE}"
+    return found, "quantization_config of config.json"
 
 
 def load_tokenizer(folder: Path) -> Any:

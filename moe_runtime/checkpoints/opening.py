@@ -109,7 +109,7 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
         return replace(found, dtype=_compute_dtype(dtype, found.config, (), True))
     config = read_config(folder)
     # the model is built as one of plain weights: it computes what they stand for
-    quantization = take_quantization(config, folder)
+    quantization, place = take_quantization(config, folder)
     is_packed = quantization is not None and quantization.get("quant_method") == QUANT_METHOD
     entries = read_checkpoint_index(folder, PACKED_INDEX_NAME if is_packed else INDEX_FILE_NAME)
     check_layers(config, entries, folder / "config.json")
@@ -123,7 +123,7 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
     elif quantization is not None:
         from moe_runtime.checkpoints.formats import packed_weights
 
-        packed = packed_weights(quantization, entries)
+        packed = packed_weights(quantization, entries, place)
     compute_dtype = _compute_dtype(dtype, config, _plain(entries, packed), bool(packed))
     return Checkpoint(folder, config, entries, compute_dtype, packed, runs)
 

@@ -80,6 +80,16 @@ Model = Annotated[
         help="Folder of a safetensors checkpoint, a GGUF file, or a name on the hub.",
     ),
 ]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
+]
+Reschedule = Annotated[
+    bool,
+    typer.Option(
+        "--reschedule",
+        help="With --resume: number of steps and the rate's course may differ from before.",
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
 ]

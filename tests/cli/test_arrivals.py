@@ -239,7 +239,8 @@ CASES = {
             "zeroth_order": "tests/research/test_zeroth_order_runs.py",
             "eps": "tests/research/test_zeroth_order_runs.py",
             **dict.fromkeys(
-                ("storage_dir", "resume", "dry_run"), "tests/training/test_finetuning.py"
+                ("storage_dir", "resume", "reschedule", "dry_run"),
+                "tests/training/test_finetuning.py",
             ),
         },
     ),

@@ -243,6 +243,14 @@ def test_a_signal_leaves_a_checkpoint(
     assert not [name for name in left if name.endswith((".partial", ".tmp", ".part"))]
     assert main([*words, "--resume"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] == whole["loss"]
+    longer = [*words, "--resume"]
+    longer[words.index("--steps") + 1] = "4"
+    assert main(longer) == 2
+    assert "add --reschedule" in capsys.readouterr().err
+    assert main([*longer, "--reschedule"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 4
+    assert main([*words, "--reschedule"]) == 2
+    assert "give --resume too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -48,19 +48,22 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
 
 
 def packed_weights(
-    values: Mapping[str, Any], entries: Mapping[str, TensorEntry]
+    values: Mapping[str, Any],
+    entries: Mapping[str, TensorEntry],
+    place: str = "quantization_config of config.json",
 ) -> dict[str, PackedWeight]:
     """The quantised weights of a checkpoint by name, as the model's conversion table knows them.
 
     Args:
         values: the quantisation part of the configuration.
         entries: all tensors.
+        place: where that part stands, for messages.
 
     Raises:
         UnsupportedModelError: nothing here reads such weights yet.
         CheckpointError: configuration and tensors do not belong together; names the tensor.
     """
-    settings = Settings(values)
+    settings = Settings(values, place)
     method = settings.text("quant_method")
     if method is None or method not in FORMATS:
         settings.unsupported(f"quant_method {clipped(method)}", " or ".join(FORMATS))

@@ -288,16 +288,17 @@ def other_groups(kind: WeightFormat, sizes: Sequence[int], found: Sequence[int])
     if len(found) != len(sizes) or [*found[:-2]] != lead:
         return ""
     fitting = []
-    for size, count, asked in zip(
-        (rows, cols), found[-2:], (kind.group_rows, kind.group_cols), strict=True
+    asked_for = kind.group_rows, kind.group_cols
+    for place, (size, count, asked) in enumerate(
+        zip((rows, cols), found[-2:], asked_for, strict=True)
     ):
         likely = [asked or size]
-        if asked != 1 and count:
+        if count and (place or asked != 1):  # most formats have groups of one row
             likely += [2**power for power in range(12)]
         fitting += [group for group in likely if -(-size // group) == count][:1]
     if len(fitting) < 2:
         return ""
-    asked = " x ".join(str(size or "all") for size in (kind.group_rows, kind.group_cols))
+    asked = " x ".join(str(size or "all") for size in asked_for)
     return (
         f", those of groups of {fitting[0]} x {fitting[1]}, not of {asked}; correct the size of "
         "groups in the quantization_config of config.json, or fetch the checkpoint again"

@@ -88,9 +88,6 @@ Trace = Annotated[
         "--trace", metavar="FILE.npz", help="Record where the gates send tokens, for `report`."
     ),
 ]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
-]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen, and stop.")]
 
 
@@ -119,7 +116,8 @@ def finetune(
     export_dtype: ExportDtype = "auto",
     seed: options.Seed = None,
     trace: Trace = None,
-    resume: Resume = False,
+    resume: options.Resume = False,
+    reschedule: options.Reschedule = False,
     dry_run: DryRun = False,
     config: options.Config = None,
     as_json: options.Json = False,
@@ -191,6 +189,8 @@ def finetune(
         refuse_given(ctx, ("storage_dir",), "is for experts that are trained; --lora writes none")
     else:
         refuse_given(ctx, ("lora_on",), "says where adapters are; give --lora RANK too")
+    if not resume:
+        refuse_given(ctx, ("reschedule",), "changes a run that goes on; give --resume too")
     settings = build_tree(config_class, tree)
     quiet_transformers(session)
     from moe_runtime.training.data.prepared import removed_unless_begun
@@ -200,7 +200,7 @@ def finetune(
         if dry_run:
             _show_plan(preparation, as_json=as_json)
             return
-        summary, exit_code = _finetune(preparation, resume=resume)
+        summary, exit_code = _finetune(preparation, resume=resume, reschedule=reschedule)
     if as_json:
         print_json(summary)
     else:
@@ -220,13 +220,15 @@ def _prepare(config: "FinetuneConfig", *, has_steps: bool) -> "FinetunePreparati
         )
 
 
-def _finetune(preparation: "FinetunePreparation", *, resume: bool) -> tuple[dict[str, Any], int]:
+def _finetune(
+    preparation: "FinetunePreparation", *, resume: bool, reschedule: bool
+) -> tuple[dict[str, Any], int]:
     """Trains and exports; returns the summary and the exit code."""
     from moe_runtime.training.finetune.finetuning import finish, plan, start
 
     found = plan(preparation)
     with loading_bar() as progress:
-        trainer = start(preparation, resume=resume, progress=progress)
+        trainer = start(preparation, resume=resume, reschedule=reschedule, progress=progress)
     try:
         warn_where_much_moves(
             found,

@@ -36,16 +36,6 @@ Settings = Annotated[
         "--set", metavar="KEY=VALUE", help="Overrides a key, such as run.steps=100. Repeatable."
     ),
 ]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
-]
-Reschedule = Annotated[
-    bool,
-    typer.Option(
-        "--reschedule",
-        help="With --resume: run.steps and the rate's course may differ from the checkpoint's.",
-    ),
-]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Prepare everything, show what would happen, and stop.")
 ]
@@ -58,8 +48,8 @@ def train(
     ctx: typer.Context,
     config_file: ConfigFile,
     settings: Settings = None,
-    resume: Resume = False,
-    reschedule: Reschedule = False,
+    resume: options.Resume = False,
+    reschedule: options.Reschedule = False,
     dry_run: DryRun = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
