@@ -28,6 +28,13 @@ def files_of(shape: ModelShape, folder: Path, *, keep: bool = False, needs_gguf:
     return shape_checkpoint(shape, folder, keep=keep, needs_gguf=needs_gguf, say=lambda line: None)
 
 
+def know_the_shape(shape: ModelShape, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For commands, as `tiny`, with a cache of its own and peers that start quickly."""
+    monkeypatch.setitem(SHAPES, "tiny", shape)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+
+
 def entries(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
@@ -279,9 +286,7 @@ def test_the_command_measures_a_shape_beside_transformers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """All are given text, from the disk where it may be kept, and nothing stays behind."""
-    monkeypatch.setitem(SHAPES, "tiny", shape)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+    know_the_shape(shape, tmp_path, monkeypatch)
     path = tmp_path / "r.json"
     words = ["--shape", "tiny", "--layers", "1", "--prompt-tokens", "5", "-n", "3", "--quick"]
     words += ["--time", "1", "--threads", "1", "--peer", "transformers", "-o", str(path)]
@@ -351,9 +356,7 @@ def test_a_peer_that_cannot_run_costs_no_file_and_exit_code_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It is found out before anything is written, and the others are measured all the same."""
-    monkeypatch.setitem(SHAPES, "tiny", shape)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+    know_the_shape(shape, tmp_path, monkeypatch)
     (tmp_path / "llama_cpp.py").write_text("raise ImportError('no llama here')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     path = tmp_path / "r.json"

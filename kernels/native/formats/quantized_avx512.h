@@ -14,14 +14,14 @@
 enum { DECODE_TABLE4, DECODE_ZEROS4, DECODE_E4M3, DECODE_BYTES, DECODE_ANY4, NUM_DECODERS };
 enum { NUM_LANES = 16, LARGEST_TABLE_ZERO = 16 };
 enum { WIDE, PAIRS, NUM_MODES }; /* of products: as fp32, of pairs of bf16 */
-enum { WEIGHT_ROWS = 4 };         /* that one row of x is multiplied with at a time */
+enum { WEIGHT_ROWS = 4 }; /* that one row of x is multiplied with at a time */
 
 typedef struct {
-    int shift;             /* binary logarithm of a group's columns */
-    __m512i expand;        /* group of each lane, counted from the first of the block, or of the 64 codes of a DOT8 */
-    __m512i table, flip;   /* bf16 values of codes; what makes codes unsigned */
+    int shift;               /* binary logarithm of a group's columns */
+    __m512i expand;          /* group of each lane, counted from the first of the block, or of the 64 codes of a DOT8 */
+    __m512i table, flip;     /* bf16 values of codes; what makes codes unsigned */
     __m512i low[2], high[2]; /* bytes of bf16 by the magnitudes of fp8 codes */
-    __m512 wide_table;     /* fp32 values of codes */
+    __m512 wide_table;       /* fp32 values of codes */
 } Lanes;
 
 /* Of the codes that begin with an element. */

@@ -14,9 +14,9 @@ from typing import Any
 from moe_runtime.bench.cases.text_systems import (
     MEMORY_METRICS,
     TextSystem,
+    likeliest,
     measure_in_turn,
     memory_numbers,
-    named_failure,
 )
 from moe_runtime.bench.peer_process import PeerProcess, PeerProgram, started
 from moe_runtime.bench.results import Metric
@@ -115,13 +115,7 @@ def measure_latency(
 
 def _likeliest(ours: PeerProgram, plan: LatencyPlan) -> list[list[int]]:
     """The likeliest tokens after each prompt: its greedy continuation, unless one is given."""
-    with named_failure(ours.name), started(ours, plan.timeout_s) as process:
-        process.ask("start", settings=ours.settings)
-        process.ask("load")
-        given = plan.continuations or [None] * len(plan.prompts)
-        found = [_answer(process, plan, n, ids)["ids"] for n, ids in enumerate(given)]
-        process.ask("end")
-    return found
+    return likeliest(ours, plan, len(plan.prompts), _answer)
 
 
 def _answer(

@@ -1,11 +1,10 @@
 """Systems that continue text, each a process for every repetition, held to the same tokens."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moe_runtime.bench.peer_process import PeerProgram
+from moe_runtime.bench.peer_process import PeerProgram, started
 from moe_runtime.bench.results import JOULES, Metric, describe_system, make_results
 from moe_runtime.bench.runner import MeasuredSystem, Number, PeerFailedError, Rules, run_in_turn
 from moe_runtime.lab.energy import EnergyMeter
@@ -78,13 +77,30 @@ class TextSystem(ABC):
             )
 
 
-@contextmanager
-def named_failure(name: str) -> Iterator[None]:
-    """Within the block a failure says whose it is, where no table has its name beside it."""
+def likeliest(
+    ours: PeerProgram, plan: Any, number: int, answer: Callable[..., Mapping[str, Any]]
+) -> list[Any]:
+    """The likeliest tokens of each text, untimed, which every system is held to.
+
+    Args:
+        ours: this project.
+        plan: of the case; its `continuations`, where there are some, are the texts.
+        number: of texts.
+        answer: asks a process for one: called with it, the plan, the text's number and the text.
+
+    Raises:
+        PeerFailedError: it does not run.
+    """
+    given = plan.continuations or [None] * number
     try:
-        yield
-    except PeerFailedError as error:
-        raise PeerFailedError(f"{name}: {error}") from None
+        with started(ours, plan.timeout_s) as process:
+            process.ask("start", settings=ours.settings)
+            process.ask("load")
+            found = [answer(process, plan, place, text)["ids"] for place, text in enumerate(given)]
+            process.ask("end")
+    except PeerFailedError as error:  # no table has its name beside it
+        raise PeerFailedError(f"{ours.name}: {error}") from None
+    return found
 
 
 def memory_numbers(
