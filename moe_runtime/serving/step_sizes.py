@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 MIN_TOKENS = 16
 """Tokens of prompts that a step may always have."""
-MAX_COST_RATIO = 2.0
+MAX_COST_RATIO = 3.0
 """A token takes at most so many times its time in the most efficient step, whoever waits."""
 FREE_GROWTH = 1.25
 """Where steps take longer than they may in any case, more tokens may make them so much longer:

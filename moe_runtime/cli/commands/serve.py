@@ -99,7 +99,7 @@ MaxSlowdown = Annotated[
     float,
     typer.Option(
         help="Times as long that a step may take with a prompt's tokens as without: fewer tokens "
-        "of it are read at a time then, as long as they do not cost twice as much each; "
+        "of it are read at a time then, as long as they cost less than three times as much each; "
         "with inf they grow to --step-tokens.",
     ),
 ]
