@@ -28,9 +28,10 @@ class StepSizes:
     Sizes are doubled from `MIN_TOKENS` on. A step with prompts takes at most ``max_slowdown`` times
     as long as one without, as far as that is possible with `MAX_COST_RATIO`: where experts come
     from a disk, a step of few tokens reads nearly as much as one of many, and small steps would
-    read for ever. A larger size is tried when twice the time of the one before would still be short
-    enough, which it cannot exceed: more tokens share what is read. Where every step that is
-    efficient takes longer than that, it takes as many tokens as cost little more time.
+    read for ever. A larger size is tried when it would still be short enough: it takes at most
+    twice the time of the one before, since more tokens share what is read, and no more than that
+    one did for each token above the one before it. Where every step that is efficient takes longer
+    than that, it takes as many tokens as cost little more time.
     """
 
     def __init__(
@@ -83,13 +84,15 @@ class StepSizes:
     def most_tokens(self) -> int:
         """Tokens of prompts for the next step beside sequences that decode."""
         size = self._sizes[0]
-        for larger in self._sizes[1:]:
+        for index, larger in enumerate(self._sizes[1:]):
             if size not in self._seconds:
                 break
             seconds = self._seconds[size]
-            doubled = seconds * larger / size
-            found = min(self._seconds.get(larger, doubled), doubled)
-            if not self._is_short(found) and not self._is_inefficient(seconds / size):
+            expected = self._seconds.get(larger, self._expected(index))
+            most_s = seconds * larger / size
+            if expected is not None:
+                most_s = min(expected, most_s)
+            if not self._is_short(most_s) and not self._is_inefficient(seconds / size):
                 break
             size = larger
         if size in self._seconds and not self._is_short(self._seconds[size]):
