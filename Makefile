@@ -33,7 +33,7 @@ CLIENTS_TESTS ?= tests/serving/http/test_foreign_clients.py
 
 # Empty for the full comparison: an hour, and 28 GB of disk. Peers join in once they are installed:
 # .venv/bin/pip install -c constraints.txt -e ".[peers]"
-BENCH_ARGS ?= --quick
+BENCH_ARGS ?= --shape olmoe-tiny --peer transformers --quick
 
 # What `make gpu` runs: whose tests a GPU can fail, which layers get tiles of their own, and seconds
 # for the tests, the tiles and the measurements. Each part keeps what it has found when its time ends.
@@ -86,7 +86,7 @@ help:
 	@echo "make gpu     install, then test on a GPU, choose tiles there and measure: nine minutes"
 	@echo "make check   install, then ruff and pyright"
 	@echo "make docs    install, then build the documentation as a site: build/site/index.html"
-	@echo "make bench   install, then time generation on a tiny checkpoint; BENCH_ARGS= for everything"
+	@echo "make bench   install, then time generation; BENCH_ARGS='--shape olmoe-1b-7b' for a large checkpoint"
 	@echo "make format  rewrite the sources the way make check wants them"
 	@echo "make clean   remove .venv and everything built"
 
@@ -215,7 +215,7 @@ docs: $(INSTALLED)
 	$(BIN)/python docs/site/build_site.py
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/generate.py $(BENCH_ARGS)
+	$(BIN)/moe-runtime bench latency $(BENCH_ARGS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -1,87 +1,113 @@
-"""Writes the table of the README from a results file, so that no number is typed by hand.
+"""Measures the table of the README, and writes it, so that no number is typed by hand.
 
-python benchmarks/readme_table.py            # rewrite the README's table
-python benchmarks/readme_table.py --check    # only say whether it is up to date
+python benchmarks/readme_table.py --measure   # about an hour, 28 GB of disk, root for the caps
+python benchmarks/readme_table.py             # rewrite the table from the newest results
+python benchmarks/readme_table.py --check     # only say whether it is up to date
+
+`--measure` runs `moe-runtime bench latency` with all memory there is and under each cap, peers
+beside it, and writes a results file for each.
 """
 
 import argparse
 import json
+import shlex
+import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from harness.caps import GIB
+from harness.machine import describe_machine, machine_name
 
 from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path("benchmarks") / "results"
 BEGIN, END = "<!-- benchmarks/readme_table.py: begin -->", "<!-- end -->"
-OURS = "ours"
-DEFAULT_SHAPE = "olmoe-1b-7b"
-COMPARED = {OURS, "transformers", "llama.cpp"}
+OURS = "moe_runtime"
+SHAPE = "olmoe-1b-7b"
+CAPS = {
+    None: ("transformers:grouped_mm", "llama_cpp"),
+    "10GiB": ("llama_cpp",),
+    "7GiB": ("accelerate", "llama_cpp"),
+    "5GiB": ("llama_cpp",),
+}
+"""What is measured beside this project under each cap."""
+OPTIONS = ("--prompt-tokens", "256", "-n", "9", "--time", "600", "--keep-shape")
+
+Results = dict[str, Any]
 
 
-def table_of(results: dict[str, Any]) -> str:
-    """The README's table for one results file of ``generate.py``."""
-    peers = [name for name in _systems(results) if name != OURS]
+def measure(caps: list[str | None]) -> int:
+    """Runs `moe-runtime bench latency` for each cap; the worst of its exit codes."""
+    worst = 0
+    for cap in caps:
+        words = [one for peer in CAPS[cap] for one in ("--peer", peer)]
+        words += ["--cap", cap] if cap else []
+        file = RESULTS / f"latency-{SHAPE}-{cap or 'none'}-{machine_name(describe_machine())}.json"
+        command = ["bench", "latency", "--shape", SHAPE, *words, *OPTIONS, "-o", str(file)]
+        print(shlex.join(["moe-runtime", *command]), flush=True)
+        program = Path(sys.executable).with_name("moe-runtime")
+        worst = max(worst, subprocess.run([program, *command], cwd=ROOT).returncode)
+    return worst
+
+
+def table_of(found: list[Results]) -> str:
+    """The README's table from results of `bench latency` under different caps."""
+    found = sorted(found, key=lambda one: -(one["settings"]["cap_bytes"] or sys.maxsize))
+    of_caps = [{one["system"]: one for one in each["measurements"]} for each in found]
+    peers = [name for name in dict.fromkeys(n for rows in of_caps for n in rows) if name != OURS]
     lines = [
-        "| memory | " + " | ".join(["moe-runtime", *peers]) + " | first token | prompt, warm |",
+        "| memory | " + " | ".join(["moe-runtime", *peers]) + " | first token | prompt |",
         "|---|" + "--:|" * (len(peers) + 3),
     ]
-    for cap in dict.fromkeys(row["cap_bytes"] for row in results["summary"]):
-        here = [row for row in results["summary"] if row["cap_bytes"] == cap]
-        rows = {row["system"]: row["medians"] for row in here}
-        if not rows.get(OURS):
-            continue
-        cells = [_rate(rows.get(name), "decode_tokens_per_s") for name in [OURS, *peers]]
-        ours = rows[OURS]
+    for each, rows in zip(found, of_caps, strict=True):
+        rates = [_decode_rate(rows.get(name)) for name in (OURS, *peers)]
+        ours, prompts = rows[OURS]["summary"], each["settings"]["prompt_tokens"]
+        seconds = {name: ours[name]["median"] for name in ("first_token_s", "load_s", "import_s")}
         lines.append(
-            f"| {_memory(cap)} | **{cells[0]}** | "
-            + " | ".join(cells[1:])
-            + f" | {ours['ttft_s']:.0f} s | {_rate(ours, 'prefill_warm_tokens_per_s')} |"
+            f"| {_memory(each['settings']['cap_bytes'])} | **{rates[0]}** | "
+            f"{' | '.join(rates[1:])} | {sum(seconds.values()):.0f} s | "
+            f"{statistics.mean(prompts) / seconds['first_token_s']:.3g} |"
         )
-    shape, machine = results["shape"], results["machine"]
+    settings, machine = found[0]["settings"], found[0]["machine"]
+    commits = sorted({each["commit"][:12] for each in found})
     return "\n".join(
         [
-            f"Decoded tokens per second, `{shape['name']}` shape "
-            f"({format_bytes(shape['total_bytes'])} in bf16), "
-            f"{results['settings']['prompt_tokens']} prompt tokens; first token and prompt speed "
-            "(tokens/s) are ours:",
+            f"Decoded tokens per second, `{settings['model']}` shape in bf16, "
+            f"{settings['prompt_tokens'][0]} prompt tokens; first token (from the start of the "
+            "process) and prompt speed (tokens/s) are ours:",
             "",
             *lines,
             "",
-            f"{machine['cpu']}, {results['settings']['num_threads']} threads, "
+            f"{machine['cpu']}, {settings['num_threads']} threads, "
             f"{format_bytes(machine['memory_bytes'])}, no GPU; whole process capped, page cache "
-            f"included; medians of {results['settings']['repeats']} runs, systems in turn; "
-            f"{results['date'][:10]}, commit {results['commit'][:12]}. "
-            f"Made by `{results['command']}`.",
+            f"included; systems in turn, medians; {max(each['date'] for each in found)[:10]}, "
+            f"commit {', '.join(commits)}. Made by `python benchmarks/readme_table.py --measure`.",
         ]
     )
 
 
-def _systems(results: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(row["system"] for row in results["summary"]))
-
-
-def _is_full(results: dict[str, Any]) -> bool:
-    """Whether it has the shape that `generate.py` takes by itself, and the main peers."""
-    systems = {system.partition(":")[0] for system in _systems(results)}
-    return results["shape"]["name"] == DEFAULT_SHAPE and systems >= COMPARED
+def _decode_rate(measured: Results | None) -> str:
+    """Tokens a second of a system between its first and its last token."""
+    if measured is None or not measured["repetitions"]:
+        return "–"
+    return f"{1 / measured['summary']['between_tokens_s']['median']:.3g}"
 
 
 def _memory(cap: int | None) -> str:
-    return "all of it" if cap is None else f"{cap / 2**30:.0f} GiB"
+    return "all of it" if cap is None else f"{cap / GIB:.0f} GiB"
 
 
-def _rate(medians: dict[str, float] | None, name: str) -> str:
-    value = (medians or {}).get(name)
-    return "–" if value is None else f"{value:.3g}"
-
-
-def with_table(readme: str, results: dict[str, Any]) -> str:
-    """The README's text with the table between the two marks replaced."""
-    return replaced(readme, BEGIN, END, table_of(results))
+def newest_results() -> list[Results]:
+    """The files of the machine that was measured last."""
+    files = (ROOT / RESULTS).glob(f"latency-{SHAPE}-*.json")
+    found = [json.loads(file.read_text()) for file in files]
+    newest = max(found, key=lambda one: one["date"], default=None)
+    return [one for one in found if newest and one["machine"]["cpu"] == newest["machine"]["cpu"]]
 
 
 def replaced(text: str, begin: str, end: str, body: str) -> str:
@@ -92,25 +118,22 @@ def replaced(text: str, begin: str, end: str, body: str) -> str:
 
 
 def main() -> int:
-    """Rewrites or checks the README."""
+    """Measures, rewrites or checks; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument(
-        "--results", type=Path, help="a results file (default: the newest full one)"
-    )
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when stale")
+    parser.add_argument("--measure", action="store_true", help="measure first, all caps")
+    parser.add_argument("--cap", choices=[cap or "none" for cap in CAPS], help="of --measure: one")
     options = parser.parse_args()
-    files = [options.results] if options.results else RESULTS.glob("generate-*.json")
-    found = [json.loads(file.read_text()) for file in files]
-    if not options.results:
-        found = [results for results in found if _is_full(results)]
-    if not found:
-        print("benchmarks/results has no results file; run benchmarks/generate.py", file=sys.stderr)
+    caps = [None if options.cap == "none" else options.cap] if options.cap else list(CAPS)
+    if options.measure and (code := measure(caps)):
+        return code
+    if not (found := newest_results()):
+        print("benchmarks/results has no results; --measure makes some", file=sys.stderr)
         return 2
-    results = max(found, key=lambda content: content["date"])
     readme = README.read_text()
-    wanted = with_table(readme, results)
+    wanted = replaced(readme, BEGIN, END, table_of(found))
     if options.check:
         return int(wanted != readme)
     write_text(README, wanted)

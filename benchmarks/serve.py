@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from harness.caps import cap_label, parse_cap
 from harness.interruption import stop_on_termination
 from harness.machine import machine_name, num_usable_cores, run_facts
-from harness.plan import cap_label, parse_cap
 
 from moe_runtime.bench.memory_cap import drop_page_cache, memory_cap, why_unavailable
 from moe_runtime.bench.synthetic.checkpoint_writer import is_complete, write_checkpoint

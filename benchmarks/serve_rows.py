@@ -35,9 +35,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.caps import cap_label, parse_cap
 from harness.interruption import stop_on_termination
 from harness.machine import machine_name, run_facts
-from harness.plan import cap_label, parse_cap
 from harness.token_client import Client, Times
 from safetensors.torch import save_file
 

@@ -13,7 +13,7 @@ from moe_runtime.bench.peer_process import PeerProgram, this_python
 from moe_runtime.config import require_known
 
 _FOLDER = Path(__file__).resolve().parent / "peers"
-_NOT_PEERS = ("__init__", "host", "moe_runtime")
+_NOT_PEERS = ("__init__", "host")
 OURS = "moe_runtime"
 GGUF_PEERS = ("llama_cpp",)
 """Peers that read GGUF files alone."""

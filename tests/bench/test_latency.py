@@ -158,12 +158,14 @@ def test_the_command_measures_us_beside_transformers(
     path = tmp_path / "r.json"
     words = ["--prompts", str(tmp_path / "p.txt"), "--quick", "--time", "1", "--threads", "1"]
     monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
-    words += ["--peer", "transformers", "-o", str(path), "--json"]
+    words += ["--peer", "transformers", "--peer", "moe_runtime", "-o", str(path), "--json"]
     assert main(["bench", "latency", str(tmp_path / "model"), *words]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == read_results(path)
     assert (printed["case"], printed["ended"]) == ("latency", "time")
     assert printed["settings"]["new_tokens"] == 16
+    names = [one["system"] for one in printed["measurements"]]
+    assert names == ["moe_runtime", "transformers", "moe_runtime#2"]
     for one in printed["measurements"]:
         assert one["quality"]["equal"] >= 0.9 * one["quality"]["compared"] == 0.9 * 32
         assert one["summary"]["first_token_s"]["p50"] > 0

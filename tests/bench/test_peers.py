@@ -5,12 +5,14 @@ whose calls are in another order, or that loses a token, has another text and no
 """
 
 import json
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
 from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
@@ -251,6 +253,24 @@ def test_a_peer_that_comes_again_has_a_number(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("variant", "option"),
+    [("int8", {"activations": "int8"}), ("planes", {"cache_code": "planes"}), (None, {})],
+)
+def test_this_project_beside_itself_has_its_options_and_the_variants(
+    variant: str | None, option: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr("moe_runtime.load", lambda model, **given: loaded.append((model, given)))
+    given = {"model": "m", "num_threads": torch.get_num_threads(), "cap_bytes": None}
+    program = find_peer(
+        f"moe_runtime:{variant}" if variant else "moe_runtime", {**given, "host_memory": "1GiB"}
+    )
+    peer = runpy.run_path(str(program.file))["Peer"](program.settings)
+    peer.load()
+    assert loaded == [("m", {"host_memory": "1GiB", **option})]
+
+
 def test_an_interpreter_that_is_too_old_is_said_to_be(bench: Bench, tmp_path: Path) -> None:
     old = tmp_path / "python3.10"
     old.write_text("#!/bin/sh\necho 'unknown option -P' >&2\necho 'Try `python -h`' >&2\nexit 2\n")
@@ -273,7 +293,7 @@ def test_peers_of_one_sequence_take_no_part_in_throughput(
     ("peer", "complaint"),
     [
         ("vllm@README.md", "--peer vllm@README.md: README.md is no interpreter"),
-        ("llamacp", "did you mean 'llama_cpp'? known: accelerate, ftllm, llama_cpp, openvino, "),
+        ("llamacp", "did you mean 'llama_cpp'? known: accelerate, ftllm, llama_cpp, moe_runtime, "),
         ("vllm@no/python", "--peer vllm@no/python: no interpreter no/python"),
         ("openvino=no/folder", "--peer openvino=no/folder: no/folder is not there"),
         ("vllm:eager", "unknown variant of vllm 'eager'"),

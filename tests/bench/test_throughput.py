@@ -10,7 +10,7 @@ import torch
 from warm_python import warm_python
 
 from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
-from moe_runtime.bench.peer_files import find_peer, our_program
+from moe_runtime.bench.peer_files import find_peer
 from moe_runtime.bench.peer_process import started
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import Rules
@@ -64,8 +64,7 @@ def test_the_numbers_are_of_all_sequences(tmp_path: Path) -> None:
 def ask_both_ways(model: Path, prompts: list[list[int]], name: str) -> list[list[list[int]]]:
     """Likeliest tokens of prompts side by side, and of each by itself, given the same tokens."""
     common: dict[str, Any] = {"model": str(model), "num_threads": 1, "max_tokens": 64}
-    program = find_peer(name, common) if name != "moe_runtime" else our_program(common)
-    program = replace(program, python=Path(warm_python()))
+    program = replace(find_peer(name, common), python=Path(warm_python()))
     with started(program, 120.0) as process:
         process.ask("start", settings=program.settings)
         process.ask("load")

@@ -1,24 +1,26 @@
-"""This project: experts stream from the checkpoint. Settings: those of ``moe_runtime.load``."""
+"""This project: experts stream from the checkpoint; as a peer, another version or a packed copy."""
 
-import importlib
 from typing import Any
 
 INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
+VARIANTS = ("int8", "planes")
+_OPTIONS = {"int8": {"activations": "int8"}, "planes": {"cache_code": "planes"}, None: {}}
 
 
 class Peer:
-    """Needs ``model`` and ``num_threads``; every other setting goes to ``moe_runtime.load``."""
+    """Needs ``model`` and ``num_threads``; what else it is given goes to ``moe_runtime.load``."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import torch
 
-        names = ("model", "num_threads")
-        self._options = {name: value for name, value in settings.items() if name not in names}
-        self._model_path = settings["model"]
+        import moe_runtime
+
+        names = ("model", "num_threads", "cap_bytes", "variant")
+        given = {name: value for name, value in settings.items() if name not in names}
+        self._options = given | _OPTIONS[settings.get("variant")]
         torch.set_num_threads(settings["num_threads"])
-        self._torch = torch
-        self._load = importlib.import_module("moe_runtime").load
+        self._torch, self._load, self._model_path = torch, moe_runtime.load, settings["model"]
         self._model: Any = None
         self._cache: Any = None
         self._mask: Any = None

@@ -45,8 +45,9 @@ Peers = Annotated[
         "--peer",
         metavar="NAME[:VARIANT][@PYTHON][=MODEL]",
         help="Another system beside this one, several times if wanted: transformers (variants "
-        "eager, grouped_mm), accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang, or "
-        "a file PEER.py; PYTHON is its environment's, MODEL the same model as a file it reads.",
+        "eager, grouped_mm), accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang, "
+        "moe_runtime (int8, planes: this project itself), or a file PEER.py; PYTHON is its "
+        "environment's, MODEL the same model as a file it reads.",
     ),
 ]
 Prompts = Annotated[

@@ -114,7 +114,7 @@ def bench_throughput(
         with stop_on_signals(shared.STOPPING) as stop:
             results = measure_throughput(
                 our_program(ours, limit),
-                asked.with_files(find_peers(peer or (), of_all, "throughput")),
+                asked.with_files(find_peers(peer or (), of_all | ours, "throughput")),
                 plan,
                 rules,
                 time.monotonic,

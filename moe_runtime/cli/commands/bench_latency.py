@@ -96,7 +96,7 @@ def bench_latency(
         with stop_on_signals(shared.STOPPING) as stop:
             results = measure_latency(
                 our_program(ours, limit),
-                asked.with_files(find_peers(peer or (), of_all)),
+                asked.with_files(find_peers(peer or (), of_all | ours)),
                 plan,
                 rules,
                 time.monotonic,
