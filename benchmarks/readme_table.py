@@ -31,7 +31,6 @@ OURS = "moe_runtime"
 SHAPE = "olmoe-1b-7b"
 CAPS = {
     None: ("transformers:grouped_mm", "llama_cpp"),
-    "10GiB": ("llama_cpp",),
     "7GiB": ("accelerate", "llama_cpp"),
     "5GiB": ("llama_cpp",),
 }
