@@ -324,7 +324,7 @@ def test_an_index_of_a_dense_layer_that_is_short_is_named(originals, tmp_path) -
 
 
 def test_the_file_that_says_the_size_of_groups_is_named(originals, tmp_path) -> None:
-    """ModelOpt's own where it is there, as `test_a_configuration_at_fault_is_named` has the other."""
+    """ModelOpt's own; `test_a_configuration_at_fault_is_named` has the other."""
     folder = changed(originals("qwen3_moe-nvfp4-modelopt"), tmp_path, group_size=32)
     values = json.loads((folder / "config.json").read_text())
     said = {"quantization": values.pop("quantization_config")}

@@ -71,8 +71,8 @@ def _refuse_columns(codes: TensorEntry, entries: Mapping[str, TensorEntry]) -> N
         )
     raise UnsupportedModelError(
         f"{codes.name}: expected I32 [K, {codes.shape[1]}] with K, the columns, a multiple of "
-        f"{_IN_WORD}, {found}; fetch the checkpoint again if rows are missing, other columns cannot "
-        "be read yet"
+        f"{_IN_WORD}, {found}; fetch the checkpoint again if rows are missing, other columns "
+        "cannot be read yet"
     )
 
 
