@@ -166,9 +166,9 @@ def load_dense(
     finally:
         reader.close()
     for name, found, expected in sorted(info.mismatched_keys, key=str):
-        raise CheckpointError(
-            f"{name}: expected {tuple(expected)}, the checkpoint has {tuple(found)}"
-        )
+        from moe_runtime.checkpoints.misfits import refuse_dense
+
+        refuse_dense(name, expected, found, experts.dense_entries, checkpoint.entries)
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be converted: {error.strip().splitlines()[-1]}")
     _forget_expert_parameters(model, experts)

@@ -349,7 +349,7 @@ def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:
     stored = TORCH_DTYPES.get(entry.dtype)
     if stored is None or not stored.is_floating_point:
         raise UnsupportedModelError(
-            f"{entry.name} is {entry.dtype}, and no quantization_config of config.json says what "
-            "it stands for; expected BF16, F16 or F32"
+            f"{entry.name} is {entry.dtype}, and no part of a weight that the checkpoint's "
+            "configuration calls quantised; expected BF16, F16 or F32"
         )
     return stored

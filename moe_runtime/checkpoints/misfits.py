@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from moe_runtime.checkpoints.expert_map import first_number
 from moe_runtime.checkpoints.formats import sign_of
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def refuse_sources(
     name: str,
     sources: Iterable[str],
     weights: Iterable[Weight],
-    entries: Iterable[str],
+    entries: Mapping[str, TensorEntry],
     shape: Sequence[int],
     found: Tensor | str | None,
 ) -> NoReturn:
@@ -40,7 +41,7 @@ def refuse_sources(
         name: of the parameter.
         sources: names of the weights that it would be made of.
         weights: those of the checkpoint.
-        entries: names of all its tensors.
+        entries: all its tensors.
         shape: of the parameter, as the model has it; the first size is the number of experts.
         found: what came of them, or why nothing.
 
@@ -50,12 +51,14 @@ def refuse_sources(
     """
     named = {weight.name: weight for weight in weights}
     sources, num_experts = sorted(sources), shape[0]
+    for source in sources:
+        _require_index(named[source], entries, shape[1:])
     # what no format took is among the plain weights
-    entries = [entry for entry in entries if entry in named]
+    untaken = [entry for entry in entries if entry in named]
     if not sources:
         match = _NUMBERED.fullmatch(name)
         layer = f"{match[1]}{match[2]}." if match else name
-        near = [entry for entry in entries if entry.startswith(layer) and "expert" in entry]
+        near = [entry for entry in untaken if entry.startswith(layer) and "expert" in entry]
         raise CheckpointError(f"the checkpoint has no tensors for {name}; {_remedy(near)}")
     by_stem: dict[_Stem, dict[int, Weight]] = defaultdict(dict)
     for source in sources:
@@ -63,17 +66,43 @@ def refuse_sources(
             by_stem[match[1], match[3]][int(match[2])] = named[source]
     if any(len(experts) > 1 for experts in by_stem.values()):
         for stem in _stems_of_other_layers(by_stem, named):
-            _require_experts(stem, {}, num_experts, entries)
+            _require_experts(stem, {}, num_experts, untaken)
         for stem, experts in by_stem.items():
-            _require_experts(stem, experts, num_experts, entries)
+            _require_experts(stem, experts, num_experts, untaken)
         for experts in by_stem.values():
             _require_one_shape(experts)
     gives = found if isinstance(found, str) else tuple(getattr(found, "shape", ()))
-    shapes = ", ".join(f"{source} {[*named[source].shape]}" for source in sources[:2])
+    shapes = ", ".join(f"{source} {_shape_of(named[source])}" for source in sources[:2])
     raise CheckpointError(
         f"{name}: expected {tuple(shape)}, as the configuration says, the checkpoint gives "
         f"{gives}: {shapes}{' and others' if len(sources) > 2 else ''}; {_AGAIN}"
     )
+
+
+def refuse_dense(
+    name: str,
+    expected: Sequence[int],
+    found: Sequence[int],
+    weights: Mapping[str, Weight],
+    entries: Mapping[str, TensorEntry],
+) -> NoReturn:
+    """Refuses a weight that is no expert's and of another shape than the model's.
+
+    Args:
+        name: of the parameter.
+        expected: its shape.
+        found: that of the checkpoint's weight.
+        weights: of the checkpoint, by their names there.
+        entries: all its tensors.
+
+    Raises:
+        CheckpointError: names it.
+    """
+    weight, shape = weights.get(name), f"{[*found]}"
+    if weight is not None:
+        _require_index(weight, entries, expected)
+        shape = _shape_of(weight)
+    raise CheckpointError(f"{name}: expected {[*expected]}, the checkpoint has {shape}; {_AGAIN}")
 
 
 def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> NoReturn:
@@ -162,5 +191,37 @@ def _require_one_shape(found: Mapping[int, Weight]) -> None:
         if tuple(weight.shape) != usual:
             raise CheckpointError(
                 f"{weight.name}: expected {[*usual]} as those of other experts, found "
-                f"{[*weight.shape]}; fetch the checkpoint again"
+                f"{_shape_of(weight)}; fetch the checkpoint again"
+            )
+
+
+def _shape_of(weight: Weight) -> str:
+    """The shape of a weight, and of the codes that it is made of."""
+    codes = getattr(weight, "codes", None)
+    return f"{[*weight.shape]}" + (f" in {codes.name} {[*codes.shape]}" if codes else "")
+
+
+def _require_index(
+    weight: Weight, entries: Mapping[str, TensorEntry], sizes: Sequence[int]
+) -> None:
+    """Checks the `g_idx` of GPTQ, which says how many columns the last words of codes have.
+
+    Args:
+        weight: of the checkpoint.
+        entries: all its tensors.
+        sizes: of the weight by the configuration, the number of its columns among them.
+
+    Raises:
+        CheckpointError: it is of another length than the configuration and codes have.
+    """
+    index = entries.get(f"{weight.name.removesuffix('weight')}g_idx")
+    if index is None or isinstance(weight, TensorEntry) or weight.num_cols in sizes:
+        return
+    num_words, per_word = weight.codes.shape[0], 32 // weight.format.bits
+    for size in sizes:
+        if -(-size // per_word) == num_words:
+            raise CheckpointError(
+                f"{index.name}: expected [{size}], a group for each column of "
+                f"{weight.codes.name} {[*weight.codes.shape]}, as the configuration says, found "
+                f"{[*index.shape]}; fetch the checkpoint again"
             )

@@ -4,14 +4,19 @@ Nothing is imported here but what Python has loaded anyway, so that an interrupt
 as an interrupted command.
 """
 
+import atexit
+import os
 import signal
 import sys
 
 from moe_runtime.cli.streams import open_closed_streams, outlive_stderr
 
+_INTERRUPTED = 130
+
 
 def program() -> int:
     """Runs the command line of this process and returns the exit code."""
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the first one is called last
     try:
         closed = open_closed_streams()
         outlive_stderr()
@@ -25,12 +30,22 @@ def program() -> int:
         from moe_runtime.cli.main import main
 
         code = main()
+        _end_quietly()
     except KeyboardInterrupt:
-        code = 130
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # What is left is Python's own end, where another Ctrl-C would only make noise.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        code = _INTERRUPTED
+        _end_quietly()
     return code
+
+
+def _end_quietly() -> None:
+    """From now on Ctrl-C ends the process at once, with the exit code that it has elsewhere.
+
+    Results are whole and written by then; what is left is Python's own end. In the last part of it,
+    when all threads and exit handlers have ended, no handler in Python is heard any more, and a
+    signal would end the process by itself: there Ctrl-C is ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(_INTERRUPTED))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ COLDEST = 1e-20
 
 NOT_FINITE = (
     "the model's logits are not finite, so no token can be chosen: `moe-runtime inspect MODEL "
-    "--verify` names weights that are NaN or infinite; if none is, take --dtype bfloat16 or float32"
+    "--verify` names weights that are NaN or infinite; if none is, and it computes in float16, "
+    "take --dtype bfloat16"
 )
 FinishReason = Literal["stop", "length", "interrupted"]
 

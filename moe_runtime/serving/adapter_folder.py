@@ -145,7 +145,7 @@ class AdapterFolder:
             if match is None or ".base_layer" in name or self._is_of_experts(match["layer"]):
                 raise UnsupportedModelError(
                     f"{self._file}: {name} is no adapter of a linear layer beside the experts; "
-                    "merge the adapter into a checkpoint of its own"
+                    "merge the adapter into a plain checkpoint, or train one of attention alone"
                 )
             if len(tensor.shape) != 2 or tensor.dtype not in ("F32", "F16", "BF16"):
                 raise CheckpointError(

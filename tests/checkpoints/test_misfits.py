@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import shutil
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from changed_checkpoints import EXPERT, SAMPLES, Originals, changed, refusal
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import moe_runtime
 from moe_runtime.cli.main import main
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import CheckpointError, MoERuntimeError
 
 Change = Callable[[dict[str, Tensor]], Any]
 LAYER = "model.layers.1.mlp.experts"
@@ -82,6 +84,16 @@ def test_one_that_says_nothing(originals, tmp_path, value) -> None:
 def part(suffix: str, change: Callable[[Tensor], Tensor]) -> Change:
     def apply(tensors: dict[str, Tensor]) -> None:
         tensors[EXPERT + suffix] = change(tensors[EXPERT + suffix]).contiguous()
+
+    return apply
+
+
+def ends(pattern: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """Changes every tensor whose name ends so."""
+
+    def apply(tensors: dict[str, Tensor]) -> None:
+        for name in fnmatch.filter(tensors, f"*{pattern}"):
+            tensors[name] = change(tensors[name]).contiguous()
 
     return apply
 
@@ -166,6 +178,23 @@ CASES = {
         part(".qweight", lambda t: t[:-1]),
         f"columns of {EXPERT}.qweight [5, 36] with 4 bits",
     ),
+    "a short index": (
+        GPTQ,
+        part(".g_idx", lambda t: t[:47]),
+        f"{EXPERT}.g_idx: expected [48], a group for each column of {EXPERT}.qweight [6, 36], as "
+        "the configuration says, found [47]",
+    ),
+    "an index cut by words": (
+        GPTQ,
+        part(".g_idx", lambda t: t[:40]),
+        f"{EXPERT}.g_idx: expected a group of each of 48 columns of {EXPERT}.qweight [6, 36] with "
+        "4 bits a code, found I32 [40]",
+    ),
+    "short indices": (
+        GPTQ,
+        ends("mlp.experts.*.g_idx", lambda t: t[:-1]),
+        "model.layers.0.mlp.experts.0.gate_proj.g_idx: expected [48], a group for each column",
+    ),
     "turned gptq scales": (
         GPTQ,
         part(".scales", torch.t),
@@ -175,6 +204,21 @@ CASES = {
         AWQ,
         part(".qweight", torch.t),
         "found those of 384 in [5, 48]; transposed",
+    ),
+    "awq codes without a row": (
+        AWQ,
+        part(".qweight", lambda t: t[:-1]),
+        f"{EXPERT}.qweight: expected I32 [48, 5] as in other layers and experts, found I32 [47, 5]",
+    ),
+    "awq codes without a word's rows": (
+        AWQ,
+        part(".qweight", lambda t: t[:-8]),
+        f"expected [40, 48] as those of other experts, found [40, 40] in {EXPERT}.qweight [40, 5]",
+    ),
+    "awq codes all without a row": (
+        AWQ,
+        ends("*up_proj.qweight", lambda t: t[:-1]),
+        "qweight: expected I32 [K, 7] with K, the columns, a multiple of 8, found I32 [47, 7]",
     ),
     "narrow awq codes": (
         AWQ,
@@ -266,6 +310,43 @@ def test_the_tensor_at_fault_is_named(originals, tmp_path, case) -> None:
 def test_a_configuration_at_fault_is_named(originals, tmp_path, sample, config, words) -> None:
     folder = changed(originals(sample), tmp_path, **config)
     assert words in refusal(folder, MoERuntimeError)
+
+
+def test_an_index_of_a_dense_layer_that_is_short_is_named(originals, tmp_path) -> None:
+    change = ends("layers.1.self_attn.q_proj.g_idx", lambda t: t[:-1])
+    folder = changed(originals(GPTQ), tmp_path, change)
+    with pytest.raises(CheckpointError) as caught:
+        moe_runtime.load(folder, host_memory="64MiB")
+    name = "model.layers.1.self_attn.q_proj"
+    words = f"{name}.g_idx: expected [48], a group for each column of {name}.qweight [6, 48], as"
+    assert words in str(caught.value)
+    assert "found [47]" in str(caught.value)
+
+
+def test_the_file_that_says_the_size_of_groups_is_named(originals, tmp_path) -> None:
+    """ModelOpt's own; `test_a_configuration_at_fault_is_named` has the other."""
+    folder = changed(originals("qwen3_moe-nvfp4-modelopt"), tmp_path, group_size=32)
+    values = json.loads((folder / "config.json").read_text())
+    said = {"quantization": values.pop("quantization_config")}
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    message = refusal(folder)
+    assert "correct the size of groups in the quantization of hf_quant_config.json, or" in message
+    assert "config.json" not in message.replace("hf_quant_config.json", "")
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_bias_that_nothing_says_how_to_read(originals, plain, tmp_path, has_config) -> None:
+    """Whether or not the configuration calls other weights quantised."""
+    original, folder = originals(GPTQ) if has_config else plain, tmp_path / "a"
+    shutil.copytree(original, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.input_layernorm.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    message = refusal(folder, MoERuntimeError)
+    expected = f"{name} is I8, and no part of a weight that the checkpoint's configuration calls"
+    assert message.startswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -164,3 +165,55 @@ def test_a_signal_within_a_write_to_stderr_is_told_and_asks(
         stream.write("progress\n")
         assert request.is_set
     assert (tmp_path / "stderr").read_text() == "stopping\nprogress\n"
+
+
+@pytest.mark.parametrize(
+    ("where", "code"),
+    [
+        ("in the last line", 130),
+        ("after it", 130),
+        ("while a thread ends", 130),
+        ("in an exit handler", 130),
+        ("as modules are torn down", 7),
+    ],
+)
+def test_an_interrupt_of_the_end_gives_an_exit_code(tmp_path: Path, where: str, code: int) -> None:
+    """Whatever Python has left to do; results are written. `main` ends with 7."""
+    starter = tmp_path / "starter.py"
+    starter.write_text(
+        "import atexit, os, signal, sys, threading, time, types\n"
+        "where = sys.argv.pop(1)\n"
+        "def strike(name, kill=os.kill, number=signal.SIGINT, own=os.getpid()):\n"
+        "    if name == where:\n"
+        "        kill(own, number)\n"
+        "    return name == where\n"
+        "def late():\n"
+        "    if where == 'while a thread ends':\n"
+        "        time.sleep(0.2)  # the main thread waits for this one by then\n"
+        "        strike(where)\n"
+        "        time.sleep(60)\n"
+        "class Torn:\n"
+        "    def __del__(self, strike=strike):\n"
+        "        strike('as modules are torn down')\n"
+        "def main():\n"
+        "    sys.torn = Torn()\n"
+        "    atexit.register(strike, 'in an exit handler')\n"
+        "    print('result', flush=True)\n"
+        "    threading.Thread(target=late).start()\n"
+        "    found = signal.getsignal\n"
+        "    def struck(number):\n"
+        "        signal.getsignal = found\n"
+        "        strike('in the last line')\n"
+        "        return found(number)\n"
+        "    signal.getsignal = struck\n"
+        "    return 7\n"
+        "sys.modules['moe_runtime.cli.main'] = types.SimpleNamespace(main=main)\n"
+        "from moe_runtime.cli.program import program\n"
+        "code = program()\n"
+        "strike('after it')\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", str(starter), where], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "result\n", "")

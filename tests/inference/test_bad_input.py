@@ -167,7 +167,7 @@ def test_a_dense_weight_of_another_shape(checkpoint):
         tensors["model.norm.weight"] = tensors["model.norm.weight"][:7].contiguous()
 
     change_tensors(checkpoint, shorten)
-    assert "model.norm.weight: expected (64,), the checkpoint has (7,)" in refused(checkpoint)
+    assert "model.norm.weight: expected [64], the checkpoint has [7]; fetch" in refused(checkpoint)
 
 
 def test_a_config_of_another_model(checkpoint):

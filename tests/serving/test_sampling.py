@@ -152,5 +152,6 @@ def test_logits_that_are_no_numbers_choose_nothing(number: float, options: Any) 
     logits = torch.tensor([1.0, number])
     with pytest.raises(ValueError, match="not finite"):
         sampler_of(**{"temperature": 0.0, **options}).choose(logits, [])
-    with pytest.raises(ValueError, match="not finite"):
+    advice = "if none is, and it computes in float16, take --dtype bfloat16$"
+    with pytest.raises(ValueError, match=f"not finite.*{advice}"):
         token_logprobs(logits[None], [1], 0)  # of a prompt

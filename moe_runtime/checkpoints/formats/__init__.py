@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, Packing
-from moe_runtime.checkpoints.formats.settings import Settings
+from moe_runtime.checkpoints.formats.settings import CONFIG, Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -50,7 +50,7 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
 def packed_weights(
     values: Mapping[str, Any],
     entries: Mapping[str, TensorEntry],
-    place: str = "quantization_config of config.json",
+    place: str = CONFIG,
 ) -> dict[str, PackedWeight]:
     """The quantised weights of a checkpoint by name, as the model's conversion table knows them.
 

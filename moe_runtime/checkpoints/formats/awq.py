@@ -6,13 +6,16 @@ Codes: I32 `[K, N / 8]`, a word has those of eight rows in an order of its own; 
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, codes_shape, companion
 from moe_runtime.checkpoints.formats.reordered_weight import PartOrder, by_columns
 from moe_runtime.checkpoints.formats.settings import Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
-from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
 BITS = 4
 _CODES, _IN_WORD = ".qweight", 8
@@ -51,7 +54,27 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             BITS,
         )
         if cols % _IN_WORD:
-            raise UnsupportedModelError(
-                f"{name}: {cols} columns cannot be read yet; expected a multiple of {_IN_WORD}"
-            )
+            _refuse_columns(codes, entries)
         yield weight
+
+
+def _refuse_columns(codes: TensorEntry, entries: Mapping[str, TensorEntry]) -> NoReturn:
+    """Raises: columns are no multiple of a word's, as in none of their kind or in this one only."""
+    kind = _numberless(codes.name)
+    alike = (entry.shape for name, entry in entries.items() if _numberless(name) == kind)
+    usual = Counter(alike).most_common(1)[0][0]
+    found = f"found I32 {[*codes.shape]}"
+    if usual != codes.shape:
+        raise CheckpointError(
+            f"{codes.name}: expected I32 {[*usual]} as in other layers and experts, {found}; fetch "
+            "the checkpoint again"
+        )
+    raise UnsupportedModelError(
+        f"{codes.name}: expected I32 [K, {codes.shape[1]}] with K, the columns, a multiple of "
+        f"{_IN_WORD}, {found}; fetch the checkpoint again if rows are missing, other columns "
+        "cannot be read yet"
+    )
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"\d+", "0", name)

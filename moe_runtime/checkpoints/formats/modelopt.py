@@ -37,24 +37,25 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
         settings.unsupported(f"quant_algo {algorithm}", " or ".join(_ALGORITHMS))
     group = settings.size("group_size") or GROUP
     nvfp4 = WeightFormat("e2m1", "e4m3", group_cols=group, global_scale="multiply")
-    fp8 = WeightFormat("e4m3", "f32", 0, 0)
+    fp8, place = WeightFormat("e4m3", "f32", 0, 0), settings.place
     for name, codes in entries.items():
         if name.endswith(_SCALES):
             companion(entries, name.rpartition("_scale")[0], [""], f"the codes of {name}")
         if not name.endswith(".weight"):
             continue
         if codes.dtype == "U8":
-            rows, width = codes_shape(codes, ["U8"], [2])
+            rows, width = codes_shape(codes, ["U8"], [2], place)
             scales = companion(entries, name, ["_scale"], f"the scales of {name}")
             factor = companion(entries, name, ["_scale_2"], f"the global scale of {name}")
             sizes = (rows, 2 * width)
-            factor = one_number(factor)
-            yield with_scales(name, codes, sizes, scales, ["F8_E4M3"], nvfp4, global_scale=factor)
+            kinds, factor = ["F8_E4M3"], one_number(factor)
+            yield with_scales(
+                name, codes, sizes, scales, kinds, nvfp4, global_scale=factor, place=place
+            )
         elif codes.dtype == "F8_E4M3":
             scales = companion(entries, name, ["_scale"], f"the scales of {name}")
-            yield with_scales(
-                name, codes, codes_shape(codes, ["F8_E4M3"], [2]), scales, ["F32"], fp8
-            )
+            sizes = codes_shape(codes, ["F8_E4M3"], [2], place)
+            yield with_scales(name, codes, sizes, scales, ["F32"], fp8, place=place)
         elif f"{name}_scale" in entries:
             raise UnsupportedModelError(
                 f"{name}: expected U8 or F8_E4M3, as it has scales, found {codes.dtype}"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.formats.settings import CONFIG
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, ScaleName, WeightFormat
@@ -244,7 +245,7 @@ def companion(
             return entries[found]
     raise CheckpointError(
         f"expected {what} in {' or '.join(names)}, found no such tensor; fetch the checkpoint "
-        "again, or correct its quantization_config"
+        "again, or correct its settings of quantised weights"
     )
 
 
@@ -276,24 +277,27 @@ def require_beside(
         )
 
 
-def other_groups(kind: WeightFormat, sizes: Sequence[int], found: Sequence[int]) -> str:
+def other_groups(
+    kind: WeightFormat, sizes: Sequence[int], found: Sequence[int], place: str = CONFIG
+) -> str:
     """The end of a message about scales that are those of other groups; empty where of none.
 
     Args:
         kind: has the groups that were expected.
         sizes: `(*lead, N, K)` of the weight.
         found: the shape of the scales, in the order of `sizes`.
+        place: where the size of groups stands.
     """
     *lead, rows, cols = sizes
     if len(found) != len(sizes) or [*found[:-2]] != lead:
         return ""
     fitting = []
     asked_for = kind.group_rows, kind.group_cols
-    for place, (size, count, asked) in enumerate(
+    for axis, (size, count, asked) in enumerate(
         zip((rows, cols), found[-2:], asked_for, strict=True)
     ):
         likely = [asked or size]
-        if count and (place or asked != 1):  # most formats have groups of one row
+        if count and (axis or asked != 1):  # most formats have groups of one row
             likely += [2**power for power in range(12)]
         fitting += [group for group in likely if -(-size // group) == count][:1]
     if len(fitting) < 2:
@@ -301,12 +305,15 @@ def other_groups(kind: WeightFormat, sizes: Sequence[int], found: Sequence[int])
     asked = " x ".join(str(size or "all") for size in asked_for)
     return (
         f", those of groups of {fitting[0]} x {fitting[1]}, not of {asked}; correct the size of "
-        "groups in the quantization_config of config.json, or fetch the checkpoint again"
+        f"groups in the {place}, or fetch the checkpoint again"
     )
 
 
 def codes_shape(
-    entry: TensorEntry, dtypes: Sequence[str], dims: Sequence[int] = (2, 3)
+    entry: TensorEntry,
+    dtypes: Sequence[str],
+    dims: Sequence[int] = (2, 3),
+    place: str = CONFIG,
 ) -> tuple[int, ...]:
     """The sizes of codes, which must have one of some types and numbers of dimensions.
 
@@ -317,8 +324,8 @@ def codes_shape(
         expected = " or ".join(dtypes)
         sizes = " or ".join(map(str, dims))
         raise CheckpointError(
-            f"{entry.name}: expected {expected} of {sizes} dimensions, as the quantization_config "
-            f"of config.json says, found {entry.dtype} {list(entry.shape)}"
+            f"{entry.name}: expected {expected} of {sizes} dimensions, as the {place} says, found "
+            f"{entry.dtype} {list(entry.shape)}"
         )
     return entry.shape
 
@@ -345,6 +352,7 @@ def with_scales(
     *,
     global_scale: TensorEntry | None = None,
     is_transposed: bool = False,
+    place: str = CONFIG,
 ) -> PackedWeight:
     """A weight whose scales are checked, and their type put into its format.
 
@@ -357,6 +365,7 @@ def with_scales(
         kind: its format, but for the type of scales.
         global_scale: as `PackedWeight` has it.
         is_transposed: as `PackedWeight` has it.
+        place: where the configuration says how it is quantised, for messages.
 
     Raises:
         CheckpointError: the scales are not those of the weight.
@@ -365,7 +374,7 @@ def with_scales(
     groups = kind.scales_shape(rows, cols)
     require_beside(
         *(scales, codes, (*lead, *groups), kinds),
-        lambda: other_groups(kind, sizes, scales.shape),
+        lambda: other_groups(kind, sizes, scales.shape, place),
     )
     kind = replace(kind, scales=SCALE_NAMES[scales.dtype])
     return PackedWeight(

@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
+CONFIG = "quantization_config of config.json"
+"""Where a checkpoint says how its weights are quantised, unless another file does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -21,7 +24,7 @@ class Settings:
     """
 
     values: Mapping[str, Any]
-    place: str = "quantization_config of config.json"
+    place: str = CONFIG
 
     def get(self, name: str) -> Any:
         """A value; None where there is none."""
@@ -132,8 +135,8 @@ def matches(module: str, targets: Iterable[str]) -> bool:
                 found = re.match(target[3:], module)
             except (re.error, OverflowError, RecursionError) as error:
                 raise CheckpointError(
-                    f"quantization_config of config.json: expected {clipped(target)} to be a "
-                    f"regular expression, found one with a fault: {error}"
+                    f"{CONFIG}: expected {clipped(target)} to be a regular "
+                    f"expression, found one with a fault: {error}"
                 ) from None
             if found:
                 return True

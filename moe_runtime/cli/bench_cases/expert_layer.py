@@ -68,8 +68,9 @@ def bench_experts(
     """Time one layer's experts: ours, and transformers' eager, grouped_mm and batched_mm.
 
     Weights are random, of the shape of MODEL's first layer of experts or of a known model; no
-    weight is read. Implementations take turns. One whose results differ from those in float64 by
-    more than roundings allow gets no numbers. Ctrl-C shows what was measured so far.
+    weight is read, and none is quantised. Implementations take turns. One whose results differ from
+    those in float64 by more than roundings allow gets no numbers. Ctrl-C shows what was measured
+    so far.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,7 +132,7 @@ def finetune(
     directions, and an expert takes the room of its weights. Ctrl-C saves a checkpoint and stops;
     --resume goes on. At the end the folder's model/ holds a checkpoint with the names and layout of
     the first one. Beside quantised or packed weights --lora alone trains, and adapters/ holds the
-    adapters, as PEFT reads them.
+    adapters, as PEFT reads them; `serve` takes those of --lora-on attention.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
@@ -197,6 +198,7 @@ def finetune(
 
     with removed_unless_begun(settings.run.output.expanduser()):
         preparation = _prepare(settings, has_steps=steps is not None)
+        _warn_of_adapters(preparation)
         if dry_run:
             _show_plan(preparation, as_json=as_json)
             return
@@ -217,6 +219,18 @@ def _prepare(config: "FinetuneConfig", *, has_steps: bool) -> "FinetunePreparati
             config,
             epochs=None if has_steps else 1,
             on_stage=lambda stage: progress(stage, 0, 0),
+        )
+
+
+def _warn_of_adapters(preparation: "FinetunePreparation") -> None:
+    """Says on stderr, before anything is trained, who can use adapters of frozen experts."""
+    lora = preparation.config.lora
+    if preparation.exporter is None and lora is not None and "experts" in lora.places:
+        print(
+            f"moe-runtime: warning: {preparation.config.model} is quantised or packed, so adapters "
+            "of its experts are for PEFT alone: `moe-runtime serve` refuses them, and they cannot "
+            "be merged; --lora-on attention trains adapters that serve takes",
+            file=sys.stderr,
         )
 
 
