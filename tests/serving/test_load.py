@@ -154,6 +154,18 @@ FAILURES: dict[str, tuple[Script, str, str]] = {
     "empty": (lambda _: events("[DONE]"), "no text", "the answer is empty"),
     "no JSON": (lambda _: events("{"), "not understood", "{: "),
     "a list": (lambda _: events("[1]"), "not understood", "[1]: "),
+    "deep": (lambda _: events("[" * 100_000), "not understood", "[[["),
+    **{
+        f"{count} tokens": (
+            lambda _, usage=usage: events(f'{{"choices": [], "usage": {usage}}}'),
+            "not understood",
+            '{"choices": []',
+        )
+        for count, usage in (
+            (count, f'{{"prompt_tokens": 3, "completion_tokens": {count}}}')
+            for count in ("1e400", "NaN", "-1", "1" + "0" * 30, '"5"', "true", "2.5")
+        )
+    },
     "slow": (lambda _: pieces([3.0, 3.0]), "timed out", "not whole after 5 s"),
     "whole": (lambda _: httpx2.Response(200, json=TEXT), "no event stream", "Expected response"),
 }
