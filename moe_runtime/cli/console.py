@@ -187,7 +187,9 @@ def print_table(
         pad_edge=False,
     )
     for header, align in columns:
-        table.add_column(_printable(header), justify="right" if align == "right" else "left", overflow="fold")
+        table.add_column(
+            _printable(header), justify="right" if align == "right" else "left", overflow="fold"
+        )
     for row in rows:
         table.add_row(*(Text(_printable(cell)) for cell in row))
     Console(stderr=to_stderr).print(table)
