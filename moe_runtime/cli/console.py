@@ -18,6 +18,9 @@ _NUMPY_BYTES = 512 << 20
 _TRANSFORMERS_BYTES = 3 << 29
 """Address space of a process that has imported numpy, and torch with transformers."""
 
+_LONGEST_LINE = 1000
+"""Characters of a message."""
+
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the bytes done and the bytes in total."""
 
@@ -64,7 +67,7 @@ class Session:
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """A warning of ours, as one line."""
-    print(f"moe-runtime: warning: {message}", file=sys.stderr)
+    print(f"moe-runtime: warning: {one_line(str(message))}", file=sys.stderr)
 
 
 def require_address_space(num_bytes: int = _NUMPY_BYTES) -> None:
@@ -90,6 +93,27 @@ def launched_rank() -> int | None:
     """Number of this process among those that `torchrun` started; None where it did not."""
     rank = os.environ.get("RANK")
     return int(rank) if rank and "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def say_line(text: str) -> None:
+    """A line of the program on stderr: progress, or what it has to say beside its result."""
+    print(f"moe-runtime: {one_line(text)}", file=sys.stderr, flush=True)
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks and without what a terminal would obey, cut where it is long."""
+    words = " ".join(text.split())
+    if len(words) > _LONGEST_LINE:
+        half = _LONGEST_LINE // 2
+        words = f"{words[:half]} ... {words[-half:]}"
+    return _printable(words)
+
+
+def _printable(text: str) -> str:
+    """The text with escapes in the place of what a terminal would obey; line breaks stay."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text
+    )
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -141,7 +165,7 @@ def print_table(
     *,
     to_stderr: bool = False,
 ) -> None:
-    """Prints a table.
+    """Prints a table, without what a terminal would obey: names may come from anywhere.
 
     Args:
         title: a line above it.
@@ -156,14 +180,16 @@ def print_table(
 
     has_header = any(header for header, _ in columns)
     table = Table(
-        title=Text(title, style="bold"),
+        title=Text(_printable(title), style="bold"),
         title_justify="left",
         box=box.SIMPLE_HEAD if has_header else box.SIMPLE,
         show_header=has_header,
         pad_edge=False,
     )
     for header, align in columns:
-        table.add_column(header, justify="right" if align == "right" else "left", overflow="fold")
+        table.add_column(
+            _printable(header), justify="right" if align == "right" else "left", overflow="fold"
+        )
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(_printable(cell)) for cell in row))
     Console(stderr=to_stderr).print(table)

@@ -30,7 +30,7 @@ from moe_runtime.cli.commands.serve import serve
 from moe_runtime.cli.commands.simulate import simulate
 from moe_runtime.cli.commands.train import train
 from moe_runtime.cli.completion import Shell, completion_script
-from moe_runtime.cli.console import Session
+from moe_runtime.cli.console import Session, one_line
 from moe_runtime.cli.stopping import StopRequest, terminable
 from moe_runtime.cli.streams import release_broken_streams
 from moe_runtime.cli.strict import StrictCommand
@@ -72,8 +72,6 @@ _NO_MEMORY = (
     "std::bad_alloc",
 )
 """How torch, the dynamic linker, Python's threads and C++ say that there is no more memory."""
-
-_LONGEST_MESSAGE = 1000
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -192,31 +190,22 @@ def describe(error: Exception, broken: Sequence[str] = ()) -> tuple[int, str]:
         broken: names of the standard streams that cannot be written.
     """
     if isinstance(error, typer.TyperException):
-        return 2, _one_line(error.format_message())
+        return 2, one_line(error.format_message())
     is_ours = isinstance(error, MoERuntimeError | ValueError)
     if isinstance(error, MemoryError) or (
         not is_ours and any(words in str(error) for words in _NO_MEMORY)
     ):
         return 2, "memory could not be allocated; try a smaller --host-memory, or a larger ulimit"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return 2, _one_line(f"{error.filename}: {error.strerror}")
+        return 2, one_line(f"{error.filename}: {error.strerror}")
     if isinstance(error, OSError) and error.strerror:
         where = f"{' and '.join(broken)} cannot be written: " if broken else ""
-        return 2, _one_line(f"{where}{error.strerror}")
+        return 2, one_line(f"{where}{error.strerror}")
     package = type(error).__module__.partition(".")[0]
     if is_ours or isinstance(error, OSError) or package in _OUTSIDE_PACKAGES:
-        return 2, _one_line(str(error)) or type(error).__name__
-    message = _one_line(f"{type(error).__name__}: {error}")
+        return 2, one_line(str(error)) or type(error).__name__
+    message = one_line(f"{type(error).__name__}: {error}")
     return 1, f"{message} (a bug of moe-runtime; --debug shows where)"
-
-
-def _one_line(text: str) -> str:
-    """The text without line breaks and without what a terminal would obey, cut where it is long."""
-    words = " ".join(text.split())
-    if len(words) > _LONGEST_MESSAGE:
-        half = _LONGEST_MESSAGE // 2
-        words = f"{words[:half]} ... {words[-half:]}"
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)
 
 
 if __name__ == "__main__":

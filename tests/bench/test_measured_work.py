@@ -131,7 +131,7 @@ def test_a_run_stopped_before_its_first_number_leaves_older_results(
         end_case(results, older, stop, lambda found: None, as_json=False)
     assert ended.value.exit_code == 130
     assert older.read_bytes() == before
-    assert f"nothing was measured yet, and {older} is left as it was" in capsys.readouterr().err
+    assert f"nothing was measured, and {older} is left as it was" in capsys.readouterr().err
 
 
 def test_results_are_shown_where_their_file_cannot_be_written(

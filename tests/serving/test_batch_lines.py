@@ -60,6 +60,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
     ("line", "complaint"),
     [
         ("{", "line 2: expected JSON, found expecting property name"),
+        ('"\x01"', "line 2: expected JSON, found invalid control character at character 2"),
         ("not json", "found expecting value at character 1"),
         ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' twice"),
         ("[1]", "expected a JSON string or an object"),

@@ -154,6 +154,18 @@ FAILURES: dict[str, tuple[Script, str, str]] = {
     "empty": (lambda _: events("[DONE]"), "no text", "the answer is empty"),
     "no JSON": (lambda _: events("{"), "not understood", "{: "),
     "a list": (lambda _: events("[1]"), "not understood", "[1]: "),
+    "deep": (lambda _: events("[" * 100_000), "not understood", "[[["),
+    **{
+        f"{count} tokens": (
+            lambda _, usage=usage: events(f'{{"choices": [], "usage": {usage}}}'),
+            "not understood",
+            '{"choices": []',
+        )
+        for count, usage in (
+            (count, f'{{"prompt_tokens": 3, "completion_tokens": {count}}}')
+            for count in ("1e400", "NaN", "-1", "1" + "0" * 30, '"5"', "true", "2.5")
+        )
+    },
     "slow": (lambda _: pieces([3.0, 3.0]), "timed out", "not whole after 5 s"),
     "whole": (lambda _: httpx2.Response(200, json=TEXT), "no event stream", "Expected response"),
 }
@@ -219,7 +231,10 @@ def settings(**changes: Any) -> LoadSettings:
 
 
 def asked_with(
-    chosen: LoadSettings, script: Script, energy: Any = None
+    chosen: LoadSettings,
+    script: Script,
+    energy: Any = None,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> tuple[str, list[MeasuredLevel], list[Any]]:
     """What was asked, the first small requests included."""
     asked: list[Any] = []
@@ -235,7 +250,7 @@ def asked_with(
                 client,
                 chosen,
                 on_answer=lambda *_: None,
-                is_stopping=lambda: False,
+                is_stopping=is_stopping,
                 energy=energy,
             )
 
@@ -309,6 +324,19 @@ def test_a_server_that_refuses_the_first_request_is_not_measured() -> None:
         asked_with(
             settings(), lambda _: httpx2.Response(400, json={"error": {"message": "no such field"}})
         )
+
+
+@pytest.mark.parametrize("model", [None, "named"])
+def test_a_stop_before_the_first_answer_waits_for_nobody(model: str | None) -> None:
+    """The server would take an hour for each first request; it is stopped at the third look."""
+    looks = itertools.count()
+    name, found, asked = asked_with(
+        settings(model=model),
+        lambda body: pieces([3600.0]),
+        is_stopping=lambda: next(looks) >= 2,
+    )
+    assert (found, len(asked)) == ([], 1)
+    assert name == (model or "")
 
 
 @pytest.mark.parametrize("text", ["", "0", "5:4", "a", "1:2:3", "-1", "9999999", "1.5"])

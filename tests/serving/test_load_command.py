@@ -1,6 +1,7 @@
 """`moe-runtime bench serve`: its options, its words for what goes wrong, and a real server."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import pytest
 from command_line import all_commands
 from http_server import Served
 
+from moe_runtime.bench import results
 from moe_runtime.bench.results import read_results
 from moe_runtime.cli.main import main
 from moe_runtime.serving.load import generator
@@ -166,7 +168,37 @@ def test_no_answer_at_all_is_a_failure(
 
     monkeypatch.setattr(generator, "measure", measure)
     path = tmp_path / "found.json"
+    path.write_text("an older run's")
     assert main(["bench", "serve", "-o", str(path)]) == 2
-    kept = read_results(path)
-    assert (kept["ended"], kept["measurements"][0]["failure"]) == ("failed", "1 failed: lost")
-    assert "1 failed: cut off" in capsys.readouterr().err
+    assert path.read_text() == "an older run's"
+    out, err = capsys.readouterr()
+    assert ["answered", "0", "of", "1"] in [line.split() for line in out.splitlines()]
+    assert f"nothing was measured, and {path} is left as it was" in err
+    assert "1 failed: cut off" in err
+
+
+def test_what_was_measured_is_shown_where_its_file_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that fills up meanwhile; and a server whose names and messages a terminal obeys."""
+    answers = [
+        TimedAnswer(0.0, 0.5, [0.125, 0.25], 3, 2),
+        TimedAnswer(0.0, error="HTTP 500", message="\x1b[2Jgone"),
+    ]
+
+    def measure(settings: LoadSettings, **_: Any) -> Any:
+        return "\x1b]0;mine\x07", [MeasuredLevel(settings.levels[0], 0.0, 4.0, 2, answers)]
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(generator, "measure", measure)
+    monkeypatch.setattr(results, "write_text", full)
+    path = tmp_path / "found.json"
+    assert main(["bench", "serve", "-o", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert ["answered", "1", "of", "2"] in [line.split() for line in out.splitlines()]
+    assert out.splitlines()[0].startswith(r"\x1b]0;mine\x07 at http")
+    assert r"1 failed: HTTP 500: \x1b[2Jgone" in err
+    assert err.endswith(f"{path}: the results cannot be written: No space left on device\n")
+    assert "\x1b" not in out + err

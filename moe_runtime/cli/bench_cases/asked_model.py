@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moe_runtime.cli.bench_cases.shared import say_line
+from moe_runtime.cli.console import say_line
 from moe_runtime.reading import require_not_read
 
 if TYPE_CHECKING:

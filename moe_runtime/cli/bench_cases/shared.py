@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import print_json
+from moe_runtime.cli.console import print_json, say_line
 from moe_runtime.cli.stopping import StopRequest
 from moe_runtime.files import check_output_path
 from moe_runtime.reading import require_not_read
@@ -110,11 +110,6 @@ def say_repetition(name: str, number: int) -> None:
     say_line(f"{name}: repetition {number}" if number else f"{name}: has what all are held to")
 
 
-def say_line(text: str) -> None:
-    """A line of progress, of the program."""
-    print(f"moe-runtime: {text}", file=sys.stderr, flush=True)
-
-
 def check_results(output: Path | None, peers: Sequence["PeerProgram"]) -> None:
     """Refuses a place where no results can be written, or where they would replace a peer's files.
 
@@ -137,6 +132,28 @@ def command_line() -> str:
     return shlex.join(["moe-runtime", *sys.argv[1:]])
 
 
+def keep_results(results: dict[str, Any], output: Path | None) -> str | None:
+    """Writes what was measured before it is shown, so that neither is lost with the other.
+
+    Nothing is written, and nothing older replaced, where there is no number.
+
+    Returns:
+        A line that says why it could not be written, to be shown last; None where all is well.
+    """
+    from moe_runtime.bench.results import write_results
+
+    results["command"] = command_line()
+    if not any(one["repetitions"] for one in results["measurements"]):
+        left = "" if output is None else f", and {output} is left as it was"
+        say_line(f"nothing was measured{left}")
+    elif output is not None:
+        try:
+            write_results(output, results)
+        except OSError as error:
+            return f"error: {output}: the results cannot be written: {error.strerror}"
+    return None
+
+
 def end_case(
     results: dict[str, Any],
     output: Path | None,
@@ -147,8 +164,6 @@ def end_case(
     unasked: Collection[str] = (),
 ) -> None:
     """Writes and prints what was measured; says who failed.
-
-    Nothing is written where a run was interrupted before its first number.
 
     Args:
         results: content of a results file.
@@ -162,20 +177,7 @@ def end_case(
         typer.Exit: it was stopped, the file cannot be written, or what was asked for has no
             numbers.
     """
-    from moe_runtime.bench.results import write_results
-
-    results["command"] = command_line()
-    unwritten: OSError | None = None
-    has_numbers = any(one["repetitions"] for one in results["measurements"])
-    if results["ended"] == "interrupted" and not has_numbers:
-        left = "" if output is None else f", and {output} is left as it was"
-        say_line(f"nothing was measured yet{left}")
-        output = None
-    if output is not None:
-        try:
-            write_results(output, results)
-        except OSError as error:
-            unwritten = error
+    unwritten = keep_results(results, output)
     if as_json:
         print_json(results)
     else:
@@ -184,7 +186,7 @@ def end_case(
     for one in failed:
         say_line(f"{one['system']}: {one['failure']}")
     if unwritten is not None:
-        say_line(f"error: {output}: the results cannot be written: {unwritten.strerror}")
+        say_line(unwritten)
     if stop.is_set:
         raise typer.Exit(stop.exit_code)
     if unwritten is not None or results["ended"] == "failed":

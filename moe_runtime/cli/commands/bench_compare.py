@@ -1,7 +1,6 @@
 """``moe-runtime bench compare``: better, worse or noise, and exit code 1 on a regression."""
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,7 @@ import typer
 
 from moe_runtime.bench.figures import figure, unit_for
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.cli.console import Session, print_json, print_table, say_line
 
 Before = Annotated[Path, typer.Argument(metavar="BEFORE.json", help="Results file.")]
 After = Annotated[Path, typer.Argument(metavar="AFTER.json", help="Results file of the same case.")]
@@ -41,13 +40,13 @@ def bench_compare(
     verdicts = compare(one, other, bound)
     for path, results in ((before, one), (after, other)):
         if results["ended"] == "interrupted":
-            print(f"moe-runtime: {path}: was interrupted", file=sys.stderr)
+            say_line(f"{path}: was interrupted")
     for line in differing_settings(one, other):
-        print(f"moe-runtime: {line}", file=sys.stderr)
+        say_line(line)
     lost = lost_systems(one, other)
     for name, reason in lost.items():
         why = "was not measured after" if reason is None else f"has no numbers after: {reason}"
-        print(f"moe-runtime: {name}: {why}", file=sys.stderr)
+        say_line(f"{name}: {why}")
     if as_json:
         rows = [dataclasses.asdict(verdict) for verdict in verdicts]
         print_json({"case": one["case"], "bound": bound, "verdicts": rows, "lost": lost})

@@ -1,6 +1,5 @@
 """``moe-runtime bench report``: results files as a page, plots, Markdown and CSV."""
 
-import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +9,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.report import check_drawing
-from moe_runtime.cli.console import Session, print_json, print_rows
+from moe_runtime.cli.console import Session, print_json, print_rows, say_line
 from moe_runtime.cli.strict import FOLDER
 from moe_runtime.files import check_output_folder, check_output_path, write_text
 
@@ -54,13 +53,12 @@ def bench_report(
     named = [(name, read_results(path)) for name, path in zip(names, results, strict=True)]
     for path, (_, found) in zip(results, named, strict=True):
         if found["ended"] == "interrupted":
-            print(f"moe-runtime: {path}: was interrupted, and the page says so", file=sys.stderr)
+            say_line(f"{path}: was interrupted, and the page says so")
     has_plots = find_spec("matplotlib") is not None
     if not has_plots:
-        print(
-            "moe-runtime: the page has numbers and no plots; "
-            "pip install 'moe-runtime[report]' brings what draws them",
-            file=sys.stderr,
+        say_line(
+            "the page has numbers and no plots; "
+            "pip install 'moe-runtime[report]' brings what draws them"
         )
     page, rows = results_page(named, has_plots=has_plots), result_rows(named)
     write_page(page, output)

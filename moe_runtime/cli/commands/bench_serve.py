@@ -1,7 +1,6 @@
 """``moe-runtime bench serve``: how many tokens a server gives many clients, and how soon."""
 
 import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.bench_cases.shared import command_line
+from moe_runtime.cli.bench_cases.shared import keep_results
 from moe_runtime.cli.bench_cases.tables import JOULE_ROWS
 from moe_runtime.cli.commands.serve import read_keys
-from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.cli.console import Session, print_json, print_table, say_line
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
@@ -122,7 +121,6 @@ def bench_serve(
             "bench serve needs httpx2; install it with pip install 'moe-runtime[serve]'"
         )
     from moe_runtime.bench.cases.served_levels import name_of, serve_results
-    from moe_runtime.bench.results import write_results
     from moe_runtime.serving.load.generator import Level, LoadSettings, measure
     from moe_runtime.serving.load.summary import parse_goodput, summarize
     from moe_runtime.serving.load.workload import parse_lengths
@@ -155,34 +153,34 @@ def bench_serve(
     def on_answer(level: "Level", answers: "Sequence[TimedAnswer]") -> None:
         done = len(answers)
         if done * _LINES // requests > (done - 1) * _LINES // requests:
-            line = f"moe-runtime: {name_of(level)}: {done} of {requests} requests"
-            print(line, file=sys.stderr, flush=True)
+            say_line(f"{name_of(level)}: {done} of {requests} requests")
 
     with stop_on_signals(_STOPPING) as stop:
         name, found = measure(settings, on_answer=on_answer, is_stopping=lambda: stop.is_set)
     rows = [summarize(measured, bounds) for measured in found]
-    facts = {"url": url, "model": name, "is_interrupted": stop.is_set, "seed": seed}
-    if output is not None and rows:
-        asked = ("requests", "prompt_tokens", "output_tokens", "chat", "ignore_eos", "goodput")
-        results = serve_results(
-            found,
-            bounds,
-            settings={
-                "url": url,
-                "model": name,
-                "seed": seed,
-                **{one: ctx.params[one] for one in asked},
-            },
-            is_interrupted=stop.is_set,
-        )
-        write_results(output, results | {"command": command_line()})
+    facts = {"url": url, "model": name or None, "is_interrupted": stop.is_set, "seed": seed}
+    asked = ("requests", "prompt_tokens", "output_tokens", "chat", "ignore_eos", "goodput")
+    results = serve_results(
+        found,
+        bounds,
+        settings={
+            "url": url,
+            "model": name,
+            "seed": seed,
+            **{one: ctx.params[one] for one in asked},
+        },
+        is_interrupted=stop.is_set,
+    )
+    unwritten = keep_results(results, output)
     if as_json:
         print_json({**facts, "levels": rows})
     elif rows:
         _show(f"{name} at {url}", [name_of(one.level) for one in found], rows)
+    if unwritten is not None:
+        say_line(unwritten)
     if stop.is_set:
         raise typer.Exit(stop.exit_code)
-    if not any(row["answered"] for row in rows):
+    if unwritten is not None or not any(row["answered"] for row in rows):
         raise typer.Exit(2)
 
 
@@ -228,11 +226,10 @@ def _show(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> N
     print_table(title, [("", "left"), *((name, "right") for name in names)], lines)
     for name, row in zip(names, rows, strict=True):
         for kind, errors in row["errors"].items():
-            said = f"{errors['count']} failed: {kind}: {errors['first']}"
-            print(f"moe-runtime: {name}: {said}", file=sys.stderr)
+            say_line(f"{name}: {errors['count']} failed: {kind}: {errors['first']}")
         if not row["are_tokens_counted"]:
             said = "the server does not count tokens: pieces of its stream are counted instead"
-            print(f"moe-runtime: {name}: {said}", file=sys.stderr)
+            say_line(f"{name}: {said}")
 
 
 def _number(value: float | None) -> str:

@@ -12,7 +12,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.run import load_tokenizer
-from moe_runtime.cli.console import Session, loading_bar, print_rows, quiet_transformers
+from moe_runtime.cli.console import Session, loading_bar, print_rows, quiet_transformers, say_line
 from moe_runtime.cli.run_outcome import runtime_rows
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.streams import TextOutput
@@ -173,7 +173,7 @@ class _Terminal:
                 # nobody reads what is said between the answers of a pipe
                 if not self._is_terminal:
                     raise
-                print(f"moe-runtime: {error}", file=sys.stderr)
+                say_line(str(error))
 
     def _answer(self, text: str) -> None:
         output = TextOutput()

@@ -16,6 +16,7 @@ from moe_runtime.cli.console import (
     print_json,
     print_rows,
     quiet_transformers,
+    say_line,
 )
 from moe_runtime.cli.prompts import read_text
 from moe_runtime.cli.run_outcome import runtime_rows
@@ -169,7 +170,7 @@ def generate(
         said += "same command tries them again"
     else:
         return
-    print(f"moe-runtime: {said}", file=sys.stderr)
+    say_line(said)
     raise typer.Exit(_INTERRUPTED if outcome.is_interrupted else _SOME_FAILED)
 
 
@@ -228,5 +229,4 @@ class _Bar:
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=done, tokens=outcome.new_tokens)
         elif done * _LINES // total > (done - 1) * _LINES // total:
-            line = f"moe-runtime: {done} of {total} requests, {outcome.new_tokens} new tokens"
-            print(line, file=sys.stderr, flush=True)
+            say_line(f"{done} of {total} requests, {outcome.new_tokens} new tokens")

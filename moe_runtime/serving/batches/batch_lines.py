@@ -118,7 +118,8 @@ def _read_line(
     try:
         value = parse_value(line.encode())
     except json.JSONDecodeError as error:
-        said = f"{error.msg[:1].lower()}{error.msg[1:]} at character {error.pos + 1}"
+        said = f"{error.msg[:1].lower()}{error.msg[1:].removesuffix(' at')}"
+        said += f" at character {error.pos + 1}"
         raise ValueError(f"expected JSON, found {said}") from None
     except UnicodeEncodeError:
         raise ValueError("expected JSON, found half a surrogate pair, which is no text") from None

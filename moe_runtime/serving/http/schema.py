@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -70,6 +70,17 @@ class _Body(BaseModel):
                 has_unknown = True
             kept[name] = value
         return kept
+
+
+def _only(name: str, value: object) -> Callable[[Any], Any]:
+    """Takes null and one value; `Literal` takes true for 1, which Python holds equal."""
+
+    def check(given: Any) -> Any:
+        if given is not None and (type(given) is not type(value) or given != value):
+            raise FieldError(name, f"input should be {value}, got {clipped(given)}")
+        return given
+
+    return check
 
 
 def _biases(given: dict[str, Any]) -> dict[str, float]:
@@ -152,7 +163,7 @@ class GenerationFields(_Body):
     metadata: Annotated[dict[str, Any], AfterValidator(_texts)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    store: Literal[False] | None = None
+    store: Annotated[Any, AfterValidator(_only("store", False))] = None
 
     @property
     def stays_large(self) -> bool:
@@ -176,7 +187,7 @@ class CompletionBody(GenerationFields):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
-    best_of: Literal[1] | None = None
+    best_of: Annotated[Any, AfterValidator(_only("best_of", 1))] = None
 
 
 class TextPart(_Body):

@@ -17,6 +17,9 @@ from moe_runtime.serving.load.workload import LoadRequest
 
 _CONNECT_S = 30.0
 _LONGEST_MESSAGE = 300
+_MOST_TOKENS = 1 << 40
+_NOT_THE_API = (ValueError, KeyError, TypeError, RecursionError)
+"""What reading JSON ends with that is none, or has another shape than OpenAI's."""
 _TEXTS = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
 
 
@@ -120,7 +123,7 @@ class LoadClient:
             raise LoadError(f"{self._http.base_url}: {said}") from None
         except RequestFailed as failure:
             raise LoadError(f"{self._http.base_url}: {failure.kind}: {failure.message}") from None
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (*_NOT_THE_API, IndexError):
             raise LoadError(
                 f"{self._http.base_url}models does not list models as OpenAI's API does; give the "
                 "address of that API, or --model"
@@ -218,22 +221,33 @@ def _take(data: str, answer: TimedAnswer, now_s: float) -> None:
             raise RequestFailed("error in the stream", _message(chunk["error"]))
         usage, choices = chunk.get("usage"), chunk.get("choices")
         if usage:
-            answer.prompt_tokens = int(usage["prompt_tokens"])
-            answer.output_tokens = int(usage["completion_tokens"])
+            answer.prompt_tokens = _tokens(usage["prompt_tokens"])
+            answer.output_tokens = _tokens(usage["completion_tokens"])
             answer.is_counted = True
         answer.is_finished |= any(choice.get("finish_reason") for choice in choices or ())
         parts = [choice.get("delta") or choice for choice in choices or ()]
         if any(part.get(name) for part in parts for name in _TEXTS):
             answer.pieces_s.append(now_s)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (*_NOT_THE_API, AttributeError) as error:
         raise RequestFailed("not understood", f"{data:.100}: {error}") from None
+
+
+def _tokens(value: Any) -> int:
+    """A number of tokens, as it stands in JSON.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
+        raise ValueError(f"expected a number of tokens, got {value!r:.40}")
+    return value
 
 
 def _refusal(response: httpx2.Response) -> RequestFailed:
     kind = f"HTTP {response.status_code}"
     try:
         return RequestFailed(kind, _message(response.json()["error"]))
-    except (ValueError, KeyError, TypeError):
+    except _NOT_THE_API:
         return RequestFailed(kind, response.text)
 
 

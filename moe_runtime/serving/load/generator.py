@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_runtime.lab.energy import EnergyMeter
 from moe_runtime.serving.load.client import (
@@ -144,14 +144,16 @@ async def run_load(
         energy: of the machine on which the server runs; None where that is not this one.
 
     Returns:
-        The model's name and what was measured, as far as it came.
+        The model's name, empty where it did not come to that, and what was measured, as far as it
+        came.
 
     Raises:
         LoadError: the server is not there, or refuses a first small request.
     """
-    model = settings.model or await client.first_model()
-    client.choose(model)
-    count = await _count_tokens(client, settings)
+    first = asyncio.ensure_future(_first_requests(client, settings))
+    if await _run([first], is_stopping):
+        return settings.model or "", []
+    model, count = first.result()
     found: list[MeasuredLevel] = []
     for number, level in enumerate(settings.levels):
         if is_stopping():
@@ -221,17 +223,32 @@ async def run_level(
     else:
         work = [arrive(request, at_s) for request, at_s in zip(requests, times, strict=True)]
     tasks = [asyncio.ensure_future(one_of) for one_of in work]
+    pending = await _run(tasks, is_stopping)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
+    last_s = loop.time() if pending else max(answer.ended_s for answer in answers)
+    return MeasuredLevel(level, began_s, last_s - began_s, len(requests), answers)
+
+
+async def _run(
+    tasks: Sequence[asyncio.Task[Any]], is_stopping: Callable[[], bool]
+) -> set[asyncio.Task[Any]]:
+    """Waits for all of them; gives those that a stop cut off."""
     pending = set(tasks)
     while pending and not is_stopping():
         _, pending = await asyncio.wait(pending, timeout=_LOOK_S)
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled():
-            task.result()
-    last_s = loop.time() if pending else max(answer.ended_s for answer in answers)
-    return MeasuredLevel(level, began_s, last_s - began_s, len(requests), answers)
+    return pending
+
+
+async def _first_requests(client: LoadClient, settings: LoadSettings) -> tuple[str, TokenCount]:
+    """The model's name and what it makes of words."""
+    model = settings.model or await client.first_model()
+    client.choose(model)
+    return model, await _count_tokens(client, settings)
 
 
 async def _count_tokens(client: LoadClient, settings: LoadSettings) -> TokenCount:
