@@ -7,8 +7,9 @@ a private part, and `make test-versions` runs the engine's tests with both ends 
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from moe_runtime.errors import MoERuntimeWarning
@@ -78,7 +79,7 @@ else:
         return globals().setdefault(name, _find(name))
 
 
-FIRST_TESTED, FIRST_UNTESTED = (5, 17), (5, 24)
+FIRST_TESTED, FIRST_UNTESTED = (5, 17), (5, 25)
 """Versions of transformers that the tests ran with; `pyproject.toml` has the same."""
 
 
@@ -169,6 +170,27 @@ def is_output_recorder(hook: Callable[..., object]) -> bool:
 def has_adapters(model: Any) -> bool:
     """Whether adapters were added by transformers' own means; 5.17."""
     return getattr(model, "_hf_peft_config_loaded", False)
+
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What models, their layers and outputs call the cache: the first from 5.24 on, which takes the
+second too and warns of it, the second alone before."""
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a model or layer, or None."""
+    return arguments.get(CACHE_NAMES[0], arguments.get(CACHE_NAMES[1]))
+
+
+def pop_cache(arguments: dict[str, Any]) -> Any:
+    """The same, which is no longer among them."""
+    last = arguments.pop(CACHE_NAMES[1], None)
+    return arguments.pop(CACHE_NAMES[0], last)
+
+
+def cache_name(forward: Callable[..., object]) -> str:
+    """What a model's or layer's ``forward`` calls its cache."""
+    return CACHE_NAMES[CACHE_NAMES[0] not in inspect.signature(forward).parameters]
 
 
 def page_size_name(settings: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from moe_runtime.checkpoints.transformers_private import cache_of
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.changes import FORKED
 from moe_runtime.memory.io_queue import CLOSED
@@ -43,7 +44,7 @@ class Step:
             shape: sequences, and tokens of each.
         """
         self.num_sequences, self.num_new = shape
-        self.cache = inputs.get("past_key_values")
+        self.cache = cache_of(inputs)
         self.first_request = 0
         self.begun: Sequence[int] = ()
         self.ended: Sequence[int] = ()

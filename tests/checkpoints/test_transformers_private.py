@@ -108,16 +108,16 @@ def test_the_range_of_versions_is_that_of_the_project():
     assert ends == [transformers_private.FIRST_TESTED, transformers_private.FIRST_UNTESTED]
 
 
-@pytest.mark.parametrize("version", ["5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0", "nonsense"])
+@pytest.mark.parametrize("version", ["5.16.1", "5.25.0", "5.25.0.dev0", "6.0.0", "nonsense"])
 def test_a_version_that_was_not_tested_is_named_in_one_line(version):
     transformers_private.warn_if_untested.cache_clear()
     with pytest.warns(
-        MoERuntimeWarning, match=rf"^transformers {version} is not one .*5\.17.*5\.24"
+        MoERuntimeWarning, match=rf"^transformers {version} is not one .*5\.17.*5\.25"
     ):
         transformers_private.warn_if_untested(version)
 
 
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.0", "5.23.1.dev0"])
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.0", "5.24.1.dev0"])
 def test_a_version_that_was_tested_is_not_mentioned(version):
     transformers_private.warn_if_untested.cache_clear()
     with warnings.catch_warnings():

@@ -10,6 +10,7 @@ layer's own way.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import forward_ad
 
-from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
+from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING, pop_cache
 from moe_runtime.inference.cpu import attention_parts as parts
 from moe_runtime.inference.cpu.attention import (
     ATTENTION,
@@ -71,6 +72,9 @@ class FusedAttention:
         self._attention = getattr(module.config, ATTENTION_SETTING)
         self._names = parts.names_of(module)
         self._parts = [module.get_submodule(name) for name in self._names]
+        # any object may have been put in the method's place
+        own = inspect.unwrap(type(module).forward)
+        self._names_called: dict[str, Any] = getattr(own, "__globals__", {})
         self._functions = self._functions_now()
         self._norms: list[tuple[object, set[str]]] = [
             (module._modules[name], {"eps"}) for name in self._names if name in parts.NORMS
@@ -95,15 +99,15 @@ class FusedAttention:
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
         **options: Any,
     ) -> torch.Tensor | None:
         """The fused step, or None where the layer has to go its own way."""
+        cache = pop_cache(options)
         if (
             hidden_states.ndim != 3
             or hidden_states.shape[1] != 1
             or not isinstance(position_embeddings, tuple)
-            or past_key_values is None
+            or cache is None
             or torch.is_grad_enabled()
             or forward_ad._current_level >= 0
             or torch.is_autocast_enabled(hidden_states.device.type)
@@ -117,12 +121,12 @@ class FusedAttention:
             return None
         batch = hidden_states.shape[0]
         # sequences with caches of their own, see serving, are gone through one by one
-        each = getattr(past_key_values, "step_each", None) if batch > 1 else None
+        each = getattr(cache, "step_each", None) if batch > 1 else None
         if not self._may_fuse(1 if each else batch, cos, options):
             return None
         if each:
             return each(self._module.layer_idx, hidden_states, self._weights, cos, sin)
-        return self._fused(hidden_states, cos, sin, attention_mask, past_key_values)
+        return self._fused(hidden_states, cos, sin, attention_mask, cache)
 
     def _is_changed(self) -> bool:
         """Whether the layer trains, is looked into, or is not made of what it was made of."""
@@ -190,9 +194,8 @@ class FusedAttention:
 
     def _functions_now(self) -> list[Any]:
         """What the layer's own way calls, and the configuration it asks."""
-        own = type(self._module).forward
-        names = getattr(own, "__globals__", {})  # any object may have been put in its place
-        return [own, self._module.config, *map(names.get, _CALLED)]
+        config, forward = self._module.config, type(self._module).forward
+        return [forward, config, *map(self._names_called.get, _CALLED)]
 
     def _fused(
         self,

@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, cache_name
+
 _PARAMETERS = [
-    *("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
-    "kwargs",
+    ["self", "hidden_states", "position_embeddings", "attention_mask", name, "kwargs"]
+    for name in CACHE_NAMES
 ]
 _CONSTANTS = (bool, int, float, str, type(None))
 
@@ -109,7 +111,7 @@ def takes_usual_arguments(forward: object) -> bool:
         return False
     parameters = inspect.signature(forward).parameters
     kinds = [parameter.kind for parameter in parameters.values()]
-    return [*parameters] == _PARAMETERS and kinds[-1] is inspect.Parameter.VAR_KEYWORD
+    return [*parameters] in _PARAMETERS and kinds[-1] is inspect.Parameter.VAR_KEYWORD
 
 
 def call_on_stand_ins(
@@ -135,13 +137,14 @@ def call_on_stand_ins(
         mask: None, or ``[B, 1, Q, S]``.
         options: names of further arguments.
     """
+    forward = type(layer).forward
     own: dict[str, Any] = {name: getattr(layer, name) for name in parts}
     own["config"] = _StandIn(layer.config, {}, asked)
-    return type(layer).forward(
+    return forward(
         _StandIn(layer, own, asked),
         hidden_states=hidden,
         position_embeddings=angles,
         attention_mask=mask,
-        past_key_values=_CacheStandIn(cache, asked),
+        **{cache_name(forward): _CacheStandIn(cache, asked)},
         **{name: _OptionStandIn(asked) for name in options},
     )
