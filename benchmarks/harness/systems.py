@@ -83,10 +83,10 @@ class TorchModel:
         self._torch = torch
         self._spec = spec
         self._model: Any = None
-        self._cache: Any = None
+        self._cache: dict[str, Any] = {}
 
     def prefill(self, ids: Sequence[int]) -> int:
-        self._cache = None
+        self._cache = {}
         return self._forward(list(ids))
 
     def step(self, token: int) -> int:
@@ -96,18 +96,17 @@ class TorchModel:
         return {}
 
     def close(self) -> None:
-        self._cache = None
+        self._cache = {}
         self._model = None
 
     def _forward(self, ids: list[int]) -> int:
         with self._torch.inference_mode():
             output = self._model(
-                self._torch.tensor([ids]),
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
+                self._torch.tensor([ids]), use_cache=True, logits_to_keep=1, **self._cache
             )
-        self._cache = output.past_key_values
+        # of transformers from 5.24 on, and before
+        names = output.keys() & {"cache", "past_key_values"}
+        self._cache = {name: output[name] for name in names}
         return int(output.logits[0, -1].argmax())
 
 

@@ -44,7 +44,8 @@ class Step:
             shape: sequences, and tokens of each.
         """
         self.num_sequences, self.num_new = shape
-        self.cache = cache_of(inputs)
+        cache = cache_of(inputs)  # that of continuous batching does not say how long it is
+        self.cache = cache if hasattr(cache, "get_seq_length") else None
         self.first_request = 0
         self.begun: Sequence[int] = ()
         self.ended: Sequence[int] = ()
@@ -267,11 +268,7 @@ class Steps:
             self._give_back(before, is_done)
 
     def _run(
-        self,
-        call: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        before: _Before,
+        self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], before: _Before
     ) -> Any:
         is_done = False
         try:

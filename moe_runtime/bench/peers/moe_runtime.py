@@ -5,6 +5,7 @@ from typing import Any
 
 INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
+_CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
 
 
 class Peer:
@@ -20,7 +21,7 @@ class Peer:
         self._torch = torch
         self._load = importlib.import_module("moe_runtime").load
         self._model: Any = None
-        self._cache: Any = None
+        self._cache: dict[str, Any] = {}
         self._mask: Any = None
 
     def load(self) -> None:
@@ -33,7 +34,7 @@ class Peer:
         width = max(map(len, prompts))
         rows = [[-1] * (width - len(ids)) + ids for ids in prompts]
         tokens = self._torch.tensor(rows, device=self._model.device)
-        self._cache, self._mask = None, (tokens >= 0).long()
+        self._cache, self._mask = {}, (tokens >= 0).long()
         return self._forward(tokens.clamp(min=0))
 
     def step_batch(self, tokens: list[int]) -> list[int]:
@@ -51,8 +52,6 @@ class Peer:
             places = (self._mask.cumsum(-1) - 1).clamp(min=0)
             more = {"attention_mask": self._mask, "position_ids": places[:, -tokens.shape[1] :]}
         with self._torch.inference_mode():
-            output = self._model(
-                tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **more
-            )
-        self._cache = output.past_key_values
+            output = self._model(tokens, use_cache=True, logits_to_keep=1, **self._cache, **more)
+        self._cache = {name: output[name] for name in output.keys() & _CACHE_NAMES}
         return output.logits[:, -1].argmax(-1).tolist()

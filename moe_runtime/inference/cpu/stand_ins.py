@@ -137,14 +137,13 @@ def call_on_stand_ins(
         mask: None, or ``[B, 1, Q, S]``.
         options: names of further arguments.
     """
-    forward = type(layer).forward
     own: dict[str, Any] = {name: getattr(layer, name) for name in parts}
     own["config"] = _StandIn(layer.config, {}, asked)
-    return forward(
+    return type(layer).forward(
         _StandIn(layer, own, asked),
         hidden_states=hidden,
         position_embeddings=angles,
         attention_mask=mask,
-        **{cache_name(forward): _CacheStandIn(cache, asked)},
+        **{cache_name(type(layer).forward): _CacheStandIn(cache, asked)},
         **{name: _OptionStandIn(asked) for name in options},
     )

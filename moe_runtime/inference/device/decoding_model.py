@@ -147,8 +147,7 @@ class RecordedDecoding:
         elif DecodeGraphs.takes(cache):
             positions = kwargs.get("position_ids")
             is_whole = (attention_mask is None or bool(attention_mask.all())) and (
-                positions is None
-                or bool((positions[..., -1] == cache.get_seq_length()).all())
+                positions is None or bool((positions[..., -1] == cache.get_seq_length()).all())
             )
             # eager attention's masks are made of numbers of the host, which no graph holds
             is_whole = is_whole and attention_name(cast(Any, self)) != "eager"
