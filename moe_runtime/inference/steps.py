@@ -44,8 +44,8 @@ class Step:
             shape: sequences, and tokens of each.
         """
         self.num_sequences, self.num_new = shape
-        cache = cache_of(inputs)  # that of continuous batching does not say how long it is
-        self.cache = cache if hasattr(cache, "get_seq_length") else None
+        # that of continuous batching does not say how long it is
+        self.cache = cache if hasattr(cache := cache_of(inputs), "get_seq_length") else None
         self.first_request = 0
         self.begun: Sequence[int] = ()
         self.ended: Sequence[int] = ()

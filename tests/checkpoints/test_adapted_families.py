@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import tiny_checkpoints
 import torch
-import transformers
 from finetuning_runs import SEQUENCES, SIZES, checkpoint_of, config_of, finetuned
 from moe_families import ADAPTED, Family
 from safetensors.torch import load_file, save_file
 
 import moe_runtime
-from moe_runtime.checkpoints.families import BLOCKS
+from moe_runtime.checkpoints.families import BLOCKS, llama4
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.training.finetune.finetuning import prepare
 
@@ -109,7 +108,7 @@ def test_llama4_with_several_experts_a_token_is_refused(tmp_path):
 def test_llama4_with_pictures_is_refused_where_transformers_cannot_run_it(
     is_text, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(transformers, "__version__", "5.24.0")
+    monkeypatch.setattr(llama4.transformers, "__version__", "5.24.0")
     config: Any = family_of("llama4").config
     kind, given = "Llama4ForCausalLM", config
     if not is_text:
