@@ -144,7 +144,7 @@ class RecordedDecoding:
                 given.pop("position_ids", None)
                 ids_B1 = input_ids[:, -1:].to(cast(Any, self).device).contiguous()
                 return {"input_ids": ids_B1, **given}
-        elif DecodeGraphs.takes(cache):
+        elif cache is not None and DecodeGraphs.takes(cache):
             positions = kwargs.get("position_ids")
             is_whole = (attention_mask is None or bool(attention_mask.all())) and (
                 positions is None or bool((positions[..., -1] == cache.get_seq_length()).all())
