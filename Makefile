@@ -18,7 +18,7 @@ ISA_ROOMS ?= $(addprefix tests/,kernels memory layer inference offload training 
 
 # The lower bounds, and the newest transformers that is tested; the newest torch is that of `make test`.
 # The Triton that torch 2.11 brings cannot interpret kernels with a newer numpy.
-TRANSFORMERS_VERSIONS ?= 5.17.0 $(shell sed -n 's/^transformers==//p' constraints.txt)
+TRANSFORMERS_VERSIONS ?= 5.17.0 5.24.0
 TORCH_VERSIONS ?= 2.11.0
 TORCH_NUMPY ?= numpy==2.3.5
 VERSIONS_ROOMS ?= $(addprefix tests/,checkpoints compatibility inference)

@@ -24,6 +24,7 @@ from gguf import GGMLQuantizationType as Kind
 from harness.machine import machine_name, run_facts
 
 import moe_runtime
+from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
 from moe_runtime.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,11 +96,11 @@ def ours(model: Any) -> dict[str, float]:
     begin_s = time.perf_counter()
     model(tokens[:, :PROMPT], use_cache=True, logits_to_keep=1)
     prompt_s = time.perf_counter() - begin_s
-    cache = model(tokens[:, :1], use_cache=True).past_key_values
+    cache = cache_of(model(tokens[:, :1], use_cache=True))
     begin_s = time.perf_counter()
     for step in range(STEPS):
         token = tokens[:, PROMPT + step, None]
-        model(token, past_key_values=cache, use_cache=True)
+        model(token, use_cache=True, **{cache_name(model.forward): cache})
     return {"prompt": PROMPT / prompt_s, "decode": STEPS / (time.perf_counter() - begin_s)}
 
 

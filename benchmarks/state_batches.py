@@ -27,6 +27,7 @@ from harness.machine import machine_name, run_facts
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Qwen3NextConfig
 
 import moe_runtime
+from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
 from moe_runtime.files import write_text
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.adapters import Adapters
@@ -230,10 +231,10 @@ def measure_transformers(folder: Path, arguments: argparse.Namespace) -> float:
     tokens = torch.randint(EXPERTS["vocab_size"], size, generator=generator)
     rates = []
     with torch.inference_mode():
-        cache = model(tokens[:, :PROMPT_TOKENS], use_cache=True).past_key_values
+        cache = cache_of(model(tokens[:, :PROMPT_TOKENS], use_cache=True))
         for token in tokens[:, PROMPT_TOKENS:].split(1, dim=1):
             begin_s = time.perf_counter()
-            model(token, past_key_values=cache, use_cache=True)
+            model(token, use_cache=True, **{cache_name(model.forward): cache})
             rates.append(1 / (time.perf_counter() - begin_s))
     print(f"transformers {statistics.median(rates):.2f}", flush=True)
     return round(statistics.median(rates), 2)

@@ -7,6 +7,7 @@ The file needs nothing of this project. Run as a program, it says what comes aft
 python examples/add_a_peer.py MODEL
 """
 
+import inspect
 import sys
 from typing import Any
 
@@ -24,7 +25,7 @@ class Peer:
         torch.set_num_threads(settings["num_threads"])
         self._torch, self._transformers, self._settings = torch, transformers, settings
         self._model: Any = None
-        self._cache: Any = None
+        self._cache: dict[str, Any] = {}
 
     def load(self) -> None:
         """Loads all weights."""
@@ -33,9 +34,11 @@ class Peer:
 
     def prefill(self, ids: list[int]) -> int:
         """Forgets everything, reads the ids, returns the likeliest next one."""
-        self._cache = self._transformers.StaticCache(
+        cache = self._transformers.StaticCache(
             config=self._model.config, max_cache_len=self._settings["max_tokens"]
         )
+        known = inspect.signature(self._model.forward).parameters
+        self._cache = {"cache" if "cache" in known else "past_key_values": cache}
         return self._forward(ids)
 
     def step(self, token: int) -> int:
@@ -44,13 +47,11 @@ class Peer:
 
     def close(self) -> None:
         """Frees the model."""
-        self._model = self._cache = None
+        self._model, self._cache = None, {}
 
     def _forward(self, ids: list[int]) -> int:
         with self._torch.inference_mode():
-            output = self._model(
-                self._torch.tensor([ids]), past_key_values=self._cache, logits_to_keep=1
-            )
+            output = self._model(self._torch.tensor([ids]), logits_to_keep=1, **self._cache)
         return int(output.logits[0, -1].argmax())
 
 

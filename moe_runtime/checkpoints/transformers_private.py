@@ -7,8 +7,9 @@ a private part, and `make test-versions` runs the engine's tests with both ends 
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from moe_runtime.errors import MoERuntimeWarning
@@ -33,12 +34,8 @@ if TYPE_CHECKING:
     )
     from transformers.core_model_loading import dot_natural_key as dot_natural_key
     from transformers.core_model_loading import rename_source_key as rename_source_key
-    from transformers.core_model_loading import (
-        revert_weight_conversion as revert_weight_conversion,
-    )
-    from transformers.integrations.finegrained_fp8 import (
-        FP8ExpertsInterface as FP8ExpertsInterface,
-    )
+    from transformers.core_model_loading import revert_weight_conversion as revert_weight_conversion
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface as FP8ExpertsInterface
     from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
     from transformers.integrations.moe import (
         batched_mm_experts_forward as batched_mm_experts_forward,
@@ -78,7 +75,7 @@ else:
         return globals().setdefault(name, _find(name))
 
 
-FIRST_TESTED, FIRST_UNTESTED = (5, 17), (5, 24)
+FIRST_TESTED, FIRST_UNTESTED = (5, 17), (5, 25)
 """Versions of transformers that the tests ran with; `pyproject.toml` has the same."""
 
 
@@ -143,15 +140,12 @@ def has_sdpa(model: PreTrainedModel) -> bool:
     return getattr(model, "_supports_sdpa", True)
 
 
-DECIDE_BY_ATTENTION_NAME = frozenset(
-    (
-        *("axk2", "deepseek_v32", "diffusion_gemma", "dots3_note", "falcon", "gemma4"),
-        *("gemma4_unified", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax_m3_vl"),
-        "mistral_large4",
-    )
-)
+DECIDE_BY_ATTENTION_NAME = frozenset((
+    "axk2", "deepseek_v32", "diffusion_gemma", "dots3_note", "falcon", "gemma4", "gemma4_unified",
+    "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "minimax_m3_vl", "mistral_large4",
+))  # fmt: skip
 """Families that choose by the attention's name which keys they mask or which queries they leave
-out, and so compute something else under a name that they do not know; 5.17 to 5.23."""
+out, and so compute something else under a name that they do not know; 5.17 to 5.24."""
 
 
 def decides_by_attention_name(model: torch.nn.Module) -> bool:
@@ -169,6 +163,27 @@ def is_output_recorder(hook: Callable[..., object]) -> bool:
 def has_adapters(model: Any) -> bool:
     """Whether adapters were added by transformers' own means; 5.17."""
     return getattr(model, "_hf_peft_config_loaded", False)
+
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What models, layers and outputs call the cache: from 5.24 on, which takes both; before."""
+
+
+def cache_of(named: Mapping[str, Any]) -> Any:
+    """The cache among the arguments or outputs of a model or layer, or None."""
+    return next((named[name] for name in CACHE_NAMES if name in named), None)
+
+
+def pop_cache(arguments: dict[str, Any]) -> Any:
+    """The same, which is no longer among the arguments."""
+    new, old = (arguments.pop(name, None) for name in CACHE_NAMES)
+    return old if new is None else new
+
+
+def cache_name(forward: Callable[..., object]) -> str:
+    """What a model's or layer's ``forward`` calls its cache."""
+    new, old = CACHE_NAMES
+    return new if new in inspect.signature(forward).parameters else old
 
 
 def page_size_name(settings: Any) -> str:

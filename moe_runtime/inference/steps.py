@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from moe_runtime.checkpoints.transformers_private import cache_of
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.changes import FORKED
 from moe_runtime.memory.io_queue import CLOSED
@@ -43,7 +44,8 @@ class Step:
             shape: sequences, and tokens of each.
         """
         self.num_sequences, self.num_new = shape
-        self.cache = inputs.get("past_key_values")
+        # that of continuous batching does not say how long it is
+        self.cache = cache if hasattr(cache := cache_of(inputs), "get_seq_length") else None
         self.first_request = 0
         self.begun: Sequence[int] = ()
         self.ended: Sequence[int] = ()
@@ -266,11 +268,7 @@ class Steps:
             self._give_back(before, is_done)
 
     def _run(
-        self,
-        call: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        before: _Before,
+        self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], before: _Before
     ) -> Any:
         is_done = False
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
+from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING, cache_name
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.cpu.attention import ATTENTION, EAGER_ATTENTION
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
@@ -79,6 +79,7 @@ class ModelPasses:
         self._device = model.device
         self.requests = EngineRequests()
         known = inspect.signature(model.forward).parameters
+        self._cache_name = cache_name(model.forward)
         self._keeps_rows = "logits_to_keep" in known
         self.vocab_size = int(config.get_text_config().vocab_size)
         attention = _attention_names(model)
@@ -218,15 +219,13 @@ class ModelPasses:
         positions: list[list[int]] | None = None,
     ) -> torch.Tensor:
         """Logits ``[B, Q, V]`` of the rows to keep: the last ones, or those named."""
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {self._cache_name: cache}
         if positions is not None:
             options["position_ids"] = torch.tensor(positions, device=self._device)
         if self._keeps_rows:
             options["logits_to_keep"] = keep
         tokens = torch.tensor(ids, device=self._device)
-        out = self._model(
-            input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **options
-        ).logits
+        out = self._model(input_ids=tokens, use_cache=True, return_dict=True, **options).logits
         if self._keeps_rows:
             return out
         return out[:, -keep:] if isinstance(keep, int) else out[:, keep]

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from moe_families import ADAPTED, Family
 from safetensors.torch import load_file, save_file
 
 import moe_runtime
-from moe_runtime.checkpoints.families import BLOCKS
+from moe_runtime.checkpoints.families import BLOCKS, llama4
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.training.finetune.finetuning import prepare
 
@@ -101,6 +102,24 @@ def test_llama4_with_several_experts_a_token_is_refused(tmp_path):
     folder = tiny_checkpoints.save(model, tmp_path, sharded=False)
     with pytest.raises(moe_runtime.UnsupportedModelError, match="num_experts_per_tok 1"):
         build_on_meta(open_checkpoint(folder, "auto"))
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_llama4_with_pictures_is_refused_where_transformers_cannot_run_it(
+    is_text, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(llama4.transformers, "__version__", "5.24.0")
+    config: Any = family_of("llama4").config
+    kind, given = "Llama4ForCausalLM", config
+    if not is_text:
+        kind, given = "Llama4ForConditionalGeneration", {"text_config": config}
+    model = tiny_checkpoints.tiny_model(Family("llama4", kind, given))
+    checkpoint = open_checkpoint(tiny_checkpoints.save(model, tmp_path, sharded=False), "auto")
+    if is_text:
+        assert build_on_meta(checkpoint)
+        return
+    with pytest.raises(moe_runtime.UnsupportedModelError, match=r"^transformers 5\.24\.0 cannot"):
+        build_on_meta(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["jetmoe", "longcat_flash"])

@@ -1,6 +1,8 @@
 """What transformers does not promise is used in one place, with the versions that were tested."""
 
 import ast
+import dataclasses
+import inspect
 import re
 import tomllib
 import warnings
@@ -8,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import MixtralForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from moe_runtime.checkpoints import transformers_private
 from moe_runtime.errors import MoERuntimeWarning
@@ -22,6 +27,7 @@ PRIVATE = {
     *("_attn_implementation", "_supports_sdpa"),
     # what a model's code says: what it does is asked instead
     *("getsource", "getsourcelines", "__code__"),
+    "past_key_values",  # of two names, by version
 }
 # And who else may use what, because it is about nothing else.
 ELSEWHERE = {
@@ -29,6 +35,8 @@ ELSEWHERE = {
     "moe_runtime/checkpoints/families/": "models.",
     # peers that are measured: their blocks
     "moe_runtime/bench/": "models",
+    # which need nothing of this project
+    "moe_runtime/bench/peers/": "past_key_values",
     # checkpoints that are measured: the quantiser that published ones were made by
     "moe_runtime/bench/synthetic/drawn_tensors.py": "integrations.finegrained_fp8",
     # a layer's own code, which finds other steps of its states under their names
@@ -50,6 +58,8 @@ def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, n) for n in found if n.startswith("transformers."))
         elif isinstance(node, ast.Attribute) and node.attr in PRIVATE:
             yield node.lineno, node.attr
+        elif isinstance(node, ast.keyword | ast.arg) and node.arg in PRIVATE:
+            yield node.lineno, str(node.arg)
         elif isinstance(node, ast.Constant) and node.value in PRIVATE:
             yield node.lineno, str(node.value)
 
@@ -80,6 +90,7 @@ def test_no_other_module_touches_a_private_part_of_transformers():
         "def f():\n    model._finalize_model_loading(a, b)",
         "hasattr(module, '_apply_gate')",
         "names = type(module).forward.__code__.co_names",
+        "model(ids, past_key_values=cache)",
     ],
 )
 def test_a_private_part_is_found_however_it_is_touched(line):
@@ -100,6 +111,34 @@ def test_every_private_part_is_there():
         assert callable(getattr(transformers_private, name))
 
 
+def new(cache=None):
+    """Takes it as transformers does from 5.24 on."""
+
+
+def old(past_key_values=None):
+    """Takes it as before."""
+
+
+@pytest.mark.parametrize(("forward", "name"), [(new, "cache"), (old, "past_key_values")])
+def test_the_cache_is_found_by_either_name(forward, name):
+    given, cache = {"use_cache": True}, object()
+    assert transformers_private.cache_of(given) is None
+    assert transformers_private.pop_cache(dict(given)) is None
+    assert transformers_private.cache_name(forward) == name
+    named = given | {name: cache}
+    assert transformers_private.cache_of(named) is cache
+    assert transformers_private.pop_cache(named) is cache
+    assert named == given
+
+
+def test_the_installed_transformers_calls_it_by_one_name():
+    forward = MixtralForCausalLM.forward
+    name = transformers_private.cache_name(forward)
+    assert name in inspect.signature(forward).parameters
+    assert name in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
+    assert name in inspect.signature(MixtralAttention.forward).parameters
+
+
 def test_the_range_of_versions_is_that_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (bound,) = [d for d in project["dependencies"] if d.startswith("transformers")]
@@ -108,16 +147,16 @@ def test_the_range_of_versions_is_that_of_the_project():
     assert ends == [transformers_private.FIRST_TESTED, transformers_private.FIRST_UNTESTED]
 
 
-@pytest.mark.parametrize("version", ["5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0", "nonsense"])
+@pytest.mark.parametrize("version", ["5.16.1", "5.25.0", "5.25.0.dev0", "6.0.0", "nonsense"])
 def test_a_version_that_was_not_tested_is_named_in_one_line(version):
     transformers_private.warn_if_untested.cache_clear()
     with pytest.warns(
-        MoERuntimeWarning, match=rf"^transformers {version} is not one .*5\.17.*5\.24"
+        MoERuntimeWarning, match=rf"^transformers {version} is not one .*5\.17.*5\.25"
     ):
         transformers_private.warn_if_untested(version)
 
 
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.0", "5.23.1.dev0"])
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.0", "5.24.1.dev0"])
 def test_a_version_that_was_tested_is_not_mentioned(version):
     transformers_private.warn_if_untested.cache_clear()
     with warnings.catch_warnings():

@@ -20,6 +20,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
+from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
 from moe_runtime.errors import CapacityError, MoERuntimeError
 from moe_runtime.memory.device_store import DeviceStore
 from moe_runtime.types import ExpertKey
@@ -200,9 +201,10 @@ def test_what_generate_is_asked_for_decides_on_the_kind_of_cache(checkpoint: Pat
     with loaded(checkpoint, 2) as model:
         settings = {"max_new_tokens": 2, "do_sample": False}
         found = model.generate(PROMPT, return_dict_in_generate=True, **settings)
-        assert type(found.past_key_values) is DynamicCache  # others go on with it
+        cache = cache_of(found)
+        assert type(cache) is DynamicCache  # others go on with it
         longer = torch.cat([found.sequences, PROMPT[:, :2]], 1)
-        grown = model.generate(longer, past_key_values=found.past_key_values, **settings)
+        grown = model.generate(longer, **{cache_name(model.forward): cache}, **settings)
         assert torch.equal(grown, model.generate(longer, **settings))
         model.generate(PROMPT, max_new_tokens=30, eos_token_id=[*range(model.config.vocab_size)])
         model.generate(THREE, **settings)
@@ -231,7 +233,7 @@ def test_only_plain_positions_are_left_to_the_cache(checkpoint: Path) -> None:
             return model.prepare_inputs_for_generation(
                 PROMPT,
                 next_sequence_length=1,
-                past_key_values=cache,
+                **{cache_name(model.forward): cache},
                 attention_mask=torch.ones_like(PROMPT),
                 position_ids=torch.tensor([[position]]),
             )

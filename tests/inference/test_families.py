@@ -59,6 +59,8 @@ FIFTHS = [
 are in `test_backend.py`; between them lie the layers of transformers."""
 CHECKPOINTING = (None, True, False)
 """No activation checkpointing; reentrant; not."""
+SHARING = {"diffusion_gemma", "mistral_large4"}
+"""Families without the second of them; the latter as of transformers 5.24."""
 
 
 LAYOUTS = {
@@ -102,11 +104,12 @@ class Sample:
     def kinds(self) -> tuple[bool | None, ...]:
         """Kinds of activation checkpointing that transformers has for the family.
 
-        Layers that share keys through more than their inputs have no reentrant one there.
+        Layers that share keys, or angles that are learnt, through more than their inputs have no
+        reentrant one there.
         """
         if not self.model.supports_gradient_checkpointing:
             return CHECKPOINTING[:1]
-        return (None, False) if self.family.folder == "diffusion_gemma" else CHECKPOINTING
+        return (None, False) if self.family.folder in SHARING else CHECKPOINTING
 
     def turn(self, further: int = 0) -> bool | None:
         """One kind after another, by the family's place in the list."""

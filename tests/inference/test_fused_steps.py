@@ -21,6 +21,7 @@ from transformers import StaticCache
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
+from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.inference.cpu.small_batch import SmallBatchRMSNorm
 from moe_runtime.inference.device import decoding_model
 from moe_runtime.inference.device.decode_graphs import static_cache
@@ -143,7 +144,8 @@ def test_half_precision_is_rounded_where_transformers_rounds() -> None:
         layer = model.model.layers[0]
         with torch.no_grad():
             angles = model.model.rotary_emb(hidden, torch.tensor([[3]], device=DEVICE))
-            given = {"attention_mask": None, "past_key_values": cache}
+            name = cache_name(type(layer.self_attn).forward)
+            given = {"attention_mask": None, name: cache}
             for _ in range(3):
                 mixed, _ = layer.self_attn(
                     hidden_states=hidden, position_embeddings=angles, **given

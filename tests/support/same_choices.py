@@ -7,8 +7,9 @@ are still those of the second run.
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -17,35 +18,43 @@ from torch import Tensor
 
 
 class Choices:
-    """The indices that ``topk`` gave in each part of a layer, in order."""
+    """The indices that ``topk`` gave in each run of a part of a layer, in order."""
 
     def __init__(self) -> None:
-        self._ids: dict[str, list[Tensor]] = {}
+        self._runs: dict[str, list[list[Tensor]]] = {}
 
     @contextmanager
     def recorded(self, model: torch.nn.Module) -> Iterator[None]:
         """Records one forward pass."""
 
+        def begin(part: str) -> None:
+            self._runs.setdefault(part, []).append([])
+
         def record(part: str, scores: Tensor, *arguments: Any, **options: Any) -> Any:
             found = _topk(scores, *arguments, **options)
-            self._ids.setdefault(part, []).append(found.indices)
+            self._runs[part][-1].append(found.indices)
             return found
 
-        with _replaced(model, record):
+        with _replaced(model, begin, record):
             yield
 
     @contextmanager
     def repeated(self, model: torch.nn.Module) -> Iterator[None]:
-        """Gives the recorded indices, from the first again where checkpointing computes anew."""
-        turns = Counter[str]()
+        """Gives the recorded indices; where checkpointing computes anew, the last run's first."""
+        turns, left = Counter[str](), dict[str, Iterator[Tensor]]()
+
+        def begin(part: str) -> None:
+            if runs := self._runs.get(part):
+                again, place = divmod(turns[part], len(runs))
+                turns[part] += 1
+                left[part] = cycle(runs[-1 - place if again % 2 else place])
 
         def repeat(part: str, scores: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> Any:
-            ids = self._ids[part][turns[part] % len(self._ids[part])]
-            turns[part] += 1
+            ids = next(left[part])
             assert ids.shape[dim] == k
             return torch.return_types.topk((scores.gather(dim, ids), ids))
 
-        with _replaced(model, repeat):
+        with _replaced(model, begin, repeat):
             yield
 
 
@@ -53,12 +62,22 @@ _topk = torch.topk
 
 
 @contextmanager
-def _replaced(model: torch.nn.Module, topk: Any) -> Iterator[None]:
-    """Calls ``topk`` with the name of the part that runs before the usual arguments."""
+def _replaced(
+    model: torch.nn.Module, begin: Callable[[str], None], topk: Callable[..., Any]
+) -> Iterator[None]:
+    """Calls ``topk`` with the name of the part that runs before the usual arguments.
+
+    ``begin`` hears of each run of a part, and of one of what is no part of a layer, ``""``.
+    """
     running: list[str] = [""]
 
-    def enter(name: str) -> Any:
-        return lambda *_: running.append(name)
+    def enter(name: str, part: str) -> Any:
+        def entered(*_: Any) -> None:
+            running.append(part)
+            if name == part:
+                begin(part)
+
+        return entered
 
     def leave(*_: Any) -> None:
         running.pop()
@@ -72,7 +91,8 @@ def _replaced(model: torch.nn.Module, topk: Any) -> Iterator[None]:
         hooks = []
         for name, module in model.named_modules():
             part = re.match(r".*layers\.\d+\.\w+", name)
-            hooks.append(module.register_forward_pre_hook(enter(part[0] if part else "")))
+            entered = enter(name, part[0] if part else "")
+            hooks.append(module.register_forward_pre_hook(entered))
             hooks.append(module.register_forward_hook(leave))
         try:
             yield

@@ -9,6 +9,7 @@ from typing import Any
 
 INSTALL = "pip install torch transformers accelerate"
 PACKAGES = ("torch", "transformers", "accelerate")
+_CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
 # Interpreter, libraries, and one layer's experts twice, as read and as fused.
 _RESERVED_BYTES = 5 << 29
 
@@ -26,7 +27,7 @@ class Peer:
         self._model_class: Any = transformers.AutoModelForCausalLM
         self._folder = tempfile.TemporaryDirectory()
         self._model: Any = None
-        self._cache: Any = None
+        self._cache: dict[str, Any] = {}
 
     def load(self) -> None:
         """Loads what fits; the rest stays in the checkpoint, or is written to a folder."""
@@ -40,7 +41,7 @@ class Peer:
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
         """Forgets everything, reads prompts of one length, returns the likeliest next ids."""
-        self._cache = None
+        self._cache = {}
         return self._forward(self._torch.tensor(prompts))
 
     def step_batch(self, tokens: list[int]) -> list[int]:
@@ -49,11 +50,11 @@ class Peer:
 
     def close(self) -> None:
         """Frees the weights and what was written."""
-        self._model = self._cache = None
+        self._model, self._cache = None, {}
         self._folder.cleanup()
 
     def _forward(self, tokens: Any) -> list[int]:
         with self._torch.inference_mode():
-            found = self._model(tokens, past_key_values=self._cache, use_cache=True)
-        self._cache = found.past_key_values
-        return found.logits[:, -1].argmax(-1).tolist()
+            output = self._model(tokens, use_cache=True, **self._cache)
+        self._cache = {name: output[name] for name in output.keys() & _CACHE_NAMES}
+        return output.logits[:, -1].argmax(-1).tolist()

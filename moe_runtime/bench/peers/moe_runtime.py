@@ -6,6 +6,7 @@ INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
 VARIANTS = ("int8", "planes")
 _OPTIONS = {"int8": {"activations": "int8"}, "planes": {"cache_code": "planes"}, None: {}}
+_CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
 
 
 class Peer:
@@ -22,7 +23,7 @@ class Peer:
         torch.set_num_threads(settings["num_threads"])
         self._torch, self._load, self._model_path = torch, moe_runtime.load, settings["model"]
         self._model: Any = None
-        self._cache: Any = None
+        self._cache: dict[str, Any] = {}
         self._mask: Any = None
 
     def load(self) -> None:
@@ -31,11 +32,10 @@ class Peer:
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
         """Forgets everything, reads prompts side by side, returns the likeliest next ids."""
-        # Shorter ones are filled up in front.
-        width = max(map(len, prompts))
+        width = max(map(len, prompts))  # shorter ones are filled up in front
         rows = [[-1] * (width - len(ids)) + ids for ids in prompts]
         tokens = self._torch.tensor(rows, device=self._model.device)
-        self._cache, self._mask = None, (tokens >= 0).long()
+        self._cache, self._mask = {}, (tokens >= 0).long()
         return self._forward(tokens.clamp(min=0))
 
     def step_batch(self, tokens: list[int]) -> list[int]:
@@ -53,8 +53,6 @@ class Peer:
             places = (self._mask.cumsum(-1) - 1).clamp(min=0)
             more = {"attention_mask": self._mask, "position_ids": places[:, -tokens.shape[1] :]}
         with self._torch.inference_mode():
-            output = self._model(
-                tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **more
-            )
-        self._cache = output.past_key_values
+            output = self._model(tokens, use_cache=True, logits_to_keep=1, **self._cache, **more)
+        self._cache = {name: output[name] for name in output.keys() & _CACHE_NAMES}
         return output.logits[:, -1].argmax(-1).tolist()

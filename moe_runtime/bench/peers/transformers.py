@@ -5,6 +5,7 @@ from typing import Any
 INSTALL = "pip install torch transformers"
 PACKAGES = ("torch", "transformers")
 VARIANTS = ("eager", "grouped_mm")
+_CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
 
 
 class Peer:
@@ -21,7 +22,7 @@ class Peer:
         self._torch, self._model_path = torch, settings["model"]
         self._model_class: Any = transformers.AutoModelForCausalLM
         self._model: Any = None
-        self._cache: Any = None
+        self._cache: dict[str, Any] = {}
         self._mask: Any = None
 
     def load(self) -> None:
@@ -35,7 +36,7 @@ class Peer:
         width = max(map(len, prompts))
         rows = [[-1] * (width - len(ids)) + ids for ids in prompts]
         tokens = self._torch.tensor(rows)
-        self._cache, self._mask = None, (tokens >= 0).long()
+        self._cache, self._mask = {}, (tokens >= 0).long()
         return self._forward(tokens.clamp(min=0))
 
     def step_batch(self, tokens: list[int]) -> list[int]:
@@ -45,7 +46,7 @@ class Peer:
 
     def close(self) -> None:
         """Frees the weights."""
-        self._model = self._cache = None
+        self._model, self._cache = None, {}
 
     def _forward(self, tokens: Any) -> list[int]:
         more = {}
@@ -53,8 +54,6 @@ class Peer:
             places = (self._mask.cumsum(-1) - 1).clamp(min=0)
             more = {"attention_mask": self._mask, "position_ids": places[:, -tokens.shape[1] :]}
         with self._torch.inference_mode():
-            output = self._model(
-                tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **more
-            )
-        self._cache = output.past_key_values
+            output = self._model(tokens, use_cache=True, logits_to_keep=1, **self._cache, **more)
+        self._cache = {name: output[name] for name in output.keys() & _CACHE_NAMES}
         return output.logits[:, -1].argmax(-1).tolist()

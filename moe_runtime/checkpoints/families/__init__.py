@@ -34,7 +34,7 @@ def give_experts_interface(model: PreTrainedModel) -> None:
     for block in list(model.modules()):
         name = type(block).__name__
         if name in BLOCKS:
-            _load(name).adapt(block, model.config.get_text_config())
+            _load(name).adapt(block, model.config)
 
 
 def checkpoint_renamings(model: PreTrainedModel) -> list[WeightRenaming]:

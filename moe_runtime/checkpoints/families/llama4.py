@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from moe_runtime.checkpoints.families.stacked_experts import TransposedExperts
@@ -28,8 +29,15 @@ def adapt(block: Any, config: Any) -> None:
     """Turns a block; see the package.
 
     Raises:
-        UnsupportedModelError: more than one expert for each token.
+        UnsupportedModelError: more than one expert for each token, or a model with a vision tower
+            in the version of transformers that cannot run one.
     """
+    if config.model_type == "llama4" and transformers.__version__ == "5.24.0":
+        raise UnsupportedModelError(
+            "transformers 5.24.0 cannot run Llama4ForConditionalGeneration, not even on text: it "
+            "reads image_outputs, which its language model does not return; install another "
+            "version, such as 5.23.0, for llama4"
+        )
     if block.top_k != 1:
         raise UnsupportedModelError(
             f"llama4 with {block.top_k} experts for each token is not supported; expected "
@@ -37,6 +45,6 @@ def adapt(block: Any, config: Any) -> None:
         )
     experts = block.experts
     block.experts = TransposedExperts(
-        config, experts.act_fn, experts.gate_up_proj, experts.down_proj
+        config.get_text_config(), experts.act_fn, experts.gate_up_proj, experts.down_proj
     )
     block.__class__ = _Block

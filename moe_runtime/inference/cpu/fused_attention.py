@@ -10,14 +10,16 @@ layer's own way.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
-from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
+from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING, pop_cache
 from moe_runtime.inference.cpu import attention_parts as parts
 from moe_runtime.inference.cpu.attention import (
     ATTENTION,
@@ -71,6 +73,8 @@ class FusedAttention:
         self._attention = getattr(module.config, ATTENTION_SETTING)
         self._names = parts.names_of(module)
         self._parts = [module.get_submodule(name) for name in self._names]
+        # not the function around it that takes the older name of the cache
+        self._own: Any = inspect.unwrap(type(module).forward)
         self._functions = self._functions_now()
         self._norms: list[tuple[object, set[str]]] = [
             (module._modules[name], {"eps"}) for name in self._names if name in parts.NORMS
@@ -83,7 +87,7 @@ class FusedAttention:
         self._angle_dim = 0
         self.most_sequences = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """What the layer computes: hidden values ``[B, Q, D]``, and None for attention weights."""
         out = None if args else self._step(**kwargs)
         if out is not None:
@@ -92,18 +96,18 @@ class FusedAttention:
 
     def _step(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
         **options: Any,
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """The fused step, or None where the layer has to go its own way."""
+        cache = pop_cache(options)
         if (
             hidden_states.ndim != 3
             or hidden_states.shape[1] != 1
             or not isinstance(position_embeddings, tuple)
-            or past_key_values is None
+            or cache is None
             or torch.is_grad_enabled()
             or forward_ad._current_level >= 0
             or torch.is_autocast_enabled(hidden_states.device.type)
@@ -117,12 +121,12 @@ class FusedAttention:
             return None
         batch = hidden_states.shape[0]
         # sequences with caches of their own, see serving, are gone through one by one
-        each = getattr(past_key_values, "step_each", None) if batch > 1 else None
+        each = getattr(cache, "step_each", None) if batch > 1 else None
         if not self._may_fuse(1 if each else batch, cos, options):
             return None
         if each:
             return each(self._module.layer_idx, hidden_states, self._weights, cos, sin)
-        return self._fused(hidden_states, cos, sin, attention_mask, past_key_values)
+        return self._fused(hidden_states, cos, sin, attention_mask, cache)
 
     def _is_changed(self) -> bool:
         """Whether the layer trains, is looked into, or is not made of what it was made of."""
@@ -142,7 +146,7 @@ class FusedAttention:
             return True
         return is_observed(*self._parts)
 
-    def _may_fuse(self, num_sequences: int, cos: torch.Tensor, options: dict[str, Any]) -> bool:
+    def _may_fuse(self, num_sequences: int, cos: Tensor, options: dict[str, Any]) -> bool:
         """Whether a step of so many sequences has been found to give the layer's own bits."""
         places = self._places_now()
         constants: list[Any] = []
@@ -190,18 +194,12 @@ class FusedAttention:
 
     def _functions_now(self) -> list[Any]:
         """What the layer's own way calls, and the configuration it asks."""
-        own = type(self._module).forward
-        names = getattr(own, "__globals__", {})  # any object may have been put in its place
-        return [own, self._module.config, *map(names.get, _CALLED)]
+        names = getattr(self._own, "__globals__", {})  # any object may have been put in its place
+        return [type(self._module).forward, self._module.config, *map(names.get, _CALLED)]
 
     def _fused(
-        self,
-        hidden_states: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: Any,
-    ) -> torch.Tensor | None:
+        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
+    ) -> Tensor | None:
         weights = self._weights
         assert weights is not None
         batch = hidden_states.shape[0]
@@ -222,33 +220,28 @@ class FusedAttention:
         )
         return out.view(batch, 1, -1)
 
-    def _compare(self, cos: torch.Tensor) -> bool:
+    def _compare(self, cos: Tensor) -> bool:
         """Whether the layer's own way asks for nothing else, and the fused step gives its bits."""
         asked = Asked()
         generator = torch.Generator().manual_seed(0)
         agrees = False
         # on stand-ins, code that nobody knows may fail in any way
         with torch.inference_mode(), contextlib.suppress(Exception):
-            agrees = all(self._agrees(cos, asked, generator, *case) for case in _CASES)
+            agrees = all(self._agrees(cos, asked, generator, case) for case in _CASES)
         owners = [(getattr(owner, "behind", owner), names) for owner, names in asked.constants]
         self._owners = [*owners, *self._norms]
         self._constants = [vars(owner).get(name) for owner, names in self._owners for name in names]
         return agrees and not asked.more
 
     def _agrees(
-        self,
-        cos: torch.Tensor,
-        asked: Asked,
-        generator: torch.Generator,
-        length: int,
-        scale: float,
-        is_masked: bool,
+        self, cos: Tensor, asked: Asked, generator: torch.Generator, case: tuple[int, float, bool]
     ) -> bool:
         """Whether both ways give the same bits for one token behind some in the cache."""
+        length, scale, is_masked = case
         weights, index = self._weights, self._module.layer_idx
         assert weights is not None
 
-        def random(*shape: int) -> torch.Tensor:
+        def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(weights.dtype)
 
         hidden = random(1, 1, weights.qkv.shape[1]) * scale
@@ -334,6 +327,6 @@ def _can_do_with_stand_ins(module: Any, width: int) -> bool:
     return is_done and not asked.more
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal, a NaN like a NaN."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, cache_name
+
 _PARAMETERS = [
-    *("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
-    "kwargs",
+    ["self", "hidden_states", "position_embeddings", "attention_mask", name, "kwargs"]
+    for name in CACHE_NAMES
 ]
 _CONSTANTS = (bool, int, float, str, type(None))
 
@@ -109,7 +111,7 @@ def takes_usual_arguments(forward: object) -> bool:
         return False
     parameters = inspect.signature(forward).parameters
     kinds = [parameter.kind for parameter in parameters.values()]
-    return [*parameters] == _PARAMETERS and kinds[-1] is inspect.Parameter.VAR_KEYWORD
+    return [*parameters] in _PARAMETERS and kinds[-1] is inspect.Parameter.VAR_KEYWORD
 
 
 def call_on_stand_ins(
@@ -142,6 +144,6 @@ def call_on_stand_ins(
         hidden_states=hidden,
         position_embeddings=angles,
         attention_mask=mask,
-        past_key_values=_CacheStandIn(cache, asked),
+        **{cache_name(type(layer).forward): _CacheStandIn(cache, asked)},
         **{name: _OptionStandIn(asked) for name in options},
     )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, cache_name, cache_of
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
 from moe_runtime.inference.device.structure import Structure, memory_of
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
@@ -143,7 +144,7 @@ class RecordedStep:
         }
         self._ids: list[torch.Tensor] = []
         self._layers: list[RecordedLayer] = []
-        given = {**_nested(self._inputs), **dict(call.key.values), "past_key_values": call.cache}
+        given = {**_nested(self._inputs), **dict(call.key.values), cache_name(forward): call.cache}
         with store.device.record() as recorder:
             self._recorder: GraphRecorder | None = recorder
             for module in modules:
@@ -296,7 +297,7 @@ class DecodeGraphs:
     def _read(self, kwargs: Mapping[str, Any]) -> _Call | None:
         """A call that can be recorded, or None."""
         ids_B1, config = kwargs.get("input_ids"), self._model.config
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         if (
             not isinstance(ids_B1, torch.Tensor)
             or ids_B1.shape[1:] != (1,)
@@ -312,7 +313,7 @@ class DecodeGraphs:
             return None
         tensors, values = {}, []
         for name, value in kwargs.items():
-            if name == "past_key_values":
+            if name in CACHE_NAMES:
                 continue
             if isinstance(value, torch.Tensor):
                 tensors[name] = value

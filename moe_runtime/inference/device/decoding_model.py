@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from moe_runtime.checkpoints.transformers_private import attention_name
+from moe_runtime.checkpoints.transformers_private import (
+    CACHE_NAMES,
+    attention_name,
+    cache_name,
+    cache_of,
+)
 from moe_runtime.inference.cpu.small_batch import as_rms_norm
 from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, static_cache
@@ -21,11 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _OTHER_WAYS = (
-    "past_key_values", "assistant_model", "prompt_lookup_num_tokens", "custom_generate",
+    *CACHE_NAMES, "assistant_model", "prompt_lookup_num_tokens", "custom_generate",
     "prefill_chunk_size", "penalty_alpha", "cache_implementation",
 )  # fmt: skip
 """Settings of `generate` with one of which the kind of cache stays as it was asked for."""
-_WITHOUT_POSITIONS = frozenset({"use_cache", "logits_to_keep", "position_ids"})
+_WITHOUT_POSITIONS = frozenset({*CACHE_NAMES, "use_cache", "logits_to_keep", "position_ids"})
 
 
 def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
@@ -79,21 +84,22 @@ class RecordedDecoding:
         greedy decoding and sampling, where the number of new tokens is given. A cache that is
         returned can grow.
         """
+        name = cache_name(cast(Any, self).forward)
         settings = {"disable_compile": options.get("disable_compile", True)}
         if self._can_be_static(generation_config, options):
             prompts = (inputs, options.get("input_ids"), options.get("inputs_embeds"))
             lengths = [prompt.shape[1] for prompt in prompts if isinstance(prompt, torch.Tensor)]
             num_new = self._asked("max_new_tokens", generation_config, options)
             if lengths and (cache := static_cache(cast(Any, self).config, max(lengths) + num_new)):
-                options["past_key_values"] = cache
+                options[name] = cache
         if generation_config is None:
             options |= settings
         else:  # which does not go with options
             generation_config = copy.deepcopy(generation_config)
             vars(generation_config).update(settings)
         found = cast(Any, super()).generate(inputs, generation_config, *rest, **options)
-        if DecodeGraphs.takes(getattr(found, "past_key_values", None)):
-            found.past_key_values = _growing(found.past_key_values)
+        if DecodeGraphs.takes(cache := getattr(found, name, None)):
+            setattr(found, name, _growing(cache))
         return found
 
     def _asked(self, name: str, config: Any, options: dict[str, Any]) -> Any:
@@ -119,7 +125,6 @@ class RecordedDecoding:
         self,
         input_ids: torch.Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: Any = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         is_first_iteration: bool = False,
@@ -129,26 +134,26 @@ class RecordedDecoding:
 
         Positions and the mask are what the model makes of the cache, within a graph.
         """
+        cache = cache_of(kwargs)
         known = None if self._unpadded is None else self._unpadded()
         if is_first_iteration:
             self._unpadded = None
-        elif past_key_values is not None and past_key_values is known and next_sequence_length == 1:
+        elif cache is not None and cache is known and next_sequence_length == 1:
             given = {name: value for name, value in kwargs.items() if value is not None}
             if given.keys() <= _WITHOUT_POSITIONS:
                 given.pop("position_ids", None)
                 ids_B1 = input_ids[:, -1:].to(cast(Any, self).device).contiguous()
-                return {"input_ids": ids_B1, "past_key_values": past_key_values, **given}
-        elif past_key_values is not None and DecodeGraphs.takes(past_key_values):
+                return {"input_ids": ids_B1, **given}
+        elif cache is not None and DecodeGraphs.takes(cache):
             positions = kwargs.get("position_ids")
             is_whole = (attention_mask is None or bool(attention_mask.all())) and (
-                positions is None
-                or bool((positions[..., -1] == past_key_values.get_seq_length()).all())
+                positions is None or bool((positions[..., -1] == cache.get_seq_length()).all())
             )
             # eager attention's masks are made of numbers of the host, which no graph holds
             is_whole = is_whole and attention_name(cast(Any, self)) != "eager"
-            self._unpadded = weakref.ref(past_key_values) if is_whole else None
+            self._unpadded = weakref.ref(cache) if is_whole else None
         return cast(Any, super()).prepare_inputs_for_generation(
-            input_ids, next_sequence_length=next_sequence_length, past_key_values=past_key_values,
+            input_ids, next_sequence_length=next_sequence_length,
             attention_mask=attention_mask, inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration, **kwargs,
         )  # fmt: skip

@@ -184,13 +184,12 @@ class DeviceAttention(FusedAttention):
         cos: torch.Tensor,
         asked: Asked,
         generator: torch.Generator,
-        length: int,
-        scale: float,
-        is_masked: bool,
+        case: tuple[int, float, bool],
     ) -> bool:
         """Whether both ways give the same bits for a token of two sequences, on the CPU."""
         from transformers.cache_utils import StaticLayer
 
+        length, scale, is_masked = case
         module, dtype = self._module, self._parts[0].weight.dtype
 
         def random(*shape: int) -> torch.Tensor:
@@ -211,7 +210,7 @@ class DeviceAttention(FusedAttention):
             asked,
             hidden=hidden,
             angles=angles,
-            cache=SimpleNamespace(update=lambda keys, values, _: layers[0].update(keys, values)),
+            cache=SimpleNamespace(update=lambda k, v, _, **more: layers[0].update(k, v, **more)),
             mask=mask,
             options=self._options - CHANGING_OPTIONS,
         )

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.inference.generation import check_options
 
 
@@ -80,9 +81,9 @@ class RunningRequest:
         new = known[num_cached : max(num_cached + 1, len(self.request.prompt))]
         outputs = model(
             input_ids=torch.tensor([new]),
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{cache_name(model.forward): self._cache},
         )
         if num_cached + len(new) < len(known):
             return

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 import moe_runtime.inference.cpu.fused_attention as fused
+from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.inference.cpu.attention import (
     ATTENTION,
     EAGER_ATTENTION,
@@ -62,7 +63,7 @@ def run(model: Model, forward, *, steps: int = 6, batch: int = 2, masked: bool =
                 hidden_states=x,
                 position_embeddings=tuple(angles),
                 attention_mask=mask,
-                past_key_values=cache,
+                **{cache_name(type(layer).forward): cache},
                 **options,
             )
         outputs.append(out)

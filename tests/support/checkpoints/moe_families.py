@@ -35,6 +35,14 @@ QWEN4 = {
     "indexer_compress_ratio": 2,
     **LINEAR_THEN_INDEXED,
 }
+# The middle one of three layers runs twice.
+LOOP = {
+    "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 2,
+    "loop_num_passes": 2,
+    "loop_gate_rank": 4,
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -74,7 +82,8 @@ def of_installed_version(families: Sequence[Family]) -> list[Family]:
     assert spec.origin is not None
     models = Path(spec.origin).parent / "models"
     found = [family for family in families if (models / family.folder).is_dir()]
-    left_out = NOT_IN_5_17 if is_oldest_version() else ()
+    version = importlib.metadata.version("transformers")
+    left_out = NOT_IN_5_17 if is_oldest_version() else CANNOT_RUN.get(version, set())
     return [family for family in found if str(family) not in left_out]
 
 
@@ -92,6 +101,9 @@ NOT_IN_5_17 = {
     "Qwen4ExpForConditionalGeneration",
 }
 """Families that the oldest `transformers` builds otherwise: there they are refused, or not made."""
+
+CANNOT_RUN = {"5.24.0": {"Llama4ForConditionalGeneration"}}
+"""Families that a version of `transformers` makes, and whose `forward` fails there."""
 
 FP32_ONLY_IN_5_17 = {"DeepseekV4ForCausalLM"}
 """Its norms, whose weights stay in fp32, gave fp32 to products with weights in bf16."""
@@ -202,10 +214,21 @@ TABLE = [
     Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
     Family("hy_v3", "HYV3ForCausalLM"),
     Family("hy_v4", "HYV4ForCausalLM"),
+    Family(
+        "hy_v4_vl",
+        "HYV4VLForConditionalGeneration",
+        {"text_config": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}}},
+    ),
     Family("inkling", "InklingForCausalLM"),
     Family("inkling", "InklingForConditionalGeneration"),
     Family("inkling2", "Inkling2ForCausalLM"),
     Family("inkling2", "Inkling2ForConditionalGeneration"),
+    Family("inkling2_loop", "Inkling2LoopForCausalLM", LOOP),
+    Family(
+        "inkling2_loop",
+        "Inkling2LoopForConditionalGeneration",
+        {"text_config": LOOP, "vision_config": {"model_type": "inkling2_vision"}},
+    ),
     Family(
         "jamba",
         "JambaForCausalLM",
@@ -220,6 +243,11 @@ TABLE = [
     Family("kimi_linear", "KimiLinearForCausalLM", ALL_HEADS | LINEAR_THEN_FULL | ONE_DENSE),
     Family("kolibri1", "Kolibri1ForCausalLM"),
     Family("laguna", "LagunaForCausalLM"),
+    Family(
+        "lara_mini",
+        "LaraMiniForCausalLM",
+        {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
+    ),
     Family("lfm2_moe", "Lfm2MoeForCausalLM", {"layer_types": ["conv", "conv", "full_attention"]}),
     Family("mellum", "MellumForCausalLM"),
     Family("mimo_v2_flash", "MiMoV2FlashForCausalLM"),

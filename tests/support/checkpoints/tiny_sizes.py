@@ -4,6 +4,7 @@ from typing import Any
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
+    "unpadded_vocab_size": 90,
     "hidden_size": 32,
     "intermediate_size": 48,
     "moe_intermediate_size": 24,

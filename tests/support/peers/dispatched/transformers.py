@@ -9,6 +9,12 @@ from recorded_calls import note
 utils = SimpleNamespace(logging=SimpleNamespace(disable_progress_bar=lambda: note("no_bar")))
 
 
+class Output(dict[str, Any]):
+    """By names, and by attributes, as that of a model."""
+
+    __getattr__ = dict.__getitem__
+
+
 class AutoModelForCausalLM:
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> "AutoModelForCausalLM":
@@ -18,10 +24,10 @@ class AutoModelForCausalLM:
     def eval(self) -> "AutoModelForCausalLM":
         return self
 
-    def __call__(self, tokens: Any, *, past_key_values: Any, use_cache: bool) -> Any:
+    def __call__(self, tokens: Any, *, cache: Any = None, use_cache: bool) -> Any:
         assert use_cache
         count, width = tokens.shape
-        sums = tokens.sum(1) + (0 if past_key_values is None else past_key_values)
+        sums = tokens.sum(1) + (0 if cache is None else cache)
         logits = np.zeros((count, width, 97))
         logits[np.arange(count), -1, sums % 97] = 1
-        return SimpleNamespace(logits=logits, past_key_values=sums)
+        return Output(logits=logits, cache=sums)
