@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import struct
 from dataclasses import replace
@@ -23,7 +24,6 @@ from moe_runtime.checkpoints.gguf.header import BLOCK_SIZES, GgufHeader, read_he
 from moe_runtime.checkpoints.gguf.model_settings import settings_of
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
-from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
 SAMPLE = next(sample for sample in SAMPLES if sample.name == "qwen2moe-q8_0")
@@ -258,15 +258,13 @@ def test_an_expert_part_that_is_missing_is_named(
         ("blk.1.attn_k.bias", "layers.1.self_attn.k_proj.bias"),
     ],
 )
-def test_a_dense_part_of_gpt_oss_that_is_missing_is_one_line_of_the_command(
-    gpt_oss: Written, tmp_path: Path, name: str, words: str, capfd: pytest.CaptureFixture[str]
+def test_a_dense_part_of_gpt_oss_that_is_missing_is_one_line(
+    gpt_oss: Written, tmp_path: Path, name: str, words: str
 ) -> None:
     file = rewritten(gpt_oss.folder, tmp_path / "a.gguf", without=[name])
-    line = ["run", str(file), "--prompt", "#ab!", "--host-memory", "64MiB"]
-    assert main(line) == 2
-    said = capfd.readouterr().err.strip()
-    assert words in said
-    assert "\n" not in said
+    with pytest.raises(CheckpointError, match=re.escape(words)) as refused:
+        moe_runtime.load(file, device="cpu", host_memory="64MiB", max_tokens=32)
+    assert "\n" not in str(refused.value)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
@@ -335,9 +333,9 @@ def test_convolutions_are_no_quantised_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "kind", "found"),
     [
-        ("blk.0.ssm_a", np.ones(5, np.float32), "F32", r"A_log: expected \(6,\), .* has \(5,\)"),
-        ("blk.0.ssm_conv1d.weight", np.ones((321, 4), np.float32), "F32", r"has \(321, 1, 4\)"),
-        ("blk.0.attn_qkv.weight", np.zeros((321, 68), np.uint8), "Q8_0", r"has \(321, 64\)"),
+        ("blk.0.ssm_a", np.ones(5, np.float32), "F32", r"A_log: expected .6,?., .* has .5"),
+        ("blk.0.ssm_conv1d.weight", np.ones((321, 4), np.float32), "F32", r"has .321, 1, 4[])]"),
+        ("blk.0.attn_qkv.weight", np.zeros((321, 68), np.uint8), "Q8_0", r"has .321, 64[])]"),
     ],
 )
 def test_rows_of_no_whole_heads_are_refused(
