@@ -31,11 +31,11 @@ OURS = "moe_runtime"
 SHAPE = "olmoe-1b-7b"
 CAPS = {
     None: ("transformers:grouped_mm", "llama_cpp"),
-    "7GiB": ("accelerate", "llama_cpp"),
+    "7GiB": ("llama_cpp",),
     "5GiB": ("llama_cpp",),
 }
 """What is measured beside this project under each cap."""
-OPTIONS = ("--prompt-tokens", "256", "-n", "9", "--time", "600", "--keep-shape")
+OPTIONS = ("--prompt-tokens", "256", "-n", "9", "--time", "1500", "--keep-shape")
 
 Results = dict[str, Any]
 
