@@ -223,5 +223,5 @@ def _require_index(
             raise CheckpointError(
                 f"{index.name}: expected [{size}], a group for each column of "
                 f"{weight.codes.name} {[*weight.codes.shape]}, as the configuration says, found "
-                f"{[*index.shape]}; fetch the checkpoint again"
+                f"{[*index.shape]}; {_AGAIN}"
             )

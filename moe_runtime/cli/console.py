@@ -67,7 +67,7 @@ class Session:
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """A warning of ours, as one line."""
-    print(f"moe-runtime: warning: {one_line(str(message))}", file=sys.stderr)
+    say_line(f"warning: {message}")
 
 
 def require_address_space(num_bytes: int = _NUMPY_BYTES) -> None:

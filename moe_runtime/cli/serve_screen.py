@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from moe_runtime.cli.console import print_json, print_rows
+from moe_runtime.cli.console import print_json, print_rows, say_line
 from moe_runtime.config import format_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def announce(ready: Ready, settings: ServeSettings, *, as_json: bool) -> None:
         if as_json:
             ServerLog(as_json=True)("warning", {"message": warning})
         else:
-            print(f"moe-runtime: warning: {warning}", file=sys.stderr, flush=True)
+            say_line(f"warning: {warning}")
     models = ready.models
     stats = [loaded.moe.stats() for loaded in ready.loaded]
     if as_json:

@@ -1,10 +1,10 @@
 """How long a step of offloaded training will take: what it moves, what it computes."""
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from moe_runtime.cli.console import say_line
 from moe_runtime.cli.disk import measure_disk
 from moe_runtime.config import format_bytes
 
@@ -55,12 +55,11 @@ def speed_row(predicted: dict[str, float], tokens: int) -> str:
 def warn_of_slow_disk(predicted: dict[str, float], folder: Path) -> None:
     """Says on stderr when the disk makes a step take over twice as long as its products."""
     if predicted.get("disk_s", 0.0) > 2 * predicted["compute_s"]:
-        print(
-            f"moe-runtime: warning: the disk of {folder} reads "
+        say_line(
+            f"warning: the disk of {folder} reads "
             f"{format_bytes(round(predicted['disk_bytes_per_s']))}/s, so a step will take about "
             f"{predicted['step_s']:.3g} s, its products alone {predicted['compute_s']:.3g} s; more "
-            "memory, larger steps or a faster storage_dir help",
-            file=sys.stderr,
+            "memory, larger steps or a faster storage_dir help"
         )
 
 

@@ -20,6 +20,9 @@ FREE_GROWTH = 1.25
 whoever decodes waits for fewer of them."""
 _NEW_SHARE = 0.3
 """Share of the latest time in a running mean."""
+_STEPS_KEPT = 500
+"""Steps after which larger sizes than the one in use count as never measured: a time that was long
+once, when its experts were on the disk say, would rule them out for ever."""
 
 
 class StepSizes:
@@ -54,6 +57,7 @@ class StepSizes:
         self._max_slowdown = max_slowdown
         self._clock = clock
         self._seconds: dict[int, float] = {}
+        self._num_timed = 0
         self._decode_s: float | None = None
         self._least_token_s = math.inf
         self._is_ignored = False
@@ -76,6 +80,10 @@ class StepSizes:
         size = max((size for size in self._sizes if size <= num_prompt), default=None)
         if num_decoding and size is not None:
             self._seconds[size] = _mean(self._seconds.get(size), token_s * size)
+            self._num_timed += 1
+            if self._num_timed % _STEPS_KEPT == 0:
+                most = self.most_tokens()
+                self._seconds = {one: s for one, s in self._seconds.items() if one <= most}
 
     def ignore_step(self) -> None:
         """The step that is timed failed: its time says nothing."""

@@ -312,6 +312,16 @@ def test_a_configuration_at_fault_is_named(originals, tmp_path, sample, config, 
     assert words in refusal(folder, MoERuntimeError)
 
 
+def test_a_configuration_that_lacks_a_column_may_be_what_is_wrong(originals, tmp_path) -> None:
+    """Its last word has 47 columns or 48."""
+    folder = changed(originals(GPTQ), tmp_path)
+    values = json.loads((folder / "config.json").read_text()) | {"hidden_size": 47}
+    (folder / "config.json").write_text(json.dumps(values))
+    message = refusal(folder)
+    assert "gate_proj.g_idx: expected [47], a group for each column" in message
+    assert message.endswith("found [48]; fetch the checkpoint again, or correct the configuration")
+
+
 def test_an_index_of_a_dense_layer_that_is_short_is_named(originals, tmp_path) -> None:
     change = ends("layers.1.self_attn.q_proj.g_idx", lambda t: t[:-1])
     folder = changed(originals(GPTQ), tmp_path, change)

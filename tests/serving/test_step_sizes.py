@@ -119,6 +119,26 @@ def test_a_slow_minute_is_forgotten() -> None:
     assert sizes.most_tokens() == MOST
 
 
+def test_a_size_is_tried_by_the_slope_of_smaller_ones_and_anew_where_it_was_slow_once() -> None:
+    """128 tokens take 2.28 s, less than twice 64's 1.64; 256 take 3.56, by slope and in fact."""
+    machine = Machine(lambda num_prompt, num_decoding: 1 + 0.01 * num_prompt)
+    assert after_a_prompt(machine, 3.0)[3:-1] == [128] * 30
+    usual, machine.seconds_of = machine.seconds_of, lambda n, b: usual(n, b) * (3 if n == 128 else 1)
+    sizes = StepSizes(MOST, 3.0, clock=lambda: machine.now_s)
+    machine.run(sizes, 300, 0)
+    machine.run(sizes, 0)
+    for size in (16, 32, 64, 128):
+        assert sizes.most_tokens() == size
+        machine.run(sizes, size)
+    machine.seconds_of = usual
+    assert sizes.most_tokens() == 64
+    machine.taken.clear()
+    for _ in range(1000):
+        machine.run(sizes, sizes.most_tokens())
+    assert sizes.most_tokens() == 128
+    assert max(machine.taken) <= 3.0
+
+
 def test_a_step_that_failed_counts_for_nothing() -> None:
     sizes = StepSizes(MOST, math.inf)
     with pytest.raises(ZeroDivisionError), sizes.timed(num_prompt=16, num_decoding=1):

@@ -207,7 +207,7 @@ def test_the_command_says_where_adapters_are(
 def test_adapters_that_serve_refuses_are_told_before_they_are_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], places: str
 ) -> None:
-    folder, _ = bases("deepseek_v3-int4", tmp_path)
+    (folder := tmp_path / "a\x1bname").symlink_to(bases("deepseek_v3-int4", tmp_path)[0])
     words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
     words += ["--context", "16", "--sequences", "2", "--steps", "1", "--host-memory", "1GiB"]
     words += ["--lora", "2", "--lora-on", places]
@@ -221,6 +221,7 @@ def test_adapters_that_serve_refuses_are_told_before_they_are_trained(
             AdapterFolder(tmp_path / "out" / "adapters")
         assert [len(lines) for lines in warned] == [1, 1]
         assert "--lora-on attention trains adapters that serve takes" in warned[0][0]
+        assert r"a\x1bname is quantised or packed" in warned[0][0]
     else:
         AdapterFolder(tmp_path / "out" / "adapters")
         assert warned == [[], []]

@@ -11,7 +11,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
-from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.cli.console import Session, print_json, print_table, say_line
 from moe_runtime.cli.stopping import stop_on_signals
 
 if TYPE_CHECKING:
@@ -108,37 +108,38 @@ def bench_kernels(
                     break
             if stop.is_set:
                 break
+        unwritten = None
         if output is not None:
-            write_products(output, found, gpu, lambda: stop.is_set)
+            unwritten = keep_products(output, found, gpu, lambda: stop.is_set)
     written = str(path) if tune else None
     if as_json:
         rows = [as_dict(measured) for _, measured in found]
         print_json({"gpu": gpu, "table": written, "products": rows})
     elif tune:
         print_table("", [("", "left"), ("", "left")], [("written to", str(path))])
+    if unwritten is not None:
+        say_line(unwritten)
     if stop.is_set:
         raise typer.Exit(stop.exit_code)
+    if unwritten is not None:
+        raise typer.Exit(2)
 
 
-def write_products(
+def keep_products(
     output: Path,
     found: "Sequence[tuple[LayerBatch, Measured]]",
     gpu: str,
     is_stopping: Callable[[], bool],
-) -> None:
-    """Repeats products in turn, and writes a results file.
+) -> str | None:
+    """Repeats products in turn, and writes a results file, as `shared.keep_results`.
 
     Args:
         output: the file.
         found: layers and their products, in the tiles that these have.
         gpu: its name.
         is_stopping: asked before each repetition.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     from moe_runtime.bench.cases.product_times import TimedProduct, measure_products
-    from moe_runtime.bench.results import write_results
     from moe_runtime.bench.runner import Rules
 
     products = [TimedProduct(layer, measured, median_seconds) for layer, measured in found]
@@ -153,7 +154,7 @@ def write_products(
         },
         is_stopping=is_stopping,
     )
-    write_results(output, results | {"command": shared.command_line()})
+    return shared.keep_results(results, output)
 
 
 def median_seconds(call: Callable[[], Any]) -> float:

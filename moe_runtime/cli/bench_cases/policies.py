@@ -1,6 +1,5 @@
 """``moe-runtime bench policies``: eviction policies on the user's trace."""
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.bench_cases.tables import mean_cell
 from moe_runtime.cli.commands.replay import NumExperts, Scope, TraceFile, parse_shares
-from moe_runtime.cli.console import Session, print_table
+from moe_runtime.cli.console import Session, print_table, say_line
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.files import check_output_path
 
@@ -90,7 +89,7 @@ def bench_policies(
         from moe_runtime.bench.cases.golden_counts import require_golden
 
         exact = require_golden(plan.workload, golden)
-        print(f"moe-runtime: {exact} rows of {golden.name} found again", file=sys.stderr)
+        say_line(f"{exact} rows of {golden.name} found again")
     speeds = [name for name in metrics_of(plan) if name.startswith("accesses")]
     rules = Rules(judged=speeds, precision=precision, max_s=max_s or (30.0 if quick else 120.0))
     with stop_on_signals(shared.STOPPING) as stop:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from moe_runtime.cli.console import (
     print_json,
     print_rows,
     quiet_transformers,
+    say_line,
 )
 from moe_runtime.cli.step_speed import (
     predict_step,
@@ -226,11 +226,10 @@ def _warn_of_adapters(preparation: "FinetunePreparation") -> None:
     """Says on stderr, before anything is trained, who can use adapters of frozen experts."""
     lora = preparation.config.lora
     if preparation.exporter is None and lora is not None and "experts" in lora.places:
-        print(
-            f"moe-runtime: warning: {preparation.config.model} is quantised or packed, so adapters "
-            "of its experts are for PEFT alone: `moe-runtime serve` refuses them, and they cannot "
-            "be merged; --lora-on attention trains adapters that serve takes",
-            file=sys.stderr,
+        say_line(
+            f"warning: {preparation.config.model} is quantised or packed, so adapters of its "
+            "experts are for PEFT alone: `moe-runtime serve` refuses them, and they cannot be "
+            "merged; --lora-on attention trains adapters that serve takes"
         )
 
 

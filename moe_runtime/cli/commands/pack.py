@@ -1,7 +1,6 @@
 """``moe-runtime pack``: a checkpoint whose experts take fewer bytes, on the disk and in memory."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,6 +15,7 @@ from moe_runtime.cli.console import (
     print_rows,
     print_table,
     quiet_transformers,
+    say_line,
 )
 from moe_runtime.config import format_bytes
 
@@ -91,7 +91,7 @@ def pack(
             if staging.exists():
                 way_on = f"the files that are whole stay in {staging}; the same command goes on"
                 way_on += " from there"
-            print(f"moe-runtime: {way_on}", file=sys.stderr)
+            say_line(way_on)
     if as_json:
         values = dataclasses.asdict(found) | {"folder": str(found.folder), "ratio": found.ratio}
         print_json(values)
