@@ -142,8 +142,9 @@ def in_batches(ids: Sequence[list[int]], size: int) -> list[list[list[int]]]:
 
 def show_throughput(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
-    from moe_runtime.bench.measured_work import model_words
+    from moe_runtime.bench.measured_work import counted, model_words
 
     settings = results["settings"]
-    title = f"throughput of {model_words(settings)}, {settings['batch']} sequences side by side"
+    batch = counted("{} sequences", settings["batch"])
+    title = f"throughput of {model_words(settings)}, {batch} side by side"
     show_systems(results, title, _SPREADS, _SINGLES, "likeliest tokens equal")
