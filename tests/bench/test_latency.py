@@ -150,7 +150,7 @@ def test_bad_words_are_one_line(
 def test_the_command_measures_us_beside_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole run on a tiny checkpoint: file and `--json` agree, the user's cache stays as it is."""
+    """A whole run on a tiny checkpoint: file and `--json` agree, the user's cache is left alone."""
     from text_checkpoint import save_text_checkpoint
 
     save_text_checkpoint(tmp_path / "model")
