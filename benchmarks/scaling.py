@@ -187,12 +187,6 @@ def stay_here(num_tokens: int, transport: Transport | None) -> None:
         combine(dispatched.rows_RD, dispatched)
 
 
-def _slowest(seconds: float) -> float:
-    slowest = torch.tensor(seconds)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
-
-
 class Layer:
     """One case on this rank: a layer to be timed, and what the simulator is told of its rows."""
 

@@ -4,6 +4,7 @@ The rest of the settings (threads, budgets, policies, how long it took) and the 
 be compared.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,7 +77,7 @@ def work_words(results: Mapping[str, Any]) -> str:
             words.append(_layers(results["settings"]))
         elif value not in (None, False, []):
             shown = " and ".join(map(str, value)) if isinstance(value, list) else str(value)
-            words.append(known.get(name, "{}").format(shown))
+            words.append(counted(known.get(name, "{}"), shown))
     return ", ".join(words)
 
 
@@ -99,6 +100,12 @@ def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> No
         )
 
 
+def counted(words: str, shown: object) -> str:
+    """Words with a number in the place of ``{}``; of one thing without the plural's s."""
+    one = re.sub(r"(\{\} [a-z ]+?)s\b", r"\1", words) if str(shown) == "1" else words
+    return one.format(shown)
+
+
 def _each_once(values: list[Any]) -> list[Any]:
     """Numbers in their order, each once; of a file that somebody wrote, whatever it has."""
     by_text = {repr(one): one for one in values}
@@ -108,4 +115,5 @@ def _each_once(values: list[Any]) -> list[Any]:
 def _layers(settings: Mapping[str, Any]) -> str:
     """``4 of 16 layers``, where the shape has more than were measured."""
     count, whole = settings["layers"], settings.get("layers_of_shape")
-    return f"{count} layers" if whole in (None, count) else f"{count} of {whole} layers"
+    shown = str(count) if whole in (None, count) else f"{count} of {whole}"
+    return counted(_WORDS["layers"], shown)

@@ -35,6 +35,7 @@ class PeerProgram:
         settings: what its constructor is given.
         cap_bytes: of all its memory, page cache included; None for no cap.
         failure: why it cannot run, where that is known before it is asked to; else None.
+        cache: the folder in the place of the user's for caches; None for the user's.
     """
 
     name: str
@@ -43,6 +44,7 @@ class PeerProgram:
     settings: dict[str, Any]
     cap_bytes: int | None = None
     failure: str | None = None
+    cache: Path | None = None
 
 
 class PeerProcess:
@@ -124,6 +126,7 @@ def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
         raise PeerFailedError(program.failure)
     threads = program.settings["num_threads"]
     command = ["env", f"OMP_NUM_THREADS={threads}", "HF_HUB_OFFLINE=1"]
+    command += [] if program.cache is None else [f"XDG_CACHE_HOME={program.cache}"]
     # -P: the folder of host.py is no place to import from.
     command += [str(program.python), "-P", str(_HOST), str(program.file)]
     if not program.python.is_file():

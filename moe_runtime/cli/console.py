@@ -9,10 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, MoERuntimeWarning
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _NUMPY_BYTES = 512 << 20
 _TRANSFORMERS_BYTES = 3 << 29
@@ -20,6 +23,9 @@ _TRANSFORMERS_BYTES = 3 << 29
 
 _LONGEST_LINE = 1000
 """Characters of a message."""
+
+_WIDEST = 1 << 16
+"""Columns of a terminal on which every table is as wide as it would be."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the bytes done and the bytes in total."""
@@ -167,14 +173,47 @@ def print_table(
 ) -> None:
     """Prints a table, without what a terminal would obey: names may come from anywhere.
 
+    On a terminal too narrow for it there are several tables: each has the columns that come first
+    and are aligned left, and as many of the others as fit. Words are not broken for it.
+
     Args:
         title: a line above it.
         columns: header and alignment (``"left"`` or ``"right"``) of each column.
         rows: the cells, as many in each row as there are columns.
         to_stderr: for tables that are not the result of the command.
     """
-    from rich import box
     from rich.console import Console
+
+    console = Console(stderr=to_stderr)
+    wide = console.options.update_width(_WIDEST)
+    num_labels = next((n for n, (_, align) in enumerate(columns) if align != "left"), len(columns))
+
+    def table_of(begin: int, end: int) -> "Table":
+        shown = [*range(num_labels), *range(begin, end)]
+        return _table(
+            title if begin == num_labels else "",
+            [columns[number] for number in shown],
+            [[row[number] for number in shown] for row in rows],
+        )
+
+    begin, last = num_labels, len(columns)
+    is_whole = console.measure(table_of(begin, last), options=wide).minimum <= console.width
+    while True:
+        end = last
+        while not is_whole and end > begin + 1:
+            if console.measure(table_of(begin, end), options=wide).maximum <= console.width:
+                break
+            end -= 1
+        console.print(table_of(begin, end))
+        begin = end
+        if begin == last:
+            return
+
+
+def _table(
+    title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]
+) -> "Table":
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
@@ -188,8 +227,11 @@ def print_table(
     )
     for header, align in columns:
         table.add_column(
-            _printable(header), justify="right" if align == "right" else "left", overflow="fold"
+            _printable(header),
+            justify="right" if align == "right" else "left",
+            overflow="fold",
+            no_wrap=align == "right" and " " not in header,
         )
     for row in rows:
         table.add_row(*(Text(_printable(cell)) for cell in row))
-    Console(stderr=to_stderr).print(table)
+    return table

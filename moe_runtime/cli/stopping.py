@@ -12,7 +12,7 @@ from moe_runtime.cli.streams import say_at_once
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 _FINALIZER_S = 0.01
 """Seconds after which a signal that came within a ``__del__`` is raised again."""
-_FINISHING = "finishing outputs; Ctrl-C once more leaves them unfinished, as NAME.part"
+_ENDING = "ending; Ctrl-C once more ends at once and leaves what is half written as NAME.part"
 
 
 class StopRequest:
@@ -106,7 +106,7 @@ def terminable() -> Iterator[StopRequest]:
                 signal.signal(one, lambda number, frame: None)
         if is_ending and not has_warned:
             has_warned = True
-            say_at_once(_FINISHING)
+            say_at_once(_ENDING)
             return
         raise KeyboardInterrupt
 

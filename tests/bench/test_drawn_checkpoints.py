@@ -11,7 +11,7 @@ from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME, is_complet
 from moe_runtime.bench.synthetic.drawn_tensors import make_parts, make_tensor, to_bfloat16_bits
 from moe_runtime.bench.synthetic.family_plans import plan_tensors
 from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape
-from moe_runtime.bench.synthetic.tensor_places import expert_ranges, locate_tensors
+from moe_runtime.bench.synthetic.tensor_places import locate_tensors
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -61,20 +61,6 @@ def test_places_agree_with_the_safetensors_library(checkpoint: Path) -> None:
     for name, tensor in expected.items():
         bits = tensor.view(torch.uint16).numpy()
         np.testing.assert_array_equal(places[name].read_bfloat16_bits(), bits)
-
-
-def test_expert_ranges_leave_out_what_a_shard_boundary_splits(
-    shape: ModelShape, checkpoint: Path
-) -> None:
-    ranges = expert_ranges(checkpoint)
-    assert {length for _, _, length in ranges} == {shape.expert_bytes}
-    assert 0 < len(ranges) < shape.num_layers * shape.num_experts
-    places = locate_tensors(checkpoint)
-    gate = places["model.layers.0.mlp.experts.0.gate_proj.weight"]
-    assert any(
-        path == gate.path and begin <= gate.offset < begin + length
-        for path, begin, length in ranges
-    )
 
 
 def test_weights_depend_on_seed_and_name_only(shape: ModelShape, tmp_path: Path) -> None:
@@ -164,8 +150,6 @@ def test_a_quantised_checkpoint_is_whole_and_routes_by_the_token(name: str, tmp_
     write_checkpoint(shape, tmp_path, seed=3)
     assert is_complete(shape, tmp_path, seed=3)
     assert sum(place.num_bytes for place in locate_tensors(tmp_path).values()) == shape.total_bytes
-    lengths = [length for _, _, length in expert_ranges(tmp_path)]
-    assert len(lengths) > shape.num_experts
     model = moe_runtime.load(tmp_path, device="cpu", host_memory="200MiB", max_tokens=16)
     chosen: list[list[frozenset[int]]] = []
 

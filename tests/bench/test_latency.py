@@ -150,7 +150,7 @@ def test_bad_words_are_one_line(
 def test_the_command_measures_us_beside_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole run on a tiny checkpoint: table of contents, file and `--json` agree."""
+    """A whole run on a tiny checkpoint: file and `--json` agree, the user's cache is left alone."""
     from text_checkpoint import save_text_checkpoint
 
     save_text_checkpoint(tmp_path / "model")
@@ -158,10 +158,12 @@ def test_the_command_measures_us_beside_transformers(
     path = tmp_path / "r.json"
     words = ["--prompts", str(tmp_path / "p.txt"), "--quick", "--time", "1", "--threads", "1"]
     monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words += ["--peer", "transformers", "--peer", "moe_runtime", "-o", str(path), "--json"]
     assert main(["bench", "latency", str(tmp_path / "model"), *words]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == read_results(path)
+    assert not (tmp_path / "cache").exists()
     assert (printed["case"], printed["ended"]) == ("latency", "time")
     assert printed["settings"]["new_tokens"] == 16
     names = [one["system"] for one in printed["measurements"]]

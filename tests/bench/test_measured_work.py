@@ -40,6 +40,10 @@ def put(path: Path, ended: str = "time", case: str = "latency", **settings: Any)
 def test_words_say_how_many_layers_of_how_many() -> None:
     assert model_words(LATENCY) == "olmoe-1b-7b, 4 of 16 layers, random weights"
     assert model_words(LATENCY | {"layers": 16}) == "olmoe-1b-7b, 16 layers, random weights"
+    assert model_words(LATENCY | {"layers": 1}) == "olmoe-1b-7b, 1 of 16 layers, random weights"
+    one = LATENCY | {"layers": 1, "layers_of_shape": 1, "prompt_tokens": [1], "new_tokens": 21}
+    words = "olmoe-1b-7b, 1 layer, random weights, prompts of 1 token, 21 new tokens"
+    assert work_words({"case": "latency", "settings": one}) == words
     assert model_words({"model": "pocket"}) == "pocket"
     words = work_words({"case": "latency", "settings": LATENCY})
     assert words == f"{model_words(LATENCY)}, prompts of 64 tokens, 16 new tokens"

@@ -54,14 +54,23 @@ def test_files_are_there_within_the_block_and_kept_ones_longer(
     assert index.stat().st_mtime_ns == made
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"metadata": 1, "weight_map": []}'])
-def test_a_damaged_index_is_written_again(text: str, shape: ModelShape, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *((INDEX_NAME, text) for text in ("{", "{}", "[]", '{"metadata": 1, "weight_map": []}')),
+        *(("config.json", text) for text in ("", "{", "{}", "\x00")),
+        ("generation_config.json", '{"do_sample": true}'),
+    ],
+)
+def test_a_damaged_file_is_written_again(
+    name: str, text: str, shape: ModelShape, tmp_path: Path
+) -> None:
     with files_of(shape, tmp_path, keep=True) as files:
-        index = files.checkpoint / INDEX_NAME
-    whole = index.read_bytes()
-    index.write_text(text)
+        path = files.checkpoint / name
+    whole = path.read_bytes()
+    path.write_text(text)
     with files_of(shape, tmp_path, keep=True):
-        assert index.read_bytes() == whole
+        assert path.read_bytes() == whole
 
 
 def test_nothing_is_written_for_a_run_that_cannot_be(
@@ -74,6 +83,8 @@ def test_nothing_is_written_for_a_run_that_cannot_be(
     (tmp_path / "none.txt").write_text("\n")
     assert main([*words, "--prompts", str(tmp_path / "none.txt")]) == 2
     assert "holds no prompts" in capsys.readouterr().err
+    assert main([*words, "--prompt-tokens", "1000000"]) == 2
+    assert "the built-in text has" in capsys.readouterr().err
     kept = tmp_path / "moe-runtime" / "shapes" / "olmoe-tiny" / "model" / "config.json"
     kept.parent.mkdir(parents=True)
     kept.write_text("{}")
@@ -249,7 +260,9 @@ def test_fewer_layers_have_a_name_of_their_own() -> None:
 
 def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path: Path) -> None:
     (tmp_path / "own.gguf").write_bytes(b"")
-    asked = AskedModel("checkpoint", tmp_path / "shape.gguf", {}, {"llama_cpp": "no reason"})
+    asked = AskedModel(
+        "checkpoint", [], tmp_path, {}, tmp_path / "shape.gguf", {"llama_cpp": "no reason"}
+    )
     words = ["transformers", "llama_cpp", f"llama_cpp={tmp_path / 'own.gguf'}"]
     given = find_peers(words, {"model": "checkpoint", "num_threads": 1})
     found = [one.settings["model"] for one in asked.with_files(given)]
@@ -304,7 +317,7 @@ def test_the_command_measures_a_shape_beside_transformers(
     # ours, untimed, then two repetitions' warm-up and answers: the same text for all
     assert len({json.dumps(ids) for number, ids in given if number == 0}) == 1
     assert given[0][1] is not None
-    assert entries(tmp_path / "cache" / "moe-runtime" / "shapes") == []
+    assert entries(tmp_path / "cache") == []
     err = capsys.readouterr().err
     assert "writing random weights of tiny-1-layers, " in err
     assert "removed after the run" in err

@@ -97,7 +97,7 @@ def test_a_second_interrupt_lets_outputs_be_finished_and_a_third_does_not(
             outputs.callback(signal.raise_signal, signal.SIGINT)
             signal.raise_signal(first)
         assert done == ["outputs"]
-        assert capsys.readouterr().err.startswith("finishing outputs; Ctrl-C once more")
+        assert capsys.readouterr().err.startswith("ending; Ctrl-C once more ends at once")
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 

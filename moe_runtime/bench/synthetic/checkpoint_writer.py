@@ -50,19 +50,24 @@ def write_checkpoint(
                 done += plan.num_bytes
                 if progress is not None:
                     progress(done, shape.total_bytes)
+    write_settings(shape, folder)
+    index = {"metadata": {"total_size": shape.total_bytes, "seed": seed}, "weight_map": weight_map}
+    (folder / INDEX_NAME).write_text(_as_json(index))
+
+
+def write_settings(shape: ModelShape, folder: Path) -> None:
+    """Writes what a checkpoint has beside its weights: configuration and tokenizer."""
     write_tokenizer(folder, shape.vocab_size)
-    _write_json(folder / "config.json", config_of(shape))
-    _write_json(folder / "generation_config.json", {"do_sample": False})
-    _write_json(
-        folder / INDEX_NAME,
-        {"metadata": {"total_size": shape.total_bytes, "seed": seed}, "weight_map": weight_map},
-    )
+    for name, text in _settings_of(shape).items():
+        (folder / name).write_text(text)
 
 
 def is_complete(shape: ModelShape, folder: Path, *, seed: int = 0) -> bool:
     """Whether `folder` already holds this checkpoint, whole and made from the same seed."""
-    index = folder / INDEX_NAME
-    if not index.is_file() or not (folder / TOKENIZER_NAME).is_file():
+    index, settings = folder / INDEX_NAME, _settings_of(shape)
+    if not all((folder / name).is_file() for name in (INDEX_NAME, TOKENIZER_NAME, *settings)):
+        return False
+    if any((folder / name).read_bytes() != text.encode() for name, text in settings.items()):
         return False
     try:
         content = json.loads(index.read_text())
@@ -109,5 +114,11 @@ def _safetensors_header(parts: Sequence[StoredPart]) -> tuple[bytes, dict[str, i
     return header, {name: len(header) + begin for name, begin in begins.items()}
 
 
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def _settings_of(shape: ModelShape) -> dict[str, str]:
+    """Contents of files by their names."""
+    files = {"config.json": config_of(shape), "generation_config.json": {"do_sample": False}}
+    return {name: _as_json(content) for name, content in files.items()}
+
+
+def _as_json(content: object) -> str:
+    return json.dumps(content, indent=2) + "\n"

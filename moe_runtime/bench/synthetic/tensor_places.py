@@ -49,27 +49,3 @@ def locate_tensors(folder: Path) -> dict[str, TensorPlace]:
                 shape = tuple(entry["shape"])
                 places[name] = TensorPlace(path, 8 + header_bytes + begin, end - begin, shape)
     return places
-
-
-def expert_ranges(folder: Path) -> list[tuple[Path, int, int]]:
-    """File, first byte and length of what one read of an expert brings: its matrices' codes.
-
-    Experts that are stored apart count where their matrices lie side by side in one file; of those
-    that are stacked, the slices of each stack. Scales are left out.
-    """
-    matrices: dict[str, list[TensorPlace]] = {}
-    ranges: list[tuple[Path, int, int]] = []
-    for name, place in locate_tensors(folder).items():
-        if name.endswith("_blocks"):
-            length = place.num_bytes // place.shape[0]
-            begins = range(place.offset, place.offset + place.num_bytes, length)
-            ranges += [(place.path, begin, length) for begin in begins]
-        elif ".experts." in name and name.endswith(".weight"):
-            matrices.setdefault(name.rsplit(".", 2)[0], []).append(place)
-    for places in matrices.values():
-        begin = min(place.offset for place in places)
-        length = max(place.offset + place.num_bytes for place in places) - begin
-        same_file = len({place.path for place in places}) == 1
-        if same_file and length == sum(place.num_bytes for place in places):
-            ranges.append((places[0].path, begin, length))
-    return ranges

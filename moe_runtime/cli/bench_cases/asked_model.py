@@ -1,6 +1,7 @@
 """What ``bench latency`` and ``bench throughput`` measure: a checkpoint or a shape, and prompts."""
 
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from moe_runtime.reading import require_not_read
 if TYPE_CHECKING:
     from moe_runtime.bench.peer_process import PeerProgram
 
+Ids = list[list[int]]
 _START_S = 300.0
 # A peer may compile what it needs when it is first imported.
 
@@ -21,24 +23,33 @@ class AskedModel(NamedTuple):
 
     Attributes:
         path: of the checkpoint.
+        ids: of the prompts.
+        cache: a folder of this run, where runs of this project keep what they learn of the model:
+            no earlier run changes a number, and later ones know nothing of it.
         gguf: the same as a GGUF file, where that was written.
         facts: its name for a results file, and what random weights are of.
         failures: by the name of a peer that cannot run: why.
     """
 
     path: str
-    gguf: Path | None
+    ids: Ids
+    cache: Path
     facts: dict[str, Any]
-    failures: dict[str, str | None]
+    gguf: Path | None = None
+    failures: Mapping[str, str | None] = {}
 
     def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
-        """Peers that read GGUF files alone, and were given none, are given that of the shape."""
-        from moe_runtime.bench.peer_files import GGUF_PEERS
+        """Peers that read GGUF files alone, and were given none, are given that of the shape.
+
+        This project and other versions of it are given the cache.
+        """
+        from moe_runtime.bench.peer_files import GGUF_PEERS, OURS
 
         return [
             replace(
                 one,
                 failure=self.failures.get(one.name),
+                cache=self.cache if one.file.stem == OURS else None,
                 settings=one.settings | {"model": str(self.gguf)}
                 if self.gguf and one.file.stem in GGUF_PEERS and one.settings["model"] == self.path
                 else one.settings,
@@ -53,6 +64,7 @@ def asked_model(
     shape: str | None,
     layers: int | None,
     peers: "Sequence[PeerProgram]",
+    read_ids: Callable[[str], Ids],
     *,
     keep: bool,
     output: Path | None,
@@ -64,6 +76,8 @@ def asked_model(
         shape, layers, keep: see the options.
         peers: read without settings of the run. Before files of a shape are written each must run
             in its environment, so that none is written for a peer that cannot.
+        read_ids: gives the ids of the prompts by the tokenizer of a checkpoint's folder; of a
+            shape it is called before weights are written.
         output: the results file, which may be none of those that are kept of the shape.
 
     Raises:
@@ -71,20 +85,43 @@ def asked_model(
             replace a file of it.
         CapacityError: the disk has too little room for it.
     """
-    if shape is None:
-        from moe_runtime.checkpoints.model_files import find_checkpoint
+    with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
+        cache = Path(folder)
+        if shape is None:
+            from moe_runtime.checkpoints.model_files import find_checkpoint
 
-        assert model is not None
-        yield AskedModel(str(find_checkpoint(model)), None, {"model": Path(model).name}, {})
-        return
+            assert model is not None
+            path = str(find_checkpoint(model))
+            yield AskedModel(path, read_ids(path), cache, {"model": Path(model).name})
+        else:
+            with _written(shape, layers, peers, read_ids, cache, keep=keep, output=output) as asked:
+                yield asked
+
+
+@contextmanager
+def _written(
+    shape: str,
+    layers: int | None,
+    peers: "Sequence[PeerProgram]",
+    read_ids: Callable[[str], Ids],
+    cache: Path,
+    *,
+    keep: bool,
+    output: Path | None,
+) -> Iterator[AskedModel]:
+    """What ``--shape`` stands for."""
     from moe_runtime.bench.peer_files import GGUF_PEERS, require_takes_shapes
     from moe_runtime.bench.peer_process import files_under
+    from moe_runtime.bench.synthetic.checkpoint_writer import write_settings
     from moe_runtime.bench.synthetic.model_shapes import SHAPES, shape_of_name
     from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
 
     asked = shape_of_name(shape, layers)
     require_takes_shapes(peers)
     require_not_read(output, "results", files_under(shapes_folder() / asked.name))
+    with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
+        write_settings(asked, Path(folder))
+        ids = read_ids(folder)
     failures = {one.name: _why_unable(one) for one in peers}
     needs_gguf = any(
         one.file.stem in GGUF_PEERS and "model" not in one.settings and not failures[one.name]
@@ -100,7 +137,7 @@ def asked_model(
         asked, shapes_folder(), keep=keep, needs_gguf=needs_gguf, say=say_line
     ) as files:
         gguf = files.gguf if needs_gguf else None
-        yield AskedModel(str(files.checkpoint), gguf, facts, failures)
+        yield AskedModel(str(files.checkpoint), ids, cache, facts, gguf, failures)
 
 
 def _why_unable(program: "PeerProgram") -> str | None:
@@ -129,14 +166,14 @@ def require_one_model(
         raise ValueError(f"{'--keep-shape' if keep else '--layers'} belongs to --shape")
 
 
-def split_off(ids: Sequence[list[int]], num_new: int) -> tuple[list[list[int]], list[list[int]]]:
+def split_off(ids: Ids, num_new: int) -> tuple[Ids, Ids]:
     """Prompts, and the last ids of each as the text that follows it."""
     return [one[:-num_new] for one in ids], [one[-num_new:] for one in ids]
 
 
 def prompt_ids(
     model: str, texts: Sequence[str] | None, num_tokens: int, num_built_in: int, num_after: int = 0
-) -> list[list[int]]:
+) -> Ids:
     """Token ids of prompts, or of built-in ones.
 
     Args:

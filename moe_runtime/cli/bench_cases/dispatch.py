@@ -131,11 +131,13 @@ def _names(what: str, text: str, known: tuple[str, ...]) -> list[str]:
 
 def show_dispatch(results: dict[str, Any]) -> None:
     """Prints a column for each side."""
+    from moe_runtime.bench.measured_work import counted
+
     settings = results["settings"]
     names = [f"{load}_{kind}" for kind in settings["dtypes"] for load in settings["loads"]]
     show_systems(
         results,
-        f"dispatch and combine, {settings['ranks']} ranks",
+        f"dispatch and combine, {counted('{} ranks', settings['ranks'])}",
         {name.replace("_", ", "): f"{name}_s" for name in names},
         {f"{name.replace('_', ', ')}, sent": f"{name}_bytes" for name in names},
         "tokens equal",

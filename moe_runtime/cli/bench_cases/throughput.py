@@ -9,6 +9,7 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.bench_cases.asked_model import (
+    Ids,
     asked_model,
     common_settings,
     prompt_ids,
@@ -96,10 +97,15 @@ def bench_throughput(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    with asked_model(model, shape, layers, peers, keep=keep_shape, output=output) as asked:
-        num_built_in, num_after = batch * (batches or (1 if quick else 2)), num_new if shape else 0
-        ids = prompt_ids(asked.path, texts, prompt_tokens, num_built_in, num_after)
-        given, after = split_off(ids, num_after) if shape else (ids, None)
+    num_built_in, num_after = batch * (batches or (1 if quick else 2)), num_new if shape else 0
+
+    def read_ids(path: str) -> Ids:
+        return prompt_ids(path, texts, prompt_tokens, num_built_in, num_after)
+
+    with asked_model(
+        *(model, shape, layers, peers, read_ids), keep=keep_shape, output=output
+    ) as asked:
+        given, after = split_off(asked.ids, num_after) if shape else (asked.ids, None)
         plan = ThroughputPlan(
             batches=in_batches(given, batch),
             num_new=num_new,
@@ -111,10 +117,12 @@ def bench_throughput(
         ours = {name: of_all[name] for name in ("model", "num_threads", "max_tokens")}
         ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch}
         ours |= {"device": "cpu"}
+        programs = [our_program(ours, limit), *find_peers(peer or (), of_all | ours, "throughput")]
+        measured, *beside = asked.with_files(programs)
         with stop_on_signals(shared.STOPPING) as stop:
             results = measure_throughput(
-                our_program(ours, limit),
-                asked.with_files(find_peers(peer or (), of_all | ours, "throughput")),
+                measured,
+                beside,
                 plan,
                 rules,
                 time.monotonic,
@@ -142,8 +150,9 @@ def in_batches(ids: Sequence[list[int]], size: int) -> list[list[list[int]]]:
 
 def show_throughput(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
-    from moe_runtime.bench.measured_work import model_words
+    from moe_runtime.bench.measured_work import counted, model_words
 
     settings = results["settings"]
-    title = f"throughput of {model_words(settings)}, {settings['batch']} sequences side by side"
+    batch = counted("{} sequences", settings["batch"])
+    title = f"throughput of {model_words(settings)}, {batch} side by side"
     show_systems(results, title, _SPREADS, _SINGLES, "likeliest tokens equal")

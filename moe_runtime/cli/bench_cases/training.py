@@ -150,10 +150,12 @@ def bench_training(
 
 def show_training(results: dict[str, Any]) -> None:
     """Prints a row for each system."""
+    from moe_runtime.bench.measured_work import counted
+
     settings = results["settings"]
     title = (
-        f"training of {settings['model']}: {settings['layers']} layers, {settings['sequences']} x "
-        f"{settings['context']} tokens, {settings['dtype']}"
+        f"training of {settings['model']}: {counted('{} layers', settings['layers'])}, "
+        f"{settings['sequences']} x {settings['context']} tokens, {settings['dtype']}"
     )
     shown = [one for one in results["measurements"] if one["summary"]]
     joules = {

@@ -51,7 +51,7 @@ def bench_compare(
         rows = [dataclasses.asdict(verdict) for verdict in verdicts]
         print_json({"case": one["case"], "bound": bound, "verdicts": rows, "lost": lost})
     else:
-        columns = ["before", "after", "change", "chance", ""]
+        columns = ["before", "after", "change", "", "chance"]
         print_table(
             f"{one['case']}: {before.name} and {after.name}; {work_words(one)}".rstrip("; "),
             [("system", "left"), ("", "left"), *((name, "right") for name in columns)],
@@ -61,8 +61,8 @@ def bench_compare(
                     found.metric,
                     *_in_unit(found.before, found.after, found.unit),
                     f"{found.change:+.1%}",
-                    f"{found.chance:.2g}",
                     found.word,
+                    f"{found.chance:.2g}",
                 ]
                 for found in verdicts
             ],

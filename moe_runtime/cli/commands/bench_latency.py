@@ -8,6 +8,7 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.bench_cases.asked_model import (
+    Ids,
     asked_model,
     common_settings,
     prompt_ids,
@@ -84,19 +85,26 @@ def bench_latency(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    with asked_model(model, shape, layers, peers, keep=keep_shape, output=output) as asked:
-        num_after = num_new if shape else 0
-        ids = prompt_ids(asked.path, texts, prompt_tokens, 2 if quick else 4, num_after)
-        given, after = split_off(ids, num_after) if shape else (ids, None)
+    num_after = num_new if shape else 0
+
+    def read_ids(path: str) -> Ids:
+        return prompt_ids(path, texts, prompt_tokens, 2 if quick else 4, num_after)
+
+    with asked_model(
+        *(model, shape, layers, peers, read_ids), keep=keep_shape, output=output
+    ) as asked:
+        given, after = split_off(asked.ids, num_after) if shape else (asked.ids, None)
         plan = LatencyPlan(prompts=given, num_new=num_new, agreement=agreement, continuations=after)
         of_all = common_settings(asked.path, threads, plan.prompts, num_new, limit)
         ours = {name: of_all[name] for name in ("model", "num_threads", "max_tokens")}
         ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch}
         ours |= {"device": "cpu"}
+        programs = [our_program(ours, limit), *find_peers(peer or (), of_all | ours)]
+        measured, *beside = asked.with_files(programs)
         with stop_on_signals(shared.STOPPING) as stop:
             results = measure_latency(
-                our_program(ours, limit),
-                asked.with_files(find_peers(peer or (), of_all | ours)),
+                measured,
+                beside,
                 plan,
                 rules,
                 time.monotonic,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moe_runtime.bench.figures import figure
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases.shared import keep_results
 from moe_runtime.cli.bench_cases.tables import JOULE_ROWS
@@ -233,7 +234,7 @@ def _show(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> N
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+    return "" if value is None else figure(value)
 
 
 def _share(value: float | None) -> str:

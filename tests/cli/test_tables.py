@@ -1,0 +1,50 @@
+"""Tables of systems on narrow terminals: several below one another, and no broken word."""
+
+import pytest
+
+from moe_runtime.cli.console import print_table
+
+NAMES = ["moe_runtime", "transformers:grouped_mm", "moe_runtime:planes", "llama_cpp#2"]
+COLUMNS = [("", "left"), *((name, "right") for name in NAMES)]
+ROWS = [
+    ["between tokens, ms: p50", "1.25", "12.5", "1.5", "100.125"],
+    ["between tokens, ms: mean of medians", "1.25 ± 0.25", "12.5 ± 0.1", "1.5 ± 1.0", "100 ± 20"],
+]
+WORDS = {word for row in [NAMES, *ROWS] for cell in row for word in cell.split()}
+
+
+@pytest.mark.parametrize("width", [58, 64, 80, 100, 120, 300])
+def test_no_word_is_broken_and_no_cell_is_lost(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Down to the widths of one system and of what it is measured by."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table("latency", COLUMNS, ROWS)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    words = [word for line in lines for word in line.split() if set(word) != {"─"}]
+    assert {*words} == WORDS | {"latency"}
+    for name in NAMES:
+        assert words.count(name) == 1
+    assert words.count("latency") == 1
+
+
+def test_a_table_that_fits_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    print_table("latency", COLUMNS, ROWS)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("─" in line for line in lines) == 1
+    assert [line.split("  ")[0].strip() for line in lines[4:6]] == [row[0] for row in ROWS]
+
+
+def test_words_alone_are_wrapped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table without numbers stays one, its words below one another."""
+    monkeypatch.setenv("COLUMNS", "30")
+    print_table("", [("", "left"), ("", "left")], [("disk", "reads " * 10), ("x" * 40, "y")])
+    out = capsys.readouterr().out
+    assert out.count("reads") == 10
+    assert out.count("x") == 40
