@@ -227,7 +227,12 @@ class Lease(Generic[W]):
         for key in arrived:
             error = self._store._entries[key].read.error
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    # Its traceback has this frame: such a cycle would keep all that the pass
+                    # computed until Python looks for cycles.
+                    del error
         self._arriving = [key for key in self._arriving if key not in set(arrived)]
         if self._streaming:
             return arrived or ([self._resident.popleft()] if self._resident else [])

@@ -1,10 +1,13 @@
 """The store over a fake tier: entries, leases, faults, and no byte ever out of place."""
 
+import contextlib
+import gc
 import random
 import threading
 import weakref
 
 import pytest
+import torch
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, keys, make_store, use
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError
@@ -177,6 +180,28 @@ def test_a_failed_read_raises_and_gives_everything_back():
         use(store, keys(0, 0, 1, 2))
     tier.broken.clear()
     use(store, keys(0, 0, 1, 2))
+
+
+def test_what_a_failed_pass_computed_is_let_go_of_with_its_error():
+    """A server that fails requests for seconds would keep the tensors of all of them meanwhile."""
+    tier = FakeTier()
+    store = make_store(tier, 4)
+    tier.broken = set(keys(0, 1))
+    kept = []
+
+    def compute():
+        hidden = torch.ones(4)
+        kept.append(weakref.ref(hidden))
+        use(store, keys(0, 0, 1, 2))
+        return hidden
+
+    gc.disable()
+    try:
+        with contextlib.suppress(CheckpointError):
+            compute()
+        assert [one() for one in kept] == [None]
+    finally:
+        gc.enable()
 
 
 def test_an_abandoned_lease_gives_everything_back():
