@@ -171,13 +171,8 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 def cache_of(named: Mapping[str, Any]) -> Any:
     """The cache among the arguments or outputs of a model or layer, or None."""
-    return next((named[name] for name in CACHE_NAMES if name in named), None)
-
-
-def pop_cache(arguments: dict[str, Any]) -> Any:
-    """The same, which is no longer among the arguments."""
-    new, old = (arguments.pop(name, None) for name in CACHE_NAMES)
-    return old if new is None else new
+    new, old = CACHE_NAMES
+    return named[new] if new in named else named.get(old)
 
 
 def cache_name(forward: Callable[..., object]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from moe_runtime.checkpoints.transformers_private import cache_of
+from moe_runtime.checkpoints.transformers_private import CACHE_NAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,8 +34,9 @@ def room_for(num_tokens: int, num_sequences: int = 1) -> int:
 
 def grow_cache_in_place(model: PreTrainedModel) -> None:
     """Makes the dynamic caches that a model is called with grow in place; other kinds stay."""
+    new, old = CACHE_NAMES
     model.register_forward_pre_hook(
-        lambda _, args, options: give_room(cache_of(options)), with_kwargs=True
+        lambda _, args, options: give_room(options.get(new, options.get(old))), with_kwargs=True
     )
 
 

@@ -123,12 +123,9 @@ def old(past_key_values=None):
 def test_the_cache_is_found_by_either_name(forward, name):
     given, cache = {"use_cache": True}, object()
     assert transformers_private.cache_of(given) is None
-    assert transformers_private.pop_cache(dict(given)) is None
     assert transformers_private.cache_name(forward) == name
     named = given | {name: cache}
     assert transformers_private.cache_of(named) is cache
-    assert transformers_private.pop_cache(named) is cache
-    assert named == given
 
 
 def test_the_installed_transformers_calls_it_by_one_name():

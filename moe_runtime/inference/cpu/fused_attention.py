@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING, pop_cache
+from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING, cache_name
 from moe_runtime.inference.cpu import attention_parts as parts
 from moe_runtime.inference.cpu.attention import (
     ATTENTION,
@@ -75,6 +75,7 @@ class FusedAttention:
         self._parts = [module.get_submodule(name) for name in self._names]
         # not the function around it that takes the older name of the cache
         self._own: Any = inspect.unwrap(type(module).forward)
+        self._cache_name = cache_name(self._own)
         self._functions = self._functions_now()
         self._norms: list[tuple[object, set[str]]] = [
             (module._modules[name], {"eps"}) for name in self._names if name in parts.NORMS
@@ -102,7 +103,7 @@ class FusedAttention:
         **options: Any,
     ) -> Tensor | None:
         """The fused step, or None where the layer has to go its own way."""
-        cache = pop_cache(options)
+        cache = options.pop(self._cache_name, None)
         if (
             hidden_states.ndim != 3
             or hidden_states.shape[1] != 1
