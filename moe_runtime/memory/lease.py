@@ -230,9 +230,7 @@ class Lease(Generic[W]):
                 try:
                     raise error
                 finally:
-                    # Its traceback has this frame: such a cycle would keep all that the pass
-                    # computed until Python looks for cycles.
-                    del error
+                    del error  # its traceback has this frame: a cycle, which keeps all of the pass
         self._arriving = [key for key in self._arriving if key not in set(arrived)]
         if self._streaming:
             return arrived or ([self._resident.popleft()] if self._resident else [])
