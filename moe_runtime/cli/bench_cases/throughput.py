@@ -102,9 +102,8 @@ def bench_throughput(
     def read_ids(path: str) -> Ids:
         return prompt_ids(path, texts, prompt_tokens, num_built_in, num_after)
 
-    with asked_model(
-        *(model, shape, layers, peers, read_ids), keep=keep_shape, output=output
-    ) as asked:
+    about_model = asked_model(model, shape, layers, peers, read_ids, keep=keep_shape, output=output)
+    with about_model as asked:
         given, after = split_off(asked.ids, num_after) if shape else (asked.ids, None)
         plan = ThroughputPlan(
             batches=in_batches(given, batch),

@@ -90,9 +90,8 @@ def bench_latency(
     def read_ids(path: str) -> Ids:
         return prompt_ids(path, texts, prompt_tokens, 2 if quick else 4, num_after)
 
-    with asked_model(
-        *(model, shape, layers, peers, read_ids), keep=keep_shape, output=output
-    ) as asked:
+    about_model = asked_model(model, shape, layers, peers, read_ids, keep=keep_shape, output=output)
+    with about_model as asked:
         given, after = split_off(asked.ids, num_after) if shape else (asked.ids, None)
         plan = LatencyPlan(prompts=given, num_new=num_new, agreement=agreement, continuations=after)
         of_all = common_settings(asked.path, threads, plan.prompts, num_new, limit)
