@@ -1,4 +1,4 @@
-"""The store of experts in slots of a device, and the leases of work that is queued there."""
+"""The store of experts in slots of a device."""
 
 from __future__ import annotations
 
@@ -11,68 +11,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moe_runtime.memory.device import Device, Event
+from moe_runtime.memory.device_lease import DeviceLease
+from moe_runtime.memory.entries import Entry
 from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.residents import Residents, SlotStacks
 from moe_runtime.memory.returning import LowerStore
-from moe_runtime.memory.tiers import TierFetcher, TierLease, TierStore, is_resident
+from moe_runtime.memory.tiers import TierFetcher, TierStore, is_resident
 from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
 R = TypeVar("R")
-
-
-class DeviceLease(TierLease[W]):
-    """A hold on experts of a device, which are handed out when their copies are queued.
-
-    The caller's current stream waits for the copies of what is handed out, the host for none. A
-    policy that decides after the use whether to keep an expert is asked once it has arrived, so
-    then the host waits too.
-    """
-
-    _store: DeviceStore[W]  # pyright: ignore[reportIncompatibleVariableOverride]
-    _awaited: Read | None = None  # what the current stream waits for already, of this group
-
-    def _admit(self) -> None:
-        """What is resident below is copied together, but what only passes through."""
-        if self._wanted:
-            self._store.fetcher.expect(frozenset(self._wanted))
-        if len(self._wanted) > 1 and not self._streaming and self._above is None:
-            store = self._store
-            absent = [key for key in self._wanted if key not in store._entries]
-            for key in store.start_together(absent, self._keep):
-                store._entries[key].pins += 1
-                self._arriving.append(key)
-                self._wanted.remove(key)
-        super()._admit()
-
-    def _take_ready(self) -> list[ExpertKey]:
-        """What is there goes first, then those whose copies are queued.
-
-        These come together, and are computed together once they have all arrived, where a few
-        tokens want few experts; of a stream one after the other, so that the device computes one
-        while the next is copied.
-        """
-        ready = super()._take_ready()
-        if ready or self._decides_later:
-            return ready
-        queued, entries = self._store.fetcher.queued, self._store._entries
-        found = [key for key in self._arriving if entries[key].read in queued]
-        if self._streaming:
-            found = found[:1]
-        for key in found:
-            queued[entries[key].read].has_users = True
-            self._arriving.remove(key)
-        return found
-
-    def _weights(self, key: ExpertKey) -> W:
-        store = self._store
-        read = store._entries[key].read
-        copy = store.fetcher.queued.get(read)
-        if copy is not None and read is not self._awaited:
-            store.device.wait_here(copy.event)
-            self._awaited = read
-        store.fetcher.raise_failure()
-        return super()._weights(key)
 
 
 class Planned(NamedTuple):
@@ -150,6 +98,23 @@ class DeviceStore(TierStore[W]):
     def slot_bytes(self) -> int:
         """Bytes of a slot."""
         return self._slab.slot_bytes
+
+    @property
+    def stream_batch(self) -> int:
+        """Experts of a stream that are copied and computed together: those of half of its slots, so
+        that the device computes them while others are copied."""
+        return -(-self._stream_slots // 2)
+
+    def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
+        """As ``ExpertStore.read_ahead``; what is resident below is copied together."""
+        with self._changed:
+            room = min(len(self._free), self._stream_slots - len(self._streamed))
+            absent = [key for key in keys if key not in self._entries][: max(0, room)]
+            for start in range(0, len(absent), self.stream_batch):
+                batch = absent[start : start + self.stream_batch]
+                for key in self.start_together(batch, (), passes=True, priority=Priority.READAHEAD):
+                    self._entries[key].expected = True
+            super().read_ahead(keys)
 
     def has_stack(self, layer: int, dtype: torch.dtype) -> bool:
         """Whether kernels take the experts of a layer as one stack, for rows of this type."""
@@ -296,31 +261,42 @@ class DeviceStore(TierStore[W]):
     # What follows is called with the lock held.
 
     def start_together(
-        self, keys: Sequence[ExpertKey], keep: Collection[ExpertKey]
+        self,
+        keys: Sequence[ExpertKey],
+        keep: Collection[ExpertKey],
+        *,
+        passes: bool = False,
+        priority: Priority = Priority.DEMAND,
     ) -> list[ExpertKey]:
-        """Demands experts of a layer that are resident below, as far as there are slots.
+        """Begins one copy of experts of a layer that are resident below, if there are slots.
 
         Args:
             keys: none of them is here or on its way.
             keep: those that the policy knows; the others pass through.
+            passes: whether they are of a stream, which takes slots of its own.
+            priority: of the copy, which stays what it is.
 
         Returns:
             Those that are on their way now.
         """
         slots: dict[ExpertKey, torch.Tensor] = {}
-        read = Read(Priority.DEMAND, partial(self._arrive_together, slots))
+        read = Read(priority, partial(self._arrive_together, slots), passes=passes)
         for key in self.fetcher.resident_below(keys):
-            slot = self._take_slot(key, keep=key in keep)
+            slot = self._take_slot(key, keep=key in keep and not passes)
             if slot is None:
                 break
             self._enter(key, slot, read, keep=key in keep)
             slots[key] = self._slab.slot(slot)
         if slots and not self.fetcher.copy_resident(slots, read):
             for key, memory in slots.items():
-                own = Read(Priority.DEMAND, partial(self._arrive, key))
+                own = Read(priority, partial(self._arrive, key), passes=passes)
                 self._entries[key].read = own
                 self.fetcher.fetch(key, memory, own)
         return [*slots]
+
+    def _hasten(self, key: ExpertKey, entry: Entry[W], priority: Priority) -> None:
+        if self.fetcher.can_hasten(entry.read):
+            super()._hasten(key, entry, priority)
 
     def _arrive_together(self, keys: Iterable[ExpertKey], read: Read) -> None:
         with self._changed:

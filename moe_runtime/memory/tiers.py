@@ -113,6 +113,11 @@ class TierFetcher:
         """Whether a copy was started and its end is still to be told."""
         return self._copies.is_under_way(read) or self._ends.is_under_way(read)
 
+    def can_hasten(self, read: Read) -> bool:
+        """Whether a copy is one of its own, which ``promote`` reaches: not one of several experts,
+        which the device does already."""
+        return self._copies.is_under_way(read)
+
     def let_go(self) -> None:
         """Gives up what an exception left to this thread, here and below."""
         self._copies.let_go()
@@ -213,8 +218,8 @@ class TierFetcher:
         """What is copied where."""
         return [
             (
-                source.narrow(0, move.source, move.num_bytes),
-                slot.narrow(0, move.place, move.num_bytes),
+                _part(source, move.source, move.num_bytes),
+                _part(slot, move.place, move.num_bytes),
             )
             for move in self._moves_of(key, slot)
         ]
@@ -312,6 +317,11 @@ class TierFetcher:
             raise MoERuntimeError(
                 f"a copy to the device failed with {reason}; what was computed meanwhile is void"
             ) from error
+
+
+def _part(memory: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
+    is_all = len(memory) == num_bytes
+    return memory if is_all else memory.narrow(0, start, num_bytes)
 
 
 def _num_bytes(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:

@@ -357,12 +357,13 @@ def test_a_comparison_that_was_cut_short_is_made_again() -> None:
 def test_a_mask_that_changes_where_torch_does_not_count_it_is_taken_as_it_is() -> None:
     found = []
     for model in pair(QWEN3):
-        cache, mask = static_cache(model.config, 9), torch.zeros(2, 1, 1, 9, dtype=torch.bool)
+        cache, prompt_2T = static_cache(model.config, 9), PROMPT.repeat(2, 1).to(DEVICE)
+        mask = torch.zeros(2, 1, 1, 9, dtype=torch.bool, device=DEVICE)
         with torch.no_grad():
-            model(PROMPT[:, :3].repeat(2, 1), past_key_values=cache)
+            model(prompt_2T[:, :3], past_key_values=cache)
             for step in range(3):
                 mask.data[..., : 4 + step] = True
                 mask.data[0, ..., step] = False
-                ids = PROMPT[:, 3 + step : 4 + step].repeat(2, 1)
+                ids = prompt_2T[:, 3 + step : 4 + step]
                 found.append(model(ids, past_key_values=cache, attention_mask=mask).logits)
     torch.testing.assert_close(torch.stack(found[:3]), torch.stack(found[3:]), rtol=1e-4, atol=1e-5)

@@ -22,7 +22,7 @@ from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, cache_name
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
 from moe_runtime.inference.device.structure import Structure, memory_of
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
-from moe_runtime.memory.device import GraphRecorder
+from moe_runtime.memory.device import Device, GraphRecorder
 from moe_runtime.memory.device_store import DeviceStore
 from moe_runtime.memory.residents import Residents
 from moe_runtime.types import ExpertKey
@@ -183,6 +183,11 @@ class RecordedStep:
         self._layers.append(RecordedLayer(experts, routed, self._recorder, tables_2E))
         return self._layers[-1].sums()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is one graph."""
+        return self._residents is not None
+
     def stands_for(self, call: _Call) -> bool:
         """Whether it is this call with other tokens."""
         return (
@@ -258,8 +263,7 @@ class DecodeGraphs:
         call = None if self._is_refused else self._read(kwargs)
         if call is None:
             return self._forward(**kwargs)
-        store = self._modules[0].store
-        assert isinstance(store, DeviceStore)
+        store = self._store
         recorded = store.recorded
         if recorded is None or not recorded.stands_for(call):
             store.recorded = None
@@ -285,14 +289,33 @@ class DecodeGraphs:
             return self._forward(**kwargs)
         return found
 
+    @property
+    def device(self) -> Device:
+        """Where steps are computed."""
+        return self._store.device
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the next step is probably one graph, for which nobody waits."""
+        return self._store.recorded is not None and self._store.recorded.is_whole
+
+    @property
+    def _store(self) -> DeviceStore[Any]:
+        store = self._modules[0].store
+        assert isinstance(store, DeviceStore)
+        return store
+
     @staticmethod
-    def takes(cache: Any) -> bool:
+    def is_static(cache: Any) -> bool:
         """Whether the device itself knows where keys and values of a token go, in every layer."""
         from transformers.cache_utils import StaticCache, StaticLayer
 
-        return type(cache) is StaticCache and all(
-            type(layer) is StaticLayer and layer.is_initialized for layer in cache.layers
-        )
+        return type(cache) is StaticCache and all(type(e) is StaticLayer for e in cache.layers)
+
+    @classmethod
+    def takes(cls, cache: Any) -> bool:
+        """Whether it is a static cache with keys and values in it."""
+        return cls.is_static(cache) and all(layer.is_initialized for layer in cache.layers)
 
     def _read(self, kwargs: Mapping[str, Any]) -> _Call | None:
         """A call that can be recorded, or None."""

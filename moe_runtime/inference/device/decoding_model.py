@@ -14,10 +14,12 @@ from moe_runtime.checkpoints.transformers_private import (
     attention_name,
     cache_name,
     cache_of,
+    sampling_of,
 )
 from moe_runtime.inference.cpu.small_batch import as_rms_norm
 from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, static_cache
+from moe_runtime.inference.device.decode_loop import decode_ahead
 from moe_runtime.inference.device.device_attention import fuse_device_attention
 from moe_runtime.inference.device.router_choice import fuse_routers
 from moe_runtime.kernels.rms_norm import NormForm
@@ -30,6 +32,8 @@ _OTHER_WAYS = (
     "prefill_chunk_size", "penalty_alpha", "cache_implementation",
 )  # fmt: skip
 """Settings of `generate` with one of which the kind of cache stays as it was asked for."""
+_NOT_AHEAD = ("output_attentions", "output_hidden_states", "prefill_chunk_size", "is_assistant")
+_NOT_OF_STEPS = ("tokenizer", "assistant_tokenizer")
 _WITHOUT_POSITIONS = frozenset({*CACHE_NAMES, "use_cache", "logits_to_keep", "position_ids"})
 
 
@@ -121,6 +125,28 @@ class RecordedDecoding:
             and getattr(self, "_can_compile_fullgraph", False)
         )
 
+    def _sample(self, input_ids: torch.Tensor, **given: Any) -> Any:
+        """Greedy decoding and sampling, by `decode_ahead` where that has all that it needs."""
+        for name in _NOT_OF_STEPS:  # which transformers hands on to the model
+            given.pop(name, None)
+        loop = decode_ahead if self._can_be_ahead(input_ids, given) else sampling_of(super())
+        return loop(self, input_ids, **given)
+
+    def _can_be_ahead(self, input_ids: torch.Tensor, given: dict[str, Any]) -> bool:
+        cache, config = cache_of(given), given["generation_config"]
+        return (
+            DecodeGraphs.is_static(cache)
+            and cache.get_seq_length() == 0
+            and input_ids.device == cast(Any, self).device
+            and given.get("inputs_embeds") is None
+            and not any(getattr(config, name) for name in _NOT_AHEAD)
+            and not given.get("synced_gpus")
+        )
+
+    def knows_positions(self, cache: Any) -> bool:
+        """Whether steps of this cache, which is static, need nothing but the last tokens."""
+        return self._unpadded is not None and self._unpadded() is cache
+
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.Tensor,
@@ -135,10 +161,9 @@ class RecordedDecoding:
         Positions and the mask are what the model makes of the cache, within a graph.
         """
         cache = cache_of(kwargs)
-        known = None if self._unpadded is None else self._unpadded()
         if is_first_iteration:
             self._unpadded = None
-        elif cache is not None and cache is known and next_sequence_length == 1:
+        elif cache is not None and self.knows_positions(cache) and next_sequence_length == 1:
             given = {name: value for name, value in kwargs.items() if value is not None}
             if given.keys() <= _WITHOUT_POSITIONS:
                 given.pop("position_ids", None)

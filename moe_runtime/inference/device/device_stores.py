@@ -113,7 +113,7 @@ def open_tiers(
         slots,
         new_policy(there),
         bind,
-        stream_slots=there.stream_slots,
+        stream_slots=there.device_stream_slots,
         listener=listeners[0],
     )
     return above, below

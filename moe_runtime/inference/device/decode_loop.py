@@ -1,0 +1,160 @@
+"""The loop of `generate` on a GPU: a step is queued before the host knows the token before it.
+
+Where a whole step is one graph, the device would wait for the host after every token: for what it
+chose to arrive there, and for the next step to be queued. Here the step of the token that was just
+chosen is queued first, from the device's memory, and then the token is waited for, shown, and
+looked at for an end. The last step is computed in vain where an end was found.
+
+Shape suffixes: B sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_runtime.checkpoints.transformers_private import (
+    CACHE_NAMES,
+    cache_of,
+    next_arguments,
+    padding_of,
+)
+from moe_runtime.inference.generation import FiniteLogits
+from moe_runtime.memory.device import Device
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+
+def decode_ahead(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: BaseStreamer | None = None,
+    synced_gpus: bool = False,
+    **given: Any,
+) -> Any:
+    """Greedy decoding and sampling as in transformers.
+
+    Tokens, scores and what processors and criteria are called with are those of its own loop.
+
+    Args:
+        model: a `RecordedDecoding`.
+        input_ids: the prompts ``[B, T]``, where the model is.
+        logits_processor: changes logits.
+        stopping_criteria: says which sequences have ended.
+        generation_config: of the call; outputs of layers are not asked for.
+        streamer: is given the tokens of each step.
+        synced_gpus: never.
+        given: what the model is called with, a static cache among it.
+
+    Returns:
+        The tokens with the prompts, or a dictionary with them.
+    """
+    assert not synced_gpus, "a model of one process"
+    choice = _Choice(model.forward.device, logits_processor, stopping_criteria, generation_config)
+    cache = cache_of(given)
+
+    def step(ids_BT: torch.Tensor, **length: Any) -> Any:
+        inputs = model.prepare_inputs_for_generation(ids_BT, **length, **given)
+        return model(**inputs, return_dict=True)
+
+    output, ids_BT = step(input_ids, is_first_iteration=True), input_ids
+    while True:
+        if not model.knows_positions(cache):
+            given = next_arguments(model, output, given)
+        ids_BT = choice.add(ids_BT, output.logits)
+        output = None
+        if model.forward.is_whole and ids_BT.shape[1] < generation_config.max_length:
+            output = step(ids_BT, next_sequence_length=1)
+        tokens_B, is_over = choice.wait()
+        if streamer is not None:
+            streamer.put(tokens_B)
+        if is_over:
+            break
+        if output is None:
+            output = step(ids_BT, next_sequence_length=1)
+    if output is not None:
+        for layer in cache.layers:
+            layer.cumulative_length -= 1  # by the token that nobody asked for
+    if streamer is not None:
+        streamer.end()
+    return choice.result(ids_BT, cache)
+
+
+class _Choice:
+    """The next tokens, from logits on the device to what the host knows of them."""
+
+    def __init__(
+        self,
+        device: Device,
+        processor: Any,
+        criteria: Any,
+        config: GenerationConfig,
+    ) -> None:
+        self._device, self._processor, self._criteria = device, processor, criteria
+        self._config = config
+        self._has_end = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self._checks = [each for each in processor if isinstance(each, FiniteLogits)]
+        for check in self._checks:
+            check.is_late = True
+        self._is_going_on_B: torch.Tensor | None = None
+        self._told: Any = None
+        asks = config.return_dict_in_generate
+        self._scores: Any = () if asks and config.output_scores else None
+        self._logits: Any = () if asks and config.output_logits else None
+
+    def add(self, ids_BT: torch.Tensor, logits_BTV: torch.Tensor) -> torch.Tensor:
+        """Queues the choice of a token for each sequence, and a copy of it to the host.
+
+        Returns:
+            The sequences with their new tokens.
+        """
+        logits_BV = logits_BTV[:, -1].to(dtype=torch.float32, copy=True)
+        scores_BV = self._processor(ids_BT, logits_BV)
+        if self._scores is not None:
+            self._scores += (scores_BV,)
+        if self._logits is not None:
+            self._logits += (logits_BV,)
+        if self._config.do_sample:
+            probabilities_BV = torch.nn.functional.softmax(scores_BV, dim=-1)
+            tokens_B = torch.multinomial(probabilities_BV, num_samples=1).squeeze(1)
+        else:
+            tokens_B = scores_BV.argmax(-1)
+        if self._is_going_on_B is None:
+            self._is_going_on_B = torch.ones_like(tokens_B)
+        elif self._has_end:
+            ended_B = 1 - self._is_going_on_B
+            tokens_B = tokens_B * self._is_going_on_B + padding_of(self._config) * ended_B
+        ids_BT = torch.cat([ids_BT, tokens_B[:, None]], dim=-1)
+        self._is_going_on_B = self._is_going_on_B & ~self._criteria(ids_BT, self._scores)
+        flags = [check.are_finite for check in self._checks]
+        self._told = self._device.download(torch.cat([tokens_B, self._is_going_on_B, *flags]))
+        return ids_BT
+
+    def wait(self) -> tuple[torch.Tensor, bool]:
+        """The tokens on the host, and whether all sequences have ended.
+
+        Raises:
+            CheckpointError: logits are not finite.
+        """
+        told, copied = self._told
+        copied.synchronize()
+        num = (len(told) - len(self._checks)) // 2
+        for check, is_finite in zip(self._checks, told[2 * num :].tolist(), strict=True):
+            check.refuse_unless(is_finite)
+        return told[:num], not told[num : 2 * num].any()
+
+    def result(self, ids_BT: torch.Tensor, cache: Any) -> Any:
+        """What `generate` returns."""
+        from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+        if not self._config.return_dict_in_generate:
+            return ids_BT
+        kind: Any = GenerateDecoderOnlyOutput
+        name = next(name for name in CACHE_NAMES if name in kind.__dataclass_fields__)
+        return kind(sequences=ids_BT, scores=self._scores, logits=self._logits, **{name: cache})

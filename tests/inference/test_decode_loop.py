@@ -1,0 +1,237 @@
+"""Steps that are queued before the last token is known, beside the loop of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from emulated_models import emulated, experts_modules_of, load_on_emulated_device
+from moe_families import Family
+from tiny_checkpoints import PROMPT, save, tiny_model
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+from triton_interpreter import repair_interpreter
+
+import moe_runtime
+from moe_runtime.checkpoints.transformers_private import cache_of
+from moe_runtime.errors import CheckpointError
+from moe_runtime.inference.device import decoding_model
+from moe_runtime.inference.generation import FiniteLogits
+from moe_runtime.types import ExpertKey
+
+pytest.importorskip("triton")
+NUM_EXPERTS, NEW_TOKENS = 6, 7
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
+THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :3].to(DEVICE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> None:
+    if DEVICE == "cpu":
+        repair_interpreter()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
+
+
+@contextmanager
+def loaded(checkpoint: Path, slots: int = NUM_EXPERTS) -> Iterator[Any]:
+    """A model of which all experts are in their slots, if there are as many."""
+    if DEVICE == "cpu":
+        model: Any = load_on_emulated_device(checkpoint, slots_a_layer=slots)
+    else:
+        model = moe_runtime.load(checkpoint, device="cuda", max_tokens=64)
+    with model.moe:
+        store: Any = experts_modules_of(model)[0].store
+        for layer in range(2 if slots == NUM_EXPERTS else 0):
+            with store.lease([ExpertKey(layer, e) for e in range(NUM_EXPERTS)]) as lease:
+                assert sum(map(len, lease)) == NUM_EXPERTS
+        yield model
+
+
+class Witness(LogitsProcessor, StoppingCriteria, BaseStreamer):
+    """Remembers what a loop calls it with."""
+
+    def __init__(self, ends_at: int | None = None) -> None:
+        self.seen: list[Any] = []
+        self._ends_at = ends_at
+
+    def __call__(self, input_ids: Any, scores: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.seen.append((type(scores), input_ids.tolist()))
+        if isinstance(scores, torch.Tensor):
+            return scores
+        is_end = input_ids.shape[1] == self._ends_at
+        return torch.full((len(input_ids),), is_end, device=input_ids.device)
+
+    def put(self, value: Any) -> None:
+        self.seen.append(("token", value.tolist()))
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+def compare(model: Any, **options: Any) -> Any:
+    """What `generate` gives here and by transformers' loop, and the calls of its parts."""
+    found, calls = [], []
+    for is_ahead in (True, False):
+        parts = [Witness(), Witness(options.get("ends_at")), Witness()]
+        given = {name: value for name, value in options.items() if name != "ends_at"}
+        if len(given.get("inputs", THREE)) == 1:  # as transformers has it
+            given["streamer"] = parts[2]
+        kind = decoding_model.RecordedDecoding
+        can_be_ahead = kind._can_be_ahead if is_ahead else lambda *_: False
+        torch.manual_seed(3)
+        with patch.object(kind, "_can_be_ahead", can_be_ahead):
+            found.append(
+                model.generate(
+                    logits_processor=LogitsProcessorList([parts[0]]),
+                    stopping_criteria=[parts[1]],
+                    return_dict_in_generate=True, output_logits=True, output_scores=True,
+                    max_new_tokens=NEW_TOKENS, **given,
+                )
+            )  # fmt: skip
+        found[-1]["after"] = torch.rand(2, device=DEVICE)
+        calls.append([part.seen for part in parts])
+    ours, theirs = found
+    assert calls[0] == calls[1]
+    assert ours.keys() == theirs.keys()
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert torch.equal(ours["after"], theirs["after"])
+    for name in ("scores", "logits"):
+        assert len(ours[name]) == len(theirs[name])
+        assert all(map(torch.equal, ours[name], theirs[name]))
+    caches = [cache_of(each) for each in found]
+    assert caches[0].get_seq_length() == caches[1].get_seq_length()
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        assert torch.equal(layers[0].keys, layers[1].keys)
+        assert torch.equal(layers[0].values, layers[1].values)
+    return ours
+
+
+CASES = {
+    "greedy": {"inputs": THREE[:1], "do_sample": False},
+    "several": {"inputs": THREE, "do_sample": False},
+    "sampled": {"inputs": THREE, "do_sample": True, "temperature": 1.5, "top_p": 0.9},
+    "ended": {"inputs": THREE[:1], "do_sample": True, "ends_at": 6},
+    "repeated": {"inputs": THREE, "do_sample": False, "repetition_penalty": 1.3},
+    "padded": {
+        "inputs": THREE, "do_sample": False,
+        "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1]], device=DEVICE),
+    },
+}  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("slots", [NUM_EXPERTS, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_all_is_as_by_the_loop_of_transformers(checkpoint: Path, case: str, slots: int) -> None:
+    with loaded(checkpoint, slots) as model:
+        compare(model, **CASES[case])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_gives_what_the_loop_of_transformers_gives(checkpoint: Path, case: str) -> None:
+    with loaded(checkpoint) as model:
+        compare(model, **CASES[case])
+
+
+def check_ends(checkpoint: Path) -> None:
+    with loaded(checkpoint) as model:
+        free = compare(model, inputs=THREE, do_sample=False).sequences[:, 3:].tolist()
+        ends = [free[0][2], free[1][4]]
+        found = compare(
+            model, inputs=THREE, do_sample=False, eos_token_id=ends, pad_token_id=1
+        ).sequences[:, 3:]
+        assert found[0, 3:].tolist() == [1] * (found.shape[1] - 3)
+
+
+@emulated
+def test_sequences_that_have_ended_are_padded(checkpoint: Path) -> None:
+    check_ends(checkpoint)
+
+
+@pytest.mark.gpu
+def test_a_gpu_pads_sequences_that_have_ended(checkpoint: Path) -> None:
+    check_ends(checkpoint)
+
+
+@emulated
+@pytest.mark.parametrize("slots", [NUM_EXPERTS, 3])
+def test_a_step_that_is_one_graph_is_queued_before_the_token_is_known(
+    checkpoint: Path, slots: int
+) -> None:
+    """And no expert is brought for a step that may be in vain."""
+    order: list[str] = []
+
+    class Order(Witness):
+        def put(self, value: Any) -> None:
+            order.append("token")
+
+    with loaded(checkpoint, slots) as model:
+        # a tokenizer, as for stop strings, is nothing that a step is called with
+        model.generate(THREE[:1], max_new_tokens=NEW_TOKENS, do_sample=False, tokenizer=object())
+        assert experts_modules_of(model)[0].store.recorded is not None
+        forward = model.forward
+
+        class Noted:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(forward, name)
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                order.append("step")
+                return forward(*args, **kwargs)
+
+        model.forward = Noted()
+        model.forward.__dict__["__wrapped__"] = forward.__wrapped__
+        model.generate(THREE[:1], streamer=Order(), max_new_tokens=NEW_TOKENS, do_sample=False)
+    text = "".join(name[0] for name in order)
+    if slots < NUM_EXPERTS:
+        assert text == "t" + "st" * NEW_TOKENS
+    else:
+        assert "ss" in text
+        assert text.endswith("stt")
+
+
+def check_refusal(checkpoint: Path, *, do_sample: bool) -> None:
+    with loaded(checkpoint) as model:
+        settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": do_sample}
+        before = model.generate(THREE, max_new_tokens=2, do_sample=False)
+        weight = model.model.norm.weight
+        kept = weight.detach().clone()
+
+        class Spoils(Witness):
+            def put(self, value: Any) -> None:
+                super().put(value)
+                if len(self.seen) == 3:
+                    weight.data.fill_(torch.nan)
+
+        spoils = Spoils()
+        with pytest.raises(CheckpointError, match="not finite"):
+            model.generate(
+                THREE[:1], streamer=spoils, logits_processor=LogitsProcessorList([FiniteLogits()]),
+                **settings,
+            )  # fmt: skip
+        assert 3 <= len(spoils.seen) <= 4  # no token of logits that say nothing
+        weight.data.copy_(kept)
+        assert torch.equal(model.generate(THREE, max_new_tokens=2, do_sample=False), before)
+
+
+@emulated
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_logits_that_are_not_finite_are_refused(checkpoint: Path, *, do_sample: bool) -> None:
+    check_refusal(checkpoint, do_sample=do_sample)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_gpu_refuses_logits_that_are_not_finite(checkpoint: Path, *, do_sample: bool) -> None:
+    check_refusal(checkpoint, do_sample=do_sample)
