@@ -340,7 +340,11 @@ def _entered(lease: Lease[torch.Tensor]) -> dict[ExpertKey, torch.Tensor] | None
         if not all(is_resident(store._entries.get(key)) for key in lease._keys):
             return None
         lease.__enter__()
-        return dict(next(iter(lease)))
+        held = lease._held = [*lease._resident]
+        lease._resident.clear()
+        if lease._listener is not None:
+            lease._listener.given(held, waited=False)
+        return {key: lease._weights(key) for key in held}
 
 
 class _Copy:

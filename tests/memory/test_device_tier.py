@@ -24,7 +24,12 @@ DEMAND, AHEAD = Priority.DEMAND, Priority.READAHEAD
 
 def run_schedule(seed: int, num_steps: int) -> Tiers:
     """Leases, read-aheads, faults of the disk and of the link and interrupts, in any order."""
-    drawn, tiers = random.Random(seed), Tiers()
+    drawn = random.Random(seed)
+    tiers = Tiers(
+        on_device=drawn.choice((6, 9)),
+        on_host=drawn.choice((7, 18)),
+        stream_slots=drawn.choice((2, 5)),
+    )
     naps = random.Random(seed)  # other threads draw from it
     tiers.device.hesitate = lambda: time.sleep(naps.choice((0.0, 0.0, 3e-4)))
     for _ in range(num_steps):

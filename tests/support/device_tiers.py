@@ -38,7 +38,7 @@ class Slots:
 class Tiers:
     """An emulated device over host memory over a disk, and work that reads slots when it runs."""
 
-    def __init__(self, *, on_device: int = 6, on_host: int = 7) -> None:
+    def __init__(self, *, on_device: int = 6, on_host: int = 7, stream_slots: int = 2) -> None:
         self.disk, self.device = FakeTier(), EmulatedDevice()
         self.host = LowerStore(
             ReturningSource(self.disk, self.device),
@@ -55,23 +55,25 @@ class Tiers:
             Slab(on_device, SLOT_BYTES, allocate=self.device.allocate),
             LayerShares(LRU, even_shares(on_device, NUM_LAYERS)),
             lambda _, slot: slot,
-            stream_slots=2,
+            stream_slots=stream_slots,
         )
         self.store.stacks = Slots()
         self.seen: list[tuple[ExpertKey, list[int]]] = []
 
     def use(self, wanted: Sequence[ExpertKey], *, streaming: bool, cut_at: int = -1) -> None:
         """Queues work on each expert, which reads it when the device gets there."""
-        is_done = False
+        is_done, given = False, list[ExpertKey]()
         lease = self.store.lease(wanted, streaming=streaming)
         try:
             with lease:
                 for group in lease:
                     for key, slot in group:
+                        given.append(key)
                         self.device.compute(partial(self._look, key, slot))
                         cut_at -= 1
                         if not cut_at:
                             raise Interrupted
+            assert sorted(given) == sorted(wanted)
             is_done = True
         finally:
             if not is_done:
