@@ -84,6 +84,8 @@ def compare(model: Any, **options: Any) -> Any:
     for is_ahead in (True, False):
         parts = [Witness(), Witness(options.get("ends_at")), Witness()]
         given = {name: value for name, value in options.items() if name != "ends_at"}
+        if "ends_at" in options:  # else transformers' own criteria, of which the host knows as much
+            given["stopping_criteria"] = [parts[1]]
         if len(given.get("inputs", THREE)) == 1:  # as transformers has it
             given["streamer"] = parts[2]
         kind = decoding_model.RecordedDecoding
@@ -93,7 +95,6 @@ def compare(model: Any, **options: Any) -> Any:
             found.append(
                 model.generate(
                     logits_processor=LogitsProcessorList([parts[0]]),
-                    stopping_criteria=[parts[1]],
                     return_dict_in_generate=True, output_logits=True, output_scores=True,
                     max_new_tokens=NEW_TOKENS, **given,
                 )
@@ -119,6 +120,7 @@ def compare(model: Any, **options: Any) -> Any:
 CASES = {
     "greedy": {"inputs": THREE[:1], "do_sample": False},
     "several": {"inputs": THREE, "do_sample": False},
+    "several, looked at": {"inputs": THREE, "do_sample": False, "ends_at": None},
     "sampled": {"inputs": THREE, "do_sample": True, "temperature": 1.5, "top_p": 0.9},
     "ended": {"inputs": THREE[:1], "do_sample": True, "ends_at": 6},
     "repeated": {"inputs": THREE, "do_sample": False, "repetition_penalty": 1.3},
@@ -148,9 +150,9 @@ def check_ends(checkpoint: Path) -> None:
     with loaded(checkpoint) as model:
         free = compare(model, inputs=THREE, do_sample=False).sequences[:, 3:].tolist()
         ends = [free[0][2], free[1][4]]
-        found = compare(
-            model, inputs=THREE, do_sample=False, eos_token_id=ends, pad_token_id=1
-        ).sequences[:, 3:]
+        settings: dict[str, Any] = {"do_sample": False, "eos_token_id": ends, "pad_token_id": 1}
+        assert compare(model, inputs=THREE[:1], **settings).sequences.shape[1] < 3 + NEW_TOKENS
+        found = compare(model, inputs=THREE, **settings).sequences[:, 3:]
         assert found[0, 3:].tolist() == [1] * (found.shape[1] - 3)
 
 

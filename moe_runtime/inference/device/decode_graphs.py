@@ -236,8 +236,11 @@ class RecordedStep:
         return was_there
 
     def _used(self, ids_LTK: torch.Tensor) -> list[ExpertKey]:
+        if ids_LTK.shape[1] == 1:  # whose rows are its choices in their order
+            layers = zip(self._modules, ids_LTK.tolist(), strict=True)
+            return [key for m, (ids,) in layers for key in m.keys_of(dict.fromkeys(ids))]
         layers = zip(self._modules, ids_LTK, strict=True)
-        return [ExpertKey(m.layer, e) for m, ids_TK in layers for e in m.rows_of(ids_TK)]
+        return [key for m, ids_TK in layers for key in m.keys_of(m.rows_of(ids_TK))]
 
 
 class DecodeGraphs:

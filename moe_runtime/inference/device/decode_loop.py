@@ -10,6 +10,8 @@ Shape suffixes: B sequences, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +88,21 @@ def decode_ahead(
     return choice.result(ids_BT, cache)
 
 
+def _told_apart(criteria: Iterable[Any]) -> tuple[float, frozenset[int] | None]:
+    """The most tokens of a sequence and those that end it; None where that is not all that does."""
+    from transformers import EosTokenCriteria, MaxLengthCriteria
+
+    most, ends = math.inf, frozenset[int]()
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            most = min(most, criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            ends |= {*criterion.eos_token_id.tolist()}
+        else:
+            return most, None
+    return most, ends
+
+
 class _Choice:
     """The next tokens, from logits on the device to what the host knows of them."""
 
@@ -102,6 +119,7 @@ class _Choice:
         self._checks = [each for each in processor if isinstance(each, FiniteLogits)]
         for check in self._checks:
             check.is_late = True
+        self._most, self._ends = _told_apart(criteria)
         self._is_going_on_B: torch.Tensor | None = None
         self._told: Any = None
         asks = config.return_dict_in_generate
@@ -125,16 +143,25 @@ class _Choice:
             tokens_B = torch.multinomial(probabilities_BV, num_samples=1).squeeze(1)
         else:
             tokens_B = scores_BV.argmax(-1)
+        self._tells = self._ends is None or (len(tokens_B) > 1 and bool(self._ends))
+        if self._tells:
+            tokens_B = self._padded(tokens_B)
+        ids_BT = torch.cat([ids_BT, tokens_B[:, None]], dim=-1)
+        told = [tokens_B, *(check.are_finite for check in self._checks)]
+        if self._tells:
+            self._is_going_on_B = self._is_going_on_B & ~self._criteria(ids_BT, self._scores)
+            told.append(self._is_going_on_B)
+        self._length = ids_BT.shape[1]
+        self._told = self._device.download(torch.cat(told) if len(told) > 1 else tokens_B)
+        return ids_BT
+
+    def _padded(self, tokens_B: torch.Tensor) -> torch.Tensor:
         if self._is_going_on_B is None:
             self._is_going_on_B = torch.ones_like(tokens_B)
         elif self._has_end:
             ended_B = 1 - self._is_going_on_B
-            tokens_B = tokens_B * self._is_going_on_B + padding_of(self._config) * ended_B
-        ids_BT = torch.cat([ids_BT, tokens_B[:, None]], dim=-1)
-        self._is_going_on_B = self._is_going_on_B & ~self._criteria(ids_BT, self._scores)
-        flags = [check.are_finite for check in self._checks]
-        self._told = self._device.download(torch.cat([tokens_B, self._is_going_on_B, *flags]))
-        return ids_BT
+            return tokens_B * self._is_going_on_B + padding_of(self._config) * ended_B
+        return tokens_B
 
     def wait(self) -> tuple[torch.Tensor, bool]:
         """The tokens on the host, and whether all sequences have ended.
@@ -144,10 +171,14 @@ class _Choice:
         """
         told, copied = self._told
         copied.synchronize()
-        num = (len(told) - len(self._checks)) // 2
-        for check, is_finite in zip(self._checks, told[2 * num :].tolist(), strict=True):
+        numbers, num_checks = told.tolist(), len(self._checks)
+        num = (len(numbers) - num_checks) // (2 if self._tells else 1)
+        for check, is_finite in zip(self._checks, numbers[num : num + num_checks], strict=True):
             check.refuse_unless(is_finite)
-        return told[:num], not told[num : 2 * num].any()
+        if self._tells or self._ends is None:
+            return told[:num], not any(numbers[num + num_checks :])
+        is_end = self._length >= self._most or self._ends.issuperset(numbers[:num])
+        return told[:num], is_end
 
     def result(self, ids_BT: torch.Tensor, cache: Any) -> Any:
         """What `generate` returns."""

@@ -5,7 +5,7 @@ Shape suffixes: T tokens, K top-k, E experts, D model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -202,6 +202,10 @@ class DeviceExperts(OffloadedExperts):
         visited = np.flatnonzero(counts_E)
         order = np.lexsort((last_E[visited], counts_E[visited]))
         return visited[order].tolist()
+
+    def keys_of(self, experts: Iterable[int]) -> list[ExpertKey]:
+        """Those that there are, in this order."""
+        return [self._keys[expert] for expert in experts if 0 <= expert < self.num_experts]
 
     def _plans(self, products: Sums, *differentiated: torch.Tensor) -> bool:
         """Whether the CPU may compute a part: not of long prompts, nor where there are gradients,
