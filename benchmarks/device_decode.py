@@ -232,6 +232,7 @@ class Ours:
                 budgets = {"host_memory": host, "device_memory": budget, "misses": misses}
         elif device == "cuda":
             budgets = {"host_memory": PASSING_EXPERTS * 2 * bench.shape.expert_bytes}
+        budgets["warm_up"] = share == 1.0  # else what no prompt asks for stays missing
         model: Any = moe_runtime.load(bench.folder, device=device, **budgets)
         facts = model.moe.facts
         if self._plan is None:

@@ -181,21 +181,6 @@ def cache_name(forward: Callable[..., object]) -> str:
     return new if new in inspect.signature(forward).parameters else old
 
 
-def sampling_of(parent: Any) -> Callable[..., Any]:
-    """The loop of greedy decoding and sampling, called with a model and its prompts; 5.17."""
-    return parent._sample.__func__
-
-
-def next_arguments(model: Any, output: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What a step of a decoder is called with behind one that gave this output; 5.17."""
-    return model._update_model_kwargs_for_generation(output, given, is_encoder_decoder=False)
-
-
-def padding_of(config: Any) -> torch.Tensor:
-    """The token behind the end of a sequence, in the settings of a call of `generate`; 5.17."""
-    return config._pad_token_tensor
-
-
 def page_size_name(settings: Any) -> str:
     """What the tokens of a page are called in the settings of continuous batching."""
     return "page_size" if hasattr(settings, "page_size") else "block_size"  # until 5.20

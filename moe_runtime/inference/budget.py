@@ -26,10 +26,6 @@ AUTO_SHARE = 0.9
 STREAM_BYTES = 64 * 2**20
 """Bytes of experts in flight while a prompt streams through a layer: enough to keep a disk busy."""
 
-DEVICE_STREAM_BYTES = 2**28
-"""As many on their way to a device: half of them take a link of 55 GB/s 2.4 ms, and the host queues
-them and what computes them in 1 ms."""
-
 FIXED_RESERVE_BYTES = 9 * 2**20
 """Set aside whatever the model: buffers of the tokenizer, of generation and of the allocator,
 records, and pages of libraries' code; 7 MiB were used in the runs that it was measured in."""
@@ -66,16 +62,7 @@ class MemoryPlan:
     @property
     def stream_slots(self) -> int:
         """Slots that a streamed prompt may take from the cache."""
-        return self.slots_for(STREAM_BYTES)
-
-    @property
-    def device_stream_slots(self) -> int:
-        """As ``stream_slots``, of a device."""
-        return self.slots_for(DEVICE_STREAM_BYTES)
-
-    def slots_for(self, stream_bytes: int) -> int:
-        """Slots for a stream of so many bytes, which leaves the cache three quarters."""
-        return max(MIN_SLOTS, min(self.num_slots // 4, stream_bytes // self.slot_bytes))
+        return max(MIN_SLOTS, min(self.num_slots // 4, STREAM_BYTES // self.slot_bytes))
 
 
 def smallest_budget(dense_bytes: int, reserve_bytes: int, slot_bytes: int) -> int:

@@ -133,32 +133,12 @@ def generate_text(
 
 
 class FiniteLogits(LogitsProcessor):
-    """Leaves logits as they are, and refuses those that say of no token how likely it is.
-
-    Attributes:
-        is_late: whether nobody waits for the device here: `refuse_unless` is called later, and what
-            is refused then is zero until then.
-        are_finite: ``[1]``, of the last call, if it is.
-    """
-
-    def __init__(self) -> None:
-        self.is_late = False
-        self.are_finite: torch.Tensor = torch.ones(1, dtype=torch.bool)
+    """Leaves logits as they are, and refuses those that say of no token how likely it is."""
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        # so is the greatest of those that have a NaN
-        self.are_finite = scores.max().isfinite().reshape(1)
-        if self.is_late:
-            return scores.where(self.are_finite, 0.0)
-        self.refuse_unless(bool(self.are_finite))
-        return scores
-
-    def refuse_unless(self, are_finite: bool) -> None:
-        """Raises:
-        CheckpointError: they are not.
-        """
-        if not are_finite:
+        if not scores.max().isfinite():  # so is the greatest of those that have a NaN
             raise CheckpointError(NOT_FINITE)
+        return scores
 
 
 def check_options(max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:

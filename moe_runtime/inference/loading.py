@@ -74,6 +74,7 @@ def load(
     timeline: str | Path | None = None,
     max_tokens: int | None = None,
     io_threads: int = 4,
+    warm_up: bool = False,
     progress: Progress | None = None,
     group: Group | None = None,
     placement: str | Path | None = None,
@@ -119,6 +120,7 @@ def load(
             together; beams are sequences. What needs more is refused with a ``CapacityError``
             before it computes. The length that the model knows when omitted, 4096 at most.
         io_threads: reads in flight at once.
+        warm_up: reads experts as far as there are slots and compiles kernels before it returns.
         progress: called with what is being done, the bytes done and the bytes in all.
         group: processes that divide the experts between them, each within budgets of its own. All
             load the same model with the same options and then make the same calls; the output has
@@ -193,7 +195,9 @@ def load(
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
     guessers = choosing.resolve_guessers(mode, policy, predictor, model, blocks, signature)
-    free = _free_bytes(place, 1 if share is None else share.processes_here())
+    free = {"host": available_host_bytes() // (1 if share is None else share.processes_here())}
+    if place.type != "cpu":
+        free["device"] = available_device_bytes(place)
     extra_bytes = guessers.table_bytes + landing_bytes
     plans = _plan(checkpoint, cached, budgets, free, dense_bytes, max_tokens, extra_bytes)
     # Everybody has looked how much memory is free before anybody takes some.
@@ -257,6 +261,8 @@ def load(
         timeline=None if times is None else times.timeline,
         learning=learning,
     )
+    if warm_up:
+        options.warm_up(model, modules, max_tokens, progress)
     return model
 
 
@@ -286,14 +292,6 @@ def replace_experts(
         replaced.append(make(module, layer))
         setattr(model.get_submodule(parent), name, replaced[-1])
     return replaced
-
-
-def _free_bytes(place: torch.device, num_processes: int) -> dict[str, int]:
-    """What this process may take of each kind of memory that the model uses."""
-    free = {"host": available_host_bytes() // num_processes}
-    if place.type != "cpu":
-        free["device"] = available_device_bytes(place)
-    return free
 
 
 @torch.autocast("cpu", enabled=False)  # parts are asked with numbers what they compute

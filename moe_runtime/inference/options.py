@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from moe_runtime.inference.routing_record import open_record as open_record
     from moe_runtime.inference.step_times import StepTimes as StepTimes
     from moe_runtime.inference.step_times import StoreTimes as StoreTimes
+    from moe_runtime.inference.warming import warm_up as warm_up
     from moe_runtime.kernels.expert_mlp import frozen_expert as frozen_expert
     from moe_runtime.lab.replay.choice import choose_policy as choose_policy
     from moe_runtime.lab.traces.predictor_file import read_predictor as read_predictor
@@ -84,5 +85,6 @@ else:
             "moe_runtime.lab.traces.recorder": "TraceRecorder",
             "moe_runtime.lab.traces.timeline": "Timeline",
             "moe_runtime.inference.step_times": "StepTimes StoreTimes",
+            "moe_runtime.inference.warming": "warm_up",
         },
     )

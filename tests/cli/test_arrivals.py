@@ -80,6 +80,7 @@ CASES = {
             "predictor": ("--predictor previous-token", ("predictor", "previous-token")),
             "device": ("--device cpu", ("device", "cpu")),
             "dtype": ("--dtype float16", ("dtype", "float16")),
+            "warm_up": ("--warm-up", ("warm_up", True)),
         },
         {"dry_run": "tests/serving/test_serve_command.py"},
     ),

@@ -25,11 +25,8 @@ DEMAND, AHEAD = Priority.DEMAND, Priority.READAHEAD
 def run_schedule(seed: int, num_steps: int) -> Tiers:
     """Leases, read-aheads, faults of the disk and of the link and interrupts, in any order."""
     drawn = random.Random(seed)
-    tiers = Tiers(
-        on_device=drawn.choice((6, 9)),
-        on_host=drawn.choice((7, 18)),
-        stream_slots=drawn.choice((2, 5)),
-    )
+    on_device, on_host, streams = (drawn.choice(pair) for pair in ((6, 9), (7, 18), (2, 5)))
+    tiers = Tiers(on_device=on_device, on_host=on_host, stream_slots=streams)
     naps = random.Random(seed)  # other threads draw from it
     tiers.device.hesitate = lambda: time.sleep(naps.choice((0.0, 0.0, 3e-4)))
     for _ in range(num_steps):

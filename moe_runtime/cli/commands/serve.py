@@ -135,6 +135,14 @@ DrainSeconds = Annotated[
         "need when omitted.",
     ),
 ]
+WarmUp = Annotated[
+    bool,
+    typer.Option(
+        "--warm-up",
+        help="Read experts as far as memory has room, and compile kernels, before the first "
+        "request rather than while it waits.",
+    ),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Load the models, say how they would be served, and stop.")
 ]
@@ -176,6 +184,7 @@ def serve(
     predictor: options.Predictor = "auto",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    warm_up: WarmUp = False,
     dry_run: DryRun = False,
     as_json: JsonLog = False,
     debug: options.Debug = False,
@@ -239,6 +248,7 @@ def serve(
             "prefetch": prefetch,
             "predictor": predictor,
             "max_tokens": max_tokens,
+            "warm_up": warm_up,
         },
         engine=EngineOptions(
             most_waiting=max_waiting,

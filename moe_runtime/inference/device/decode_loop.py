@@ -3,7 +3,9 @@
 Where a whole step is one graph, the device would wait for the host after every token: for what it
 chose to arrive there, and for the next step to be queued. Here the step of the token that was just
 chosen is queued first, from the device's memory, and then the token is waited for, shown, and
-looked at for an end. The last step is computed in vain where an end was found.
+looked at for an end. The last step is wasted where an end was found.
+
+It stands for one of transformers, as that is from 5.17 on, whose private parts it uses.
 
 Shape suffixes: B sequences, T tokens, V vocabulary.
 """
@@ -12,17 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from transformers import LogitsProcessor
 
 from moe_runtime.checkpoints.transformers_private import (
     CACHE_NAMES,
     cache_of,
-    next_arguments,
-    padding_of,
 )
-from moe_runtime.inference.generation import FiniteLogits
+from moe_runtime.errors import CheckpointError
+from moe_runtime.inference.generation import NOT_FINITE, FiniteLogits
 from moe_runtime.memory.device import Device
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ def decode_ahead(
     output, ids_BT = step(input_ids, is_first_iteration=True), input_ids
     while True:
         if not model.knows_positions(cache):
-            given = next_arguments(model, output, given)
+            given = model._update_model_kwargs_for_generation(output, given)
         ids_BT = choice.add(ids_BT, output.logits)
         output = None
         if model.forward.is_whole and ids_BT.shape[1] < generation_config.max_length:
@@ -103,6 +105,20 @@ def _told_apart(criteria: Iterable[Any]) -> tuple[float, frozenset[int] | None]:
     return most, ends
 
 
+class _LateCheck(LogitsProcessor):
+    """As `FiniteLogits`, without a wait for the device: what is refused later is zero until then.
+
+    Attributes:
+        are_finite: ``[1]``, of the last call.
+    """
+
+    are_finite: torch.Tensor
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.are_finite = scores.max().isfinite().reshape(1)
+        return scores.where(self.are_finite, 0.0)
+
+
 class _Choice:
     """The next tokens, from logits on the device to what the host knows of them."""
 
@@ -113,12 +129,14 @@ class _Choice:
         criteria: Any,
         config: GenerationConfig,
     ) -> None:
-        self._device, self._processor, self._criteria = device, processor, criteria
-        self._config = config
+        self._device, self._criteria = device, criteria
+        self._processor, self._checks = type(processor)(), list[_LateCheck]()
+        for each in processor:
+            if isinstance(each, FiniteLogits):
+                self._checks.append(each := _LateCheck())
+            self._processor.append(each)
+        self._config, self._padding = config, cast(Any, config)._pad_token_tensor
         self._has_end = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self._checks = [each for each in processor if isinstance(each, FiniteLogits)]
-        for check in self._checks:
-            check.is_late = True
         self._most, self._ends = _told_apart(criteria)
         self._is_going_on_B: torch.Tensor | None = None
         self._told: Any = None
@@ -160,7 +178,7 @@ class _Choice:
             self._is_going_on_B = torch.ones_like(tokens_B)
         elif self._has_end:
             ended_B = 1 - self._is_going_on_B
-            return tokens_B * self._is_going_on_B + padding_of(self._config) * ended_B
+            return tokens_B * self._is_going_on_B + self._padding * ended_B
         return tokens_B
 
     def wait(self) -> tuple[torch.Tensor, bool]:
@@ -173,8 +191,8 @@ class _Choice:
         copied.synchronize()
         numbers, num_checks = told.tolist(), len(self._checks)
         num = (len(numbers) - num_checks) // (2 if self._tells else 1)
-        for check, is_finite in zip(self._checks, numbers[num : num + num_checks], strict=True):
-            check.refuse_unless(is_finite)
+        if not all(numbers[num : num + num_checks]):
+            raise CheckpointError(NOT_FINITE)
         if self._tells or self._ends is None:
             return told[:num], not any(numbers[num + num_checks :])
         is_end = self._length >= self._most or self._ends.issuperset(numbers[:num])

@@ -14,7 +14,6 @@ from moe_runtime.checkpoints.transformers_private import (
     attention_name,
     cache_name,
     cache_of,
-    sampling_of,
 )
 from moe_runtime.inference.cpu.small_batch import as_rms_norm
 from moe_runtime.inference.cpu.threads import OneThread
@@ -129,8 +128,9 @@ class RecordedDecoding:
         """Greedy decoding and sampling, by `decode_ahead` where that has all that it needs."""
         for name in _NOT_OF_STEPS:  # which transformers hands on to the model
             given.pop(name, None)
-        loop = decode_ahead if self._can_be_ahead(input_ids, given) else sampling_of(super())
-        return loop(self, input_ids, **given)
+        if self._can_be_ahead(input_ids, given):
+            return decode_ahead(self, input_ids, **given)
+        return cast(Any, super())._sample(input_ids, **given)
 
     def _can_be_ahead(self, input_ids: torch.Tensor, given: dict[str, Any]) -> bool:
         cache, config = cache_of(given), given["generation_config"]

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.inference.budget import MemoryPlan
+from moe_runtime.inference.budget import MIN_SLOTS, MemoryPlan
 from moe_runtime.inference.device.device_stacks import DeviceStacks
 from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.kernels.expert_mlp import ExpertWeights
@@ -26,6 +26,10 @@ from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")
+
+STREAM_BYTES = 2**28
+"""Bytes of experts on their way to a device while a prompt streams through a layer: half of them
+take a link of 55 GB/s 2.4 ms, and the host queues them and what computes them in 1 ms."""
 
 
 def experts_on_device(experts: ExpertMap) -> ExpertMap:
@@ -113,7 +117,12 @@ def open_tiers(
         slots,
         new_policy(there),
         bind,
-        stream_slots=there.device_stream_slots,
+        stream_slots=_stream_slots(there),
         listener=listeners[0],
     )
     return above, below
+
+
+def _stream_slots(plan: MemoryPlan) -> int:
+    """Slots of a device that a streamed prompt may take from the cache."""
+    return max(MIN_SLOTS, min(plan.num_slots // 4, STREAM_BYTES // plan.slot_bytes))

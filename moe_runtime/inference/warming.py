@@ -1,0 +1,86 @@
+"""Warming up: experts are read and kernels compiled before somebody waits for the first token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moe_runtime.checkpoints.dense_weights import Progress
+from moe_runtime.checkpoints.transformers_private import cache_name
+from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.types import ExpertKey
+
+PROMPT_TOKENS, NEW_TOKENS = 32, 3
+"""A prompt that kernels for many tokens compute, and steps of one token."""
+TOGETHER = 8
+"""Experts of a lease: few enough for the smallest tiers, and for Ctrl-C."""
+
+
+def warm_up(
+    model: Any, modules: Sequence[OffloadedExperts], max_tokens: int, progress: Progress | None
+) -> None:
+    """Reads experts as far as every layer has slots, then computes a few tokens.
+
+    Nobody who records or learns hears of it, and counters begin at zero behind it.
+
+    Args:
+        model: a loaded model.
+        modules: its experts.
+        max_tokens: tokens that memory was set aside for.
+        progress: called with what is being done, the bytes done and the bytes in all.
+    """
+    is_done = False
+    try:
+        _read_experts(modules, progress)
+        if model.can_generate():
+            with model._steps.unheard(), torch.inference_mode():
+                _compute(model, max_tokens)
+        model.moe.reset_stats()
+        is_done = True
+    finally:
+        if not is_done:
+            model.moe.close()
+
+
+def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None) -> None:
+    store = modules[0].store
+    assert store is not None, "the model is loaded"
+    wanted = list[ExpertKey]()
+    for module in modules:
+        keys = [ExpertKey(module.layer, expert) for expert in range(module.num_experts)]
+        own = [key for key in keys if module.share is None or module.share.owns(key)]
+        wanted += own[: store.share(module.layer)]
+    slot_bytes = store.stats().slot_bytes
+    for begin in range(0, len(wanted), TOGETHER):
+        lease, is_done = store.lease(wanted[begin : begin + TOGETHER]), False
+        try:
+            with lease:
+                for _ in lease:
+                    pass
+            is_done = True
+        finally:
+            if not is_done:
+                store.give_up(lease)
+        if progress is not None:
+            done = min(begin + TOGETHER, len(wanted)) * slot_bytes
+            progress("warming up", done, len(wanted) * slot_bytes)
+
+
+def _compute(model: Any, max_tokens: int) -> None:
+    """A prompt and some steps behind it, with the cache that `generate` takes."""
+    length = min(PROMPT_TOKENS, max_tokens - NEW_TOKENS)
+    if length < 1:
+        return
+    name, given = cache_name(model.forward), dict[str, Any](use_cache=True)
+    if model.device.type != "cpu":
+        from moe_runtime.inference.device.decode_graphs import static_cache
+
+        given[name] = static_cache(model.config, length + NEW_TOKENS)
+    vocab_size = model.config.get_text_config().vocab_size
+    ids_1T = torch.arange(length, device=model.device)[None] % vocab_size
+    for _ in range(1 + NEW_TOKENS):
+        output = model(ids_1T, **given)
+        given[name] = getattr(output, name, None)
+        ids_1T = output.logits[:, -1:].argmax(-1)

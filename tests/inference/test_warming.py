@@ -1,0 +1,111 @@
+"""Models that are warmed up: experts are there, and nothing else is as if nothing had been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_models import emulated, experts_modules_of, load_on_emulated_device
+from moe_families import Family
+from tiny_checkpoints import PROMPT, save, tiny_model
+from triton_interpreter import repair_interpreter
+
+import moe_runtime
+from moe_runtime.inference import warming
+from moe_runtime.lab.traces import read_trace
+
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
+
+
+def test_all_that_fits_is_there_and_counters_are_zero(checkpoint: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    model: Any = moe_runtime.load(
+        checkpoint, device="cpu", max_tokens=32, warm_up=True, progress=lambda *a: told.append(a)
+    )
+    with model.moe:
+        stats = model.moe.stats()
+        assert (stats.misses, stats.hits, stats.bytes_read) == (0, 0, 0)
+        model.generate(PROMPT, max_new_tokens=4, do_sample=False)
+        stats = model.moe.stats()
+        assert stats.misses == stats.late_hits == 0 < stats.hits
+        model.moe.check()
+    warmed = [each[1:] for each in told if each[0] == "warming up"]
+    assert warmed[-1][0] == warmed[-1][1] > 0
+
+
+def test_layers_have_their_shares_where_not_all_fit(checkpoint: Path) -> None:
+    with pytest.raises(moe_runtime.errors.CapacityError) as refused:
+        moe_runtime.load(checkpoint, device="cpu", max_tokens=32, host_memory=1)
+    smallest: Any = refused.value.smallest_bytes
+    found = []
+    for is_warm in (True, False):
+        model: Any = moe_runtime.load(
+            checkpoint, device="cpu", max_tokens=32, warm_up=is_warm,
+            host_memory=smallest + 60_000,
+        )  # fmt: skip
+        with model.moe:
+            store: Any = experts_of(model)[0].store
+            held = [sum(key.layer == layer for key in store._entries) for layer in range(2)]
+            assert held == ([store.share(layer) for layer in range(2)] if is_warm else [0, 0])
+            assert sum(held) < 12
+            found.append(model.generate(PROMPT, max_new_tokens=6, do_sample=False))
+            model.moe.check()
+    assert torch.equal(*found)
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "store")]
+
+
+def test_a_trace_has_nothing_of_it(checkpoint: Path, tmp_path: Path) -> None:
+    for is_warm in (True, False):
+        model: Any = moe_runtime.load(
+            checkpoint, device="cpu", max_tokens=32, warm_up=is_warm,
+            trace=tmp_path / f"{is_warm}.npz",
+        )  # fmt: skip
+        with model.moe:
+            model.generate(PROMPT, max_new_tokens=4, do_sample=False)
+    ours, theirs = (read_trace(tmp_path / f"{is_warm}.npz") for is_warm in (True, False))
+    assert ours.num_steps == theirs.num_steps
+
+
+def test_ctrl_c_lets_go_of_the_outputs(checkpoint: Path, tmp_path: Path) -> None:
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "warming up":
+            raise KeyboardInterrupt
+
+    given: dict[str, Any] = {"device": "cpu", "max_tokens": 32, "trace": tmp_path / "t.npz"}
+    with pytest.raises(KeyboardInterrupt):
+        moe_runtime.load(checkpoint, warm_up=True, progress=interrupt, **given)
+    model: Any = moe_runtime.load(checkpoint, **given)
+    with model.moe:
+        model.generate(PROMPT, max_new_tokens=2, do_sample=False)
+    assert (tmp_path / "t.npz").exists()
+
+
+@emulated
+def test_a_device_computes_steps_as_one_graph_from_the_first_request_on(checkpoint: Path) -> None:
+    pytest.importorskip("triton")
+    repair_interpreter()
+    model = load_on_emulated_device(checkpoint, slots_a_layer=6)
+    with model.moe:
+        warming.warm_up(model, experts_modules_of(model), 64, None)
+        model.generate(PROMPT, max_new_tokens=4, do_sample=False)
+        assert model.forward.is_whole
+        assert model.moe.stats().misses == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_steps_as_one_graph_from_the_first_request_on(checkpoint: Path) -> None:
+    model: Any = moe_runtime.load(checkpoint, device="cuda", max_tokens=64, warm_up=True)
+    with model.moe:
+        model.generate(PROMPT.to("cuda"), max_new_tokens=4, do_sample=False)
+        assert model.forward.is_whole
+        assert model.moe.stats().misses == 0
