@@ -80,7 +80,9 @@ class EventStream(StreamingResponse):
                             yield b"data: " + json_bytes(chunk) + b"\n\n"
                 failure = None
             except ApiError as error:
-                failure = error
+                # its traceback has this frame: a cycle, which keeps all of the request
+                failure = error.with_traceback(None)
+                failure.__context__ = None
                 yield b"data: " + json_bytes(error.body()) + b"\n\n"
             yield b"data: [DONE]\n\n"
         finally:

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from http_server import ScriptedEngine, Served, model_of, served
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from moe_runtime.serving.http import endpoints
+from moe_runtime.serving.http import endpoints, responding
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.gate import RequestGate
 from moe_runtime.serving.http.grammars import Grammars
@@ -168,6 +168,42 @@ def test_a_body_counts_until_the_engine_has_its_tokens(
         # what is compiled of a grammar stays as long as the answer
         open_one("/v1/completions", {"prompt": [5], "response_format": {"type": "json_object"}})
         assert site.server.num_body_bytes > 800
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_nothing_of_a_stream_that_failed_waits_for_the_garbage_collector(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Where reads fail for minutes, requests would fill memory between its runs."""
+    streams: list[Callable[[], Any]] = []
+    begin = responding.EventStream.__init__
+
+    def note(self: Any, generation: Any, chunks: Any) -> None:
+        streams.append(weakref.ref(generation))
+        begin(self, generation, chunks)
+
+    monkeypatch.setattr(responding.EventStream, "__init__", note)
+    engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("error", "cannot read it")])
+    with served([model_of("pocket", engine, tokenizer, 4096)], drain_s=0) as site:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                body = {"prompt": [5], "messages": [{"role": "user", "content": "a"}]}
+                del body["prompt" if "chat" in path else "messages"]
+                raw = json.dumps({**body, "stream": True}).encode()
+                with connected(site) as client:
+                    client.sendall(HEAD.replace(b"/v1/completions", path.encode()) % len(raw) + raw)
+                    received = b""
+                    while b"[DONE]" not in received:
+                        received += client.recv(4096)
+                assert b"cannot read it" in received
+            for _ in range(50):  # the server's loop has its own pace
+                if any(stream() is not None for stream in streams):
+                    site.ask("/ping")
+            assert [stream() for stream in streams] == [None] * 3
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize(
