@@ -167,6 +167,7 @@ class Engine:
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._passes.close()
 
     def check(self) -> None:
         """Proves that lists and room agree; only while nothing runs.

@@ -16,9 +16,17 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING, cache_name
+from moe_runtime.checkpoints.transformers_private import (
+    ATTENTION_SETTING,
+    attention_name,
+    cache_name,
+)
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.inference.cpu.attention import ATTENTION, EAGER_ATTENTION
+from moe_runtime.inference.cpu.attention import (
+    ATTENTION,
+    EAGER_ATTENTION,
+    use_single_query_attention,
+)
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import Adapters
@@ -82,6 +90,9 @@ class ModelPasses:
         self._cache_name = cache_name(model.forward)
         self._keeps_rows = "logits_to_keep" in known
         self.vocab_size = int(config.get_text_config().vocab_size)
+        self._borrowed = attention_name(model) if _keeps_attention(model) else None
+        if self._borrowed == "sdpa":
+            use_single_query_attention(model)  # which knows keys of several caches
         attention = _attention_names(model)
         self._adds_mask = attention == {EAGER_ATTENTION}
         self.can_join = (
@@ -98,6 +109,11 @@ class ModelPasses:
                 self._try_joining()
             if self._has_states or not can_share_a_pass(config):
                 self._try_pieces()
+
+    def close(self) -> None:
+        """Gives the model back the attention that it had, if it has another one now."""
+        if self._borrowed is not None and attention_name(self._model) != self._borrowed:
+            self._model.set_attn_implementation(self._borrowed)
 
     @property
     def reads_together(self) -> bool:
@@ -269,6 +285,11 @@ class ModelPasses:
             self.reads_in_pieces = False
 
 
+def _keeps_attention(model: Any) -> bool:
+    """Whether loading leaves a model the attention of transformers, as it does on a GPU."""
+    return model.device.type != "cpu"
+
+
 def _attention_names(model: Any) -> set[str]:
     """What attention of the model's layers is called; some have a configuration of their own."""
     configs = [vars(m).get("config") for m in model.modules() if "layer_idx" in vars(m)]
@@ -288,7 +309,7 @@ def _rows_with_own_bits(model: Any) -> int:
     torch's take over on some processors.
     """
     library = native_library()
-    if library is None:
+    if library is None or _keeps_attention(model):
         return 1
     most = min(native_row_limit(library, p.dtype) for p in model.parameters())
     return min(most, quantized_row_limit(library))  # experts, for one, may be in codes
