@@ -149,9 +149,10 @@ def in_batches(ids: Sequence[list[int]], size: int) -> list[list[list[int]]]:
 
 def show_throughput(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
-    from moe_runtime.bench.measured_work import counted, model_words
+    from moe_runtime.bench.measured_work import cap_words, counted, model_words
 
     settings = results["settings"]
     batch = counted("{} sequences", settings["batch"])
     title = f"throughput of {model_words(settings)}, {batch} side by side"
+    title = ", ".join([title, *cap_words(settings)])
     show_systems(results, title, _SPREADS, _SINGLES, "likeliest tokens equal")

@@ -125,7 +125,8 @@ def bench_latency(
 
 def show_latency(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
-    from moe_runtime.bench.measured_work import model_words
+    from moe_runtime.bench.measured_work import cap_words, model_words
 
-    title = f"latency of {model_words(results['settings'])}"
+    settings = results["settings"]
+    title = ", ".join([f"latency of {model_words(settings)}", *cap_words(settings)])
     show_systems(results, title, _SPREADS, MEMORY_ROWS, "likeliest tokens equal")
