@@ -80,8 +80,8 @@ def terminable() -> Iterator[StopRequest]:
 
     Once one came, more of them change nothing: what ends already shall not be cut off. Nor does the
     next Ctrl-C, which says what goes on; those after it raise ``KeyboardInterrupt`` again. A signal
-    that is ignored, or that somebody handles, is left alone. What Python drops, since the signal came
-    within a callback, is raised after it.
+    that is ignored, or that somebody handles, is left alone. What Python drops, since the signal
+    came within a callback, is raised after it.
     """
     request = StopRequest()
     before: dict[signal.Signals, Any] = {}

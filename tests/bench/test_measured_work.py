@@ -109,7 +109,12 @@ def test_the_report_keeps_other_work_apart_and_says_what_was_interrupted(
         *("latency-t-s.png", "latency-t-s-2.png", "latency-t-s-3.png")
     }
     page = outputs["p.html"].read_text()
-    for place in ("4 of 16 layers", "16 layers, random weights", "one (b.json), interrupted", CAPPED):
+    for place in (
+        "4 of 16 layers",
+        "16 layers, random weights",
+        "one (b.json), interrupted",
+        CAPPED,
+    ):
         assert all(place in path.read_text() for path in outputs.values() if path.suffix), place
     assert page.count("<h2") >= 3
     # The only one of its work needs no name of its file.

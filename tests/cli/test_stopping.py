@@ -135,9 +135,13 @@ def test_a_signal_within_a_callback_is_raised_after_it(
     if number == signal.SIGTERM:  # as in the background of a script
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     hook = sys.unraisablehook
-    with terminable() as request, pytest.raises(KeyboardInterrupt):
+
+    def drop_one_and_wait() -> None:
         drop_one(lambda: signal.raise_signal(number))
         threading.Event().wait(60)
+
+    with terminable() as request, pytest.raises(KeyboardInterrupt):
+        drop_one_and_wait()
     assert request.exit_code == 128 + number
     assert capsys.readouterr().err == ""
     assert sys.unraisablehook is hook

@@ -12,6 +12,7 @@ from moe_runtime.cli.bench_cases.asked_model import (
     Ids,
     asked_model,
     common_settings,
+    own_settings,
     prompt_ids,
     require_one_model,
     split_off,
@@ -113,9 +114,7 @@ def bench_throughput(
         )
         of_all = common_settings(asked.path, threads, given, num_new, limit)
         of_all["max_tokens"] *= min(batch, len(given))
-        ours = {name: of_all[name] for name in ("model", "num_threads", "max_tokens")}
-        ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch}
-        ours |= {"device": "cpu"}
+        ours = own_settings(of_all, host_memory, policy, prefetch)
         programs = [our_program(ours, limit), *find_peers(peer or (), of_all | ours, "throughput")]
         measured, *beside = asked.with_files(programs)
         with stop_on_signals(shared.STOPPING) as stop:
