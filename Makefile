@@ -22,7 +22,7 @@ ISA_ROOMS ?= $(addprefix tests/,kernels memory layer inference offload training 
 TRANSFORMERS_VERSIONS ?= 5.17.0 5.24.0
 TORCH_VERSIONS ?= 2.11.0
 OLDEST_NUMPY ?= numpy==2.3.5
-VERSIONS_ROOMS ?= $(addprefix tests/,checkpoints compatibility inference)
+VERSIONS_ROOMS ?= $(addprefix tests/,checkpoints compatibility inference research serving)
 
 # Pythons that the wheel is tried with, and the rooms whose tests run there.
 PYTHONS ?= python3.12 python3.13
@@ -79,7 +79,7 @@ help:
 	@echo "make demo    install, then generate text with two thirds of the experts left on disk"
 	@echo "make test    install, then run every test"
 	@echo "make test-isa   install, then test what the native kernels reach with each instruction set"
-	@echo "make test-versions  install, then test the engine with the oldest transformers and torch"
+	@echo "make test-versions  install, then test engine and server with the oldest and newest transformers, oldest torch"
 	@echo "make test-pythons   build a wheel, then test it with Python 3.12 and 3.13, which must be there"
 	@echo "make test-clients  install, then ask the server with lm-eval and llama-benchy, which it installs"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
@@ -125,9 +125,9 @@ test-isa: $(INSTALLED)
 	  echo "== $$isa"; $(BIN)/pytest $(PYTEST_ARGS) --isa $$isa $(ISA_ROOMS) || exit 1; \
 	done
 
-# The engine with each end of the range of transformers that pyproject.toml names, and with the oldest
-# torch, each in an environment of its own: what is installed for the other tests, under another
-# transformers or torch. Where pip has no torch without CUDA, that with it runs on a CPU as well.
+# The engine and the server with each end of the range of transformers that pyproject.toml names, and
+# with the oldest torch, each in an environment of its own: what is installed for the other tests, under
+# another transformers or torch. Where pip has no torch without CUDA, that with it runs on a CPU as well.
 test-versions: $(INSTALLED)
 	@for pinned in $(addprefix transformers==,$(TRANSFORMERS_VERSIONS)) \
 	  $(addprefix torch==,$(TORCH_VERSIONS)); do \

@@ -20,6 +20,7 @@ from typing import Any
 from harness.caps import GIB
 from harness.machine import describe_machine, machine_name
 
+from moe_runtime.bench.measured_work import counted
 from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text
 
@@ -83,8 +84,9 @@ def table_of(found: list[Results]) -> str:
             "",
             f"{machine['cpu']}, {settings['num_threads']} threads, "
             f"{format_bytes(machine['memory_bytes'])}, no GPU; whole process capped, page cache "
-            f"included; systems in turn, medians; {max(each['date'] for each in found)[:10]}, "
-            f"commit {', '.join(commits)}. Made by `python benchmarks/readme_table.py --measure`.",
+            f"included; systems in turn, medians of {_counts(found)}{_interrupted(found)}; "
+            f"{max(each['date'] for each in found)[:10]}, commit {', '.join(commits)}. "
+            "Made by `python benchmarks/readme_table.py --measure`.",
         ]
     )
 
@@ -94,6 +96,23 @@ def _decode_rate(measured: Results | None) -> str:
     if measured is None or not measured["repetitions"]:
         return "–"
     return f"{1 / measured['summary']['between_tokens_s']['median']:.3g}"
+
+
+def _counts(found: list[Results]) -> str:
+    """How many repetitions the systems have that have numbers."""
+    counts = {len(one["repetitions"]) for each in found for one in each["measurements"]} - {0}
+    shown = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    return counted("{} repetitions", shown)
+
+
+def _interrupted(found: list[Results]) -> str:
+    """Names the rows whose measurement somebody stopped before its time was up."""
+    rows = [each for each in found if each["ended"] == "interrupted"]
+    return "".join(
+        f"; the row of {_memory(each['settings']['cap_bytes'])} was interrupted after "
+        f"{_counts([each])}"
+        for each in rows
+    )
 
 
 def _memory(cap: int | None) -> str:

@@ -98,7 +98,10 @@ WRITTEN = {
     ],
     "Comparison": [("Comparison", "docs/comparison.md", "comparison.md")],
     "Troubleshooting": [("Troubleshooting", "docs/troubleshooting.md", "troubleshooting.md")],
-    "Changelog": [("Changelog", "CHANGELOG.md", "changelog.md")],
+    "Changelog": [
+        ("Changelog", "CHANGELOG.md", "changelog.md"),
+        ("Releases", "docs/releases.md", "releases.md"),
+    ],
 }
 
 

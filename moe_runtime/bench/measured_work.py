@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from moe_runtime.config import format_bytes
+
 _LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype")
 _TEXT = ("model", "layers", "weights", "prompt_tokens", "new_tokens")
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
@@ -79,6 +81,21 @@ def work_words(results: Mapping[str, Any]) -> str:
             shown = " and ".join(map(str, value)) if isinstance(value, list) else str(value)
             words.append(counted(known.get(name, "{}"), shown))
     return ", ".join(words)
+
+
+def heading_words(results: Mapping[str, Any]) -> str:
+    """The work, and the memory that the systems were allowed: it may differ in what is compared,
+    but numbers under one heading have it in common."""
+    return ", ".join(filter(None, [work_words(results), *cap_words(results["settings"])]))
+
+
+def cap_words(settings: Mapping[str, Any]) -> list[str]:
+    """How much memory the systems were allowed; nothing where it was all there is."""
+    cap = settings.get("cap_bytes")
+    if cap is None:
+        return []
+    is_size = isinstance(cap, int) and 0 <= cap < 1 << 63  # in a file that somebody wrote, anything
+    return [f"memory capped at {format_bytes(cap) if is_size else cap}"]
 
 
 def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

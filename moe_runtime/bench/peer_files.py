@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
@@ -127,7 +128,10 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
 def find_peers(
     asked: Sequence[str], settings: dict[str, Any], case: str = "latency", names: Sequence[str] = ()
 ) -> list[PeerProgram]:
-    """Reads all of ``--peer``. One that comes again, of another environment say, has a number.
+    """Reads all of ``--peer``; of several of one name each is called after what sets it apart.
+
+    That is the folder of its environment and the name of its model, as in ``moe_runtime=packed``
+    or ``vllm@old``; who is called as another, then, has a number.
 
     Args:
         asked: as `find_peer` takes it, each.
@@ -135,14 +139,27 @@ def find_peers(
         case: what they shall take part in.
         names: of other systems in the same run.
     """
-    found, taken = [], {OURS, *names}
-    for one in asked:
-        program = find_peer(one, settings, case)
-        numbered = (f"{program.name}#{number}" for number in count(2))
-        name = next(name for name in chain([program.name], numbered) if name not in taken)
+    programs = [find_peer(one, settings, case) for one in asked]
+    taken = {OURS, *names}
+    of_name = Counter([*taken, *(program.name for program in programs)])
+    found = []
+    for one, program in zip(asked, programs, strict=True):
+        plain = program.name + (_difference(one) if of_name[program.name] > 1 else "")
+        numbered = (f"{plain}#{number}" for number in count(2))
+        name = next(name for name in chain([plain], numbered) if name not in taken)
         taken.add(name)
         found.append(replace(program, name=name))
     return found
+
+
+def _difference(asked: str) -> str:
+    """What is said of a peer's environment and of its model, without the folders they lie in."""
+    _, _, python, model = split_peer(asked)
+    place = Path(python).absolute()
+    environment = place.parent.parent if place.parent.name == "bin" else place
+    return (f"@{environment.name}" if python else "") + (
+        f"={Path(model).absolute().name}" if model else ""
+    )
 
 
 def require_takes_shapes(programs: Sequence[PeerProgram]) -> None:

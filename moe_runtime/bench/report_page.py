@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.bench.figures import figure, unit_for
-from moe_runtime.bench.measured_work import work_words
+from moe_runtime.bench.measured_work import heading_words
 from moe_runtime.lab.report.page import Page, Section, Table
 from moe_runtime.lab.report.style import INK, SERIES, SURFACE, drawing
 
@@ -25,7 +25,8 @@ class ResultRow:
 
     Attributes:
         case: of the file.
-        work: what was measured, in words; rows of other work do not stand beside it.
+        work: what was measured and under which cap of memory, in words; rows of other words do not
+            stand beside it.
         label: the system, with the file's name where several files are of one work, and whether it
             was interrupted.
         metric: its name.
@@ -63,7 +64,7 @@ def result_rows(named: Sequence[tuple[str, dict[str, Any]]]) -> list[ResultRow]:
     Args:
         named: names of files, and what they hold.
     """
-    num_of_work = Counter((results["case"], work_words(results)) for _, results in named)
+    num_of_work = Counter((results["case"], heading_words(results)) for _, results in named)
     rows = [
         ResultRow(
             case=results["case"],
@@ -77,7 +78,7 @@ def result_rows(named: Sequence[tuple[str, dict[str, Any]]]) -> list[ResultRow]:
             scale=(1.0, summary["unit"]),
         )
         for name, results in named
-        for work in [work_words(results)]
+        for work in [heading_words(results)]
         for one in results["measurements"]
         for metric, summary in one["summary"].items()
     ]

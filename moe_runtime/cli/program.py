@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 
+from moe_runtime.cli.lost_interrupts import resend_lost_interrupts
 from moe_runtime.cli.streams import open_closed_streams, outlive_stderr
 
 _INTERRUPTED = 130
@@ -17,6 +18,7 @@ _INTERRUPTED = 130
 def program() -> int:
     """Runs the command line of this process and returns the exit code."""
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the first one is called last
+    resend_lost_interrupts()
     try:
         closed = open_closed_streams()
         outlive_stderr()

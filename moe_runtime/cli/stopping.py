@@ -2,16 +2,16 @@
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from moe_runtime.cli.lost_interrupts import is_lost_from, resend_lost_interrupts, send_later
 from moe_runtime.cli.streams import say_at_once
 
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP)
-_FINALIZER_S = 0.01
-"""Seconds after which a signal that came within a ``__del__`` is raised again."""
 _ENDING = "ending; Ctrl-C once more ends at once and leaves what is half written as NAME.part"
 
 
@@ -80,30 +80,37 @@ def terminable() -> Iterator[StopRequest]:
 
     Once one came, more of them change nothing: what ends already shall not be cut off. Nor does the
     next Ctrl-C, which says what goes on; those after it raise ``KeyboardInterrupt`` again. A signal
-    that is ignored, or that somebody handles, is left alone.
+    that is ignored, or that somebody handles, is left alone. What Python drops, since the signal
+    came within a callback, is raised after it.
     """
     request = StopRequest()
     before: dict[signal.Signals, Any] = {}
+    hook = sys.unraisablehook
+    is_terminated = has_warned = is_lost = False
+
+    def note_lost() -> int:
+        nonlocal is_lost
+        is_lost = True
+        return request.signal_number or signal.SIGINT
+
     if threading.current_thread() is threading.main_thread():
         found = {number: signal.getsignal(number) for number in (signal.SIGINT, *_TERMINATING)}
         defaults = (signal.SIG_DFL, signal.default_int_handler)
         before = {number: old for number, old in found.items() if old in defaults}
-
-    has_warned = False
+        resend_lost_interrupts(note_lost)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal has_warned
-        if _is_in_finalizer(frame):
-            main = threading.main_thread().ident
-            later = threading.Timer(_FINALIZER_S, signal.pthread_kill, (main, number))
-            later.daemon = True
-            later.start()
+        nonlocal is_terminated, has_warned, is_lost
+        if is_lost_from(frame):
+            send_later(number, threading.get_ident())
+            return
+        if is_lost:  # it was heard before
+            is_lost = False
+            raise KeyboardInterrupt
+        if number != signal.SIGINT and is_terminated:
             return
         is_ending, request.signal_number = request.is_set, number
-        if number != signal.SIGINT:
-            for one in before.keys() & _TERMINATING:
-                # not SIG_IGN: one that came meanwhile would be reported as lost
-                signal.signal(one, lambda number, frame: None)
+        is_terminated = is_terminated or number != signal.SIGINT
         if is_ending and not has_warned:
             has_warned = True
             say_at_once(_ENDING)
@@ -117,10 +124,4 @@ def terminable() -> Iterator[StopRequest]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def _is_in_finalizer(frame: FrameType | None) -> bool:
-    """Whether an exception would be printed and dropped, since Python runs a ``__del__``."""
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
+        sys.unraisablehook = hook

@@ -45,6 +45,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
     "max_tokens": (int, _NONE),
     "io_threads": (int,),
+    "warm_up": (bool,),
     "progress": (cast("type", Callable), _NONE),
 }
 

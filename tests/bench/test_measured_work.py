@@ -28,6 +28,7 @@ LATENCY = {
     "new_tokens": 16,
     "num_threads": 2,
 }
+CAPPED = "memory capped at 7 GiB"
 
 
 def put(path: Path, ended: str = "time", case: str = "latency", **settings: Any) -> str:
@@ -57,6 +58,10 @@ def test_words_say_how_many_layers_of_how_many() -> None:
 def test_settings_of_a_changed_file_may_be_anything(tmp_path: Path) -> None:
     odd = put(tmp_path / "odd.json", prompt_tokens=[[64], "a", None, 128, 64, 128])
     assert main(["bench", "compare", odd, odd]) == 0
+    for cap in ("7GiB", 10**400, -1, [1], True):
+        put(tmp_path / "cap.json", cap_bytes=cap)
+        words = [str(tmp_path / "cap.json"), "-o", str(tmp_path / "p.html")]
+        assert main(["bench", "report", *words]) == 0
     assert main(["bench", "compare", odd, put(tmp_path / "a.json")]) == 2
     content = Path(odd).read_text()
     for name in ("", "_s"):
@@ -94,20 +99,28 @@ def test_the_report_keeps_other_work_apart_and_says_what_was_interrupted(
         put(tmp_path / "a.json"),
         put(tmp_path / "b.json", "interrupted"),
         put(tmp_path / "c.json", layers=16),
+        put(tmp_path / "d.json", layers=16, cap_bytes=7 << 30),
     ]
     outputs = {name: tmp_path / name for name in ("p.html", "plots", "t.md", "t.csv")}
     words = ["-o", outputs["p.html"], "--png", outputs["plots"], "--markdown", outputs["t.md"]]
     assert main(["bench", "report", *files, *map(str, [*words, "--csv", outputs["t.csv"]])]) == 0
     assert f"{files[1]}: was interrupted" in capsys.readouterr().err
     assert {path.name for path in outputs["plots"].iterdir()} == {
-        *("latency-t-s.png", "latency-t-s-2.png")
+        *("latency-t-s.png", "latency-t-s-2.png", "latency-t-s-3.png")
     }
     page = outputs["p.html"].read_text()
-    for place in ("4 of 16 layers", "16 layers, random weights", "one (b.json), interrupted"):
+    for place in (
+        "4 of 16 layers",
+        "16 layers, random weights",
+        "one (b.json), interrupted",
+        CAPPED,
+    ):
         assert all(place in path.read_text() for path in outputs.values() if path.suffix), place
     assert page.count("<h2") >= 3
     # The only one of its work needs no name of its file.
-    assert ",one,t_s," in outputs["t.csv"].read_text().splitlines()[3]
+    *_, uncapped, capped = outputs["t.csv"].read_text().splitlines()
+    assert all(",one,t_s," in line for line in (uncapped, capped))
+    assert CAPPED not in uncapped
     assert main(["bench", "compare", files[0], files[1]]) == 0
     assert f"{files[1]}: was interrupted" in capsys.readouterr().err
 

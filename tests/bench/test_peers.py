@@ -244,13 +244,27 @@ def test_paths_may_hold_the_signs_that_divide(tmp_path: Path) -> None:
         assert split_peer(asked) == expected
 
 
-def test_a_peer_that_comes_again_has_a_number(tmp_path: Path) -> None:
+def test_peers_of_one_name_are_called_after_what_sets_them_apart(tmp_path: Path) -> None:
     (tmp_path / "moe_runtime.py").write_text(COUNTING)
-    asked = ["vllm", f"vllm@{sys.executable}", "transformers:eager", "vllm"]
-    found = find_peers([*asked, str(tmp_path / "moe_runtime.py")], {})
-    assert [one.name for one in found] == [
-        *("vllm", "vllm#2", "transformers:eager", "vllm#3", "moe_runtime#2")
-    ]
+    for folder in ("packed", "other/packed"):
+        (tmp_path / folder).mkdir(parents=True)
+    python = tmp_path / "old" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    expected = {
+        "vllm": "vllm",
+        f"vllm@{python}": "vllm@old",
+        f"moe_runtime={tmp_path}/packed": "moe_runtime=packed",
+        f"moe_runtime@{python}={tmp_path}/packed/": "moe_runtime@old=packed",
+        f"moe_runtime={tmp_path}/other/packed": "moe_runtime=packed#2",
+        "vllm:": "vllm#2",
+        # The only one of its name.
+        f"llama_cpp@{python}={tmp_path}/packed": "llama_cpp",
+        "transformers:eager": "transformers:eager",
+        f"{tmp_path}/moe_runtime.py": "moe_runtime#2",
+    }
+    found = find_peers([word.removesuffix(":") for word in expected], {})
+    assert [one.name for one in found] == list(expected.values())
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import pytest
 import readme_table
 
 
-def results(cap: int | None, **step_s: float | None) -> dict[str, Any]:
+def results(cap: int | None, ended: str = "time", **step_s: float | None) -> dict[str, Any]:
     """A results file of `bench latency`, with the seconds of a token of each system."""
     medians = {"first_token_s": 4.0, "load_s": 5.0, "import_s": 0.6}
     return {
         "date": "2026-01-02T03:04:05",
         "commit": "0123456789abcdef",
+        "ended": ended,
         "machine": {"cpu": "CPU", "memory_bytes": 2**33},
         "settings": {
             "model": "shape",
@@ -53,6 +54,15 @@ def test_most_memory_comes_first_and_who_has_no_numbers_has_a_dash() -> None:
         "| 5 GiB | **2** | – | – | 10 s | 2 |",
     ]
     assert "`shape` shape in bf16, 8 prompt tokens" in lines[0]
+
+
+def test_the_note_says_how_often_and_which_row_was_interrupted() -> None:
+    capped = results(7 << 30, "interrupted", moe_runtime=0.1, other=None)
+    capped["measurements"][0]["repetitions"] = [{}] * 5
+    whole = results(None, moe_runtime=0.1)
+    note = "medians of 1 to 5 repetitions; the row of 7 GiB was interrupted after 5 repetitions; 2"
+    assert note in readme_table.table_of([whole, capped])
+    assert "medians of 1 repetition; 2" in readme_table.table_of([whole])
 
 
 def test_only_the_part_between_the_marks_is_written() -> None:

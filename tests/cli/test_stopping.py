@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,23 +103,79 @@ def test_a_second_interrupt_lets_outputs_be_finished_and_a_third_does_not(
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_signal_within_a_finalizer_is_raised_after_it() -> None:
-    """Python prints and drops whatever is raised in a ``__del__``."""
-    finished: list[str] = []
+class Finalized:
+    def __init__(self, strike: Callable[[], None]) -> None:
+        self._strike = strike
 
-    class Finalized:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
-            finished.append("to its end")
+    def __del__(self) -> None:
+        self._strike()
+
+
+def strike_in_a_finalizer(strike: Callable[[], None]) -> None:
+    Finalized(strike)
+
+
+def strike_in_a_callback_of_a_weak_reference(strike: Callable[[], None]) -> None:
+    referred = Finalized(lambda: None)
+    kept = weakref.ref(referred, lambda _: strike())
+    del referred
+    assert kept() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "drop_one", [strike_in_a_finalizer, strike_in_a_callback_of_a_weak_reference]
+)
+def test_a_signal_within_a_callback_is_raised_after_it(
+    drop_one: Callable[[Callable[[], None]], None],
+    number: signal.Signals,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Python prints and drops whatever is raised there; the test is that the wait is cut off."""
+    if number == signal.SIGTERM:  # as in the background of a script
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hook = sys.unraisablehook
 
     def drop_one_and_wait() -> None:
-        Finalized()
+        drop_one(lambda: signal.raise_signal(number))
         threading.Event().wait(60)
 
     with terminable() as request, pytest.raises(KeyboardInterrupt):
         drop_one_and_wait()
-    assert finished == ["to its end"]
-    assert request.exit_code == 130
+    assert request.exit_code == 128 + number
+    assert capsys.readouterr().err == ""
+    assert sys.unraisablehook is hook
+
+
+def test_what_else_a_callback_raises_is_told_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: told.append(lost.exc_type))
+    with terminable() as request:
+        strike_in_a_callback_of_a_weak_reference(lambda: [].remove(1))
+    assert told == [ValueError]
+    assert not request.is_set
+
+
+def test_an_interrupt_that_an_import_drops_ends_the_program(tmp_path: Path) -> None:
+    """Before `main` there is: its module is imported by a loader that is struck in a callback."""
+    starter = tmp_path / "starter.py"
+    starter.write_text(
+        "import os, signal, sys, threading, weakref\n"
+        "class Struck:\n"
+        "    def __getattr__(self, name):\n"
+        "        gone = threading.Event()\n"
+        "        kept = weakref.ref(gone, lambda _: os.kill(os.getpid(), signal.SIGINT))\n"
+        "        del gone\n"
+        "        threading.Event().wait(60)\n"
+        "        return lambda: 7\n"
+        "sys.modules['moe_runtime.cli.main'] = Struck()\n"
+        "from moe_runtime.cli.program import program\n"
+        "sys.exit(program())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", str(starter)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_an_interrupted_pack_says_whether_the_next_one_goes_on(

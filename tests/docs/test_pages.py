@@ -47,6 +47,19 @@ def test_every_page_has_a_place() -> None:
     assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= placed
 
 
+def test_the_version_is_the_same_everywhere() -> None:
+    """The newest section of the changelog is that of this version."""
+    from moe_runtime import __version__
+
+    found = [
+        re.findall(r"^## (\S+),", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)[0],
+        re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)[
+            0
+        ],
+    ]
+    assert found == [__version__] * 2
+
+
 def test_command_lines_are_ones() -> None:
     lines = {line for page in PAGES for line in command_lines_of(page)}
     called = [line.partition("moe-runtime ")[2] for line in lines if "moe-runtime " in line]

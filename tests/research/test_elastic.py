@@ -1,5 +1,6 @@
 """Experts spread over ranks that come and go: the same bits, no request lost, errors that name."""
 
+import contextlib
 import gc
 import json
 import os
@@ -239,15 +240,24 @@ def make_requests() -> list[ElasticRequest]:
     ]
 
 
-@pytest.fixture(scope="module")
-def service(checkpoint: Path) -> Iterator[tuple[ElasticService, list]]:
+@contextlib.contextmanager
+def running_service(checkpoint: Path, num_workers: int) -> Iterator[tuple[ElasticService, list]]:
+    """On two ranks."""
     start_server()
     service = ElasticService(checkpoint, timeout_s=TIMEOUT_S)
-    workers = start_local_workers(3, checkpoint, service.address, timeout_s=TIMEOUT_S)
-    service.start(2)
-    yield service, workers
-    for worker in workers:
-        worker.kill()
+    workers = start_local_workers(num_workers, checkpoint, service.address, timeout_s=TIMEOUT_S)
+    try:
+        service.start(2)
+        yield service, workers
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint: Path) -> Iterator[tuple[ElasticService, list]]:
+    with running_service(checkpoint, 3) as running:
+        yield running
 
 
 def test_ranks_come_and_go_while_requests_run(
@@ -308,22 +318,19 @@ def test_bad_requests(service: tuple[ElasticService, list]) -> None:
         live.rebalance("greedy", num_replicas=4).result(TIMEOUT_S)
 
 
-def test_a_rank_that_dies_is_named_to_those_who_wait(
-    service: tuple[ElasticService, list],
-) -> None:
-    """Last of all: the service does not survive it."""
-    live, workers = service
+def test_a_rank_that_dies_is_named_to_those_who_wait(checkpoint: Path) -> None:
+    """The service does not survive it: it has one of its own."""
+    with running_service(checkpoint, 1) as (live, (worker,)):
 
-    def kill_all(tokens: list[int]) -> None:
-        """Called with the first tokens, so that the request cannot have ended before."""
-        for worker in workers:
+        def kill(tokens: list[int]) -> None:
+            """Called with the first tokens, so that the request cannot have ended before."""
             os.kill(worker.pid, signal.SIGKILL)
 
-    answer = live.submit(ElasticRequest(prompt=PROMPTS[0], max_new_tokens=200), kill_all)
-    with pytest.raises(RankFailureError, match="rank 1 of 2 has ended"):
-        answer.result(TIMEOUT_S)
-    with pytest.raises(RankFailureError, match="the service has ended"):
-        live.submit(ElasticRequest(prompt=PROMPTS[0], max_new_tokens=2))
+        answer = live.submit(ElasticRequest(prompt=PROMPTS[0], max_new_tokens=200), kill)
+        with pytest.raises(RankFailureError, match="rank 1 of 2 has ended"):
+            answer.result(TIMEOUT_S)
+        with pytest.raises(RankFailureError, match="the service has ended"):
+            live.submit(ElasticRequest(prompt=PROMPTS[0], max_new_tokens=2))
 
 
 def test_maps_and_workers_of_another_model(checkpoint: Path, tmp_path: Path) -> None:

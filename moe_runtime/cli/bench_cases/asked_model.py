@@ -212,3 +212,17 @@ def common_settings(
         "max_tokens": max(map(len, prompts)) + num_new,
         "cap_bytes": cap,
     }
+
+
+def own_settings(
+    of_all: Mapping[str, Any], host_memory: str, policy: str, prefetch: str
+) -> dict[str, Any]:
+    """Settings of this project: those of every system that it takes, and its options.
+
+    Args:
+        of_all: as ``common_settings`` returns them.
+        host_memory, policy, prefetch: see the options.
+    """
+    taken = {name: of_all[name] for name in ("model", "num_threads", "max_tokens")}
+    options = {"host_memory": host_memory, "policy": policy, "prefetch": prefetch}
+    return {**taken, **options, "device": "cpu"}

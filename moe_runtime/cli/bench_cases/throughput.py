@@ -12,6 +12,7 @@ from moe_runtime.cli.bench_cases.asked_model import (
     Ids,
     asked_model,
     common_settings,
+    own_settings,
     prompt_ids,
     require_one_model,
     split_off,
@@ -113,9 +114,7 @@ def bench_throughput(
         )
         of_all = common_settings(asked.path, threads, given, num_new, limit)
         of_all["max_tokens"] *= min(batch, len(given))
-        ours = {name: of_all[name] for name in ("model", "num_threads", "max_tokens")}
-        ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch}
-        ours |= {"device": "cpu"}
+        ours = own_settings(of_all, host_memory, policy, prefetch)
         programs = [our_program(ours, limit), *find_peers(peer or (), of_all | ours, "throughput")]
         measured, *beside = asked.with_files(programs)
         with stop_on_signals(shared.STOPPING) as stop:
@@ -149,9 +148,10 @@ def in_batches(ids: Sequence[list[int]], size: int) -> list[list[list[int]]]:
 
 def show_throughput(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
-    from moe_runtime.bench.measured_work import counted, model_words
+    from moe_runtime.bench.measured_work import cap_words, counted, model_words
 
     settings = results["settings"]
     batch = counted("{} sequences", settings["batch"])
     title = f"throughput of {model_words(settings)}, {batch} side by side"
+    title = ", ".join([title, *cap_words(settings)])
     show_systems(results, title, _SPREADS, _SINGLES, "likeliest tokens equal")

@@ -11,6 +11,7 @@ from moe_runtime.cli.bench_cases.asked_model import (
     Ids,
     asked_model,
     common_settings,
+    own_settings,
     prompt_ids,
     require_one_model,
     split_off,
@@ -95,9 +96,7 @@ def bench_latency(
         given, after = split_off(asked.ids, num_after) if shape else (asked.ids, None)
         plan = LatencyPlan(prompts=given, num_new=num_new, agreement=agreement, continuations=after)
         of_all = common_settings(asked.path, threads, plan.prompts, num_new, limit)
-        ours = {name: of_all[name] for name in ("model", "num_threads", "max_tokens")}
-        ours |= {"host_memory": host_memory, "policy": policy, "prefetch": prefetch}
-        ours |= {"device": "cpu"}
+        ours = own_settings(of_all, host_memory, policy, prefetch)
         programs = [our_program(ours, limit), *find_peers(peer or (), of_all | ours)]
         measured, *beside = asked.with_files(programs)
         with stop_on_signals(shared.STOPPING) as stop:
@@ -125,7 +124,8 @@ def bench_latency(
 
 def show_latency(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
-    from moe_runtime.bench.measured_work import model_words
+    from moe_runtime.bench.measured_work import cap_words, model_words
 
-    title = f"latency of {model_words(results['settings'])}"
+    settings = results["settings"]
+    title = ", ".join([f"latency of {model_words(settings)}", *cap_words(settings)])
     show_systems(results, title, _SPREADS, MEMORY_ROWS, "likeliest tokens equal")
