@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,15 +34,31 @@ def warm_up(
     """
     is_done = False
     try:
-        _read_experts(modules, progress)
-        if model.can_generate():
-            with model._steps.unheard(), torch.inference_mode():
+        with _unheard(model), torch.inference_mode():
+            _read_experts(modules, progress)
+            # a class of several models has no pass of its own
+            if model.can_generate() and type(model).forward is not torch.nn.Module.forward:
                 _compute(model, max_tokens)
         model.moe.reset_stats()
         is_done = True
     finally:
         if not is_done:
             model.moe.close()
+
+
+@contextmanager
+def _unheard(model: Any) -> Iterator[None]:
+    """Nobody hears of passes and reads within a ``with`` block."""
+    stores = model._steps._stores
+    listeners = [store.listener for store in stores]
+    try:
+        for store in stores:
+            store.listener = None
+        with model._steps.unheard():
+            yield
+    finally:
+        for store, listener in zip(stores, listeners, strict=True):
+            store.listener = listener
 
 
 def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None) -> None:

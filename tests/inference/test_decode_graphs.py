@@ -244,7 +244,7 @@ def test_only_plain_positions_are_left_to_the_cache(checkpoint: Path) -> None:
         with patch.object(type(model), "device", torch.device("meta")):
             assert prepare(where + 2)["input_ids"].device.type == "meta"
         model.set_attn_implementation("eager")  # CUDA records no copy of the numbers of its masks
-        model._unpadded = None
+        model._unpadded.clear()
         prepare(where)
         assert prepare(where + 1)["attention_mask"] is not None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,15 @@ import torch
 from emulated_models import emulated, experts_modules_of, load_on_emulated_device
 from moe_families import Family
 from tiny_checkpoints import PROMPT, save, tiny_model
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import LogitsProcessor, LogitsProcessorList, StaticCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
-from moe_runtime.checkpoints.transformers_private import cache_of
+from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.device import decoding_model
+from moe_runtime.inference.device.decode_graphs import DecodeGraphs
 from moe_runtime.inference.generation import FiniteLogits
 from moe_runtime.types import ExpertKey
 
@@ -117,6 +119,20 @@ def compare(model: Any, **options: Any) -> Any:
     return ours
 
 
+class Calls(BaseStreamer):
+    """Calls something with the number of each token, or of the prompt as 1."""
+
+    def __init__(self, call: Callable[[int], object]) -> None:
+        self._call, self._number = call, 0
+
+    def put(self, value: Any) -> None:
+        self._number += 1
+        self._call(self._number)
+
+    def end(self) -> None:
+        pass
+
+
 CASES = {
     "greedy": {"inputs": THREE[:1], "do_sample": False},
     "several": {"inputs": THREE, "do_sample": False},
@@ -124,6 +140,9 @@ CASES = {
     "sampled": {"inputs": THREE, "do_sample": True, "temperature": 1.5, "top_p": 0.9},
     "ended": {"inputs": THREE[:1], "do_sample": True, "ends_at": 6},
     "repeated": {"inputs": THREE, "do_sample": False, "repetition_penalty": 1.3},
+    # more than a recorded step is called with, and what no recorded one gives
+    "told of routers": {"inputs": THREE, "do_sample": False, "output_router_logits": False},
+    "asked for routers": {"inputs": THREE[:1], "do_sample": False, "output_router_logits": True},
     "padded": {
         "inputs": THREE, "do_sample": False,
         "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1]], device=DEVICE),
@@ -182,19 +201,14 @@ def test_a_step_that_is_one_graph_is_queued_before_the_token_is_known(
         # a tokenizer, as for stop strings, is nothing that a step is called with
         model.generate(THREE[:1], max_new_tokens=NEW_TOKENS, do_sample=False, tokenizer=object())
         assert experts_modules_of(model)[0].store.recorded is not None
-        forward = model.forward
+        forward = DecodeGraphs.__call__
 
-        class Noted:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(forward, name)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            order.append("step")
+            return forward(*args, **kwargs)
 
-            def __call__(self, *args: Any, **kwargs: Any) -> Any:
-                order.append("step")
-                return forward(*args, **kwargs)
-
-        model.forward = Noted()
-        model.forward.__dict__["__wrapped__"] = forward.__wrapped__
-        model.generate(THREE[:1], streamer=Order(), max_new_tokens=NEW_TOKENS, do_sample=False)
+        with patch.object(DecodeGraphs, "__call__", noted):
+            model.generate(THREE[:1], streamer=Order(), max_new_tokens=NEW_TOKENS, do_sample=False)
     text = "".join(name[0] for name in order)
     if slots < NUM_EXPERTS:
         assert text == "t" + "st" * NEW_TOKENS
@@ -237,3 +251,64 @@ def test_logits_that_are_not_finite_are_refused(checkpoint: Path, *, do_sample: 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_gpu_refuses_logits_that_are_not_finite(checkpoint: Path, *, do_sample: bool) -> None:
     check_refusal(checkpoint, do_sample=do_sample)
+
+
+@emulated
+def test_a_forward_that_somebody_has_wrapped_is_called(checkpoint: Path) -> None:
+    settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    with loaded(checkpoint) as model:
+        expected, forward, calls = model.generate(THREE, **settings), model.forward, [0]
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            return forward(*args, **kwargs)
+
+        model.forward = wrapped
+        assert torch.equal(model.generate(THREE, **settings), expected)
+        assert calls == [NEW_TOKENS]
+
+
+@emulated
+def test_a_streamer_may_have_the_model_generate_something_else(checkpoint: Path) -> None:
+    settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    with loaded(checkpoint) as model:
+        ours, others = (model.generate(THREE[n : n + 1], **settings) for n in range(2))
+
+        def other(number: int) -> None:
+            if number in (3, 5):
+                assert torch.equal(model.generate(THREE[1:2], **settings), others)
+
+        assert torch.equal(model.generate(THREE[:1], streamer=Calls(other), **settings), ours)
+
+
+@emulated
+def test_a_cache_may_end_with_the_last_token_that_is_asked_for(checkpoint: Path) -> None:
+    """Behind it is no room for a step that is queued in vain."""
+    settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    with loaded(checkpoint) as model:
+        free = model.generate(THREE[:1], **settings)[0].tolist()
+        last = next(n for n in range(6, len(free)) if free[n] not in free[3:n])
+        cache = StaticCache(model.config, max_cache_len=last)
+        settings |= {
+            "eos_token_id": free[last],
+            "pad_token_id": 1,
+            cache_name(model.forward): cache,
+        }
+        assert model.generate(THREE[:1], **settings)[0].tolist() == free[: last + 1]
+        assert cache.get_seq_length() == last
+
+
+@emulated
+def test_a_cache_has_nothing_of_a_step_that_an_exception_made_vain(checkpoint: Path) -> None:
+    def fail(number: int) -> None:
+        if number == 6:
+            raise KeyboardInterrupt
+
+    with loaded(checkpoint) as model:
+        cache = StaticCache(model.config, max_cache_len=20)
+        settings = {"max_new_tokens": NEW_TOKENS, cache_name(model.forward): cache}
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(THREE[:1], do_sample=False, streamer=Calls(fail), **settings)
+        assert model.forward.is_whole
+        assert cache.get_seq_length() == 3 + 4  # the fifth token was shown, not computed with

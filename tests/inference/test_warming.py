@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from emulated_models import emulated, experts_modules_of, load_on_emulated_device
-from moe_families import Family
-from tiny_checkpoints import PROMPT, save, tiny_model
+from moe_families import FAMILIES, Family
+from tiny_checkpoints import PROMPT, prompt_and_step_logits, save, tiny_model
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
@@ -74,6 +75,27 @@ def test_a_trace_has_nothing_of_it(checkpoint: Path, tmp_path: Path) -> None:
             model.generate(PROMPT, max_new_tokens=4, do_sample=False)
     ours, theirs = (read_trace(tmp_path / f"{is_warm}.npz") for is_warm in (True, False))
     assert ours.num_steps == theirs.num_steps
+
+
+def test_a_timeline_has_nothing_of_it(checkpoint: Path, tmp_path: Path) -> None:
+    model: Any = moe_runtime.load(
+        checkpoint, device="cpu", max_tokens=32, warm_up=True, timeline=tmp_path / "t.json"
+    )
+    with model.moe:
+        model.generate(PROMPT, max_new_tokens=2, do_sample=False)
+    events = json.loads((tmp_path / "t.json").read_text())
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert "experts" in names
+    assert not [name for name in names if name.startswith("demand")]  # all were there
+
+
+def test_a_class_of_several_models_has_no_pass_to_compute(tmp_path: Path) -> None:
+    family = next(each for each in FAMILIES if each.part == "thinker")
+    checkpoint = save(tiny_model(family), tmp_path, sharded=False)
+    model: Any = moe_runtime.load(checkpoint, device="cpu", max_tokens=32, warm_up=True)
+    with model.moe:
+        prompt_and_step_logits(model, family)
+        assert model.moe.stats().misses == 0
 
 
 def test_ctrl_c_lets_go_of_the_outputs(checkpoint: Path, tmp_path: Path) -> None:

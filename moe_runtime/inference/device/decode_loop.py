@@ -67,23 +67,28 @@ def decode_ahead(
         inputs = model.prepare_inputs_for_generation(ids_BT, **length, **given)
         return model(**inputs, return_dict=True)
 
-    output, ids_BT = step(input_ids, is_first_iteration=True), input_ids
-    while True:
-        if not model.knows_positions(cache):
-            given = model._update_model_kwargs_for_generation(output, given)
-        ids_BT = choice.add(ids_BT, output.logits)
-        output = None
-        if model.forward.is_whole and ids_BT.shape[1] < generation_config.max_length:
-            output = step(ids_BT, next_sequence_length=1)
-        tokens_B, is_over = choice.wait()
-        if streamer is not None:
-            streamer.put(tokens_B)
-        if is_over:
-            break
-        if output is None:
-            output = step(ids_BT, next_sequence_length=1)
-    if output is not None:
-        for layer in cache.layers:
+    # a user's own cache may have room for no more than what it was expected to come to
+    room = min(layer.max_cache_len for layer in cache.layers)
+    most_before = min(generation_config.max_length - 1, room)
+    output, ids_BT, is_ahead = step(input_ids, is_first_iteration=True), input_ids, False
+    try:
+        while True:
+            if not model.knows_positions(cache):
+                given = model._update_model_kwargs_for_generation(output, given)
+            ids_BT = choice.add(ids_BT, output.logits)
+            output = None
+            if model.forward.is_whole and ids_BT.shape[1] <= most_before:
+                output, is_ahead = step(ids_BT, next_sequence_length=1), True
+            tokens_B, is_over = choice.wait()
+            if streamer is not None:
+                streamer.put(tokens_B)
+            if is_over:
+                break
+            if not is_ahead:
+                output = step(ids_BT, next_sequence_length=1)
+            is_ahead = False
+    finally:
+        for layer in cache.layers if is_ahead else ():
             layer.cumulative_length -= 1  # by the token that nobody asked for
     if streamer is not None:
         streamer.end()

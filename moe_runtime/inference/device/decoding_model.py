@@ -51,6 +51,7 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
         OneThread().hold(model)
     cast(Any, model).forward = DecodeGraphs(model, modules)
     if model.can_generate():
+        cast(Any, model)._unpadded = weakref.WeakSet()
         kind = type(model)
         names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         model.__class__ = type(kind.__name__, (RecordedDecoding, kind), names)
@@ -76,7 +77,7 @@ def _fuse_norms(model: torch.nn.Module) -> None:
 class RecordedDecoding:
     """Comes before the class of a loaded model on a GPU that generates text."""
 
-    _unpadded: weakref.ref[Any] | None = None
+    _unpadded: weakref.WeakSet[Any]  # static caches whose next steps need the last tokens alone
 
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *rest: Any, **options: Any
@@ -135,7 +136,8 @@ class RecordedDecoding:
     def _can_be_ahead(self, input_ids: torch.Tensor, given: dict[str, Any]) -> bool:
         cache, config = cache_of(given), given["generation_config"]
         return (
-            DecodeGraphs.is_static(cache)
+            isinstance(cast(Any, self).forward, DecodeGraphs)  # else somebody has wrapped it
+            and DecodeGraphs.is_static(cache)
             and cache.get_seq_length() == 0
             and input_ids.device == cast(Any, self).device
             and given.get("inputs_embeds") is None
@@ -145,7 +147,7 @@ class RecordedDecoding:
 
     def knows_positions(self, cache: Any) -> bool:
         """Whether steps of this cache, which is static, need nothing but the last tokens."""
-        return self._unpadded is not None and self._unpadded() is cache
+        return cache in self._unpadded
 
     def prepare_inputs_for_generation(
         self,
@@ -161,22 +163,23 @@ class RecordedDecoding:
         Positions and the mask are what the model makes of the cache, within a graph.
         """
         cache = cache_of(kwargs)
-        if is_first_iteration:
-            self._unpadded = None
-        elif cache is not None and self.knows_positions(cache) and next_sequence_length == 1:
-            given = {name: value for name, value in kwargs.items() if value is not None}
-            if given.keys() <= _WITHOUT_POSITIONS:
-                given.pop("position_ids", None)
-                ids_B1 = input_ids[:, -1:].to(cast(Any, self).device).contiguous()
-                return {"input_ids": ids_B1, **given}
-        elif cache is not None and DecodeGraphs.takes(cache):
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        is_later = not is_first_iteration and given.keys() <= _WITHOUT_POSITIONS
+        is_known = self.knows_positions(cache)
+        if is_later and is_known and next_sequence_length == 1:
+            given.pop("position_ids", None)
+            ids_B1 = input_ids[:, -1:].to(cast(Any, self).device).contiguous()
+            return {"input_ids": ids_B1, **given}
+        if is_known:
+            self._unpadded.discard(cache)
+        if is_later and DecodeGraphs.takes(cache):
             positions = kwargs.get("position_ids")
             is_whole = (attention_mask is None or bool(attention_mask.all())) and (
                 positions is None or bool((positions[..., -1] == cache.get_seq_length()).all())
             )
             # eager attention's masks are made of numbers of the host, which no graph holds
-            is_whole = is_whole and attention_name(cast(Any, self)) != "eager"
-            self._unpadded = weakref.ref(cache) if is_whole else None
+            if is_whole and attention_name(cast(Any, self)) != "eager":
+                self._unpadded.add(cache)
         return cast(Any, super()).prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length,
             attention_mask=attention_mask, inputs_embeds=inputs_embeds,
