@@ -70,7 +70,8 @@ def decode_ahead(
     # a user's own cache may have room for no more than what it was expected to come to
     room = min(layer.max_cache_len for layer in cache.layers)
     most_before = min(generation_config.max_length - 1, room)
-    output, ids_BT, is_ahead = step(input_ids, is_first_iteration=True), input_ids, False
+    output: Any = step(input_ids, is_first_iteration=True)
+    ids_BT, is_ahead = input_ids, False
     try:
         while True:
             if not model.knows_positions(cache):
