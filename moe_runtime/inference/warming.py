@@ -34,7 +34,7 @@ def warm_up(
     """
     is_done = False
     try:
-        with _unheard(model), torch.inference_mode():
+        with _unheard(model):
             _read_experts(modules, progress)
             # a class of several models has no pass of its own
             if model.can_generate() and type(model).forward is not torch.nn.Module.forward:
@@ -85,6 +85,7 @@ def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None
             progress("warming up", done, len(wanted) * slot_bytes)
 
 
+@torch.inference_mode()
 def _compute(model: Any, max_tokens: int) -> None:
     """A prompt and some steps behind it, with the cache that `generate` takes."""
     length = min(PROMPT_TOKENS, max_tokens - NEW_TOKENS)
