@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from emulated_models import emulated, experts_modules_of, load_on_emulated_device
+from injection import Site, raise_on
 from moe_families import Family
 from tiny_checkpoints import PROMPT, save, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList, StaticCache, StoppingCriteria
@@ -22,7 +24,7 @@ import moe_runtime
 from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.device import decoding_model
-from moe_runtime.inference.device.decode_graphs import DecodeGraphs
+from moe_runtime.inference.device.decode_graphs import DecodeGraphs, RecordedStep
 from moe_runtime.inference.generation import FiniteLogits
 from moe_runtime.types import ExpertKey
 
@@ -312,3 +314,16 @@ def test_a_cache_has_nothing_of_a_step_that_an_exception_made_vain(checkpoint: P
             model.generate(THREE[:1], do_sample=False, streamer=Calls(fail), **settings)
         assert model.forward.is_whole
         assert cache.get_seq_length() == 3 + 4  # the fifth token was shown, not computed with
+
+
+@emulated
+def test_ctrl_c_where_a_recording_is_ended_leaves_none_begun(checkpoint: Path) -> None:
+    lines, first = inspect.getsourcelines(RecordedStep.__init__)
+    number = first + next(n for n, line in enumerate(lines) if "recording = None" in line)
+    with loaded(checkpoint) as model:
+        generate = functools.partial(model.generate, THREE, max_new_tokens=4, do_sample=False)
+        expected = generate()
+        site = Site(RecordedStep.__init__.__code__, number)
+        assert raise_on(site, 1, KeyboardInterrupt, generate)
+        assert torch.equal(generate(), expected)
+        model.moe.check()

@@ -258,11 +258,14 @@ class DecodeGraphs:
         self.__wrapped__ = self._forward  # whose signature it has
         self._names = [*inspect.signature(self._forward).parameters]
         self._seen: Any = None
-        self._is_refused = False
+        self._is_refused = self._is_torn = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``forward``."""
         kwargs.update(zip(self._names, args, strict=False))
+        for module in self._modules if self._is_torn else ():  # a recording was not ended
+            module.recording = None
+        self._is_torn = False
         call = None if self._is_refused else self._read(kwargs)
         if call is None:
             return self._forward(**kwargs)
@@ -277,7 +280,9 @@ class DecodeGraphs:
                 self._seen = seen
                 return found
             try:
+                self._is_torn = True  # by what strikes until it is made
                 recorded = RecordedStep(self._model, self._forward, call, self._modules)
+                self._is_torn = False
             except RuntimeError as error:
                 self._is_refused = True
                 warnings.warn(

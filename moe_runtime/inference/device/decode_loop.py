@@ -85,7 +85,7 @@ def decode_ahead(
                 streamer.put(tokens_B)
             if is_over:
                 break
-            if not is_ahead:
+            if output is None:
                 output = step(ids_BT, next_sequence_length=1)
             is_ahead = False
     finally:
