@@ -109,9 +109,8 @@ class DeviceStore(TierStore[W]):
         """As ``ExpertStore.read_ahead``; what is resident below is copied together."""
         with self._changed:
             room = min(len(self._free), self._stream_slots - len(self._streamed))
-            absent = [key for key in dict.fromkeys(keys) if key not in self._entries][
-                : max(0, room)
-            ]
+            absent = [key for key in dict.fromkeys(keys) if key not in self._entries]
+            del absent[max(0, room) :]
             for start in range(0, len(absent), self.stream_batch):
                 batch = absent[start : start + self.stream_batch]
                 for key in self.start_together(batch, (), passes=True, priority=Priority.READAHEAD):
