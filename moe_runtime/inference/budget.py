@@ -59,10 +59,9 @@ class MemoryPlan:
     slot_bytes: int
     num_slots: int
 
-    @property
-    def stream_slots(self) -> int:
-        """Slots that a streamed prompt may take from the cache."""
-        return max(MIN_SLOTS, min(self.num_slots // 4, STREAM_BYTES // self.slot_bytes))
+    def stream_slots(self, stream_bytes: int = STREAM_BYTES) -> int:
+        """Slots that a streamed prompt may take from the cache, for so many bytes in flight."""
+        return max(MIN_SLOTS, min(self.num_slots // 4, stream_bytes // self.slot_bytes))
 
 
 def smallest_budget(dense_bytes: int, reserve_bytes: int, slot_bytes: int) -> int:

@@ -114,7 +114,7 @@ def open_coded_stores(
         Slab(landing.num_slots, landing.slot_bytes),
         new_policy(landing),
         lambda _, slot: slot,
-        stream_slots=landing.stream_slots,
+        stream_slots=landing.stream_slots(),
         listener=listeners[1],
     )
     fetcher = CodingFetcher(below, experts, coded)
@@ -127,7 +127,7 @@ def open_coded_stores(
         slab,
         new_policy(plan),
         bind_coded,
-        stream_slots=plan.stream_slots,
+        stream_slots=plan.stream_slots(),
         listener=listeners[0],
     )
     return above, below

@@ -208,7 +208,7 @@ def policy_maker(
             num_slots=plan.num_slots,
             setting=Setting(shape=shape, predictor=predictor, costs=costs),
             adaptive=choice.adaptive,
-            reserve=plan.stream_slots,
+            reserve=plan.stream_slots(),
         )
 
     return make

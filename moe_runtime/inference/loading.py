@@ -381,7 +381,7 @@ def _open_stores(
         return options.open_coded_stores(
             source, slab, experts, code, host, new_policy, bind, listeners
         )
-    fast, streams = listeners[0], host.stream_slots
+    fast, streams = listeners[0], host.stream_slots()
     return ExpertStore(
         source, slab, new_policy(host), bind, stream_slots=streams, listener=fast
     ), None

@@ -27,9 +27,9 @@ def resize_cache(handle: RuntimeHandle, num_slots: int) -> int:
     plan = replace(facts.host_plan, num_slots=num_slots)
     streamed = 0
     if store.decides_later:
-        streamed = min(plan.stream_slots, facts.signature.top_k, num_slots // 4)
+        streamed = min(plan.stream_slots(), facts.signature.top_k, num_slots // 4)
     found = resize(
-        store, num_slots, shared_slots=num_slots - streamed, stream_slots=plan.stream_slots
+        store, num_slots, shared_slots=num_slots - streamed, stream_slots=plan.stream_slots()
     )
     taken = plan.dense_bytes + plan.reserve_bytes + found * plan.slot_bytes
     handle.facts = replace(facts, host_plan=replace(plan, num_slots=found, budget_bytes=taken))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ from moe_runtime.types import ExpertKey
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 3
 """A prompt that kernels for many tokens compute, and steps of one token."""
-TOGETHER = 8
-"""Experts of a lease: few enough for the smallest tiers, and for Ctrl-C."""
 
 
 def warm_up(
@@ -64,25 +62,21 @@ def _unheard(model: Any) -> Iterator[None]:
 def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None) -> None:
     store = modules[0].store
     assert store is not None, "the model is loaded"
-    wanted = list[ExpertKey]()
-    for module in modules:
-        keys = [ExpertKey(module.layer, expert) for expert in range(module.num_experts)]
-        own = [key for key in keys if module.share is None or module.share.owns(key)]
-        wanted += own[: store.share(module.layer)]
-    slot_bytes = store.stats().slot_bytes
-    for begin in range(0, len(wanted), TOGETHER):
-        lease, is_done = store.lease(wanted[begin : begin + TOGETHER]), False
-        try:
-            with lease:
-                for _ in lease:
-                    pass
-            is_done = True
-        finally:
-            if not is_done:
-                store.give_up(lease)
-        if progress is not None:
-            done = min(begin + TOGETHER, len(wanted)) * slot_bytes
-            progress("warming up", done, len(wanted) * slot_bytes)
+    wanted = [_own_experts(module)[: store.share(module.layer)] for module in modules]
+    slot_bytes, num_done = store.stats().slot_bytes, 0
+    total_bytes = sum(map(len, wanted)) * slot_bytes
+    for module, experts in zip(modules, wanted, strict=True):
+        with closing(module.each(experts, num_tokens=1)) as arriving:
+            for _ in arriving:
+                num_done += 1
+                if progress is not None:
+                    progress("warming up", num_done * slot_bytes, total_bytes)
+
+
+def _own_experts(module: OffloadedExperts) -> list[int]:
+    """Those of a layer that this process holds."""
+    share, every = module.share, range(module.num_experts)
+    return [e for e in every if share is None or share.owns(ExpertKey(module.layer, e))]
 
 
 @torch.inference_mode()

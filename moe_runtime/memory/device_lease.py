@@ -28,7 +28,7 @@ class DeviceLease(TierLease[W]):
     _awaited: Read | None = None  # what the current stream waits for already, of this group
 
     @property
-    def _most(self) -> int:
+    def _batch_size(self) -> int:
         """Experts of one copy and of one launch."""
         return self._store.stream_batch if self._streaming else len(self._keys)
 
@@ -37,7 +37,9 @@ class DeviceLease(TierLease[W]):
         if self._wanted:
             self._store.fetcher.expect(frozenset(self._wanted))
         while len(self._wanted) > 1 and self._above is None:
-            batch = [self._wanted.popleft() for _ in range(min(self._most, len(self._wanted)))]
+            batch = [
+                self._wanted.popleft() for _ in range(min(self._batch_size, len(self._wanted)))
+            ]
             others, self._wanted = self._wanted, deque(self._start_together(batch))
             super()._admit()
             is_full = bool(self._wanted)
@@ -65,7 +67,7 @@ class DeviceLease(TierLease[W]):
         """
         ready = super()._take_ready()
         if ready or self._decides_later:
-            while self._streaming and self._resident and len(ready) < self._most:
+            while self._streaming and self._resident and len(ready) < self._batch_size:
                 ready.append(self._resident.popleft())
             return ready
         queued, entries = self._store.fetcher.queued, self._store._entries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -77,23 +78,26 @@ class Engine:
         self._model = model
         self._adapters = adapters or Adapters(model, {})
         self._passes = ModelPasses(model, self._adapters)
-        block = 0
-        if self._options.reuses_prefixes and keeps_every_token(model.config):
-            block = self._options.prompt_tokens if self._options.exact else PIECE
-        self._account: KVAccount[torch.Tensor] = KVAccount(
-            capacity, block_tokens=block, least_tokens=self._passes.state_tokens
-        )
-        self._prefixes = Prefixes(
-            self._account, self._passes, exact=self._options.exact, disk=prefix_disk
-        )
-        self._most_logprobs = rows_of_logits(model.config, model.dtype, capacity)
-        self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
-        self._scheduler = Scheduler(
-            self._account, most_running=self._options.most_running, adapters=self._adapters
-        )
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        known = positions if isinstance(positions, int) else capacity
-        self.most_request_tokens = min(capacity // PIECE * PIECE, known)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._passes.close)
+            block = 0
+            if self._options.reuses_prefixes and keeps_every_token(model.config):
+                block = self._options.prompt_tokens if self._options.exact else PIECE
+            self._account: KVAccount[torch.Tensor] = KVAccount(
+                capacity, block_tokens=block, least_tokens=self._passes.state_tokens
+            )
+            self._prefixes = Prefixes(
+                self._account, self._passes, exact=self._options.exact, disk=prefix_disk
+            )
+            self._most_logprobs = rows_of_logits(model.config, model.dtype, capacity)
+            self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
+            self._scheduler = Scheduler(
+                self._account, most_running=self._options.most_running, adapters=self._adapters
+            )
+            positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            known = positions if isinstance(positions, int) else capacity
+            self.most_request_tokens = min(capacity // PIECE * PIECE, known)
+            undo.pop_all()
         self._changed = threading.Condition()
         self._arrived: deque[Sequence] = deque()
         self._num_requests = 0

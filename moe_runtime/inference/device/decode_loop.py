@@ -19,10 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LogitsProcessor
 
-from moe_runtime.checkpoints.transformers_private import (
-    CACHE_NAMES,
-    cache_of,
-)
+from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, cache_of
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.generation import NOT_FINITE, FiniteLogits
 from moe_runtime.memory.device import Device
@@ -60,7 +57,9 @@ def decode_ahead(
         The tokens with the prompts, or a dictionary with them.
     """
     assert not synced_gpus, "a model of one process"
-    choice = _Choice(model.forward.device, logits_processor, stopping_criteria, generation_config)
+    selection = _TokenSelection(
+        model.forward.device, input_ids, logits_processor, stopping_criteria, generation_config
+    )
     cache = cache_of(given)
 
     def step(ids_BT: torch.Tensor, **length: Any) -> Any:
@@ -76,11 +75,11 @@ def decode_ahead(
         while True:
             if not model.knows_positions(cache):
                 given = model._update_model_kwargs_for_generation(output, given)
-            ids_BT = choice.add(ids_BT, output.logits)
+            ids_BT = selection.select(ids_BT, output.logits)
             output = None
             if model.forward.is_whole and ids_BT.shape[1] <= most_before:
                 output, is_ahead = step(ids_BT, next_sequence_length=1), True
-            tokens_B, is_over = choice.wait()
+            tokens_B, is_over = selection.wait()
             if streamer is not None:
                 streamer.put(tokens_B)
             if is_over:
@@ -93,11 +92,11 @@ def decode_ahead(
             layer.cumulative_length -= 1  # by the token that nobody asked for
     if streamer is not None:
         streamer.end()
-    return choice.result(ids_BT, cache)
+    return selection.result(ids_BT, cache)
 
 
-def _told_apart(criteria: Iterable[Any]) -> tuple[float, frozenset[int] | None]:
-    """The most tokens of a sequence and those that end it; None where that is not all that does."""
+def _limits_of(criteria: Iterable[Any]) -> tuple[float, frozenset[int] | None]:
+    """The most tokens of a sequence, and those that end one; None where criteria go by more."""
     from transformers import EosTokenCriteria, MaxLengthCriteria
 
     most, ends = math.inf, frozenset[int]()
@@ -125,32 +124,36 @@ class _LateCheck(LogitsProcessor):
         return scores.where(self.are_finite, 0.0)
 
 
-class _Choice:
-    """The next tokens, from logits on the device to what the host knows of them."""
+class _TokenSelection:
+    """Selects the next tokens: from logits on the device to what the host knows of them."""
 
     def __init__(
         self,
         device: Device,
+        input_ids: torch.Tensor,
         processor: Any,
         criteria: Any,
         config: GenerationConfig,
     ) -> None:
-        self._device, self._criteria = device, criteria
+        self._device, self._criteria, self._config = device, criteria, config
         self._processor, self._checks = type(processor)(), list[_LateCheck]()
         for each in processor:
             if isinstance(each, FiniteLogits):
                 self._checks.append(each := _LateCheck())
             self._processor.append(each)
-        self._config, self._padding = config, cast(Any, config)._pad_token_tensor
-        self._has_end = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self._most, self._ends = _told_apart(criteria)
-        self._is_going_on_B: torch.Tensor | None = None
-        self._told: Any = None
+        has_end = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self._padding = cast(Any, config)._pad_token_tensor if has_end else None
+        self._most, self._ends = _limits_of(criteria)
+        # else tokens tell the host which sequences have ended
+        self._asks_criteria = self._ends is None or (len(input_ids) > 1 and bool(self._ends))
+        self._unfinished_B = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
+        self._length = input_ids.shape[1]
+        self._pending: Any = None
         asks = config.return_dict_in_generate
         self._scores: Any = () if asks and config.output_scores else None
         self._logits: Any = () if asks and config.output_logits else None
 
-    def add(self, ids_BT: torch.Tensor, logits_BTV: torch.Tensor) -> torch.Tensor:
+    def select(self, ids_BT: torch.Tensor, logits_BTV: torch.Tensor) -> torch.Tensor:
         """Queues the choice of a token for each sequence, and a copy of it to the host.
 
         Returns:
@@ -167,25 +170,16 @@ class _Choice:
             tokens_B = torch.multinomial(probabilities_BV, num_samples=1).squeeze(1)
         else:
             tokens_B = scores_BV.argmax(-1)
-        self._tells = self._ends is None or (len(tokens_B) > 1 and bool(self._ends))
-        if self._tells:
-            tokens_B = self._padded(tokens_B)
+        if self._asks_criteria and self._padding is not None:
+            tokens_B = tokens_B * self._unfinished_B + self._padding * (1 - self._unfinished_B)
         ids_BT = torch.cat([ids_BT, tokens_B[:, None]], dim=-1)
-        told = [tokens_B, *(check.are_finite for check in self._checks)]
-        if self._tells:
-            self._is_going_on_B = self._is_going_on_B & ~self._criteria(ids_BT, self._scores)
-            told.append(self._is_going_on_B)
+        parts = [tokens_B, *(check.are_finite for check in self._checks)]
+        if self._asks_criteria:
+            self._unfinished_B = self._unfinished_B & ~self._criteria(ids_BT, self._scores)
+            parts.append(self._unfinished_B)
         self._length = ids_BT.shape[1]
-        self._told = self._device.download(torch.cat(told) if len(told) > 1 else tokens_B)
+        self._pending = self._device.download(torch.cat(parts) if len(parts) > 1 else tokens_B)
         return ids_BT
-
-    def _padded(self, tokens_B: torch.Tensor) -> torch.Tensor:
-        if self._is_going_on_B is None:
-            self._is_going_on_B = torch.ones_like(tokens_B)
-        elif self._has_end:
-            ended_B = 1 - self._is_going_on_B
-            return tokens_B * self._is_going_on_B + self._padding * ended_B
-        return tokens_B
 
     def wait(self) -> tuple[torch.Tensor, bool]:
         """The tokens on the host, and whether all sequences have ended.
@@ -193,16 +187,16 @@ class _Choice:
         Raises:
             CheckpointError: logits are not finite.
         """
-        told, copied = self._told
+        found, copied = self._pending
         copied.synchronize()
-        numbers, num_checks = told.tolist(), len(self._checks)
-        num = (len(numbers) - num_checks) // (2 if self._tells else 1)
-        if not all(numbers[num : num + num_checks]):
+        num, numbers = len(self._unfinished_B), found.tolist()
+        unfinished = numbers[num + len(self._checks) :]
+        if not all(numbers[num : len(numbers) - len(unfinished)]):
             raise CheckpointError(NOT_FINITE)
-        if self._tells or self._ends is None:
-            return told[:num], not any(numbers[num + num_checks :])
+        if self._asks_criteria or self._ends is None:
+            return found[:num], not any(unfinished)
         is_end = self._length >= self._most or self._ends.issuperset(numbers[:num])
-        return told[:num], is_end
+        return found[:num], is_end
 
     def result(self, ids_BT: torch.Tensor, cache: Any) -> Any:
         """What `generate` returns."""

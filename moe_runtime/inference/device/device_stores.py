@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.inference.budget import MIN_SLOTS, MemoryPlan
+from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.inference.device.device_stacks import DeviceStacks
 from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.kernels.expert_mlp import ExpertWeights
@@ -108,7 +108,7 @@ def open_tiers(
         slab,
         new_policy(here),
         lambda _, slot: slot,
-        stream_slots=here.stream_slots,
+        stream_slots=here.stream_slots(),
         listener=listeners[1],
     )
     above = DeviceStore(
@@ -117,12 +117,7 @@ def open_tiers(
         slots,
         new_policy(there),
         bind,
-        stream_slots=_stream_slots(there),
+        stream_slots=there.stream_slots(STREAM_BYTES),
         listener=listeners[0],
     )
     return above, below
-
-
-def _stream_slots(plan: MemoryPlan) -> int:
-    """Slots of a device that a streamed prompt may take from the cache."""
-    return max(MIN_SLOTS, min(plan.num_slots // 4, STREAM_BYTES // plan.slot_bytes))

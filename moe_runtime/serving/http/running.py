@@ -24,9 +24,10 @@ from moe_runtime.serving.http.app import make_app
 from moe_runtime.serving.http.server import Server
 
 _LOOK_S = 0.05
-_GIVE_BACK_S = 0.25
-_CHURN_BYTES = 2 * 2**20
-"""Freed memory is given back so often, if so much more is resident: the budget holds for days."""
+_GIVE_BACK_S = 1.0
+"""Seconds between two times that freed memory is given back, so that the budget holds for days."""
+_CHURN_S, _CHURN_BYTES = 0.25, 2 * 2**20
+"""It is given back so often where so much more has become resident meanwhile."""
 _GOODBYE_S = 10
 """Seconds in which clients may take what was sent, once all answers are there."""
 
@@ -209,12 +210,13 @@ async def _serve(
 
 
 async def _give_back_memory() -> None:
-    least_bytes = resident_bytes()
+    clock = asyncio.get_running_loop().time
+    given_s, resident = clock(), resident_bytes()
     while True:
-        await asyncio.sleep(_GIVE_BACK_S)
-        if resident_bytes() > least_bytes + _CHURN_BYTES:
+        await asyncio.sleep(_CHURN_S)
+        if clock() - given_s >= _GIVE_BACK_S or resident_bytes() > resident + _CHURN_BYTES:
             await asyncio.to_thread(_collect_garbage)
-            least_bytes = resident_bytes()
+            given_s, resident = clock(), resident_bytes()
 
 
 def _collect_garbage() -> None:

@@ -49,7 +49,7 @@ def open_frozen(
         slab = Slab(host.num_slots, host.slot_bytes)
         if there is None:
             store = ExpertStore(
-                source, slab, policy_of(host), _filled, stream_slots=host.stream_slots
+                source, slab, policy_of(host), _filled, stream_slots=host.stream_slots()
             )
             opened.pop_all()
             return experts, [store]
@@ -78,7 +78,7 @@ def _policies(signature: ModelSignature) -> Callable[[MemoryPlan], LayerShares]:
             num_slots=plan.num_slots,
             setting=Setting(shape=shape_of(signature)),
             adaptive=False,
-            reserve=plan.stream_slots,
+            reserve=plan.stream_slots(),
         )
 
     return of
