@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from moe_runtime.lab.traces.recent import read_recent as read_recent
     from moe_runtime.lab.traces.recorder import TraceRecorder as TraceRecorder
     from moe_runtime.lab.traces.timeline import Timeline as Timeline
-    from moe_runtime.memory.cuda_device import CudaDevice as CudaDevice
+    from moe_runtime.memory.device.cuda_device import CudaDevice as CudaDevice
     from moe_runtime.parallel.dispatch import as_transport as as_transport
 else:
     __getattr__ = lazy_names(
@@ -61,7 +61,7 @@ else:
             "moe_runtime.inference.cpu_misses.computing": "open_misses",
             "moe_runtime.inference.cpu_misses.option": "check_misses",
             "moe_runtime.inference.device.device_stores": "experts_on_device open_device_stores",
-            "moe_runtime.memory.cuda_device": "CudaDevice",
+            "moe_runtime.memory.device.cuda_device": "CudaDevice",
             "moe_runtime.checkpoints.int8_activations": "with_int8_activations",
             # experts in a code
             "moe_runtime.inference.cache_code": "coded_experts open_coded_stores",

@@ -9,14 +9,14 @@ import torch
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.copy_speed import CopySpeed
-from moe_runtime.memory.device import Copy, Device, Event
-from moe_runtime.memory.device_layout import CopyPart
+from moe_runtime.memory.device.copy_speed import CopySpeed
+from moe_runtime.memory.device.device import Copy, Device, Event
+from moe_runtime.memory.device.device_layout import CopyPart
+from moe_runtime.memory.device.returning import LowerStore
 from moe_runtime.memory.entries import Entry
 from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.lease import Lease
 from moe_runtime.memory.residency import ExpertStore
-from moe_runtime.memory.returning import LowerStore
 from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")

@@ -22,7 +22,7 @@ from triton_interpreter import repair_interpreter
 import moe_runtime
 from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
 from moe_runtime.errors import CapacityError, MoERuntimeError
-from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")

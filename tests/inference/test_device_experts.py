@@ -24,7 +24,7 @@ from triton_interpreter import repair_interpreter
 import moe_runtime
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.device.device_experts import DeviceExperts
-from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.serving.expert_statistics import expert_statistics
 from moe_runtime.types import ExpertKey
 

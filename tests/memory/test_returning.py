@@ -18,9 +18,9 @@ from injection import KINDS, lines_of, raise_on
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory import link_meter
-from moe_runtime.memory.device_layout import CopyPart
+from moe_runtime.memory.device.device_layout import CopyPart
+from moe_runtime.memory.device.returning import Return, ReturningSource
 from moe_runtime.memory.io_queue import Priority, Read
-from moe_runtime.memory.returning import Return, ReturningSource
 from moe_runtime.types import ExpertKey
 
 ALL = [ExpertKey(layer, expert) for layer in range(NUM_LAYERS) for expert in range(NUM_EXPERTS)]

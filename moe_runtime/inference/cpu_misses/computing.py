@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
-from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.prefetch_slots import Guesses
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.planning.hybrid import MissPlan

@@ -22,9 +22,9 @@ from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, cache_name
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
 from moe_runtime.inference.device.structure import Structure, memory_of
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
-from moe_runtime.memory.device import Device, GraphRecorder
-from moe_runtime.memory.device_store import DeviceStore
-from moe_runtime.memory.residents import Residents
+from moe_runtime.memory.device.device import Device, GraphRecorder
+from moe_runtime.memory.device.device_store import DeviceStore
+from moe_runtime.memory.device.residents import Residents
 from moe_runtime.types import ExpertKey
 
 Forward = Callable[..., Any]

@@ -22,7 +22,7 @@ from transformers import LogitsProcessor
 from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, cache_of
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.generation import NOT_FINITE, FiniteLogits
-from moe_runtime.memory.device import Device
+from moe_runtime.memory.device.device import Device
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList

@@ -17,9 +17,9 @@ from moe_runtime.inference.expert_layer import OffloadedExperts, is_kernels
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
-from moe_runtime.memory.device import Event
-from moe_runtime.memory.device_store import DeviceStore
-from moe_runtime.memory.residents import Residents
+from moe_runtime.memory.device.device import Event
+from moe_runtime.memory.device.device_store import DeviceStore
+from moe_runtime.memory.device.residents import Residents
 from moe_runtime.types import ExpertKey
 
 _FEW_CHOICES = 64

@@ -13,12 +13,12 @@ from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.inference.device.device_stacks import DeviceStacks
 from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.memory.device import Device
-from moe_runtime.memory.device_layout import CopyPart, copy_parts, lay_out_on_device
-from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.device.device import Device
+from moe_runtime.memory.device.device_layout import CopyPart, copy_parts, lay_out_on_device
+from moe_runtime.memory.device.device_store import DeviceStore
+from moe_runtime.memory.device.returning import LowerStore, ReturningSource
 from moe_runtime.memory.entries import StoreListener
 from moe_runtime.memory.residency import ExpertStore
-from moe_runtime.memory.returning import LowerStore, ReturningSource
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.memory.tiers import TierFetcher

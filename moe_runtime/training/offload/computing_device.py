@@ -10,7 +10,7 @@ from torch import nn
 from moe_runtime.config import MemorySize, format_bytes, parse_budget
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.budget import available_device_bytes, resolve_budget
-from moe_runtime.memory.cuda_device import open_device
+from moe_runtime.memory.device.cuda_device import open_device
 from moe_runtime.training.offload.execution.device_link import (
     DEVICE_BUFFERS,
     HOST_BUFFERS,

@@ -16,7 +16,7 @@ from triton_interpreter import repair_interpreter
 
 import moe_runtime
 from moe_runtime.inference.device.device_experts import DeviceExperts
-from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.device.device_store import DeviceStore
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_runtime.memory.device import Device, Event
-from moe_runtime.memory.device_layout import ALIGNMENT
+from moe_runtime.memory.device.device import Device, Event
+from moe_runtime.memory.device.device_layout import ALIGNMENT
 from moe_runtime.memory.io_queue import Priority
 from moe_runtime.memory.slab import Slab, aligned_bytes
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.implementations.paths import resolve_path
 from moe_runtime.kernels.operands.activation import ActivationSpec
-from moe_runtime.memory.device_store import DeviceStore
+from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.training.offload.execution.passes import LayerInput, visited
 from moe_runtime.training.offload.site import ExpertsModuleSpec

@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError
-from moe_runtime.memory.device import Device
+from moe_runtime.memory.device.device import Device
 from moe_runtime.memory.io_queue import Priority
 
 PAGE_BYTES = 4096

@@ -15,8 +15,8 @@ from typing import cast
 import torch
 
 from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.device import Device, Event
-from moe_runtime.memory.device_layout import CopyPart
+from moe_runtime.memory.device.device import Device, Event
+from moe_runtime.memory.device.device_layout import CopyPart
 from moe_runtime.memory.entries import Fetcher
 from moe_runtime.memory.io_queue import OnDone, Priority, Read, ReadQueue
 from moe_runtime.memory.residency import ExpertStore

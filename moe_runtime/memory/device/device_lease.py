@@ -11,7 +11,7 @@ from moe_runtime.memory.tiers import TierLease
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
-    from moe_runtime.memory.device_store import DeviceStore
+    from moe_runtime.memory.device.device_store import DeviceStore
 
 W = TypeVar("W")
 

@@ -1,6 +1,6 @@
 """How fast the link to a device is, measured while experts are copied there."""
 
-from moe_runtime.memory.device import Copy
+from moe_runtime.memory.device.device import Copy
 
 FORGET = 0.9
 """What a copy leaves of the weight of those before it: the last ten or so count."""

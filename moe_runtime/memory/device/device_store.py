@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from moe_runtime.memory.device import Device, Event
-from moe_runtime.memory.device_lease import DeviceLease
+from moe_runtime.memory.device.device import Device, Event
+from moe_runtime.memory.device.device_lease import DeviceLease
+from moe_runtime.memory.device.residents import Residents, SlotStacks
+from moe_runtime.memory.device.returning import LowerStore
 from moe_runtime.memory.entries import Entry
 from moe_runtime.memory.io_queue import Priority, Read
-from moe_runtime.memory.residents import Residents, SlotStacks
-from moe_runtime.memory.returning import LowerStore
 from moe_runtime.memory.tiers import TierFetcher, TierStore, is_resident
 from moe_runtime.types import ExpertKey, StoreStats
 

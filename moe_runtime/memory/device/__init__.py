@@ -1,0 +1,1 @@
+"""Experts in the memory of a GPU: slots, copies on streams, and leases of queued work."""
