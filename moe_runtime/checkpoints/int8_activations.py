@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_runtime.checkpoints.opening import Checkpoint
 from moe_runtime.errors import UnsupportedModelError
 
+if TYPE_CHECKING:
+    from moe_runtime.checkpoints.expert_map import ExpertMap
 
-def with_int8_activations(checkpoint: Checkpoint, device: torch.device) -> Checkpoint:
-    """The same checkpoint, whose products with quantised weights round their rows to int8.
+
+def round_activations(experts: ExpertMap, device: torch.device) -> None:
+    """Lets all products with weights that stay quantised in memory round their rows to int8.
 
     Raises:
-        UnsupportedModelError: none of its weights takes such rows, or not on that device.
+        UnsupportedModelError: none of these weights takes such rows, or not on that device.
     """
     if device.type != "cpu":
         raise UnsupportedModelError(
             f"activations='int8' is for models on the CPU, got the device {device}"
         )
-    rounding = {
-        name: replace(weight, format=replace(weight.format, int8_activations=True))
-        for name, weight in checkpoint.packed.items()
-        if weight.format.takes_int8_activations
-    }
-    if not rounding:
+    is_rounded = False
+    for packings in experts.packings:
+        for name, packing in packings.items():
+            if _takes_int8(kind := getattr(packing, "format", None)):
+                packings[name] = packing._replace(format=replace(kind, int8_activations=True))
+                is_rounded = True
+    for name in experts.packed_dense:
+        weight: Any = experts.dense_entries[name]
+        if _takes_int8(weight.format):
+            rounding = replace(weight.format, int8_activations=True)
+            experts.dense_entries[name] = replace(weight, format=rounding)
+            is_rounded = True
+    if not is_rounded:
         raise UnsupportedModelError(
             "activations='int8' needs weights in GGUF's blocks, or in MXFP4, in int4, or in int8 "
-            "without zero points, in groups of 32, 64, 128, ... columns; "
-            f"{checkpoint.folder} has none: leave it out"
+            "without zero points, in groups of 32, 64, 128, ... columns, that stay so in memory; "
+            "this model has none: leave it out"
         )
-    return replace(checkpoint, packed=checkpoint.packed | rounding)
+
+
+def _takes_int8(kind: Any) -> bool:
+    return kind is not None and kind.takes_int8_activations

@@ -160,8 +160,6 @@ def load(
         options.check_misses(misses, place, is_alone=group is None and placement is None)
     transport = None if group is None and placement is None else options.as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype)
-    if activations != "exact":
-        checkpoint = options.with_int8_activations(checkpoint, place)
     if trace is not None or timeline is not None:
         inputs = [*files_of(checkpoint.folder), predictor, placement]
         options.check_records(trace, timeline, inputs)
@@ -171,6 +169,8 @@ def load(
     # what is imported and set up by now is the libraries'; everything after this line is ours
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint)
+    if activations != "exact":
+        options.round_activations(experts, place)
     if place.type != "cpu":
         experts.packed_dense.clear()  # dense layers have no products from codes there
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())

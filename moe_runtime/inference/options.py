@@ -6,7 +6,7 @@ from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from moe_runtime.checkpoints.int8_activations import (
-        with_int8_activations as with_int8_activations,
+        round_activations as round_activations,
     )
     from moe_runtime.inference.cache_code import coded_experts as coded_experts
     from moe_runtime.inference.cache_code import open_coded_stores as open_coded_stores
@@ -62,7 +62,7 @@ else:
             "moe_runtime.inference.cpu_misses.option": "check_misses",
             "moe_runtime.inference.device.device_stores": "experts_on_device open_device_stores",
             "moe_runtime.memory.device.cuda_device": "CudaDevice",
-            "moe_runtime.checkpoints.int8_activations": "with_int8_activations",
+            "moe_runtime.checkpoints.int8_activations": "round_activations",
             # experts in a code
             "moe_runtime.inference.cache_code": "coded_experts open_coded_stores",
             # gradients, norms of an expert's outputs

@@ -176,7 +176,7 @@ def test_a_write_that_fails_leaves_the_old_one(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     out = tmp_path / "packed"
-    pack_checkpoint(source, out, "none")
+    pack_checkpoint(source, out)
     before = contents(out)
 
     def fail(*_: Any) -> None:
@@ -184,7 +184,7 @@ def test_a_write_that_fails_leaves_the_old_one(
 
     monkeypatch.setattr(writer, "write_at", fail)
     with pytest.raises(OSError, match=os.strerror(number)) as caught:
-        pack_checkpoint(source, out, "planes")
+        pack_checkpoint(source, out)
     assert Path(caught.value.filename).parent == staging_of(out)
     assert contents(out) == before
     assert not staging_of(out).exists()
@@ -228,7 +228,7 @@ def test_a_folder_of_something_else_is_not_replaced(source: Path, tmp_path: Path
     assert contents(tmp_path / "home") == {"letter": b"keep me"}
 
 
-def test_a_packed_folder_of_another_model_or_kind_is_not_replaced(
+def test_a_packed_folder_of_another_model_or_way_is_not_replaced(
     source: Path, tmp_path: Path
 ) -> None:
     other, out = tmp_path / "other", tmp_path / "packed"
@@ -239,19 +239,24 @@ def test_a_packed_folder_of_another_model_or_kind_is_not_replaced(
     before = contents(out)
     with pytest.raises(ValueError, match="another model"):
         pack_checkpoint(source, out)
-    with pytest.raises(ValueError, match="without --quantize, and would be replaced by one with;"):
-        pack_checkpoint(other, out, quantize="fp8")
+    for option, value in [("code", "none"), ("quantize", "fp8")]:
+        with pytest.raises(ValueError, match=rf"--code planes, and .* with --{option} {value};"):
+            pack_checkpoint(other, out, **{option: value})
     assert contents(out) == before
     quantised = tmp_path / "quantised"
     pack_checkpoint(source, quantised, quantize="fp8")
-    with pytest.raises(ValueError, match="with --quantize, and would be replaced by one without"):
+    before = contents(quantised)
+    with pytest.raises(ValueError, match=r"--quantize fp8, and .* with --code planes;"):
         pack_checkpoint(source, quantised)
+    with pytest.raises(ValueError, match=r"--quantize fp8, and .* with --quantize int4;"):
+        pack_checkpoint(source, quantised, quantize="int4")
+    assert contents(quantised) == before
 
 
 def test_what_is_in_a_packed_folder_beside_it_stays(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "packed"
-    pack_checkpoint(source, out, "none")
     pack_checkpoint(source, out)
+    pack_checkpoint(source, out)  # once more in the same way
     shutil.copytree(source, out / "original")
     with pytest.raises(ValueError, match="or holds it"):
         pack_checkpoint(out / "original", out)

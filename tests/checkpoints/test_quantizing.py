@@ -278,13 +278,13 @@ def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_at", fail)
         with pytest.raises(OSError, match=os.strerror(28)):
-            pack_checkpoint(source, out, quantize="int4")
+            pack_checkpoint(source, out, quantize="fp8")
     assert contents(out) == before
     assert not list(staging_of(out).glob("*.part"))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(CapacityError, match="has 1000 B free"):
-        pack_checkpoint(source, out, quantize="int4")
+        pack_checkpoint(source, out, quantize="fp8")
 
 
 def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from moe_runtime.checkpoints.packing.packed_writer import PackedWriter
 from moe_runtime.checkpoints.packing.quantized_writer import (
     MatrixError,
     QuantizedWriter,
-    files_of_report,
+    read_report,
 )
 from moe_runtime.checkpoints.packing.schemes import SCHEMES, Scheme
 from moe_runtime.checkpoints.packing.staging import read_progress, staging_of
@@ -95,7 +95,8 @@ def pack_checkpoint(
         raise ValueError(f"quantize must be {' or '.join(SCHEMES)}, got {quantize!r}")
     checkpoint = open_checkpoint(path_or_id, "auto")
     require_plain(checkpoint, "packing" if quantize is None else "quantising")
-    _require_ours(Path(folder), checkpoint.folder, is_quantized=quantize is not None)
+    way = f"--code {code or 'planes'}" if quantize is None else f"--quantize {quantize}"
+    _require_ours(Path(folder), checkpoint.folder, way)
     check_output_folder(folder, "packed checkpoint")
     require_replaceable(Path(os.path.realpath(folder)))
     experts = map_experts(build_on_meta(checkpoint), checkpoint)
@@ -117,12 +118,17 @@ def pack_checkpoint(
     )
 
 
-def _require_ours(folder: Path, source: Path, *, is_quantized: bool) -> None:
+def _require_ours(folder: Path, source: Path, way: str) -> None:
     """Refuses a folder whose content is none that a packed checkpoint may replace.
+
+    Args:
+        folder: of the new checkpoint.
+        source: of the one that is packed.
+        way: the option that says how it is written.
 
     Raises:
         ValueError: it is or holds the checkpoint's own, or holds something else, such as another
-            model, or this one quantised where nothing is lost now.
+            model, or this one written in another way.
     """
     place, staging = Path(os.path.realpath(folder)), staging_of(folder)
     if Path(os.path.realpath(source)).is_relative_to(place):
@@ -134,26 +140,33 @@ def _require_ours(folder: Path, source: Path, *, is_quantized: bool) -> None:
     read_progress(staging)
     if not place.is_dir() or not any(place.iterdir()):
         return
-    other = {path.name for path in place.iterdir()}
-    with contextlib.suppress(CheckpointError):
-        other -= set(read_manifest(place).files)
-    other -= set(files_of_report(place))
+    was, files = _written_earlier(place)
+    other = {path.name for path in place.iterdir()} - files
     if other:
         raise ValueError(
             f"{folder} holds {min(other)}, which is no part of a packed checkpoint; name another "
             "folder"
         )
-    if bool(files_of_report(place)) != is_quantized:
-        was, now = ("", "out") if not is_quantized else ("out", "")
+    if was != way:
         raise ValueError(
-            f"{folder} was written with{was} --quantize, and would be replaced by one with{now}; "
-            "name another folder, or remove this one"
+            f"{folder} was written with {was}, and would be replaced by one with {way}; name "
+            "another folder, or remove this one"
         )
     if _model_of(place) != _model_of(source):
         raise ValueError(
             f"{folder} holds a packed checkpoint of another model, as its config.json says; name "
             "another folder, or remove this one"
         )
+
+
+def _written_earlier(folder: Path) -> tuple[str | None, set[str]]:
+    """How a folder was packed, as the option says it, and its files; None where it was not."""
+    if report := read_report(folder):
+        return f"--quantize {report.scheme}", set(report.files)
+    with contextlib.suppress(CheckpointError):
+        manifest = read_manifest(folder)
+        return f"--code {manifest.code}", set(manifest.files)
+    return None, set()
 
 
 def _model_of(folder: Path) -> dict[str, Any]:

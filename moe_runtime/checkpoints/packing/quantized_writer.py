@@ -7,14 +7,20 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.opening import Checkpoint
-from moe_runtime.checkpoints.packing.schemes import Field, QuantizedLayout, Scheme, Target
+from moe_runtime.checkpoints.packing.schemes import (
+    SCHEMES,
+    Field,
+    QuantizedLayout,
+    Scheme,
+    Target,
+)
 from moe_runtime.checkpoints.packing.staging import header_of
 from moe_runtime.checkpoints.packing.writer import CheckpointWriter, Experts, GrowingFile
 from moe_runtime.checkpoints.strict_json import parse_object
@@ -192,13 +198,23 @@ class QuantizedWriter(CheckpointWriter):
                 yield MatrixError(module.name, name, whole, worst, each[worst])
 
 
-def files_of_report(folder: Path) -> list[str]:
-    """The files of a folder that was written quantised; none where it was not."""
+class Report(NamedTuple):
+    """What a folder that was written quantised says of itself."""
+
+    scheme: str
+    files: list[str]
+
+
+def read_report(folder: Path) -> Report | None:
+    """How a folder was written quantised; None where it was not, or does not say it."""
     try:
-        files = parse_object((folder / REPORT_NAME).read_bytes()).get("files")
+        values = parse_object((folder / REPORT_NAME).read_bytes())
     except (OSError, ValueError):
-        return []
-    return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
+        return None
+    scheme, files = values.get("quantize"), values.get("files")
+    if scheme not in SCHEMES or not isinstance(files, list):
+        return None
+    return Report(scheme, [name for name in files if isinstance(name, str)])
 
 
 def _part(field: Field, target: Target, matrix: QuantizedMatrix) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,19 @@ def test_blocks_of_a_gguf_file(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("written", ["deepseek_v3-fp8"], indirect=True)
 def test_what_has_no_such_weights_is_refused(
-    written: Written, capsys: pytest.CaptureFixture[str]
+    written: Written, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for folder in (written.folder, pocket_path()):
         with pytest.raises(UnsupportedModelError, match="needs weights in GGUF's blocks"):
             logits_of(folder, activations="int8")
     with pytest.raises(ValueError, match="unknown activations 'int4'"):
         logits_of(written.folder, activations="int4")
+    (sample,) = [found for found in gguf_checkpoints.SAMPLES if found.name == "qwen3moe-mxfp4"]
+    # an embedding is no product, and is widened as it is read
+    sample = replace(sample, kinds={"token_embd": gguf_checkpoints.Kind.Q8_0})
+    file = gguf_checkpoints.write(sample, tmp_path).folder
+    with pytest.raises(UnsupportedModelError, match="that stay so in memory; this model has none"):
+        logits_of(file, activations="int8")
     arguments = ["run", str(pocket_path()), "--prompt", "a", "--device", "cpu"]
     assert main([*arguments, "--activations", "int8"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
