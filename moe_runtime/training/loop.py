@@ -247,7 +247,8 @@ class Trainer:
             losses = self._backward(rate)
             outcome = optimizer.step(rate)
         self._run.model.after_step()
-        self._count_skipped(outcome.bad_parameters)
+        means = self._means(losses)
+        self._count_skipped(outcome.bad_parameters, means["loss"])
         self.step += 1
         if self._run.trace is not None:
             self._run.trace.finish_step(self.step)
@@ -256,7 +257,7 @@ class Trainer:
         self.elapsed_s += step_s
         return StepRecord(
             step=self.step,
-            **self._means(losses),
+            **means,
             rate=rate,
             gradient_norm=outcome.gradient_norm if math.isfinite(outcome.gradient_norm) else None,
             tokens=self.tokens,
@@ -322,15 +323,22 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         return autocast_of(self._config.run.precision, self._run.device.type)
 
-    def _count_skipped(self, bad_parameters: tuple[str, ...]) -> None:
+    def _count_skipped(self, bad_parameters: tuple[str, ...], loss: float | None) -> None:
         if not bad_parameters:
             self._skipped_in_a_row = 0
             return
         self.num_skipped += 1
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= _MOST_SKIPPED:
+        if self.num_skipped > self.step and loss is not None and not math.isfinite(loss):
             raise ValueError(
-                f"the gradients of {_MOST_SKIPPED} steps in a row were not finite (the last in "
+                f"the loss of step {self.step + 1} is {loss}, and no weight was changed before it: "
+                "those that the run begins with give no numbers; `moe-runtime inspect MODEL "
+                "--verify` names the ones of a checkpoint"
+            )
+        most = min(_MOST_SKIPPED, self._config.run.steps)
+        if self._skipped_in_a_row >= most:
+            raise ValueError(
+                f"the gradients of {most} steps in a row were not finite (the last in "
                 f"{bad_parameters[0]} and {len(bad_parameters) - 1} others); lower "
                 "optimizer.peak_rate or raise optimizer.warmup_steps"
             )

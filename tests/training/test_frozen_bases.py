@@ -22,6 +22,7 @@ from finetuning_runs import (
 )
 from frozen_bases import bases
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import PROMPT
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -225,3 +226,21 @@ def test_adapters_that_serve_refuses_are_told_before_they_are_trained(
     else:
         AdapterFolder(tmp_path / "out" / "adapters")
         assert warned == [[], []]
+
+
+def test_weights_that_give_no_numbers_end_the_run_at_its_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = bases("qwen3_moe-fp8-ragged", tmp_path)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in (name for name in tensors if "experts" in name and "scale" in name):
+            tensors[name].fill_(torch.nan)
+        save_file(tensors, file, {"format": "pt"})
+    words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
+    words += ["--context", "16", "--sequences", "2", "--steps", "2", "--host-memory", "1GiB"]
+    assert main([*words, "--lora", "2"]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "the loss of step 1 is nan" in line
+    assert "inspect MODEL --verify" in line
+    assert not (tmp_path / "out" / "adapters").exists()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from training_runs import CONFIG, error_of, train, training_records, write_run
 
 from moe_runtime.cli.main import main
+from moe_runtime.training.optimizer import Optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -273,6 +274,22 @@ def test_a_run_that_diverges_ends_with_a_reason(
     line = error_of(capsys, path, "--set", "optimizer.peak_rate=1e30", "--set", "run.steps=30")
     assert "10 steps in a row were not finite" in line
     assert "lower optimizer.peak_rate" in line
+
+
+def test_a_short_run_without_a_single_step_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    step = Optimizer.step
+
+    def overflow(self: Optimizer, rate: float) -> Any:
+        next(iter(self._named.values())).grad.fill_(torch.inf)
+        return step(self, rate)
+
+    monkeypatch.setattr(Optimizer, "step", overflow)
+    line = error_of(capsys, path, "--set", "run.steps=3")
+    assert "3 steps in a row were not finite" in line
+    assert not (tmp_path / "out" / "model").exists()
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(
