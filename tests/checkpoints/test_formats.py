@@ -102,7 +102,11 @@ def test_a_wrong_shape_of_packed_integers_is_refused(originals, tmp_path) -> Non
         ("deepseek_v3-fp8", {"weight_block_size": [128]}, "two positive whole numbers"),
         ("deepseek_v3-fp8", {"weight_block_size": "big"}, "two positive whole numbers"),
         ("gpt_oss-mxfp4", {"quant_method": "fp8"}, "found none among"),
+        ("deepseek_v3-fp8", {"fmt": "e5m2"}, "fmt 'e5m2' cannot be read yet; expected e4m3"),
+        ("deepseek_v3-fp8", {"fmt": 8}, "expected fmt to be a name"),
         ("qwen3_moe-nvfp4-modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ"),
+        ("qwen3_moe-nvfp4-modelopt", {"quant_algo": "FP8"}, "expected F8_E4M3, as it has scales"),
+        ("glm4_moe-mixed", {"format": "marlin-24"}, "expected format to be float-quantized or"),
         ("deepseek_v4-fp4", {"expert_dtype": "fp8"}, "expected F8_E4M3"),
         ("deepseek_v3-int4", {"config_groups": {}}, "among the targets of config_groups"),
         ("deepseek_v3-int4", {"config_groups": [1]}, "expected config_groups to be an object"),
@@ -280,7 +284,7 @@ JSON = st.recursive(
 KEYS = st.sampled_from(
     [
         *("quant_method", "weight_block_size", "expert_dtype", "format", "config_groups"),
-        *("ignore", "targets", "weights", "num_bits", "strategy", "group_size", "type"),
+        *("fmt", "ignore", "targets", "weights", "num_bits", "strategy", "group_size", "type"),
         *("bits", "desc_act", "checkpoint_format", "dynamic", "zero_point", "version"),
         *("symmetric", "quant_algo", "block_structure", "actorder", "sparsity_config"),
     ]

@@ -28,6 +28,8 @@ from moe_runtime.kernels.quantized import WeightFormat
 
 _FLOATS = ("BF16", "F32", "F16")
 _E8M0 = ("U8", "F8_E8M0")
+_MIXED = ("mixed-precision", "dense")
+"""What the whole is called where each group has a format of its own."""
 _WORD_BITS = 32
 _PACKED, _SCALES = ".weight_packed", ".weight_scale"
 
@@ -132,6 +134,9 @@ def _targets_of(settings: Settings) -> dict[str, tuple[Settings, str]]:
     """What is done to the weights of each target of `config_groups`, and their format.
 
     In the order of `match_targets` of compressed-tensors: names, then patterns by the alphabet.
+
+    Raises:
+        CheckpointError: it says so in no form that can be read, or as a whole another than here.
     """
     groups = settings.part("config_groups")
     found = {}
@@ -140,6 +145,9 @@ def _targets_of(settings: Settings) -> dict[str, tuple[Settings, str]]:
         if group.get("weights") is not None:
             kind = group.text("format") or settings.text("format") or "missing"
             found |= dict.fromkeys(group.names("targets"), (group.part("weights"), kind))
+    whole, kinds = settings.text("format"), {kind for _, kind in found.values()}
+    if kinds and whole not in {None, *_MIXED, *kinds}:
+        settings.refuse("format", f"{' or '.join(sorted(kinds))}, as config_groups have")
     return {target: found[target] for target in sorted(found, key=lambda t: ("re:" in t, t))}
 
 

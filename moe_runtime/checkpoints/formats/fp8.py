@@ -17,6 +17,7 @@ from moe_runtime.checkpoints.formats.packed_weight import (
 )
 from moe_runtime.checkpoints.formats.settings import Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.quantized import WeightFormat
 
@@ -29,8 +30,12 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
     """The quantised weights of a checkpoint, `quant_method` fp8 or mxfp8.
 
     Raises:
+        UnsupportedModelError: the codes are to be another FP8 than E4M3.
         CheckpointError: a part of one is missing or has another type or shape.
     """
+    fmt = settings.text("fmt")
+    if fmt is not None and "e4m3" not in fmt.lower():
+        settings.unsupported(f"fmt {clipped(fmt)}", "e4m3")
     block = settings.block("weight_block_size")
     if block is None and settings.get("quant_method") == "mxfp8":
         block = (1, 32)

@@ -22,7 +22,8 @@ from moe_runtime.kernels.quantized import WeightFormat
 
 GROUP = 16
 _SCALES = (".weight_scale", ".weight_scale_2")
-_ALGORITHMS = ("NVFP4", "FP8")
+_CODES = {"NVFP4": "U8 or F8_E4M3", "FP8": "F8_E4M3"}
+"""Types of the codes by the algorithm: among weights of NVFP4 there may be some of FP8."""
 
 
 def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
@@ -33,8 +34,8 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
         CheckpointError: a part of a weight is missing or has another type or shape.
     """
     algorithm = settings.text("quant_algo")
-    if algorithm not in _ALGORITHMS:
-        settings.unsupported(f"quant_algo {algorithm}", " or ".join(_ALGORITHMS))
+    if algorithm not in _CODES:
+        settings.unsupported(f"quant_algo {algorithm}", " or ".join(_CODES))
     group = settings.size("group_size") or GROUP
     nvfp4 = WeightFormat("e2m1", "e4m3", group_cols=group, global_scale="multiply")
     fp8, place = WeightFormat("e4m3", "f32", 0, 0), settings.place
@@ -43,7 +44,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             companion(entries, name.rpartition("_scale")[0], [""], f"the codes of {name}")
         if not name.endswith(".weight"):
             continue
-        if codes.dtype == "U8":
+        if codes.dtype == "U8" and algorithm == "NVFP4":
             rows, width = codes_shape(codes, ["U8"], [2], place)
             scales = companion(entries, name, ["_scale"], f"the scales of {name}")
             factor = companion(entries, name, ["_scale_2"], f"the global scale of {name}")
@@ -58,5 +59,6 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             yield with_scales(name, codes, sizes, scales, ["F32"], fp8, place=place)
         elif f"{name}_scale" in entries:
             raise UnsupportedModelError(
-                f"{name}: expected U8 or F8_E4M3, as it has scales, found {codes.dtype}"
+                f"{name}: expected {_CODES[algorithm]}, as it has scales and quant_algo of "
+                f"{place} is {algorithm}, found {codes.dtype}"
             )
