@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.checkpoints.formats import PackedWeight, Packing
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.kernels.quantized import WeightFormat
 
 if TYPE_CHECKING:
     from moe_runtime.checkpoints.expert_map import ExpertMap
@@ -26,14 +28,13 @@ def round_activations(experts: ExpertMap, device: torch.device) -> None:
     is_rounded = False
     for packings in experts.packings:
         for name, packing in packings.items():
-            if _takes_int8(kind := getattr(packing, "format", None)):
-                packings[name] = packing._replace(format=replace(kind, int8_activations=True))
+            if isinstance(packing, Packing) and packing.format.takes_int8_activations:
+                packings[name] = packing._replace(format=_rounding(packing.format))
                 is_rounded = True
     for name in experts.packed_dense:
-        weight: Any = experts.dense_entries[name]
-        if _takes_int8(weight.format):
-            rounding = replace(weight.format, int8_activations=True)
-            experts.dense_entries[name] = replace(weight, format=rounding)
+        weight = experts.dense_entries[name]
+        if isinstance(weight, PackedWeight) and weight.format.takes_int8_activations:
+            experts.dense_entries[name] = replace(weight, format=_rounding(weight.format))
             is_rounded = True
     if not is_rounded:
         raise UnsupportedModelError(
@@ -43,5 +44,5 @@ def round_activations(experts: ExpertMap, device: torch.device) -> None:
         )
 
 
-def _takes_int8(kind: Any) -> bool:
-    return kind is not None and kind.takes_int8_activations
+def _rounding(kind: WeightFormat) -> WeightFormat:
+    return replace(kind, int8_activations=True)

@@ -78,6 +78,7 @@ def test_what_has_no_such_weights_is_refused(
     file = gguf_checkpoints.write(sample, tmp_path).folder
     with pytest.raises(UnsupportedModelError, match="that stay so in memory; this model has none"):
         logits_of(file, activations="int8")
+    capsys.readouterr()  # what wrote the file
     arguments = ["run", str(pocket_path()), "--prompt", "a", "--device", "cpu"]
     assert main([*arguments, "--activations", "int8"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
