@@ -17,7 +17,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.expert_mlp import ExpertStep, ExpertWeights, expert_ffn
 from moe_runtime.kernels.native import require_native
 from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, WeightFormat
+from moe_runtime.memory.slab import Slab
 
 RESULTS = Path(__file__).parent / "results"
 FORMATS = {
@@ -117,11 +118,13 @@ def has_whole_blocks(shape: Shape, kind: WeightFormat | None) -> bool:
 
 
 def make_experts(shape: Shape, kind: WeightFormat | None, memory: int) -> list[ExpertWeights]:
-    """Random experts with their own memory, as many as there are or as fit."""
+    """Random experts in slots of a cache's memory, as many as there are or as fit."""
     sizes = (shape.dim_hidden, shape.dim_model), (shape.dim_model, shape.dim_hidden)
     up, down = (_matrix(kind, *size) for size in sizes)
     count = max(shape.top_k, min(shape.num_experts, memory // (2 * up.nbytes + down.nbytes)))
-    return [ExpertWeights(_copied(up), _copied(up), _copied(down)) for _ in range(count)]
+    parts = [part for matrix in (up, up, down) for part in _parts(matrix)]
+    slab = Slab(count, sum(map(_room, parts)))
+    return [ExpertWeights(*_copied((up, up, down), slab.slot(index))) for index in range(count)]
 
 
 def _matrix(kind: WeightFormat | None, num_rows: int, num_cols: int) -> Tensor | QuantizedMatrix:
@@ -159,11 +162,33 @@ def _blocks(kind: WeightFormat, num_rows: int, num_cols: int, generator: Generat
     return blocks.flatten(1)
 
 
-def _copied(matrix: Tensor | QuantizedMatrix) -> Tensor | QuantizedMatrix:
+def _copied(
+    matrices: Iterable[Tensor | QuantizedMatrix], slot: Tensor
+) -> Iterator[Tensor | QuantizedMatrix]:
+    """Copies of matrices one behind the other in a slot, as a loaded model has them."""
+    offset = 0
+    for matrix in matrices:
+        copies = []
+        for part in _parts(matrix):
+            copies.append(slot[offset : offset + part.nbytes].view(part.dtype).view_as(part))
+            copies[-1].copy_(part)
+            offset += _room(part)
+        if isinstance(matrix, Tensor):
+            yield copies[0]
+        else:
+            yield QuantizedMatrix(
+                matrix.format, matrix.num_cols, *copies, *[None] * (2 - len(copies))
+            )
+
+
+def _parts(matrix: Tensor | QuantizedMatrix) -> list[Tensor]:
     if isinstance(matrix, Tensor):
-        return matrix.clone()
-    scales = None if matrix.scales is None else matrix.scales.clone()
-    return QuantizedMatrix(matrix.format, matrix.num_cols, matrix.codes.clone(), scales)
+        return [matrix]
+    return [part for part in (matrix.codes, matrix.scales) if part is not None]
+
+
+def _room(part: Tensor) -> int:
+    return -(-part.nbytes // 64) * 64
 
 
 @torch.no_grad()
@@ -198,7 +223,7 @@ def measure(
     expert_bytes = sum(matrix.nbytes for matrix in matrices if matrix is not None)
     visited = [len(ids_TK.unique()) for ids_TK, _ in routings]
     # as long as the call moves, from memory: neither the cache nor the kernel's page of zeros
-    room = torch.ones(max(1 << 29, max(visited) * expert_bytes), dtype=torch.uint8)
+    room = Slab(1, max(1 << 29, max(visited) * expert_bytes)).slot(0).fill_(1)
     seconds: dict[str, list[float]] = {"experts": [], "read": []}
     for index in range(rounds):
         ids_TK, weights_TK = routings[index % CALLS]
