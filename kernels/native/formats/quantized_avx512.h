@@ -12,158 +12,24 @@
 /* How codes are decoded: 4 bits by a table; 4 bits and a zero point for each group; fp8; 8-bit integers and a zero point
  * for each group; 4 bits and a zero point beyond the table. */
 enum { DECODE_TABLE4, DECODE_ZEROS4, DECODE_E4M3, DECODE_BYTES, DECODE_ANY4, NUM_DECODERS };
-enum { NUM_LANES = 16, LARGEST_TABLE_ZERO = 16 };
+enum { LARGEST_TABLE_ZERO = 16 };
 enum { WIDE, PAIRS, NUM_MODES }; /* of products: as fp32, of pairs of bf16 */
 enum { WEIGHT_ROWS = 4 }; /* that one row of x is multiplied with at a time */
 
+#include "formats/scales_avx512.h"
+
 typedef struct {
-    int shift;               /* binary logarithm of a group's columns */
-    __m512i expand;          /* group of each lane, counted from the first of the block, or of the 64 codes of a DOT8 */
+    LaneGroups groups;
     __m512i table, flip;     /* bf16 values of codes; what makes codes unsigned */
     __m512i low[2], high[2]; /* bytes of bf16 by the magnitudes of fp8 codes */
     __m512 wide_table;       /* fp32 values of codes */
 } Lanes;
 
-/* Of the codes that begin with an element. */
-INLINE __m512 scales_at(const Lanes *lanes, const RowGroups *row, int64_t element) {
-    return _mm512_permutexvar_ps(lanes->expand, _mm512_loadu_ps(row->scales + (element >> lanes->shift)));
-}
-
-INLINE __m512i zeros_at(const Lanes *lanes, const RowGroups *row, int64_t element) {
-    return _mm512_permutexvar_epi32(lanes->expand, _mm512_loadu_si512(row->zeros + (element >> lanes->shift)));
-}
-
-/* A vector of codes, of a block of which `bytes` are there: the row may end at the end of the mapped memory, and what a
- * mask leaves out is not read. */
-INLINE __m512i load_codes(const char *codes, int64_t bytes) {
-    if (bytes >= 64) return _mm512_loadu_si512(codes);
-    return _mm512_maskz_loadu_epi8(bytes > 0 ? ~0ull >> (64 - bytes) : 0, codes);
-}
-
-/* Of the eight bytes of each lane the first four, or the last. */
-INLINE __m512i bytes_of_lanes(const char *codes, int64_t bytes, int half, __m512i flip) {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i index = half ? _mm512_add_epi32(even, _mm512_set1_epi32(1)) : even;
-    const __m512i low = load_codes(codes, bytes), high = load_codes(codes + 64, bytes - 64);
-    return _mm512_xor_si512(_mm512_permutex2var_epi32(low, index, high), flip);
-}
-
-/* ---- decoding to fp32 ---- */
-
-/* fp8 in the highest byte of each lane. */
-INLINE __m512 wide_e4m3(__m512i code) {
-    const __m512i magnitude = _mm512_and_si512(_mm512_srli_epi32(code, 4), _mm512_set1_epi32(0x07f00000));
-    const __m512i normal = _mm512_add_epi32(magnitude, _mm512_set1_epi32(120 << 23));
-    const __m512 above = _mm512_castsi512_ps(_mm512_add_epi32(magnitude, _mm512_set1_epi32(121 << 23)));
-    const __mmask16 is_subnormal = _mm512_cmplt_epu32_mask(magnitude, _mm512_set1_epi32(8 << 20));
-    const __mmask16 is_nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x07f00000));
-    __m512 value = _mm512_mask_sub_ps(_mm512_castsi512_ps(normal), is_subnormal, above, _mm512_set1_ps(0.015625f));
-    value = _mm512_mask_mov_ps(value, is_nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
-    const __m512i sign = _mm512_and_si512(code, _mm512_set1_epi32((int)0x80000000u));
-    return _mm512_or_ps(value, _mm512_castsi512_ps(sign));
-}
-
-/* Vector j has element 8 l + j of a block in lane l. */
-INLINE void decode_wide(int decoder, const Lanes *lanes, const RowGroups *row, const char *codes, int64_t bytes, int64_t block, __m512 out[8]) {
-    if (decoder == DECODE_TABLE4 || decoder == DECODE_ZEROS4) {
-        const __m512i words = load_codes(codes, bytes);
-        const __m512i zeros = decoder == DECODE_ZEROS4 ? zeros_at(lanes, row, block * QUANT_BLOCK) : _mm512_setzero_si512();
-        UNROLL for (int j = 0; j < 8; j++) {
-            const __m512i code = _mm512_srli_epi32(words, 4 * j);
-            if (decoder == DECODE_TABLE4)
-                out[j] = _mm512_permutexvar_ps(code, lanes->wide_table);
-            else
-                out[j] = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(code, _mm512_set1_epi32(15)), zeros));
-        }
-        return;
-    }
-    const __m512i zeros = decoder == DECODE_BYTES ? zeros_at(lanes, row, block * QUANT_BLOCK) : _mm512_setzero_si512();
-    const __m512i flip = decoder == DECODE_BYTES ? lanes->flip : _mm512_setzero_si512();
-    UNROLL for (int half = 0; half < 2; half++) {
-        const __m512i four = bytes_of_lanes(codes, bytes, half, flip);
-        UNROLL for (int j = 0; j < 4; j++) {
-            if (decoder == DECODE_E4M3) {
-                out[4 * half + j] = wide_e4m3(_mm512_slli_epi32(four, 24 - 8 * j));
-            } else {
-                const __m512i code = _mm512_and_si512(_mm512_srli_epi32(four, 8 * j), _mm512_set1_epi32(255));
-                out[4 * half + j] = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, zeros));
-            }
-        }
-    }
-}
-
-#if HAS_BF16_DOT
-/* ---- decoding to bf16; element_of says which element lies where ---- */
-
-/* fp8 by a table of both bytes of bf16 for every magnitude. */
-INLINE void decode_e4m3(const Lanes *lanes, __m512i codes, __m512i out[2]) {
-    const __m512i low = _mm512_permutex2var_epi8(lanes->low[0], codes, lanes->low[1]);
-    const __m512i magnitudes = _mm512_permutex2var_epi8(lanes->high[0], codes, lanes->high[1]);
-    /* magnitudes | (codes & sign) */
-    const __m512i high = _mm512_ternarylogic_epi32(magnitudes, codes, _mm512_set1_epi8((char)0x80), 0xf8);
-    out[0] = _mm512_unpacklo_epi8(low, high);
-    out[1] = _mm512_unpackhi_epi8(low, high);
-}
-
-/* Bytes above zero in words, less zero points: integers of up to 8 bits are exact in the upper halves of fp32. */
-INLINE __m512i narrow_words(__m512i words, __m512i zeros) {
-    const __m512i low = _mm512_sub_epi32(_mm512_and_si512(words, _mm512_set1_epi32(255)), zeros);
-    const __m512i high = _mm512_sub_epi32(_mm512_srli_epi32(words, 16), zeros);
-    const __m512i low_bits = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(low)), 16);
-    /* high & mask | low */
-    return _mm512_ternarylogic_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(high)), _mm512_set1_epi32((int)0xffff0000u), low_bits, 0xea);
-}
-
-/* Two vectors of pairs of 64 codes of 8 bits. */
-INLINE void decode_bytes(int decoder, const Lanes *lanes, const RowGroups *row, __m512i codes, int64_t element, __m512i out[2]) {
-    if (decoder == DECODE_E4M3) {
-        decode_e4m3(lanes, codes, out);
-        return;
-    }
-    const __m512i zeros = zeros_at(lanes, row, element), bytes = _mm512_xor_si512(codes, lanes->flip);
-    out[0] = narrow_words(_mm512_unpacklo_epi8(bytes, _mm512_setzero_si512()), zeros);
-    out[1] = narrow_words(_mm512_unpackhi_epi8(bytes, _mm512_setzero_si512()), zeros);
-}
-
-INLINE void decode_any4(const Lanes *lanes, const RowGroups *row, const char *codes, int64_t bytes, int64_t block, __m512i out[4]) {
-    float values[QUANT_BLOCK];
-    char padded[QUANT_BLOCK / 2];
-    int32_t zeros[NUM_LANES];
-    uint16_t narrow[QUANT_BLOCK];
-    _mm512_storeu_si512(padded, load_codes(codes, bytes));
-    code_values(CODE_UINT4, padded, QUANT_BLOCK, values);
-    _mm512_storeu_si512(zeros, zeros_at(lanes, row, block * QUANT_BLOCK));
-    for (int i = 0; i < QUANT_BLOCK; i++) {
-        const int plane = i / 32, lane = i % 32 / 2, half = i % 2;
-        narrow[i] = f32_to_bf16(values[8 * lane + plane + 4 * half] - (float)zeros[lane]);
-    }
-    for (int plane = 0; plane < 4; plane++) out[plane] = _mm512_loadu_si512(narrow + 32 * plane);
-}
-
-/* Four vectors of pairs of a block of codes of 4 bits. */
-INLINE void decode_nibbles(int decoder, const Lanes *lanes, const RowGroups *row, const char *codes, int64_t bytes, int64_t block, __m512i out[4]) {
-    if (decoder == DECODE_ANY4) {
-        decode_any4(lanes, row, codes, bytes, block, out);
-        return;
-    }
-    const __m512i words = load_codes(codes, bytes);
-    /* Code minus zero point, from -16 on: an index of the table, which takes the low five bits of a word. */
-    __m512i first = _mm512_setzero_si512();
-    if (decoder == DECODE_ZEROS4) {
-        first = _mm512_sub_epi32(_mm512_set1_epi32(LARGEST_TABLE_ZERO), zeros_at(lanes, row, block * QUANT_BLOCK));
-        first = _mm512_or_si512(first, _mm512_slli_epi32(first, 16));
-    }
-    UNROLL for (int plane = 0; plane < 4; plane++) {
-        __m512i index = _mm512_srli_epi16(words, 4 * plane);
-        if (decoder == DECODE_ZEROS4) index = _mm512_add_epi16(_mm512_and_si512(index, _mm512_set1_epi16(15)), first);
-        out[plane] = _mm512_permutexvar_epi16(index, lanes->table);
-    }
-}
-#endif
+#include "formats/decode_avx512.h"
 
 /* ---- one weight row by one panel ---- */
 
-INLINE void lanes_block(int mode, int decoder, int panel_rows, const Lanes *lanes, const RowGroups *row, const char *codes,
+INLINE void lanes_block(int mode, int decoder, int scales, int panel_rows, const Lanes *lanes, const RowGroups *row, const char *codes,
                         int64_t bytes, const char *x, int64_t block, Vec *acc) {
 #if HAS_BF16_DOT
     if (mode == PAIRS) {
@@ -176,32 +42,32 @@ INLINE void lanes_block(int mode, int decoder, int panel_rows, const Lanes *lane
                 decode_bytes(decoder, lanes, row, load_codes(codes + part * 64, bytes - part * 64), element, decoded);
             else
                 decode_nibbles(decoder, lanes, row, codes, bytes, block, decoded);
-            const Vec scales = scales_at(lanes, row, element);
+            const Vec factors = scales_at(scales, &lanes->groups, row, element);
             UNROLL for (int m = 0; m < panel_rows; m++) {
                 const char *pairs = x + (m * QUANT_BLOCK + part * 64) * 2;
                 Vec sum = vec_zero();
                 UNROLL for (int i = 0; i < planes; i++) sum = dot_bf16(sum, (BfVec)decoded[i], vec_load_bf16_pairs(pairs + i * 64));
-                acc[m] = vec_fma(acc[m], sum, scales);
+                acc[m] = vec_fma(acc[m], sum, factors);
             }
         }
         return;
     }
 #endif
-    const Vec scales = scales_at(lanes, row, block * QUANT_BLOCK);
+    const Vec factors = scales_at(scales, &lanes->groups, row, block * QUANT_BLOCK);
     Vec planes[8];
     decode_wide(decoder, lanes, row, codes, bytes, block, planes);
     UNROLL for (int m = 0; m < panel_rows; m++) {
         Vec sum = vec_zero();
         UNROLL for (int i = 0; i < 8; i++)
             sum = vec_fma(sum, planes[i], vec_load_f32((const float *)x + m * QUANT_BLOCK + i * NUM_LANES));
-        acc[m] = vec_fma(acc[m], sum, scales);
+        acc[m] = vec_fma(acc[m], sum, factors);
     }
     (void)mode;
 }
 
 INLINE int is_half_byte(int decoder) { return decoder != DECODE_E4M3 && decoder != DECODE_BYTES; }
 
-INLINE void lanes_sums(int mode, int decoder, int panel_rows, const Lanes *lanes, const RowGroups *row, const char *codes,
+INLINE void lanes_sums(int mode, int decoder, int scales, int panel_rows, const Lanes *lanes, const RowGroups *row, const char *codes,
                        const char *ahead, const char *x, Vec *acc) {
     const int code_bytes = is_half_byte(decoder) ? QUANT_BLOCK / 2 : QUANT_BLOCK;
     const int64_t x_bytes = (int64_t)panel_rows * QUANT_BLOCK * (mode == WIDE ? 4 : 2), blocks = row->k / QUANT_BLOCK;
@@ -209,15 +75,16 @@ INLINE void lanes_sums(int mode, int decoder, int panel_rows, const Lanes *lanes
     UNROLL for (int m = 0; m < panel_rows; m++) acc[m] = vec_zero();
     for (int64_t block = 0; block < blocks; block++, codes += code_bytes, ahead += code_bytes, x += x_bytes) {
         UNROLL for (int i = 0; i < code_bytes; i += CACHE_LINE) __builtin_prefetch(ahead + i, 0, 3);
-        lanes_block(mode, decoder, panel_rows, lanes, row, codes, code_bytes, x, block, acc);
+        lanes_block(mode, decoder, scales, panel_rows, lanes, row, codes, code_bytes, x, block, acc);
     }
-    if (rest) lanes_block(mode, decoder, panel_rows, lanes, row, codes, rest_bytes, x, blocks, acc);
+    __builtin_prefetch(ahead + rest_bytes - 1, 0, 3); /* where rows begin within a line they end in one more */
+    if (rest) lanes_block(mode, decoder, scales, panel_rows, lanes, row, codes, rest_bytes, x, blocks, acc);
 }
 
 INLINE void lanes_row(int mode, int decoder, int panel_rows, const Lanes *lanes, const RowGroups *row, const char *codes,
                       const char *ahead, const char *x, float *out, int64_t ldo) {
     Vec acc[PANEL_ROWS];
-    lanes_sums(mode, decoder, panel_rows, lanes, row, codes, ahead, x, acc);
+    lanes_sums(mode, decoder, SCALES_WIDENED, panel_rows, lanes, row, codes, ahead, x, acc);
     UNROLL for (int first = 0; first < panel_rows; first += 4) {
         Vec four[4];
         float sums[4];
@@ -231,28 +98,34 @@ INLINE void lanes_row(int mode, int decoder, int panel_rows, const Lanes *lanes,
 /* WEIGHT_ROWS rows by one row of x, with the bits of `lanes_row`. They take turns, which is the one forward stream that memory
  * serves fastest, and share the last sums (measured on Zen 5 with 768 and 2,048 columns of 4 bits: a tenth faster; of 8 bits
  * it gains nothing). */
-INLINE void lanes_rows(int mode, int decoder, const Lanes *lanes, const RowGroups *rows, const char *const *codes,
-                       const char *const *ahead, const char *x, float *out) {
+INLINE void lanes_rows(int mode, int decoder, int scales, const Lanes *lanes, const RowGroups *rows, Matrix weight,
+                       const char *ahead, const char *x, float *out) {
     Vec acc[WEIGHT_ROWS];
-    UNROLL for (int n = 0; n < WEIGHT_ROWS; n++) lanes_sums(mode, decoder, 1, lanes, &rows[n], codes[n], ahead[n], x, &acc[n]);
+    UNROLL for (int n = 0; n < WEIGHT_ROWS; n++) {
+        const int64_t offset = n * weight.stride;
+        lanes_sums(mode, decoder, scales, 1, lanes, &rows[n], weight.data + offset, ahead + offset, x, &acc[n]);
+    }
     vec_four_sums(acc[0], acc[1], acc[2], acc[3], out);
 }
 
 typedef void (*LanesRow)(const Lanes *lanes, const RowGroups *row, const char *codes, const char *ahead, const char *x,
                          float *out, int64_t ldo);
-typedef void (*LanesRows)(const Lanes *lanes, const RowGroups *rows, const char *const *codes, const char *const *ahead,
-                          const char *x, float *out);
+typedef void (*LanesRows)(const Lanes *lanes, const RowGroups *rows, Matrix weight, const char *ahead, const char *x, float *out);
 
 #define DEFINE_LANES_ROW(mode, decoder, panel)                                                                         \
     static void lanes_##mode##_##decoder##_##panel(const Lanes *lanes, const RowGroups *row, const char *codes,          \
                                                     const char *ahead, const char *x, float *out, int64_t ldo) {       \
         lanes_row(mode, decoder, panel, lanes, row, codes, ahead, x, out, ldo);                                        \
     }
-#define DEFINE_FOUR(mode, decoder)                                                                                        \
-    static void four_##mode##_##decoder(const Lanes *lanes, const RowGroups *rows, const char *const *codes,             \
-                                        const char *const *ahead, const char *x, float *out) {                          \
-        lanes_rows(mode, decoder, lanes, rows, codes, ahead, x, out);                                                   \
+#define DEFINE_FOUR(mode, decoder, scales)                                                                                \
+    static void four_##mode##_##decoder##_##scales(const Lanes *lanes, const RowGroups *rows, Matrix weight,             \
+                                                   const char *ahead, const char *x, float *out) {                      \
+        lanes_rows(mode, decoder, scales, lanes, rows, weight, ahead, x, out);                                          \
     }
+#define DEFINE_FOURS(mode, decoder)                                                                                       \
+    DEFINE_FOUR(mode, decoder, SCALES_WIDENED) DEFINE_FOUR(mode, decoder, SCALES_UPPER) DEFINE_FOUR(mode, decoder, SCALES_HALVES)
+#define NAME_FOURS(mode, decoder)                                                                                         \
+    {four_##mode##_##decoder##_SCALES_WIDENED, four_##mode##_##decoder##_SCALES_UPPER, four_##mode##_##decoder##_SCALES_HALVES}
 #define FOR_PANELS(macro, pairs, decoder, separator)                                                          \
     macro(pairs, decoder, 1) separator() macro(pairs, decoder, 2) separator() macro(pairs, decoder, 3) separator() \
         macro(pairs, decoder, 4) separator() macro(pairs, decoder, 5) separator() macro(pairs, decoder, 6)
@@ -272,12 +145,12 @@ DEFINE_DECODER(1, DECODE_BYTES)
 DEFINE_DECODER(1, DECODE_ANY4)
 #endif
 
-DEFINE_FOUR(0, DECODE_TABLE4)
-DEFINE_FOUR(0, DECODE_ZEROS4)
+DEFINE_FOURS(0, DECODE_TABLE4)
+DEFINE_FOURS(0, DECODE_ZEROS4)
 #if HAS_BF16_DOT
-DEFINE_FOUR(1, DECODE_TABLE4)
-DEFINE_FOUR(1, DECODE_ZEROS4)
-DEFINE_FOUR(1, DECODE_ANY4)
+DEFINE_FOURS(1, DECODE_TABLE4)
+DEFINE_FOURS(1, DECODE_ZEROS4)
+DEFINE_FOURS(1, DECODE_ANY4)
 #endif
 
 static const LanesRow LANES_ROWS[NUM_MODES][NUM_DECODERS][PANEL_ROWS] = {
@@ -289,10 +162,11 @@ static const LanesRow LANES_ROWS[NUM_MODES][NUM_DECODERS][PANEL_ROWS] = {
 };
 
 /* The other decoders are of 8 bits. */
-static const LanesRows LANES_OF_FOUR[NUM_MODES][NUM_DECODERS] = {
-    {[DECODE_TABLE4] = four_0_DECODE_TABLE4, [DECODE_ZEROS4] = four_0_DECODE_ZEROS4},
+static const LanesRows LANES_OF_FOUR[NUM_MODES][NUM_DECODERS][NUM_SCALE_READERS] = {
+    {[DECODE_TABLE4] = NAME_FOURS(0, DECODE_TABLE4), [DECODE_ZEROS4] = NAME_FOURS(0, DECODE_ZEROS4)},
 #if HAS_BF16_DOT
-    {[DECODE_TABLE4] = four_1_DECODE_TABLE4, [DECODE_ZEROS4] = four_1_DECODE_ZEROS4, [DECODE_ANY4] = four_1_DECODE_ANY4},
+    {[DECODE_TABLE4] = NAME_FOURS(1, DECODE_TABLE4), [DECODE_ZEROS4] = NAME_FOURS(1, DECODE_ZEROS4),
+     [DECODE_ANY4] = NAME_FOURS(1, DECODE_ANY4)},
 #endif
 };
 
@@ -321,11 +195,11 @@ static int decoder_of(const Quantized *format) {
 static Lanes lanes_of(int kind, const Quantized *format) {
     const int decoder = decoder_of(format);
     const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    Lanes lanes = {.shift = group_shift(format), .flip = _mm512_set1_epi8(format->codes == CODE_INT8 ? (char)0x80 : 0)};
-    int32_t expand[NUM_LANES];
-    for (int64_t lane = 0; lane < NUM_LANES; lane++)
-        expand[lane] = (int32_t)((kind == KIND_QUANT_DOT8 ? lane / 4 * 16 : 8 * lane) >> lanes.shift);
-    lanes.expand = _mm512_loadu_si512(expand);
+    const int is_dot8 = kind == KIND_QUANT_DOT8;
+    int32_t first_code[NUM_LANES];
+    for (int lane = 0; lane < NUM_LANES; lane++) first_code[lane] = is_dot8 ? lane / 4 * 16 : 8 * lane;
+    Lanes lanes = {.groups = lane_groups(format, is_dot8 ? 64 : QUANT_BLOCK, first_code),
+                   .flip = _mm512_set1_epi8(format->codes == CODE_INT8 ? (char)0x80 : 0)};
     __m512 values[2]; /* of codes of 4 bits, or of their differences to a zero point, which are 32 */
     __m256i narrow[2];
     for (int half = 0; half < 2; half++) {
@@ -352,12 +226,12 @@ static Lanes lanes_of(int kind, const Quantized *format) {
     return lanes;
 }
 
-/* Reads one row's groups, and returns the decoder for them. */
-static int prepare_row(RowGroups *row, int64_t index, int decoder, int mode) {
-    read_groups(row, index);
+/* The decoder for the groups of some rows. */
+static int decoder_of_rows(const RowGroups *rows, int64_t count, int decoder, int mode) {
+    if (decoder != DECODE_ZEROS4 || mode != PAIRS) return decoder;
     int is_large = 0;
-    if (decoder == DECODE_ZEROS4 && mode == PAIRS)
-        for (int64_t i = 0; i < row->groups; i++) is_large |= row->zeros[i] > LARGEST_TABLE_ZERO;
+    for (int64_t n = 0; n < count; n++)
+        for (int64_t i = 0; i < rows[n].groups; i++) is_large |= rows[n].zeros[i] > LARGEST_TABLE_ZERO;
     return is_large ? DECODE_ANY4 : decoder;
 }
 
@@ -365,35 +239,33 @@ static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int
                            float *out, int64_t ldo, Matrix next) {
     const int mode = mode_of(kind), decoder = decoder_of(weight.quantized);
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
-    const int64_t code_bytes = code_row_bytes(weight.quantized, k), rows_ahead = LANES_AHEAD / (code_bytes + 1) + 1;
+    const int64_t at_once = num_rows == 1 && is_half_byte(decoder) ? WEIGHT_ROWS : 1;
+    const int64_t rows_ahead = (LANES_AHEAD / (code_row_bytes(weight.quantized, k) * at_once + 1) + 1) * at_once;
     const int64_t scale_bytes = fetched_scale_bytes(weight.quantized, k);
     const int64_t room = groups_of_row(weight.quantized, k) + GROUP_PADDING;
-    const int64_t at_once = num_rows == 1 && is_half_byte(decoder) ? WEIGHT_ROWS : 1;
     const Stream stream = {.weight = weight, .next = next, .num_rows = num_weight_rows};
     const Lanes lanes = lanes_of(kind, weight.quantized);
-    float scales[at_once * room];
+    float widened[at_once * room];
     int32_t zeros[at_once * room];
     RowGroups rows[WEIGHT_ROWS];
-    for (int64_t i = 0; i < at_once; i++) rows[i] = row_groups(weight, k, scales + i * room, zeros + i * room);
+    for (int64_t i = 0; i < at_once; i++) rows[i] = row_groups(weight, k, widened + i * room, zeros + i * room);
     for (int64_t n = 0, count; n < num_weight_rows; n += count) {
-        const char *codes[WEIGHT_ROWS], *ahead[WEIGHT_ROWS];
-        int own_decoder = decoder;
         count = n + at_once <= num_weight_rows ? at_once : 1;
-        for (int64_t i = 0; i < count; i++) {
-            const int row_decoder = prepare_row(&rows[i], weight.first_row + n + i, decoder, mode);
-            if (row_decoder != decoder) own_decoder = row_decoder;
-            codes[i] = weight.data + (n + i) * weight.stride;
-            ahead[i] = stream_row(&stream, n + i + rows_ahead);
-            if (!ahead[i]) ahead[i] = codes[i];
+        const int64_t index = weight.first_row + n, last_row = weight.first_row + num_weight_rows - 1;
+        const int scales = read_lane_groups(count > 1 ? lanes.groups.reader : SCALES_WIDENED, rows, count, index, last_row);
+        const int own_decoder = decoder_of_rows(rows, count, decoder, mode);
+        const Matrix here = {.data = weight.data + n * weight.stride, .stride = weight.stride};
+        const char *ahead = stream_row(&stream, n + rows_ahead);
+        if (!ahead) ahead = here.data;
+        for (int64_t i = 0; i < count; i++)
             fetch_scales(weight, n + i + rows_ahead < num_weight_rows ? n + i + rows_ahead : n + i, scale_bytes);
-        }
         if (count > 1) {
-            LANES_OF_FOUR[mode][own_decoder](&lanes, rows, codes, ahead, packed, out + n);
+            LANES_OF_FOUR[mode][own_decoder][scales](&lanes, rows, here, ahead, packed, out + n);
             continue;
         }
         for (int64_t p = 0; p < panels; p++) {
             const int64_t first = panel_start(p, panels, num_rows), last = panel_start(p + 1, panels, num_rows);
-            LANES_ROWS[mode][own_decoder][last - first - 1](&lanes, rows, *codes, p ? *codes : *ahead,
+            LANES_ROWS[mode][own_decoder][last - first - 1](&lanes, rows, here.data, p ? here.data : ahead,
                                                              packed + first * row_bytes, out + first * ldo + n, ldo);
         }
     }

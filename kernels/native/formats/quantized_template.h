@@ -12,12 +12,13 @@
 /* Numbers of groups are read as a whole vector at a time. */
 enum { GROUP_PADDING = 16, WIDENED = 16 };
 
-/* One row's scales and zero points, zeros behind the last. */
+/* One row's scales and zero points, zeros behind the last; `stored` where its scales are read as they lie. */
 typedef struct {
     const Quantized *format;
     int64_t k, groups;
     float *scales;
     int32_t *zeros;
+    const char *stored;
 } RowGroups;
 
 /* Some scales as fp32; a constant number of them are vectors. */
@@ -60,12 +61,16 @@ static void read_scales(const Quantized *format, int64_t row, int64_t groups, fl
 }
 
 /* A zero point for all groups is there from the start. */
-static void read_groups(RowGroups *row, int64_t index) {
+static void read_zeros(RowGroups *row, int64_t index) {
     const Quantized *format = row->format;
-    read_scales(format, index, row->groups, row->scales);
     if (!format->zeros) return;
     const uint8_t *zeros = (const uint8_t *)format->zeros + group_of(index, format->group_rows) * format->zero_stride;
     for (int64_t i = 0; i < row->groups; i++) row->zeros[i] = zeros[i];
+}
+
+static void read_groups(RowGroups *row, int64_t index) {
+    read_scales(row->format, index, row->groups, row->scales);
+    read_zeros(row, index);
 }
 
 /* Groups of one row in room for as many and GROUP_PADDING more. Vectors take signed codes of 8 bits for unsigned ones. */

@@ -21,6 +21,7 @@ typedef struct {
     float *sums;
     char *decoded; /* rows of a matrix in the lossless code */
     const ExpertWork *packed_for;
+    int64_t packed_token; /* where it is one row; -1 where it is more */
     int packed_as;
 } Local;
 
@@ -91,16 +92,19 @@ static const char *pack_rows(const Call *call, const ExpertWork *work, int matri
     const int64_t panels = num_panels(work->num_rows, isa->max_panel_rows);
     const int kind = call->kinds[matrix];
     const int64_t row_bytes = packed_row_bytes(kind, call->dim_in, isa->k_step);
-    if (local->packed_for == work && local->packed_as == kind) return local->packed;
+    const int64_t token = work->num_rows > 1 ? -1 : call->token_ids ? call->token_ids[work->first_row] : work->first_row;
+    const int is_same = local->packed_for == work || (local->packed_for && token >= 0 && local->packed_token == token);
+    if (is_same && local->packed_as == kind) return local->packed;
     for (int64_t p = 0; p < panels; p++) {
         const int64_t start = panel_start(p, panels, work->num_rows), end = panel_start(p + 1, panels, work->num_rows);
         for (int64_t r = start; r < end; r++) {
-            const int64_t row = work->first_row + r, token = call->token_ids ? call->token_ids[row] : row;
-            isa->pack(kind, call->x + token * call->x_stride, call->x_dtype, call->dim_in,
+            const int64_t row = work->first_row + r, source = call->token_ids ? call->token_ids[row] : row;
+            isa->pack(kind, call->x + source * call->x_stride, call->x_dtype, call->dim_in,
                       local->packed + start * row_bytes, 0, (int)(r - start), (int)(end - start), call->dim_in);
         }
     }
     local->packed_for = work;
+    local->packed_token = token;
     local->packed_as = kind;
     return local->packed;
 }

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,29 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(
         for num_rows in (*range(1, 18), 40, 100):
             found = quantized_linear(x_RK[:num_rows], weight, impl="native")
             assert torch.equal(found, expected[:num_rows])
+
+
+@pytest.mark.parametrize("group", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("scales", SCALES)
+def test_scales_that_are_read_as_they_lie(
+    isa: str, group: int, scales: Any, generator: torch.Generator
+) -> None:
+    """One row of x by many weight rows; with E8M0 of 0 and 255, and subnormal fp16."""
+    kind = WeightFormat("e2m1", scales, group_cols=group)
+    weight = random_matrix(kind, 301, 1072, generator)
+    odd = torch.tensor([0, 255, 1, 130] if scales == "e8m0" else [0.0, 1e-7, -1.0, 448.0])
+    stored = weight.scales if scales == "e8m0" else weight.scales.float()
+    stored[3::37, ::5] = odd.to(stored.dtype)[torch.arange(len(stored[3::37]))[:, None] % 4]
+    weight = replace(weight, scales=stored.to(weight.scales.dtype))
+    x_RK = torch.randn(2, 1072, generator=generator).bfloat16()
+    alone = quantized_linear(x_RK[:1], weight, impl="native")
+    beside = quantized_linear(x_RK, weight, impl="native")[:1]
+    assert torch.equal(alone.isnan(), beside.isnan())
+    assert torch.equal(alone.nan_to_num(0), beside.nan_to_num(0))
+    values_NK = weight.dequantize().double()
+    assert torch.equal(alone[0].isnan(), values_NK.isnan().any(1))
+    kept = ~alone[0].isnan()
+    assert_right(replace(weight, codes=weight.codes[kept], scales=weight.scales[kept]), x_RK[:1])
 
 
 @pytest.mark.parametrize("kind", [NVFP4, AWQ], ids=["nvfp4", "awq"])
@@ -242,7 +266,7 @@ generator = torch.Generator().manual_seed(7)
 for isa in library.isas():
     library.select_isa(isa)
     for name, kind in PUBLISHED.items():
-        for n, k, rows in ((1, 1, 1), (5, 31, 1), (7, 130, 7), (33, 272, 13)):
+        for n, k, rows in ((1, 1, 1), (5, 31, 1), (90, 144, 1), (7, 130, 7), (33, 272, 13)):
             weight = random_matrix(kind, n, k, generator)
             x = torch.randn(rows, k, generator=generator).bfloat16()
             guarded = replace(weight, codes=at_the_end(weight.codes),
