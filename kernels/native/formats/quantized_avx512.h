@@ -147,9 +147,13 @@ DEFINE_DECODER(1, DECODE_ANY4)
 
 DEFINE_FOURS(0, DECODE_TABLE4)
 DEFINE_FOURS(0, DECODE_ZEROS4)
+DEFINE_FOURS(0, DECODE_E4M3)
+DEFINE_FOURS(0, DECODE_BYTES)
 #if HAS_BF16_DOT
 DEFINE_FOURS(1, DECODE_TABLE4)
 DEFINE_FOURS(1, DECODE_ZEROS4)
+DEFINE_FOURS(1, DECODE_E4M3)
+DEFINE_FOURS(1, DECODE_BYTES)
 DEFINE_FOURS(1, DECODE_ANY4)
 #endif
 
@@ -161,12 +165,11 @@ static const LanesRow LANES_ROWS[NUM_MODES][NUM_DECODERS][PANEL_ROWS] = {
 #endif
 };
 
-/* The other decoders are of 8 bits. */
 static const LanesRows LANES_OF_FOUR[NUM_MODES][NUM_DECODERS][NUM_SCALE_READERS] = {
-    {[DECODE_TABLE4] = NAME_FOURS(0, DECODE_TABLE4), [DECODE_ZEROS4] = NAME_FOURS(0, DECODE_ZEROS4)},
+    {NAME_FOURS(0, DECODE_TABLE4), NAME_FOURS(0, DECODE_ZEROS4), NAME_FOURS(0, DECODE_E4M3), NAME_FOURS(0, DECODE_BYTES)},
 #if HAS_BF16_DOT
-    {[DECODE_TABLE4] = NAME_FOURS(1, DECODE_TABLE4), [DECODE_ZEROS4] = NAME_FOURS(1, DECODE_ZEROS4),
-     [DECODE_ANY4] = NAME_FOURS(1, DECODE_ANY4)},
+    {NAME_FOURS(1, DECODE_TABLE4), NAME_FOURS(1, DECODE_ZEROS4), NAME_FOURS(1, DECODE_E4M3), NAME_FOURS(1, DECODE_BYTES),
+     NAME_FOURS(1, DECODE_ANY4)},
 #endif
 };
 
@@ -239,7 +242,7 @@ static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int
                            float *out, int64_t ldo, Matrix next) {
     const int mode = mode_of(kind), decoder = decoder_of(weight.quantized);
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
-    const int64_t at_once = num_rows == 1 && is_half_byte(decoder) ? WEIGHT_ROWS : 1;
+    const int64_t at_once = num_rows == 1 ? WEIGHT_ROWS : 1;
     const int64_t rows_ahead = (LANES_AHEAD / (code_row_bytes(weight.quantized, k) * at_once + 1) + 1) * at_once;
     const int64_t scale_bytes = fetched_scale_bytes(weight.quantized, k);
     const int64_t room = groups_of_row(weight.quantized, k) + GROUP_PADDING;
@@ -257,8 +260,11 @@ static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int
         const Matrix here = {.data = weight.data + n * weight.stride, .stride = weight.stride};
         const char *ahead = stream_row(&stream, n + rows_ahead);
         if (!ahead) ahead = here.data;
-        for (int64_t i = 0; i < count; i++)
-            fetch_scales(weight, n + i + rows_ahead < num_weight_rows ? n + i + rows_ahead : n + i, scale_bytes);
+        const int64_t fetched = n + rows_ahead < num_weight_rows ? n + rows_ahead : n;
+        if (weight.quantized->scale_stride == scale_bytes)
+            fetch_scales(weight, fetched, count * scale_bytes);
+        else
+            for (int64_t i = 0; i < count; i++) fetch_scales(weight, fetched + i, scale_bytes);
         if (count > 1) {
             LANES_OF_FOUR[mode][own_decoder][scales](&lanes, rows, here, ahead, packed, out + n);
             continue;

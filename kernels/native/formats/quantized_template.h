@@ -12,13 +12,14 @@
 /* Numbers of groups are read as a whole vector at a time. */
 enum { GROUP_PADDING = 16, WIDENED = 16 };
 
-/* One row's scales and zero points, zeros behind the last; `stored` where its scales are read as they lie. */
+/* One row's scales and zero points, zeros behind the last. */
 typedef struct {
     const Quantized *format;
     int64_t k, groups;
     float *scales;
     int32_t *zeros;
-    const char *stored;
+    const char *stored; /* its scales as they lie */
+    int64_t widened;    /* the group of rows whose scales are in `scales`; -1: nobody noted it */
 } RowGroups;
 
 /* Some scales as fp32; a constant number of them are vectors. */
@@ -79,7 +80,7 @@ static RowGroups row_groups(Matrix matrix, int64_t k, float *scales, int32_t *ze
     memset(scales + groups, 0, GROUP_PADDING * 4);
     const int32_t zero = matrix.quantized->codes == CODE_INT8 ? 128 : (int32_t)matrix.quantized->zero;
     for (int64_t i = 0; i < groups + GROUP_PADDING; i++) zeros[i] = zero;
-    return (RowGroups){.format = matrix.quantized, .k = k, .groups = groups, .scales = scales, .zeros = zeros};
+    return (RowGroups){.format = matrix.quantized, .k = k, .groups = groups, .scales = scales, .zeros = zeros, .widened = -1};
 }
 
 /* The groups of one row, in the caller's frame. */

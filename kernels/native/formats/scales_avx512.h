@@ -70,21 +70,33 @@ static int has_ends(const char *scales, int64_t count) {
     return 0;
 }
 
+/* Whether some stored scales of rows cannot be read as they lie: E8M0 of 0 or 255, or none behind the last. */
+static int must_be_widened(const RowGroups *rows, int64_t count, int64_t behind) {
+    const int64_t apart = rows[count - 1].stored - rows->stored, groups = rows->groups;
+    if (behind < BYTES_BEHIND) return 1;
+    if (rows->format->scale_type != SCALE_E8M0) return 0;
+    if (apart <= 2 * count * groups) return has_ends(rows->stored, apart + groups); /* and between them */
+    for (int64_t i = 0; i < count; i++)
+        if (has_ends(rows[i].stored, groups)) return 1;
+    return 0;
+}
+
 /* Reads the groups of some rows, and returns how their scales are to be read. Stored ones are read as whole vectors: behind
  * them must be those of rows up to `last_row`. */
 static int read_lane_groups(int reader, RowGroups *rows, int64_t count, int64_t index, int64_t last_row) {
     const Quantized *format = rows->format;
-    const int64_t last_group = group_of(last_row, format->group_rows);
+    const int64_t stride = format->scale_stride;
+    int64_t group = 0;
     for (int64_t i = 0; i < count; i++) {
-        const int64_t group = group_of(index + i, format->group_rows);
-        rows[i].stored = format->scales + group * format->scale_stride;
-        if (reader == SCALES_WIDENED) continue;
-        if ((last_group - group) * format->scale_stride < BYTES_BEHIND) reader = SCALES_WIDENED;
-        else if (format->scale_type == SCALE_E8M0 && has_ends(rows[i].stored, rows[i].groups)) reader = SCALES_WIDENED;
-    }
-    for (int64_t i = 0; i < count; i++) {
-        if (reader == SCALES_WIDENED) read_scales(format, index + i, rows[i].groups, rows[i].scales);
+        group = group_of(index + i, format->group_rows);
+        rows[i].stored = format->scales + group * stride;
+        if (reader == SCALES_WIDENED && rows[i].widened != group) {
+            read_scales(format, index + i, rows[i].groups, rows[i].scales);
+            rows[i].widened = group;
+        }
         read_zeros(&rows[i], index + i);
     }
-    return reader;
+    if (reader == SCALES_WIDENED) return reader;
+    const int64_t behind = (group_of(last_row, format->group_rows) - group) * stride;
+    return must_be_widened(rows, count, behind) ? read_lane_groups(SCALES_WIDENED, rows, count, index, last_row) : reader;
 }
