@@ -27,7 +27,7 @@ def command_reference() -> str:
     ]
     for name, command in commands():
         parts.append(f"## {name}\n\n{_help_of(command)}\n")
-        parts.append("| | value | default | |\n|---|---|---|---|")
+        parts.append("| name | value | default | meaning |\n|---|---|---|---|")
         parts += [_row_of(param) for param in command.params if param.name != "help"]
         parts.append("")
     return "\n".join(parts)

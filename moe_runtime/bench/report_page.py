@@ -229,5 +229,5 @@ def _circumstances(named: Sequence[tuple[str, dict[str, Any]]]) -> Section:
         name="circumstances",
         title="How it was measured",
         lesson="What the numbers depend on besides the code.",
-        table=Table(header=["", ""], rows=rows),
+        table=Table(header=["what", "value"], rows=rows),
     )

@@ -90,7 +90,9 @@ def test_a_timeline_has_nothing_of_it(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_a_class_of_several_models_has_no_pass_to_compute(tmp_path: Path) -> None:
-    family = next(each for each in FAMILIES if each.part == "thinker")
+    family = next((each for each in FAMILIES if each.part == "thinker"), None)
+    if family is None:
+        pytest.skip("this transformers has no class of several models")
     checkpoint = save(tiny_model(family), tmp_path, sharded=False)
     model: Any = moe_runtime.load(checkpoint, device="cpu", max_tokens=32, warm_up=True)
     with model.moe:

@@ -152,10 +152,11 @@ def _turned_heads() -> list[WeightTransform]:
             heads = SimpleNamespace(num_attention_heads=config.num_key_value_heads)
             return super().convert(*parts, config=heads, **rest)
 
-    names = {"q_proj": private.PermuteForRope(), "k_proj": OfKeys()}
+    turns = {"self_attn.q_proj.weight": private.PermuteForRope, "self_attn.k_proj.weight": OfKeys}
+    # transformers 5.17 turns what is named alone
     return [
-        private.WeightConverter(f"self_attn.{name}.weight", f"self_attn.{name}.weight", [turn])
-        for name, turn in names.items()
+        private.WeightConverter(name, name, [turn(permute_layer_names=[name])])
+        for name, turn in turns.items()
     ]
 
 

@@ -14,6 +14,7 @@ import pytest
 import tiny_checkpoints
 import torch
 from gguf_checkpoints import Written
+from moe_families import is_oldest_version
 from torch import Tensor
 
 import moe_runtime
@@ -35,6 +36,10 @@ MAX_RELATIVE_ERROR = 1e-5
 # Linear attention: sums over states follow those of the products, as in test_recurrent_steps. In
 # fp64, transformers is up to 1e-5 away from itself.
 MAX_ERROR_OF_STATES = 2e-5
+asks_for_a_tokenizer = pytest.mark.skipif(
+    is_oldest_version(),
+    reason="transformers 5.17 makes tokenizers of few files, and others than 5.18",
+)
 SAMPLES = {sample.name: sample for sample in gguf_checkpoints.SAMPLES}
 
 
@@ -131,6 +136,7 @@ def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written: Wr
     assert all(torch.isfinite(tensor).all() for tensor in expected)
 
 
+@asks_for_a_tokenizer
 def test_the_tokenizer_of_a_file_has_its_vocabulary(written: Written) -> None:
     tokenizer = load_tokenizer(written.folder)
     assert len(tokenizer) == len(gguf_checkpoints.VOCABULARY)
@@ -139,6 +145,7 @@ def test_the_tokenizer_of_a_file_has_its_vocabulary(written: Written) -> None:
     assert tokenizer.decode([2, 89, 0]) == "#ab!"
 
 
+@asks_for_a_tokenizer
 def test_the_command_run_takes_a_file(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--prompt", "#ab!", "--max-new-tokens", "2", "--host-memory", "64MiB", "--json"]
     assert main(["run", str(written.folder), *words]) == 0

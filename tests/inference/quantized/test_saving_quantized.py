@@ -88,6 +88,8 @@ def said(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantised_tensors_are_written_as_they_were(tmp_path: Path, kind: str) -> None:
+    if not SAMPLES[kind].family.computes_in_bf16:
+        pytest.skip("this transformers computes the family in fp32 alone")
     written = quantized_checkpoints.write(SAMPLES[kind], tmp_path)
     logits = saved(written.folder, tmp_path / "saved", max_shard_size=50_000)
     assert len([*(tmp_path / "saved").glob("*.safetensors")]) > 1

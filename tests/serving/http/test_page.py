@@ -4,6 +4,7 @@ import importlib.resources
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,25 +20,55 @@ setTimeout(async () => {
 }, 1500);
 </script>"""
 """What a user does, behind the page's own script. The browser's clock stands while it fetches."""
+CLEARING = """<script>
+setTimeout(async () => {
+  const said = [], answered = async () => { while (running) await fetch("/ping"); };
+  for (const text of ["one", "two"]) {
+    $("text").value = text;
+    $("send").click();
+    if (text === "one") {
+      while (!document.querySelector(".assistant")) await fetch("/ping");
+      $("clear").click();
+    }
+    await answered();
+    said.push(history.map(message => message.role).join());
+  }
+  const {scrollWidth, clientWidth} = document.documentElement;
+  document.title = [...said, scrollWidth - clientWidth, $("key").offsetWidth > 0].join(" ");
+}, 1500);
+</script>"""
+"""One answer is given up for another conversation."""
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
-def test_a_browser_chats_and_watches(
+@pytest.fixture
+def browse(
     site: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert CHROMIUM is not None
-    files, ours = importlib.resources.files, "moe_runtime.serving.http"
-    page = (files(ours) / "page.html").read_text("utf-8")
-    (tmp_path / "page.html").write_text(page + TYPING, "utf-8")
-    monkeypatch.setattr(
-        importlib.resources, "files", lambda name: tmp_path if name == ours else files(name)
-    )
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--disable-background-networking", "--virtual-time-budget=6000"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", site.address + "/"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    shown = done.stdout
-    assert '<h1 id="model">pocket</h1>' in shown, done.stderr[-2000:]
+) -> Callable[[str, str], str]:
+    """Asks for the document that a browser has after a script, in a window of some size."""
+
+    def shown(script: str, size: str) -> str:
+        assert CHROMIUM is not None
+        files, ours = importlib.resources.files, "moe_runtime.serving.http"
+        page = (files(ours) / "page.html").read_text("utf-8")
+        (tmp_path / "page.html").write_text(page + script, "utf-8")
+        monkeypatch.setattr(
+            importlib.resources, "files", lambda name: tmp_path if name == ours else files(name)
+        )
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        command += ["--disable-background-networking", "--virtual-time-budget=6000"]
+        command += [f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}"]
+        command += [site.address + "/"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert '<h1 id="model">pocket</h1>' in done.stdout, done.stderr[-2000:]
+        return done.stdout
+
+    return shown
+
+
+def test_a_browser_chats_and_watches(site: Served, browse: Callable[[str, str], str]) -> None:
+    shown = browse(TYPING, "1280,900")
     gauges = dict(re.findall(r"<span>([^<]+)</span><b>([^<]*)</b>", shown))
     assert len(gauges) == 8
     for name in ("tokens/s", "read MB/s", "running", "waiting", "KV cache %"):
@@ -48,3 +79,11 @@ def test_a_browser_chats_and_watches(
     said = answer["choices"][0]["message"]["content"]
     assert said
     assert talk == [("user", "hello"), ("assistant", said)]
+
+
+def test_a_narrow_window_has_all_and_what_is_cleared_is_forgotten(
+    browse: Callable[[str, str], str],
+) -> None:
+    (title,) = re.findall("<title>(.*)</title>", browse(CLEARING, "600,900"))
+    # the second conversation has one question and its answer; nothing is beyond the right edge
+    assert title == " user,assistant 0 true"
