@@ -187,6 +187,7 @@ INLINE void lanes_row(int decoder, int scales_of_step, int panel_rows, const Lan
         codes += 2 * step_bytes, ahead += 2 * step_bytes;
         x += panel_rows * QUANT_BLOCK;
     }
+    __builtin_prefetch(ahead + step_bytes - 1, 0, 3); /* where rows begin within a line they end in one more */
     if (element + STEP <= k) {
         __builtin_prefetch(ahead, 0, 3);
         lanes_step(decoder, scales_of_step, panel_rows, lanes, source, codes, x, element, acc);
