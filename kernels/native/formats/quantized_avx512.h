@@ -243,7 +243,7 @@ static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int
     const int mode = mode_of(kind), decoder = decoder_of(weight.quantized);
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
     const int64_t at_once = num_rows == 1 ? WEIGHT_ROWS : 1;
-    const int64_t rows_ahead = (LANES_AHEAD / (code_row_bytes(weight.quantized, k) * at_once + 1) + 1) * at_once;
+    const int64_t rows_ahead = LANES_AHEAD / (code_row_bytes(weight.quantized, k) + 1) + 1;
     const int64_t scale_bytes = fetched_scale_bytes(weight.quantized, k);
     const int64_t room = groups_of_row(weight.quantized, k) + GROUP_PADDING;
     const Stream stream = {.weight = weight, .next = next, .num_rows = num_weight_rows};
