@@ -235,3 +235,21 @@ def test_a_gpu_is_not_waited_for_where_a_layer_is_resident(
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(found, expected)
         assert model.moe.stats().hits == 4
+
+
+@pytest.mark.gpu
+def test_a_gpu_holds_no_more_than_its_budget(typed_checkpoint: Path) -> None:
+    """A static cache, recorded steps and what libraries keep among it."""
+    with pytest.raises(CapacityError) as refused:
+        moe_runtime.load(typed_checkpoint, device="cuda", max_tokens=64, device_memory=1)
+    budget = refused.value.smallest_bytes
+    assert budget is not None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model: Any = moe_runtime.load(
+        typed_checkpoint, device="cuda", max_tokens=64, device_memory=budget
+    )
+    with model.moe:
+        prompt = torch.arange(32, device="cuda")[None]
+        model.generate(prompt, max_new_tokens=32, do_sample=False)
+        assert torch.cuda.max_memory_allocated() - before <= budget
