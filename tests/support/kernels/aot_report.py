@@ -53,7 +53,7 @@ PACKED = {
     "fp8-block": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
     "int4-zeros": WeightFormat("uint4", "bf16", group_cols=32, has_zero_points=True),
     "nvfp4": WeightFormat("e2m1", "e4m3", group_cols=16, global_scale="divide"),
-    # blocks with offsets spill: kernels/README.md says where and how much
+    # blocks with offsets spill, on gfx942 all blocks: kernels/README.md says where and how much
     **{
         name: WeightFormat(name)  # type: ignore[arg-type]
         for name in BLOCKS_READ
@@ -208,13 +208,14 @@ Calls = list[tuple[str, Callable[[], None]]]
 """What to compile, with descriptions."""
 
 
-def packed_calls(device: GpuLimits, *, every_tile: bool) -> Calls:
+def packed_calls(target: str, *, every_tile: bool) -> Calls:
     """The products of `packed_products`.
 
     Unless it is every tile, each format is compiled for few rows or for many.
     """
     few, many = [], []
-    for name in PACKED:
+    device = DEVICES[target]
+    for name in (n for n in PACKED if target != "gfx942" or n not in BLOCKS_READ):
         if every_tile or name not in SELDOM:
             call = partial(packed_products, name, None, torch.bfloat16, device)
             few.append((f"packed {name} few tokens", call))
@@ -325,7 +326,7 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[Calls]:
         (f"adds up {dtype}, tiles of 128 rows", partial(added_up, dtype, device))
         for dtype in (torch.bfloat16, torch.float32)
     ]
-    packed = packed_calls(device, every_tile=every_tile)
+    packed = packed_calls(target, every_tile=every_tile)
     yield from (packed[first : first + 4] for first in range(0, len(packed), 4))
     yield block_sparse_calls(device, every_tile=every_tile)
     for kind in TILES_16_BIT:
