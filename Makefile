@@ -36,15 +36,8 @@ CLIENTS_TESTS ?= tests/serving/http/test_foreign_clients.py
 # .venv/bin/pip install -c constraints.txt -e ".[peers]"
 BENCH_ARGS ?= --shape olmoe-tiny --peer transformers --quick
 
-# What `make gpu` runs: whose tests a GPU can fail, which layers get tiles of their own, and seconds
-# for the tests, the tiles and the measurements. Each part keeps what it has found when its time ends.
-GPU_PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8
-GPU_TESTS ?= $(addprefix tests/,inference/test_device_experts.py memory/test_device_tier.py \
-  inference/test_decode_graphs.py inference/test_misses.py training/test_slotted_adapters.py \
-  offload/test_computing_device.py offload/test_device_updates.py training/test_runs_on_a_device.py \
-  training/test_adapters_on_a_device.py kernels)
-GPU_SHAPES ?= 16384,2048,768,128,8 1,2048,768,128,8
-GPU_SECONDS ?= 200 120 200
+# As `--results FOLDER`, `--times 2` for twice the time, `--only tests-marked-gpu`.
+GPU_ARGS ?=
 
 # What `make demo` runs. The budget is smaller than the model (22 MiB); what dense weights, context
 # and working space leave of it holds a few of its experts.
@@ -84,7 +77,7 @@ help:
 	@echo "make test-clients  install, then ask the server with lm-eval and llama-benchy, which it installs"
 	@echo "make test-long  install, then run the tests that take minutes: every layout of 8 processes"
 	@echo "make wheel   install, then build a wheel into dist, and try it where there is no compiler"
-	@echo "make gpu     install, then test on a GPU, choose tiles there and measure: nine minutes"
+	@echo "make gpu     install, then test on a GPU, measure and choose tiles: nine minutes, kept in build/gpu"
 	@echo "make check   install, then ruff and pyright"
 	@echo "make docs    install, then build the documentation as a site: build/site/index.html"
 	@echo "make bench   install, then time generation; BENCH_ARGS='--shape olmoe-1b-7b' for a large checkpoint"
@@ -196,13 +189,8 @@ $(VENV)/.gpu: pyproject.toml $(NATIVE_SOURCES)
 	fi
 	@touch $@
 
-# Tests first: no figure counts where they fail. Whoever has the time gives more of it.
 gpu: $(VENV)/.gpu
-	timeout --signal INT $(word 1,$(GPU_SECONDS)) $(BIN)/python -P -m pytest \
-	  $(GPU_PYTEST_ARGS) $(GPU_TESTS)
-	-timeout --signal INT $(word 2,$(GPU_SECONDS)) $(BIN)/moe-runtime bench kernels --tune \
-	  $(addprefix --shape ,$(GPU_SHAPES))
-	-timeout --signal INT $(word 3,$(GPU_SECONDS)) $(BIN)/python benchmarks/kernels.py --save
+	$(BIN)/python benchmarks/on_a_gpu.py $(GPU_ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

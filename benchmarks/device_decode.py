@@ -357,6 +357,7 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _read_of_copy(bench: Bench, row: dict[str, Any]) -> float:

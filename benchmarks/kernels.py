@@ -1,13 +1,13 @@
 """The expert kernels on a GPU beside transformers' own, whole layer, forward and backward.
 
 One command: `python benchmarks/kernels.py --save`. First what the GPU can do: a dense bf16 product
-and a copy; then single products beside batched ones, and layers of quantised experts beside the
-same in bf16. Then every shape, every backend in turn, medians by the GPU's own clock: TFLOP/s
+and a copy. Then every shape, every backend in turn, medians by the GPU's own clock: TFLOP/s
 (6 T K D F forward, 12 T K D F backward), the share of the dense product's, the share of the copy's
 bandwidth at which the active experts were read, what the forward pass keeps for the backward pass
 beside the closed form 2 T D + 4 T K F bytes, and the peak of both passes. The forward pass is timed
 as a CUDA graph too, but for eager, whose loop over experts asks the device for numbers: without the
-launches, as a decoding loop would run it. Last, what is aimed at beside what came out. `--shape`
+launches, as a decoding loop would run it. Then single products beside batched ones, and layers of
+quantised experts beside the same in bf16; last, what is aimed at beside what came out. `--shape`
 and `--only` measure less. `--device cpu --tiny` is a rehearsal without a GPU.
 """
 
@@ -66,14 +66,14 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "120b": Shape(32768, 4096, 1024, 128, 8),
-    "fine-grained": Shape(32768, 4096, 256, 256, 16),
-    "qwen3-30b T=65536": Shape(65536, 2048, 768, 128, 8),
     "qwen3-30b T=16384": Shape(16384, 2048, 768, 128, 8),
-    "qwen3-30b T=128": Shape(128, 2048, 768, 128, 8),
-    "qwen3-30b T=8": Shape(8, 2048, 768, 128, 8),
+    "qwen3-30b T=65536": Shape(65536, 2048, 768, 128, 8),
     "qwen3-30b T=1": Shape(1, 2048, 768, 128, 8),
     "olmoe-1b-7b T=1": Shape(1, 2048, 1024, 64, 8),
+    "qwen3-30b T=8": Shape(8, 2048, 768, 128, 8),
+    "qwen3-30b T=128": Shape(128, 2048, 768, 128, 8),
+    "120b": Shape(32768, 4096, 1024, 128, 8),
+    "fine-grained": Shape(32768, 4096, 256, 256, 16),
 }
 TINY = {"tiny": Shape(32, 64, 48, 8, 2)}
 
@@ -113,16 +113,7 @@ def main() -> int:
         name = re.sub(r"[^a-z0-9]+", "-", (gpu or "rehearsal").lower()).strip("-")
         path = RESULTS / f"kernels-{name}.json"
     print(f"dense product {peak.tflops:.1f} TFLOP/s, copy {peak.copy_bytes_s / 1e9:.0f} GB/s")
-    timer = partial(median_s, device=options.device)
-    device, is_tiny = options.device, options.tiny
-    if "products" in options.only:
-        results["products"] = measure_products(device, timer, tiny=is_tiny)
-    if "packed" in options.only:
-        graphs = partial(graph_s, device=device)
-        results["packed"] = measure_packed(device, timer, graphs, peak.copy_bytes_s, tiny=is_tiny)
-    for name, row in (results["products"] | results["packed"]).items():
-        share = f", reads {row['read_of_copy']:4.0%} of copy" if "read_of_copy" in row else ""
-        print(f"{name:30} {row['seconds'] * 1e3:8.3f} ms, {row['ratio']:5.2f} times as fast{share}")
+    timer, device, is_tiny = partial(median_s, device=options.device), options.device, options.tiny
     shapes = TINY if is_tiny else SHAPES
     for name in options.shape or shapes if "shapes" in options.only else ():
         shape = shapes[name]
@@ -135,6 +126,15 @@ def main() -> int:
         # After each shape: what was measured stays if the next one does not fit.
         save(results, path)
         del experts
+    if "products" in options.only:
+        results["products"] = measure_products(device, timer, tiny=is_tiny)
+        save(results, path)
+    if "packed" in options.only:
+        graphs = partial(graph_s, device=device)
+        results["packed"] = measure_packed(device, timer, graphs, peak.copy_bytes_s, tiny=is_tiny)
+    for name, row in (results["products"] | results["packed"]).items():
+        share = f", reads {row['read_of_copy']:4.0%} of copy" if "read_of_copy" in row else ""
+        print(f"{name:30} {row['seconds'] * 1e3:8.3f} ms, {row['ratio']:5.2f} times as fast{share}")
     save(results, path)
     for aim in results["aims"]:
         print(aim_line(aim))

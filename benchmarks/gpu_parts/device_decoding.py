@@ -99,7 +99,7 @@ def decode(model: Any, prompts: Prompts, num_tokens: int, **options: Any) -> dic
         if runtime:
             counted.append(runtime.stats())
     row = {"tokens_per_s": statistics.median(rates), "tokens_per_s_of_runs": rates}
-    return row | (_experts(counted, num_tokens - 1) if counted else {})
+    return row | (_experts(counted, num_tokens - 1) | _memory(runtime) if counted else {})
 
 
 def _experts(counted: list[Any], tokens_of_run: int) -> dict[str, Any]:
@@ -118,6 +118,16 @@ def _experts(counted: list[Any], tokens_of_run: int) -> dict[str, Any]:
         "read_bytes_a_token": total("bytes_read") / tokens,
         "stall_s_a_token": total("stall_s") / tokens,
     }
+
+
+def _memory(runtime: Any) -> dict[str, int]:
+    """The budget of a GPU, and the most that tensors and torch have held there beside it."""
+    plan = runtime.facts.device_plan
+    if plan is None:
+        return {}
+    reserved = torch.cuda.max_memory_reserved()
+    peak = {"peak_bytes": torch.cuda.max_memory_allocated(), "peak_reserved_bytes": reserved}
+    return {"budget_bytes": plan.budget_bytes, **peak}
 
 
 def prefill_tokens_per_s(model: Any, prompts: Prompts, device: str, repeats: int) -> float:

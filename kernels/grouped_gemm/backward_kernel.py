@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.grouped_gemm.kernel import expert_columns, tile_of_program
+from moe_runtime.kernels.grouped_gemm.kernel import column_halves, expert_columns, tile_of_program
 
 
 @triton.jit(do_not_specialize=["num_partials", "num_rows"])
@@ -122,12 +122,19 @@ def grouped_gemm_dw(
         else:
             right = tl.load(right_ptrs + to_right, mask=(offs_k < dim_k)[None, :], other=0.0)
         acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
-    dw_ptrs = dw_ptr + slot * stride_ws + (offs_n.to(tl.int64) * stride_wn)[:, None]
-    dw_ptrs += (offs_k.to(tl.int64) * stride_wk)[None, :]
-    mask = (offs_n < dim_n)[:, None] & (offs_k < dim_k)[None, :]
-    if ACCUMULATES:
-        acc += tl.load(dw_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dw_ptrs, acc, mask=mask)
+    # A part of the columns at a time: addresses of all, and what lies there, take many registers.
+    HALF: tl.constexpr = BLOCK_K // 2
+    halves = column_halves(acc, BLOCK_N, BLOCK_K)
+    dw_ptr += slot * stride_ws
+    for i in tl.static_range(2):  # type: ignore[misc]
+        part = halves[i]
+        columns = tile_k * BLOCK_K + i * HALF + tl.arange(0, HALF)
+        dw_ptrs = dw_ptr + (offs_n.to(tl.int64) * stride_wn)[:, None]
+        dw_ptrs += (columns.to(tl.int64) * stride_wk)[None, :]
+        mask = (offs_n < dim_n)[:, None] & (columns < dim_k)[None, :]
+        if ACCUMULATES:
+            part += tl.load(dw_ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dw_ptrs, part, mask=mask)
 
 
 @triton.jit

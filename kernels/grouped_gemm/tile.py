@@ -74,6 +74,9 @@ class Tile:
             tile = replace(tile, block_n=tile.block_n // 2)
         if tile.is_persistent and not device.has_wide_accumulators:
             tile = replace(tile, is_persistent=False)
+        if tile.block_m * tile.block_n >= 128 * 128 and not device.has_wide_accumulators:
+            # operands go through registers, and four warps have none left beside the sums
+            tile = replace(tile, num_warps=max(8, tile.num_warps))
         limit = device.shared_bytes - _RESERVED_BYTES
         while tile.shared_bytes(element_bytes) > limit and tile.num_stages > 2:
             tile = replace(tile, num_stages=tile.num_stages - 1)

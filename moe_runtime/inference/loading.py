@@ -183,7 +183,7 @@ def load(
     if cache_code != "none":
         cached["host"], landing_bytes = options.coded_experts(experts, place)
     if place.type != "cpu":
-        cached["device"] = options.experts_on_device(experts)
+        cached["device"], landing_bytes = options.plan_device(experts)
     kind = OffloadedExperts if place.type == "cpu" else options.DeviceExperts
     modules = replace_experts(
         model,

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from moe_runtime.inference.cpu_misses.option import check_misses as check_misses
     from moe_runtime.inference.device.decoding_model import record_decoding as record_decoding
     from moe_runtime.inference.device.device_experts import DeviceExperts as DeviceExperts
-    from moe_runtime.inference.device.device_stores import experts_on_device as experts_on_device
     from moe_runtime.inference.device.device_stores import open_device_stores as open_device_stores
+    from moe_runtime.inference.device.device_stores import plan_device as plan_device
     from moe_runtime.inference.expert_gradients import (
         differentiable_experts as differentiable_experts,
     )
@@ -60,7 +60,7 @@ else:
             "moe_runtime.inference.device.device_experts": "DeviceExperts",
             "moe_runtime.inference.cpu_misses.computing": "open_misses",
             "moe_runtime.inference.cpu_misses.option": "check_misses",
-            "moe_runtime.inference.device.device_stores": "experts_on_device open_device_stores",
+            "moe_runtime.inference.device.device_stores": "open_device_stores plan_device",
             "moe_runtime.memory.device.cuda_device": "CudaDevice",
             "moe_runtime.checkpoints.int8_activations": "round_activations",
             # experts in a code

@@ -10,11 +10,15 @@ import torch
 
 from moe_runtime.checkpoints.dense_weights import Progress
 from moe_runtime.checkpoints.transformers_private import cache_name
+from moe_runtime.inference.budget import experts_per_token
 from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.memory.tiers import TierStore
 from moe_runtime.types import ExpertKey
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 3
 """A prompt that kernels for many tokens compute, and steps of one token."""
+MOST_PROMPT_TOKENS = 8192
+"""Of a prompt that is computed for the sake of its kernels alone."""
 
 
 def warm_up(
@@ -37,6 +41,7 @@ def warm_up(
             # a class of several models has no pass of its own
             if model.can_generate() and type(model).forward is not torch.nn.Module.forward:
                 _compute(model, max_tokens)
+                _compute_prompts(model, modules, max_tokens)
         model.moe.reset_stats()
         is_done = True
     finally:
@@ -96,3 +101,30 @@ def _compute(model: Any, max_tokens: int) -> None:
         output = model(ids_1T, **given)
         given[name] = getattr(output, name, None)
         ids_1T = output.logits[:, -1:].argmax(-1)
+
+
+@torch.inference_mode()
+def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens: int) -> None:
+    """Prompts of other lengths, for which a device has kernels of their own."""
+    if not isinstance(modules[0].store, TierStore):
+        return
+    vocab_size = model.config.get_text_config().vocab_size
+    num_experts, top_k = modules[0].num_experts, experts_per_token(model.config)
+    for length in prompt_lengths(num_experts, top_k, min(max_tokens, MOST_PROMPT_TOKENS)):
+        model(torch.arange(length, device=model.device)[None] % vocab_size, use_cache=False)
+
+
+def prompt_lengths(num_experts: int, top_k: int, most: int) -> list[int]:
+    """Tokens of the shortest prompts for which products take their second tile, their third one,
+    and so on, as far as prompts may be so long.
+
+    Args:
+        num_experts: of a layer.
+        top_k: of them for each token.
+        most: tokens.
+    """
+    from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT
+
+    limits = [rows for rows, _ in TILES_16_BIT["gated"][:-1]]
+    lengths = [rows * num_experts // top_k + 1 for rows in limits]
+    return [length for length in lengths if length <= most]

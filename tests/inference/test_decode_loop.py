@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from emulated_device import EmulatedDevice, EmulatedEvent
 from emulated_models import emulated, experts_modules_of, load_on_emulated_device
 from injection import Site, raise_on
 from moe_families import Family
@@ -19,6 +21,7 @@ from tiny_checkpoints import PROMPT, save, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList, StaticCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from triton_interpreter import repair_interpreter
+from waiting_calls import Asked
 
 import moe_runtime
 from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
@@ -217,6 +220,51 @@ def test_a_step_that_is_one_graph_is_queued_before_the_token_is_known(
     else:
         assert "ss" in text
         assert text.endswith("stt")
+
+
+@emulated
+def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(checkpoint: Path) -> None:
+    """From the third step on, which replays: the model, its cache and the choice included."""
+    waits, counts = list[str](), list[tuple[int, int, int]]()
+    synchronize, download = EmulatedEvent.synchronize, EmulatedDevice.download
+
+    def counted(event: EmulatedEvent) -> None:
+        if not event.query():
+            waits.append(sys._getframe(1).f_code.co_name)
+        synchronize(event)
+
+    def noted(device: EmulatedDevice, numbers: torch.Tensor) -> Any:
+        found, event = download(device, numbers)
+        asked.on_host.append(found)
+        return found, event
+
+    with (
+        loaded(checkpoint) as model,
+        patch.object(EmulatedEvent, "synchronize", counted),
+        patch.object(EmulatedDevice, "download", noted),
+        Asked() as asked,
+    ):
+        device = model.forward.device
+        note = Calls(lambda _: counts.append((len(waits), device.num_drains, len(asked.calls))))
+        given = {"max_new_tokens": 2 * NEW_TOKENS, "do_sample": False}
+        model.generate(THREE[:1], streamer=note, **given)
+        assert len(asked.on_host) > len(counts)  # who was used is counted, too
+    first, last = counts[4], counts[-1]
+    assert waits[first[0] : last[0]] == ["wait"] * (len(counts) - 5)
+    assert last[1:] == first[1:]
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_not_waited_for_in_a_step_that_is_one_graph(checkpoint: Path) -> None:
+    with loaded(checkpoint) as model, torch.no_grad():
+        cache, ids = StaticCache(model.config, max_cache_len=20), THREE[:1]
+        try:
+            for number in range(6):
+                torch.cuda.set_sync_debug_mode("error" if number > 3 else "default")
+                ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert model.forward.is_whole
 
 
 def check_refusal(checkpoint: Path, *, do_sample: bool) -> None:

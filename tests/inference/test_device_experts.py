@@ -18,8 +18,8 @@ from emulated_models import (
 from moe_families import Family
 from quantized_checkpoints import SAMPLES, Quantized, write
 from tiny_checkpoints import PROMPT, save, tiny_model
-from torch.overrides import TorchFunctionMode
 from triton_interpreter import repair_interpreter
+from waiting_calls import Asked
 
 import moe_runtime
 from moe_runtime.errors import CapacityError
@@ -110,27 +110,6 @@ def test_quantised_experts_are_computed_in_their_slots(sample: Quantized, tmp_pa
     assert all(map(torch.equal, found[0], found[1]))
     # bf16 is rounded to 8 bits: hidden values, the rows of experts and their sums
     torch.testing.assert_close(found[1], found[2], rtol=2**-6, atol=2**-6)
-
-
-class Asked(TorchFunctionMode):
-    """The calls that wait until the device has computed a number, or a shape."""
-
-    NAMES = frozenset(
-        {"tolist", "item", "cpu", "numpy", "nonzero", "unique", "equal", "masked_select"}
-        | {"__bool__", "__int__", "__index__", "__float__", "__array__"}
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in self.NAMES:
-            self.calls.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def a_layer(checkpoint: Path, num_resident: int) -> tuple[Any, DeviceExperts, list[None]]:
@@ -256,3 +235,21 @@ def test_a_gpu_is_not_waited_for_where_a_layer_is_resident(
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(found, expected)
         assert model.moe.stats().hits == 4
+
+
+@pytest.mark.gpu
+def test_a_gpu_holds_no_more_than_its_budget(typed_checkpoint: Path) -> None:
+    """A static cache, recorded steps and what libraries keep among it."""
+    with pytest.raises(CapacityError) as refused:
+        moe_runtime.load(typed_checkpoint, device="cuda", max_tokens=64, device_memory=1)
+    budget = refused.value.smallest_bytes
+    assert budget is not None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model: Any = moe_runtime.load(
+        typed_checkpoint, device="cuda", max_tokens=64, device_memory=budget
+    )
+    with model.moe:
+        prompt = torch.arange(32, device="cuda")[None]
+        model.generate(prompt, max_new_tokens=32, do_sample=False)
+        assert torch.cuda.max_memory_allocated() - before <= budget

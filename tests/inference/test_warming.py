@@ -126,6 +126,43 @@ def test_a_device_computes_steps_as_one_graph_from_the_first_request_on(checkpoi
         assert model.moe.stats().misses == 0
 
 
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (64, 8), (32, 4), (60, 7)])
+def test_each_tile_has_a_prompt_that_compiles_it(num_experts: int, top_k: int) -> None:
+    pytest.importorskip("triton")
+    from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT, tile_by_rule
+
+    def tile_of(num_tokens: int) -> Any:
+        rows = num_tokens * top_k
+        return tile_by_rule(
+            "gated", num_rows=rows, num_experts=num_experts, dim_n=1536, dtype=torch.bfloat16
+        )
+
+    lengths = warming.prompt_lengths(num_experts, top_k, 10_000)
+    tiles = [tile_of(length) for length in (warming.PROMPT_TOKENS, *lengths)]
+    assert tiles == [tile for _, tile in TILES_16_BIT["gated"]]
+    assert [tile_of(length - 1) for length in lengths] == tiles[:-1]  # none is shorter
+    assert warming.prompt_lengths(num_experts, top_k, lengths[1] - 1) == lengths[:1]
+
+
+@emulated
+def test_prompts_of_other_lengths_are_computed_on_a_device(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    repair_interpreter()
+    monkeypatch.setattr(warming, "prompt_lengths", lambda *given: [17, 19][: given[-1] == 40])
+    model = load_on_emulated_device(checkpoint, slots_a_layer=6)
+    seen: list[int] = []
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: (
+        seen.append(args[0].shape[1]) or forward(*args, **kwargs)
+    )
+    with model.moe:
+        warming.warm_up(model, experts_modules_of(model), 40, None)
+        model.moe.check()
+    assert seen == [warming.PROMPT_TOKENS, *[1] * warming.NEW_TOKENS, 17]
+
+
 @pytest.mark.gpu
 def test_a_gpu_computes_steps_as_one_graph_from_the_first_request_on(checkpoint: Path) -> None:
     model: Any = moe_runtime.load(checkpoint, device="cuda", max_tokens=64, warm_up=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched_kernels import launched_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "kernels" / "aot_report.py"
@@ -22,7 +23,8 @@ LOADING_AHEAD = ("sm_90", "sm_80")
 PRODUCTS = ("grouped_gemm_", "block_sparse_")
 
 EXPECTED = {
-    *("_combine_fwd", "_combine_bwd", "_token_sort_small", "_token_sort_place", "tile_map"),
+    *("_combine_fwd", "_combine_bwd", "tile_map"),
+    *(f"_token_sort_{step}" for step in ("small", "histogram", "scan", "place")),
     *(
         "grouped_gemm_fwd",
         "grouped_gemm_down_act",
@@ -32,7 +34,7 @@ EXPECTED = {
     ),
     *("decode_up", "decode_down", "decode_combine"),
     *("block_sparse_sdd", "block_sparse_dsd"),
-    *("choose_experts_fwd", "rotary_step_fwd"),
+    *("choose_experts_fwd", "rotary_step_fwd", "rms_norm_fwd"),
 }
 
 pytestmark = pytest.mark.skipif(
@@ -52,11 +54,16 @@ def report(target: str, tiles: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def test_every_kernel_that_is_launched_is_compiled() -> None:
+    """The persistent one where a GPU has what it asks for."""
+    assert {name for name, _ in launched_kernels()} == EXPECTED | {"grouped_gemm_persistent"}
+
+
 # The widest tiles stand for the others, which need fewer registers and less shared memory; and one
 # call for others of its kind: each GPU compiles another format, type and width.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("target", MATRIX_UNITS)
+@pytest.mark.parametrize("target", ["sm_80", *MATRIX_UNITS])
 def test_kernels_fit_and_use_what_the_gpu_has(target: str) -> None:
     assert_all(target, report(target, "in-turn"))
 
@@ -104,11 +111,20 @@ def assert_experts_in_slots_are_loaded_ahead_and_16_bytes_at_once(
     kernels: list[dict[str, Any]],
 ) -> None:
     found = [kernel for kernel in kernels if kernel["what"].startswith("slots ")]
-    assert [kernel["name"] for kernel in found] == [
-        *("decode_up", "decode_down", "decode_combine"),
-        *("tile_map", "grouped_gemm_fwd", "grouped_gemm_fwd"),
-    ]
+    few, many = (
+        ("decode_up", "decode_down", "decode_combine"),
+        ("tile_map", *["grouped_gemm_fwd"] * 2),
+    )
+    assert [kernel["name"] for kernel in found] == [*few, *many, *few, *many]
     for kernel in found:
         is_product = kernel["name"] not in ("decode_combine", "tile_map")
         assert (kernel["copies"] > 0) == is_product, kernel
         assert kernel["copies_of_16_bytes"] == kernel["copies"], kernel
+    (train,) = {kernel["what"] for kernel in kernels if kernel["what"].startswith("trains ")}
+    found = [kernel for kernel in kernels if kernel["what"] == train]
+    assert [k["name"] for k in found].count("grouped_gemm_fwd") == 4  # two of them of adapters
+    for kernel in found:
+        is_product = kernel["name"] in ("grouped_gemm_fwd", "grouped_gemm_down_act")
+        assert (kernel["copies"] > 0) == (is_product or kernel["name"] == "grouped_gemm_dw"), kernel
+        # gradients read the numbers of their rows ahead, too
+        assert not is_product or kernel["copies_of_16_bytes"] == kernel["copies"], kernel

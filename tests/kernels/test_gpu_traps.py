@@ -10,35 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launched_kernels import launched_kernels
 from torch import Tensor
 
-import moe_runtime.kernels.grouped_gemm as grouped_gemm
 from moe_runtime.kernels.grouped_gemm import forward, table, tiles
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
 from moe_runtime.kernels.triton_support import PreparedLaunch, launch
 from moe_runtime.kernels.triton_support.launch import _kind_of
 
-KERNELS = Path(grouped_gemm.__file__).resolve().parents[1]
 CHANGING = {
     "num_tiles_m", "num_tiles", "num_rows", "num_tokens", "num_slots", "num_blocks", "num_parts",
     "num_partials", "num_strips", "num_places",
 }  # fmt: skip
 """Numbers of kernels that follow the batch: others are the model's, and the same in every call."""
-
-
-def launched_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
-    trees = {path: ast.parse(path.read_text()) for path in KERNELS.rglob("*.py")}
-    calls = [node for tree in trees.values() for node in ast.walk(tree)]
-    names = {
-        ast.unparse(call.args[0])
-        for call in calls
-        if isinstance(call, ast.Call)
-        and ast.unparse(call.func) in ("launch", "PreparedLaunch")
-        and ast.unparse(call.args[0]) != "self._kernel"
-    }
-    for node in calls:
-        if isinstance(node, ast.FunctionDef) and node.name in names:
-            yield node.name, node
 
 
 def test_no_kernel_is_compiled_anew_for_another_size_of_the_batch() -> None:

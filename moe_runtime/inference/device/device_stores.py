@@ -31,6 +31,10 @@ STREAM_BYTES = 2**28
 """Bytes of experts on their way to a device while a prompt streams through a layer: half of them
 take a link of 55 GB/s 2.4 ms, and the host queues them and what computes them in 1 ms."""
 
+WORKSPACE_BYTES = 2 * 2**25
+"""Set aside for what cuBLAS keeps: 32 MiB on Hopper for each stream that it was used on, which are
+the caller's and that of recordings."""
+
 
 def experts_on_device(experts: ExpertMap) -> ExpertMap:
     """The same experts, those of a layer alike in their slots."""
@@ -39,6 +43,11 @@ def experts_on_device(experts: ExpertMap) -> ExpertMap:
         for key, layout in experts.layouts.items()
     }
     return replace(experts, layouts=layouts)
+
+
+def plan_device(experts: ExpertMap) -> tuple[ExpertMap, int]:
+    """Experts as they lie on a device, and bytes to set aside there for what libraries keep."""
+    return experts_on_device(experts), WORKSPACE_BYTES
 
 
 def open_device_stores(

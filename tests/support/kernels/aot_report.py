@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from aot_compile import compile_launches
-from aot_small import between_products, small_kernels
-from torch import Tensor
+from aot_slots import added_up, few_from_slab, from_slab, training_from_slab
+from aot_small import between_products, meta, small_kernels
 
 from moe_runtime.kernels.block_sparse.kernel import (
     choose_dsd_tile,
@@ -28,7 +28,7 @@ from moe_runtime.kernels.block_sparse.kernel import (
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather, expert_topology
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
-from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts, decode_expert_mlp
+from moe_runtime.kernels.grouped_gemm.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.packed import BLOCKS_READ
@@ -53,7 +53,7 @@ PACKED = {
     "fp8-block": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
     "int4-zeros": WeightFormat("uint4", "bf16", group_cols=32, has_zero_points=True),
     "nvfp4": WeightFormat("e2m1", "e4m3", group_cols=16, global_scale="divide"),
-    # blocks with offsets spill: kernels/README.md says where and how much
+    # blocks with offsets spill, on gfx942 all blocks: kernels/README.md says where and how much
     **{
         name: WeightFormat(name)  # type: ignore[arg-type]
         for name in BLOCKS_READ
@@ -68,10 +68,6 @@ DEVICES = {
     "sm_100": GpuLimits(),
     "gfx942": GpuLimits(shared_bytes=64 * 1024, has_wide_accumulators=False),
 }
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def product(
@@ -159,34 +155,6 @@ def few_tokens(model: str, dtype: torch.dtype, device: GpuLimits) -> None:
     )
 
 
-def from_slab(tile: Tile | None, device: GpuLimits) -> None:
-    """The products of experts that lie in slots of a slab, read through a table of slots.
-
-    Args:
-        tile: None for those of eight tokens.
-        device: What they must fit in.
-    """
-    T, K, E, D, F = QWEN3.values()
-    slab, slots = meta(E + 8, 3 * D * F), meta(E, dtype=torch.int32)
-    up = slab.as_strided((E + 8, 2 * F, D), (3 * D * F, D, 1))
-    down = slab.as_strided((E + 8, D, F), (3 * D * F, F, 1), 2 * F * D)
-    spec, layout = ActivationSpec("silu"), GateLayout()
-    if tile is None:
-        ids, weights = meta(8, K, dtype=torch.int64), meta(8, K)
-        products = DecodeProducts(meta(8, D), ids, weights, E, device)
-        products.add(up, down, spec, layout, slot_of_expert=slots)
-        products.sums()
-        return
-    rows = T * K
-    groups = Groups(
-        meta(E + 1, dtype=torch.int64), rows, slots, meta(rows, dtype=torch.int64), num_choices=K
-    )
-    out = meta(rows, F)
-    more: dict[str, Any] = {"out": out, "pre": None, "gathers": True, "tile": tile}
-    activated_product(meta(T, D), up, groups, spec, layout, **more)
-    plain_product(out, down, groups, out=meta(rows, D), tile=tile)
-
-
 def packed_stack(kind: WeightFormat, num_slots: int, num_rows: int, num_cols: int) -> Any:
     groups = kind.scales_shape(num_rows, num_cols)
     return QuantizedStack(
@@ -240,13 +208,14 @@ Calls = list[tuple[str, Callable[[], None]]]
 """What to compile, with descriptions."""
 
 
-def packed_calls(device: GpuLimits, *, every_tile: bool) -> Calls:
+def packed_calls(target: str, *, every_tile: bool) -> Calls:
     """The products of `packed_products`.
 
     Unless it is every tile, each format is compiled for few rows or for many.
     """
     few, many = [], []
-    for name in PACKED:
+    device = DEVICES[target]
+    for name in (n for n in PACKED if target != "gfx942" or n not in BLOCKS_READ):
         if every_tile or name not in SELDOM:
             call = partial(packed_products, name, None, torch.bfloat16, device)
             few.append((f"packed {name} few tokens", call))
@@ -342,10 +311,22 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[Calls]:
             ("qwen3", torch.float32),
         ]
     ]
-    yield [("slots few tokens", partial(from_slab, None, device))]
-    yield [(f"slots {many}", partial(from_slab, many, device))]
-    yield [(f"stays {stays}", partial(from_slab, stays, device))]
-    packed = packed_calls(device, every_tile=every_tile)
+    yield [("slots few tokens", partial(few_from_slab, torch.bfloat16, device))]
+    yield [(f"slots {many}", partial(from_slab, many))]
+    yield [(f"stays {stays}", partial(from_slab, stays))]
+    yield [("slots few tokens in fp16", partial(few_from_slab, torch.float16, device))]
+    yield [(f"slots in fp16 {many}", partial(from_slab, many, torch.float16))]
+    yield [
+        (
+            "trains from slots, tiles of 128 rows",
+            partial(training_from_slab, torch.bfloat16, device),
+        )
+    ]
+    yield [
+        (f"adds up {dtype}, tiles of 128 rows", partial(added_up, dtype, device))
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    packed = packed_calls(target, every_tile=every_tile)
     yield from (packed[first : first + 4] for first in range(0, len(packed), 4))
     yield block_sparse_calls(device, every_tile=every_tile)
     for kind in TILES_16_BIT:

@@ -10,6 +10,8 @@ from moe_runtime.kernels.expert_choice import ChoiceForm
 from moe_runtime.kernels.expert_choice.kernel import launch_choose_experts
 from moe_runtime.kernels.grouped_gemm.backward import bias_grad
 from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.rms_norm.gpu import MOST_COLUMNS
+from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
 from moe_runtime.kernels.rotary_step import RowNorm
 from moe_runtime.kernels.rotary_step.kernel import launch_rotary_step
 from moe_runtime.kernels.token_sort.kernel import token_sort_triton
@@ -35,6 +37,8 @@ def small_kernels() -> None:
 
 def between_products() -> None:
     """Those of Qwen3-30B-A3B, and the widest."""
+    launch_rms_norm(meta(8, 1, 2048), meta(2048), 1e-6, "rounded")
+    launch_rms_norm(meta(8, 1, MOST_COLUMNS), meta(MOST_COLUMNS), 1e-6, "wide")
     form = ChoiceForm("softmax", normalises=True)
     launch_choose_experts(meta(8, 128), 8, form, None, torch.bfloat16)
     bias, form = meta(512, dtype=torch.float32), ChoiceForm("sigmoid", True, 2.5)

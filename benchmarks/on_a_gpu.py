@@ -1,0 +1,102 @@
+"""Tests and measures on a GPU in nine minutes: what `make gpu` runs, in the order of its worth.
+
+One command: `python benchmarks/on_a_gpu.py --results FOLDER`. Tests marked `gpu` come first, then
+decoding and fine-tuning of whole layers, the tests of kernels, layers of experts beside
+transformers', and tiles for this model of GPU. Each part is ended when its time is over, and what
+one leaves of its own is the next one's; whoever has more gives `--times`. Logs, results and tiles
+lie in the folder as soon as a part is over, and a part that fails keeps no other from its turn: the
+exit code is 1 then, and no figure counts before it is known why. `--only` runs some parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from gpu_parts.timed_parts import Part, run_parts
+
+from moe_runtime.kernels.grouped_gemm.table import cache_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKED = re.compile(r"(@|marks=)pytest\.mark\.gpu\b|import .*\bPLACES\b")
+COMPUTING = re.compile(r'"cuda" if torch\.cuda\.is_available|\b(HAS|IS)_GPU\b')
+"""In a test's file: tests marked `gpu`, by themselves or by a place; and those that run on a GPU
+wherever one is."""
+SHAPES = ("16384,2048,768,128,8", "1,2048,768,128,8")
+"""Whose products get tiles: a layer of Qwen3-30B-A3B in training and in decoding."""
+
+
+def test_files(pattern: re.Pattern[str]) -> list[str]:
+    """Files of tests in which the pattern is found."""
+    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if pattern.search(path.read_text())]
+
+
+def tests(marked: str, pattern: re.Pattern[str]) -> list[str]:
+    """The command that runs the tests of such files."""
+    words = [sys.executable, "-P", "-m", "pytest", "-q", "-m", f"{marked} and not long"]
+    return [*words, "--numprocesses", "auto", "--maxprocesses", "8", *test_files(pattern)]
+
+
+def script(name: str, *words: str) -> list[str]:
+    """The command of a benchmark, whose results are kept."""
+    return [sys.executable, f"benchmarks/{name}.py", *words, "--save"]
+
+
+def decoding(shape: str, layers: int, seconds: float) -> list[str]:
+    """The command that measures decoding; no row begins in the last tenth of the seconds."""
+    words = ("--shape", shape, "--layers", str(layers), "--caches", "static")
+    return script("device_decode", *words, "--seconds", f"{0.9 * seconds:.0f}")
+
+
+def tuning() -> list[str]:
+    """The command that chooses tiles."""
+    program = str(Path(sys.executable).with_name("moe-runtime"))
+    words = [word for shape in SHAPES for word in ("--shape", shape)]
+    return [program, "bench", "kernels", "--tune", *words]
+
+
+PARTS = (
+    Part("tests-marked-gpu", 60, lambda _: tests("gpu", MARKED)),
+    Part("decode-olmoe-1b-7b", 130, lambda s: decoding("olmoe-1b-7b", 16, s)),
+    Part("decode-qwen3-30b-a3b", 130, lambda s: decoding("qwen3-30b-a3b", 12, s)),
+    Part("training", 45, lambda _: script("device_training", "--layers", "2", "--tokens", "8192")),
+    Part("tests-of-kernels", 50, lambda _: tests("not gpu", COMPUTING)),
+    Part("kernels", 75, lambda _: script("kernels")),
+    Part("tiles", 25, lambda _: tuning()),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the parts; 1 if one failed, 2 without a GPU."""
+    options = _options(arguments)
+    if not torch.cuda.is_available():
+        print("no GPU here; the parts of this can be rehearsed without one", file=sys.stderr)
+        return 2
+    parts = [p._replace(seconds=p.seconds * options.times) for p in PARTS if p.name in options.only]
+    written = ROOT / "benchmarks" / "results", cache_folder()
+    outcomes = run_parts(parts, options.results, written, root=ROOT)
+    print()
+    for name, end, seconds in outcomes:
+        print(f"{name:24} {seconds:5.0f} s  {end}")
+    return int(any(outcome.has_failed for outcome in outcomes))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [part.name for part in PARTS]
+    add = parser.add_argument
+    add("--results", type=Path, default=ROOT / "build" / "gpu", help="(default: build/gpu)")
+    add("--times", type=float, default=1.0, help="as long for each part (default: %(default)s)")
+    add("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
