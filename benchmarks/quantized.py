@@ -124,7 +124,8 @@ def make_experts(shape: Shape, kind: WeightFormat | None, memory: int) -> list[E
     count = max(shape.top_k, min(shape.num_experts, memory // (2 * up.nbytes + down.nbytes)))
     parts = [part for matrix in (up, up, down) for part in _parts(matrix)]
     slab = Slab(count, sum(map(_room, parts)))
-    return [ExpertWeights(*_copied((up, up, down), slab.slot(index))) for index in range(count)]
+    every = (_copied((up, up, down), slab.slot(index)) for index in range(count))
+    return [ExpertWeights(gate, up, down) for gate, up, down in every]
 
 
 def _matrix(kind: WeightFormat | None, num_rows: int, num_cols: int) -> Tensor | QuantizedMatrix:
@@ -176,9 +177,7 @@ def _copied(
         if isinstance(matrix, Tensor):
             yield copies[0]
         else:
-            yield QuantizedMatrix(
-                matrix.format, matrix.num_cols, *copies, *[None] * (2 - len(copies))
-            )
+            yield QuantizedMatrix(matrix.format, matrix.num_cols, copies[0], (*copies, None)[1])
 
 
 def _parts(matrix: Tensor | QuantizedMatrix) -> list[Tensor]:

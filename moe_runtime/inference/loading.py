@@ -179,11 +179,11 @@ def load(
     if transport is not None:
         share = options.divide_experts(transport, experts, signature, placement)
     is_first = share is None or share.transport.rank == 0
-    cached, landing_bytes = {"host": experts, "device": experts}, 0
+    cached, set_aside_bytes = {"host": experts, "device": experts}, 0
     if cache_code != "none":
-        cached["host"], landing_bytes = options.coded_experts(experts, place)
+        cached["host"], set_aside_bytes = options.coded_experts(experts, place)
     if place.type != "cpu":
-        cached["device"], landing_bytes = options.plan_device(experts)
+        cached["device"], set_aside_bytes = options.plan_device(experts)
     kind = OffloadedExperts if place.type == "cpu" else options.DeviceExperts
     modules = replace_experts(
         model,
@@ -198,7 +198,7 @@ def load(
     free = {"host": available_host_bytes() // (1 if share is None else share.processes_here())}
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
-    extra_bytes = guessers.table_bytes + landing_bytes
+    extra_bytes = guessers.table_bytes + set_aside_bytes
     plans = _plan(checkpoint, cached, budgets, free, dense_bytes, max_tokens, extra_bytes)
     # Everybody has looked how much memory is free before anybody takes some.
     if share is not None:
