@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no GPU here; the parts of this can be rehearsed without one", file=sys.stderr)
         return 2
+    # a part is in a session of its own, and would go on
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parts = [p._replace(seconds=p.seconds * options.times) for p in PARTS if p.name in options.only]
     written = ROOT / "benchmarks" / "results", cache_folder()
     outcomes = run_parts(parts, options.results, written, root=ROOT)

@@ -74,11 +74,13 @@ def run_parts(
         command = [*part.command(end_s - begun_s - GRACE_S)]
         print(f"== {part.name}: {shlex.join(command)[:300]}", flush=True)
         log = folder / f"{part.name}.log"
-        with log.open("wb") as output:
-            end = _run(command, output.fileno(), end_s - begun_s, root)
+        try:
+            with log.open("wb") as output:
+                end = _run(command, output.fileno(), end_s - begun_s, root)
+        finally:
+            for path in _newer(written, before):
+                shutil.copy2(path, folder)
         outcomes.append(PartOutcome(part.name, end, clock() - begun_s))
-        for path in _newer(written, before):
-            shutil.copy2(path, folder)
         print("\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]))
         print(f"== {part.name}: {end} after {outcomes[-1].seconds:.0f} s", flush=True)
     return outcomes

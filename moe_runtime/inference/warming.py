@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
@@ -105,13 +106,19 @@ def _compute(model: Any, max_tokens: int) -> None:
 
 @torch.inference_mode()
 def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens: int) -> None:
-    """Prompts of other lengths, for which a device has kernels of their own."""
+    """Prompts of other lengths, for which a device has kernels of their own.
+
+    Memory is set aside for the logits of one token alone.
+    """
     if not isinstance(modules[0].store, TierStore):
         return
     vocab_size = model.config.get_text_config().vocab_size
     num_experts, top_k = modules[0].num_experts, experts_per_token(model.config)
+    known = inspect.signature(type(model).forward).parameters
+    given = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     for length in prompt_lengths(num_experts, top_k, min(max_tokens, MOST_PROMPT_TOKENS)):
-        model(torch.arange(length, device=model.device)[None] % vocab_size, use_cache=False)
+        ids_1T = torch.arange(length, device=model.device)[None] % vocab_size
+        model(ids_1T, use_cache=False, **given)
 
 
 def prompt_lengths(num_experts: int, top_k: int, most: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -136,3 +137,30 @@ def test_an_interrupt_ends_the_part_too(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         run_parts([python("part", LONG, "while True: pass")], tmp_path, [], root=tmp_path)
     assert started[0].poll() is not None
+
+
+def test_who_ends_the_program_ends_its_part(tmp_path: Path) -> None:
+    """Which has written a result by then."""
+    os.mkfifo(tmp_path / "begun")
+    part = (
+        "import os, time; open('kept.json', 'w'); print(os.getpid(), file=open('begun', 'w'))\n"
+        "time.sleep(600)"
+    )
+    code = f"""
+import pathlib, sys, torch, on_a_gpu
+on_a_gpu.PARTS = [on_a_gpu.Part("one", 1e6, lambda _: [sys.executable, "-c", {part!r}])]
+on_a_gpu.ROOT, torch.cuda.is_available = pathlib.Path.cwd(), lambda: True
+on_a_gpu.cache_folder = pathlib.Path.cwd
+on_a_gpu.main(["--results", "results"])
+"""
+    paths = {"PYTHONPATH": str(Path(on_a_gpu.__file__).parent)}
+    program = subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path, env=os.environ | paths, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    child = int((tmp_path / "begun").read_text())
+    program.terminate()
+    assert program.wait() != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    assert (tmp_path / "results" / "kept.json").exists()

@@ -152,15 +152,20 @@ def test_prompts_of_other_lengths_are_computed_on_a_device(
     repair_interpreter()
     monkeypatch.setattr(warming, "prompt_lengths", lambda *given: [17, 19][: given[-1] == 40])
     model = load_on_emulated_device(checkpoint, slots_a_layer=6)
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
     forward = model.forward
-    model.forward = lambda *args, **kwargs: (
-        seen.append(args[0].shape[1]) or forward(*args, **kwargs)
-    )
+
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        seen.append((args[0].shape[1], output.logits.shape[1]))
+        return output
+
+    model.forward = passed
     with model.moe:
         warming.warm_up(model, experts_modules_of(model), 40, None)
         model.moe.check()
-    assert seen == [warming.PROMPT_TOKENS, *[1] * warming.NEW_TOKENS, 17]
+    prompt, steps = warming.PROMPT_TOKENS, warming.NEW_TOKENS
+    assert seen == [(prompt, prompt), *[(1, 1)] * steps, (17, 1)]
 
 
 @pytest.mark.gpu

@@ -29,8 +29,11 @@ typedef struct {
 
 /* ---- one weight row by one panel ---- */
 
+INLINE int is_half_byte(int decoder) { return decoder != DECODE_E4M3 && decoder != DECODE_BYTES; }
+
 INLINE void lanes_block(int mode, int decoder, int scales, int panel_rows, const Lanes *lanes, const RowGroups *row, const char *codes,
                         int64_t bytes, const char *x, int64_t block, Vec *acc) {
+    const int code_bytes = is_half_byte(decoder) ? QUANT_BLOCK / 2 : QUANT_BLOCK;
 #if HAS_BF16_DOT
     if (mode == PAIRS) {
         const int is_byte = decoder == DECODE_E4M3 || decoder == DECODE_BYTES, parts = is_byte ? 2 : 1, planes = 4 / parts;
@@ -42,7 +45,7 @@ INLINE void lanes_block(int mode, int decoder, int scales, int panel_rows, const
                 decode_bytes(decoder, lanes, row, load_codes(codes + part * 64, bytes - part * 64), element, decoded);
             else
                 decode_nibbles(decoder, lanes, row, codes, bytes, block, decoded);
-            const Vec factors = scales_at(scales, &lanes->groups, row, element);
+            const Vec factors = scales_at(scales, &lanes->groups, row, element, bytes < code_bytes);
             UNROLL for (int m = 0; m < panel_rows; m++) {
                 const char *pairs = x + (m * QUANT_BLOCK + part * 64) * 2;
                 Vec sum = vec_zero();
@@ -53,7 +56,7 @@ INLINE void lanes_block(int mode, int decoder, int scales, int panel_rows, const
         return;
     }
 #endif
-    const Vec factors = scales_at(scales, &lanes->groups, row, block * QUANT_BLOCK);
+    const Vec factors = scales_at(scales, &lanes->groups, row, block * QUANT_BLOCK, bytes < code_bytes);
     Vec planes[8];
     decode_wide(decoder, lanes, row, codes, bytes, block, planes);
     UNROLL for (int m = 0; m < panel_rows; m++) {
@@ -64,8 +67,6 @@ INLINE void lanes_block(int mode, int decoder, int scales, int panel_rows, const
     }
     (void)mode;
 }
-
-INLINE int is_half_byte(int decoder) { return decoder != DECODE_E4M3 && decoder != DECODE_BYTES; }
 
 INLINE void lanes_sums(int mode, int decoder, int scales, int panel_rows, const Lanes *lanes, const RowGroups *row, const char *codes,
                        const char *ahead, const char *x, Vec *acc) {

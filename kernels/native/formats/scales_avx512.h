@@ -44,11 +44,14 @@ static LaneGroups lane_groups(const Quantized *format, int64_t block_codes, cons
     return groups;
 }
 
-/* Of the codes that begin with an element. */
-INLINE __m512 scales_at(int reader, const LaneGroups *groups, const RowGroups *row, int64_t element) {
+/* Of the codes that begin with an element. The last are those of a block that the row ends in: what lies behind its scales
+ * would make NaN of the lanes of no code, whose sums are 0. */
+INLINE __m512 scales_at(int reader, const LaneGroups *groups, const RowGroups *row, int64_t element, int is_last) {
     const int64_t first = element >> groups->shift;
     if (reader == SCALES_WIDENED) return _mm512_permutexvar_ps(groups->expand, _mm512_loadu_ps(row->scales + first));
-    const __m128i stored = _mm_loadu_si128((const __m128i *)(row->stored + first * groups->bytes));
+    const char *place = row->stored + first * groups->bytes;
+    const __mmask16 own = (__mmask16)((1u << (row->groups - first) * groups->bytes) - 1);
+    const __m128i stored = is_last ? _mm_maskz_loadu_epi8(own, place) : _mm_loadu_si128((const __m128i *)place);
     if (reader == SCALES_HALVES) {
         const __m256i both = _mm256_broadcastsi128_si256(stored);
         return _mm512_cvtph_ps(_mm256_shuffle_epi8(both, _mm512_castsi512_si256(groups->pick)));

@@ -80,13 +80,17 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(
 def test_scales_that_are_read_as_they_lie(
     isa: str, group: int, scales: Any, generator: torch.Generator
 ) -> None:
-    """One row of x by many weight rows; with E8M0 of 0 and 255, and subnormal fp16."""
+    """One row of x by many weight rows; with E8M0 of 0 and 255, and subnormal fp16.
+
+    What lies between rows of scales is NaN.
+    """
     kind = WeightFormat("e2m1", scales, group_cols=group)
     weight = random_matrix(kind, 301, 1072, generator)
     odd = torch.tensor([0, 255, 1, 130] if scales == "e8m0" else [0.0, 1e-7, -1.0, 448.0])
     stored = weight.scales if scales == "e8m0" else weight.scales.float()
     stored[3::37, ::5] = odd.to(stored.dtype)[torch.arange(len(stored[3::37]))[:, None] % 4]
-    weight = replace(weight, scales=stored.to(weight.scales.dtype))
+    apart = torch.nn.functional.pad(stored, (0, 9), value=255 if scales == "e8m0" else torch.nan)
+    weight = replace(weight, scales=apart.to(weight.scales.dtype)[:, : stored.shape[1]])
     x_RK = torch.randn(2, 1072, generator=generator).bfloat16()
     alone = quantized_linear(x_RK[:1], weight, impl="native")
     beside = quantized_linear(x_RK, weight, impl="native")[:1]
