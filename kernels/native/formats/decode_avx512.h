@@ -33,6 +33,25 @@ INLINE __m512 wide_e4m3(__m512i code) {
     return _mm512_or_ps(value, _mm512_castsi512_ps(sign));
 }
 
+/* Four vectors of the four codes in each lane: the upper half of fp32 is a table of sign and upper exponent bits and the
+ * code's other bits, but for zeros, subnormal codes and NaN. */
+INLINE void decode_wide_e4m3(const Lanes *lanes, __m512i four, __m512 out[4]) {
+    const __m512i above_normal = _mm512_sub_epi8(_mm512_add_epi8(four, four), _mm512_set1_epi8(0x10));
+    if (__builtin_expect(_mm512_cmpgt_epu8_mask(above_normal, _mm512_set1_epi8((char)0xec)) != 0, 0)) {
+        UNROLL for (int j = 0; j < 4; j++) out[j] = wide_e4m3(_mm512_slli_epi32(four, 24 - 8 * j));
+        return;
+    }
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    const __m512i codes = _mm512_shuffle_epi8(four, _mm512_broadcast_i32x4(order)), upper = _mm512_set1_epi32((int)0xffff0000u);
+    const __m512i high = _mm512_shuffle_epi8(lanes->upper_bits, _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(15)));
+    const __m512i low = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi8((char)0xf0));
+    const __m512i halves[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+    UNROLL for (int i = 0; i < 2; i++) {
+        out[2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(halves[i], 16));
+        out[2 * i + 1] = _mm512_castsi512_ps(_mm512_and_si512(halves[i], upper));
+    }
+}
+
 /* Vector j has element 8 l + j of a block in lane l. */
 INLINE void decode_wide(int decoder, const Lanes *lanes, const RowGroups *row, const char *codes, int64_t bytes, int64_t block, __m512 out[8]) {
     if (decoder == DECODE_TABLE4 || decoder == DECODE_ZEROS4) {
@@ -51,13 +70,13 @@ INLINE void decode_wide(int decoder, const Lanes *lanes, const RowGroups *row, c
     const __m512i flip = decoder == DECODE_BYTES ? lanes->flip : _mm512_setzero_si512();
     UNROLL for (int half = 0; half < 2; half++) {
         const __m512i four = bytes_of_lanes(codes, bytes, half, flip);
+        if (decoder == DECODE_E4M3) {
+            decode_wide_e4m3(lanes, four, out + 4 * half);
+            continue;
+        }
         UNROLL for (int j = 0; j < 4; j++) {
-            if (decoder == DECODE_E4M3) {
-                out[4 * half + j] = wide_e4m3(_mm512_slli_epi32(four, 24 - 8 * j));
-            } else {
-                const __m512i code = _mm512_and_si512(_mm512_srli_epi32(four, 8 * j), _mm512_set1_epi32(255));
-                out[4 * half + j] = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, zeros));
-            }
+            const __m512i code = _mm512_and_si512(_mm512_srli_epi32(four, 8 * j), _mm512_set1_epi32(255));
+            out[4 * half + j] = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, zeros));
         }
     }
 }

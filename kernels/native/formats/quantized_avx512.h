@@ -23,6 +23,7 @@ typedef struct {
     __m512i table, flip;     /* bf16 values of codes; what makes codes unsigned */
     __m512i low[2], high[2]; /* bytes of bf16 by the magnitudes of fp8 codes */
     __m512 wide_table;       /* fp32 values of codes */
+    __m512i upper_bits;      /* first bytes of fp32 by the upper four bits of normal fp8 codes */
 } Lanes;
 
 #include "formats/decode_avx512.h"
@@ -214,6 +215,9 @@ static Lanes lanes_of(int kind, const Quantized *format) {
     }
     lanes.wide_table = values[0];
     lanes.table = _mm512_inserti64x4(_mm512_castsi256_si512(narrow[0]), narrow[1], 1);
+    uint8_t upper_bits[16];
+    for (int i = 0; i < 16; i++) upper_bits[i] = (uint8_t)((i & 8) << 4 | (0x3c + (i & 7)));
+    lanes.upper_bits = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)upper_bits));
     uint8_t low[128], high[128]; /* of fp8: normal codes, then those below and NaN */
     for (int i = 0; i < 128; i++) {
         low[i] = (uint8_t)(i << 4);
