@@ -17,11 +17,11 @@ from torch.autograd import forward_ad
 from moe_runtime.kernels.attention_step.weights import AttentionWeights
 from moe_runtime.kernels.linear import ROWS_PER_CALL
 from moe_runtime.kernels.native import (
-    NO_BACKWARD,
+    NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
-    is_differentiated,
     native_library,
+    needs_torch,
     require_native,
 )
 from moe_runtime.kernels.single_query_attention.native import MAX_COLUMNS
@@ -140,8 +140,8 @@ def native_problem(
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
     is_inference = not torch.is_grad_enabled() and forward_ad._current_level < 0
-    if not is_inference and is_differentiated(x, *weights.tensors()):
-        return NO_BACKWARD
+    if not is_inference and needs_torch(x, *weights.tensors()):
+        return NEEDS_TORCH
     return None
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
-    NO_BACKWARD,
+    NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
-    is_differentiated,
     native_library,
+    needs_torch,
     require_native,
 )
 from moe_runtime.kernels.operands import precise_dtype
@@ -90,8 +90,8 @@ def _native_problem(y: Tensor, weights: Tensor) -> str | None:
         return f"it knows fp32, bf16 and fp16, got {y.dtype} and {weights.dtype}"
     if not 0 < weights.shape[1] <= MAX_CHOICES:
         return f"it takes 1 to {MAX_CHOICES} choices a token, got {weights.shape[1]}"
-    if is_differentiated(y, weights):
-        return NO_BACKWARD
+    if needs_torch(y, weights):
+        return NEEDS_TORCH
     return None
 
 

@@ -20,7 +20,7 @@ from moe_runtime.kernels.expert_mlp.expert_runs import (
 )
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertWeights, Matrix
 from moe_runtime.kernels.linear import linear
-from moe_runtime.kernels.native import is_differentiated
+from moe_runtime.kernels.native import needs_torch
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
 
@@ -60,7 +60,7 @@ def run_by_expert(
     """
     function = activation_function(activation)
     are_quantized = any(weights.shape.formats for weights in runs.experts)
-    is_reused = are_quantized and impl == "auto" and not is_differentiated(x_TD)
+    is_reused = are_quantized and impl == "auto" and not needs_torch(x_TD)
     values = products.ReusedValues() if is_reused else None
 
     def product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:

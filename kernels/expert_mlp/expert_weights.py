@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_runtime.kernels.native import DTYPE_CODES
 
@@ -144,11 +145,12 @@ class ExpertWeights:
 
     def _native_record(self) -> bytes | None:
         """The C struct `Expert`: three matrices and three biases."""
-        if 0 in self.shape[:3]:
+        if any(not t.is_cpu or isinstance(t, FakeTensor) for t in self._tensors()):
             return None
-        if any(not tensor.is_cpu for tensor in self._tensors()):
-            return None
-        if self.shape.dtype not in DTYPE_CODES or self.shape.bias_dtype not in DTYPE_CODES:
+        if (
+            0 in self.shape[:3]
+            or not {self.shape.dtype, self.shape.bias_dtype} <= DTYPE_CODES.keys()
+        ):
             return None
         words: list[int] = []
         for matrix in (self.gate, self.up, self.down):

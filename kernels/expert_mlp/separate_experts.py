@@ -30,13 +30,13 @@ from moe_runtime.kernels.linear import ROWS_PER_CALL, UNLIMITED, native_row_limi
 from moe_runtime.kernels.native import (
     ACTIVATION_CODES,
     DTYPE_CODES,
-    NO_BACKWARD,
+    NEEDS_TORCH,
     STATUS_BAD_ROW,
     STATUS_DAMAGED,
     STATUS_NO_MEMORY,
     NativeLibrary,
-    is_differentiated,
     native_library,
+    needs_torch,
     require_native,
 )
 from moe_runtime.kernels.operands import check_choice
@@ -166,8 +166,8 @@ def _native_problem(
     for weights in experts:
         if weights.record is None:
             return "weights must be fp32, bf16, fp16 or quantised CPU tensors with unit stride"
-    if is_differentiated(x_TD):
-        return NO_BACKWARD
+    if needs_torch(x_TD):
+        return NEEDS_TORCH
     return None
 
 

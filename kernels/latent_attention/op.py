@@ -16,11 +16,11 @@ from torch import Tensor
 from moe_runtime.kernels.latent_attention.reference import Tokens, latent_attention_reference
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
-    NO_BACKWARD,
+    NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
-    is_differentiated,
     native_library,
+    needs_torch,
     require_native,
 )
 
@@ -120,8 +120,8 @@ def _native_problem(query: Tensor, tokens: Sequence[Tokens], weight: Tensor) -> 
         return f"heads must lie one behind another, got strides {weight.stride()}"
     if len({turned.shape[1] for _, turned, _ in tokens}) != 1:
         return "it needs turned parts of one width"
-    if is_differentiated(query, weight, *parts):
-        return NO_BACKWARD
+    if needs_torch(query, weight, *parts):
+        return NEEDS_TORCH
     return None
 
 

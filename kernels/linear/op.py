@@ -13,17 +13,16 @@ from torch import Tensor
 
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
-    NO_BACKWARD,
+    NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
-    is_differentiated,
     native_library,
+    needs_torch,
     require_native,
 )
 
 LinearImpl = Literal["auto", "native", "reference", "torch"]
 IMPLS: tuple[LinearImpl, ...] = ("auto", "native", "reference", "torch")
-
 
 UNLIMITED = sys.maxsize
 ROWS_PER_CALL = 512
@@ -148,8 +147,8 @@ def native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
         return f"weights must have unit stride along K or N, got strides {weight.stride()}"
     if bias is not None and bias.dtype != weight.dtype:
         return f"bias must be {weight.dtype} like the weights, got {bias.dtype}"
-    if is_differentiated(x, weight, bias):
-        return NO_BACKWARD
+    if needs_torch(x, weight, bias):
+        return NEEDS_TORCH
     return None
 
 

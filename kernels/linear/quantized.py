@@ -21,10 +21,10 @@ from moe_runtime.kernels.linear.op import (
 from moe_runtime.kernels.lossless import PlanesMatrix, decode_planes
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
-    NO_BACKWARD,
+    NEEDS_TORCH,
     NativeLibrary,
-    is_differentiated,
     native_library,
+    needs_torch,
     require_native,
 )
 from moe_runtime.kernels.operands import precise_dtype
@@ -146,8 +146,8 @@ def _native_problem(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> 
         return f"x must be fp32, bf16 or fp16, got {x.dtype}"
     if not x.is_cpu or (bias is not None and bias.dtype not in DTYPE_CODES):
         return "it needs CPU tensors, and biases in fp32, bf16 or fp16"
-    if is_differentiated(x, bias):
-        return NO_BACKWARD
+    if needs_torch(x, bias):
+        return NEEDS_TORCH
     if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return "it is under autocast or traced by a compiler"
     if weight.native_record() is None:

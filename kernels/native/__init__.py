@@ -1,6 +1,5 @@
 """The native CPU library: its C sources, and what finds, loads and describes the built file."""
 
-from moe_runtime.kernels.native.differentiation import NO_BACKWARD, is_differentiated
 from moe_runtime.kernels.native.library import (
     ACTIVATION_CODES,
     DTYPE_CODES,
@@ -8,27 +7,26 @@ from moe_runtime.kernels.native.library import (
     STATUS_DAMAGED,
     STATUS_NO_MEMORY,
     STATUS_OK,
-    NativeDescription,
     NativeLibrary,
     NativeUnavailableError,
     describe,
     native_library,
     require_native,
 )
+from moe_runtime.kernels.native.torch_only import NEEDS_TORCH, needs_torch
 
 __all__ = [
     "ACTIVATION_CODES",
     "DTYPE_CODES",
-    "NO_BACKWARD",
+    "NEEDS_TORCH",
     "STATUS_BAD_ROW",
     "STATUS_DAMAGED",
     "STATUS_NO_MEMORY",
     "STATUS_OK",
-    "NativeDescription",
     "NativeLibrary",
     "NativeUnavailableError",
     "describe",
-    "is_differentiated",
     "native_library",
+    "needs_torch",
     "require_native",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_runtime.kernels.quantized.formats import BLOCKS, SCALES, WeightFormat
 from moe_runtime.kernels.quantized.reference import code_values, scale_values
@@ -86,9 +87,7 @@ class QuantizedMatrix:
         """
         kind = self.format
         parts = (self.codes, self.scales, self.zero_points, self.global_scale)
-        if any(part is not None and not part.is_cpu for part in parts):
-            return None
-        if any(part is not None and _has_gaps(part) for part in parts):
+        if any(part is not None and not _can_be_read(part) for part in parts):
             return None
         if self.num_cols > MOST_COLS or not 0 <= kind.zero <= LARGEST_ZERO:
             return None
@@ -155,8 +154,9 @@ def _described(tensor: Tensor | None) -> str:
     return "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _has_gaps(part: Tensor) -> bool:
-    return part.ndim > 0 and part.stride(-1) != 1 and part.shape[-1] > 1
+def _can_be_read(part: Tensor) -> bool:
+    has_gaps = part.ndim > 0 and part.stride(-1) != 1 and part.shape[-1] > 1
+    return part.is_cpu and not isinstance(part, FakeTensor) and not has_gaps
 
 
 def _address_and_stride(part: Tensor | None) -> tuple[int, int]:

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
     NativeLibrary,
-    is_differentiated,
     native_library,
+    needs_torch,
     require_native,
 )
 from moe_runtime.kernels.recurrent_step.reference import (
@@ -204,7 +204,7 @@ def _conv_problem(state: Tensor, x: Tensor, taps: Tensor, bias: Tensor | None) -
 def _in_place_problem(state: Tensor, *others: Tensor | None) -> str | None:
     if not state.is_contiguous():
         return f"the state is changed in place and must have no gaps, got strides {state.stride()}"
-    if is_differentiated(state, *others):
+    if needs_torch(state, *others) and not isinstance(state, FakeTensor):
         return "a step changes the state in place and has no gradients; use torch.no_grad()"
     return None
 

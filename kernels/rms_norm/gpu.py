@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.native import DTYPE_CODES, is_differentiated
+from moe_runtime.kernels.native import DTYPE_CODES, needs_torch
 from moe_runtime.kernels.rms_norm.reference import NormForm
 from moe_runtime.kernels.triton_support import require_triton
 
@@ -47,7 +47,7 @@ def _can_take(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype
         and x.dtype in DTYPE_CODES
         and weight.is_contiguous()
-        and not is_differentiated(x, weight)
+        and not needs_torch(x, weight)
         and not torch.compiler.is_compiling()
         and importlib.util.find_spec("triton") is not None
     )

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
-    NO_BACKWARD,
+    NEEDS_TORCH,
     NativeLibrary,
-    is_differentiated,
     native_library,
+    needs_torch,
     require_native,
 )
 from moe_runtime.kernels.rms_norm.reference import FORMS, NormForm, rms_norm_reference
@@ -84,8 +84,8 @@ def native_problem(x: Tensor, weight: Tensor) -> str | None:
         return f"it knows fp32, bf16 and fp16, the same for both, got {x.dtype} and {weight.dtype}"
     if not weight.is_contiguous():
         return f"the weight must be contiguous, got stride {weight.stride()}"
-    if is_differentiated(x, weight):
-        return NO_BACKWARD
+    if needs_torch(x, weight):
+        return NEEDS_TORCH
     return None
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
-    NO_BACKWARD,
+    NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
-    is_differentiated,
     native_library,
+    needs_torch,
 )
 
 MAX_COLUMNS = 8192
@@ -81,8 +81,8 @@ def native_problem_of(
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
     if sinks is not None and (sinks.dtype not in DTYPE_CODES or not sinks.is_cpu):
         return f"sinks must be fp32, bf16 or fp16 on the CPU, got {sinks.dtype} on {sinks.device}"
-    if is_differentiated(query, key, value, sinks):
-        return NO_BACKWARD
+    if needs_torch(query, key, value, sinks):
+        return NEEDS_TORCH
     return None
 
 

@@ -21,7 +21,7 @@ from moe_runtime.kernels.linear import (
     quantized_linear,
     values_of,
 )
-from moe_runtime.kernels.native import is_differentiated
+from moe_runtime.kernels.native import needs_torch
 from moe_runtime.kernels.prepared.quantized import PreparedQuantizedLinear
 from moe_runtime.kernels.quantized import QuantizedMatrix
 
@@ -240,7 +240,7 @@ def _multiply_any(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> T
         return nn.functional.linear(input, weight.values(), bias)
     x_RK = input.reshape(-1, input.shape[-1])
     is_autocast = torch.is_autocast_enabled(input.device.type)
-    multiply = frozen_linear if is_differentiated(input, bias) else quantized_linear
+    multiply = frozen_linear if needs_torch(input, bias) else quantized_linear
     y_RN = multiply(x_RK, weight.matrix, bias)
     y_RN = y_RN if is_autocast else y_RN.to(input.dtype)
     return y_RN.view(*input.shape[:-1], len(weight))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_runtime.kernels.native import is_differentiated
+from moe_runtime.kernels.native import needs_torch
 
 MAX_TAPS = 8
 """Of more taps torch's way was never compared."""
@@ -51,7 +51,7 @@ def shifted_products(x_BCL: Tensor, taps_C1K: Tensor, bias_C: Tensor | None, pad
     bias_C1 = None if bias_C is None else bias_C.float()[:, None]
     size = length + 2 * pad - len(taps_KC1) + 1
     portion = max(1, PORTION // max(1, batch * channels))
-    if size <= portion or is_differentiated(x_BCL, taps_C1K, bias_C):
+    if size <= portion or needs_torch(x_BCL, taps_C1K, bias_C):
         return _outputs(x_BCL, taps_KC1, bias_C1, pad, 0, size)
     if x_BCL.stride(1) == 1:
         y_BCN = x_BCL.new_empty(batch, size, channels).transpose(1, 2)

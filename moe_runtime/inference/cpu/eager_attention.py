@@ -26,7 +26,7 @@ from moe_runtime.inference.cpu.attention import (
 )
 from moe_runtime.inference.cpu.threads import torch_threads_for
 from moe_runtime.kernels.linear.op import keeps_code
-from moe_runtime.kernels.native import is_differentiated
+from moe_runtime.kernels.native import needs_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,7 +132,7 @@ def attend(
     if (
         changes_attention(others)
         or torch.is_autocast_enabled("cpu")
-        or is_differentiated(query, key, value, sinks)
+        or needs_torch(query, key, value, sinks)
         or (attention_mask is not None and attention_mask.shape[-1] != key.shape[2])
         or _shows_weights(module)
     ):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_runtime.kernels.native import DTYPE_CODES, is_differentiated
+from moe_runtime.kernels.native import DTYPE_CODES, needs_torch
 from moe_runtime.kernels.recurrent_step import conv_step, delta_rule_step
 
 SCAN_CHUNK, SCAN_STEP = 64, 16
@@ -340,7 +340,7 @@ def _can_change_in_place(state: Tensor, *parts: Tensor | None) -> bool:
     return (
         state.is_cpu
         and state.is_contiguous()
-        and not is_differentiated(state, *parts)
+        and not needs_torch(state, *parts)
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
     )
