@@ -45,10 +45,9 @@ class TrainingLines:
         last = records[-1]
         tokens = last.tokens // last.step * len(records)
         seconds = sum(record.step_s for record in records)
-        parts = [
-            f"loss {sum(record.loss for record in records) / len(records):.4f}",
-            f"{tokens / seconds:,.0f} tokens/s",
-        ]
+        losses = [record.loss for record in records if record.loss is not None]
+        loss = f"{sum(losses) / len(losses):.4f}" if losses else "no number"
+        parts = [f"loss {loss}", f"{tokens / seconds:,.0f} tokens/s"]
         if last.max_load is not None:
             parts.append(f"load {_mean_of(records, 'max_load'):.2f}")
         if last.dropped_share is not None:

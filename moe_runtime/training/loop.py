@@ -23,6 +23,7 @@ from moe_runtime.training.checkpoint import (
     save_checkpoint,
 )
 from moe_runtime.training.data.batches import Batches, DataPosition, shorten
+from moe_runtime.training.divergence import SkippedSteps, require_number
 from moe_runtime.training.machine import autocast_of
 from moe_runtime.training.metrics import EvaluationRecord, MetricsSink, Record, StepRecord
 from moe_runtime.training.offload.execution.adapters import AdapterTraining
@@ -36,8 +37,6 @@ from moe_runtime.training.sharded import ShardedCheckpoints
 from moe_runtime.training.tracing import TrainingTrace
 
 AnyOptimizer = Optimizer | ExpertTraining | AdapterTraining
-
-_MOST_SKIPPED = 10
 
 
 class TrainableModel(Protocol):
@@ -116,8 +115,8 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.elapsed_s = 0.0
-        self.num_skipped = 0
-        self._skipped_in_a_row = 0
+        self.skipped = SkippedSteps()
+        self._first_step = 1
         self._saved_step = -1
 
     @property
@@ -149,7 +148,7 @@ class Trainer:
         restore_random_states(state.random)
         self._run.ranks.draw_apart(state.step)
         self.step, self.tokens, self.elapsed_s = state.step, state.tokens, state.elapsed_s
-        self._saved_step = state.step
+        self._saved_step, self._first_step = state.step, state.step + 1
 
     def train(
         self, *, should_stop: Callable[[], bool], on_record: Callable[[Record], None]
@@ -166,8 +165,8 @@ class Trainer:
             Whether the run is complete.
 
         Raises:
-            ValueError: the run diverged: scores are not numbers, or the gradients of ten steps in
-                a row.
+            ValueError: the run diverged: scores or the loss at its end are no numbers, or the
+                gradients of ten steps in a row are not.
             OSError: a checkpoint or a record cannot be written.
         """
         run = self._config.run
@@ -176,7 +175,8 @@ class Trainer:
             is_last = self.step == run.steps
             if is_last or _is_due(self.step, run.evaluate_every):
                 self._evaluate(on_record)
-            if is_last or _is_due(self.step, run.checkpoint_every):
+            # skipped steps change nothing, and would take the place of earlier checkpoints
+            if is_last or (_is_due(self.step, run.checkpoint_every) and not self.skipped.in_a_row):
                 self.save()
             if self._run.ranks.any(should_stop()):
                 break
@@ -248,8 +248,14 @@ class Trainer:
             outcome = optimizer.step(rate)
         self._run.model.after_step()
         means = self._means(losses)
-        self._count_skipped(outcome.bad_parameters, means["loss"])
         self.step += 1
+        self.skipped.count(
+            outcome.bad_parameters,
+            step=self.step,
+            first=self._first_step,
+            last=config.run.steps,
+            has_loss=means["loss"] is not None,
+        )
         if self._run.trace is not None:
             self._run.trace.finish_step(self.step)
         self.tokens += config.data.tokens_per_step
@@ -290,10 +296,9 @@ class Trainer:
             there = [value for value in values if value is not None]
             if there:
                 known[name] = there
-        means = torch.stack([_mean(values) for values in known.values()])
-        return dict.fromkeys(named) | dict(
-            zip(known, self._run.ranks.mean(means).tolist(), strict=True)
-        )
+        means = self._run.ranks.mean(torch.stack([_mean(values) for values in known.values()]))
+        found = [mean if math.isfinite(mean) else None for mean in means.tolist()]
+        return dict.fromkeys(named) | dict(zip(known, found, strict=True))
 
     def _micro_batches(self) -> list[Tensor]:
         """This process's tokens of the step, in the parts that are computed one after another."""
@@ -323,26 +328,6 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         return autocast_of(self._config.run.precision, self._run.device.type)
 
-    def _count_skipped(self, bad_parameters: tuple[str, ...], loss: float | None) -> None:
-        if not bad_parameters:
-            self._skipped_in_a_row = 0
-            return
-        self.num_skipped += 1
-        self._skipped_in_a_row += 1
-        if self.num_skipped > self.step and loss is not None and not math.isfinite(loss):
-            raise ValueError(
-                f"the loss of step {self.step + 1} is {loss}, and no weight was changed before it: "
-                "those that the run begins with give no numbers; `moe-runtime inspect MODEL "
-                "--verify` names the ones of a checkpoint"
-            )
-        most = min(_MOST_SKIPPED, self._config.run.steps)
-        if self._skipped_in_a_row >= most:
-            raise ValueError(
-                f"the gradients of {most} steps in a row were not finite (the last in "
-                f"{bad_parameters[0]} and {len(bad_parameters) - 1} others); lower "
-                "optimizer.peak_rate or raise optimizer.warmup_steps"
-            )
-
     @torch.no_grad()
     def _evaluate(self, on_record: Callable[[Record], None]) -> None:
         """Measures the held-out text and emits the record; without any text, does nothing."""
@@ -356,6 +341,7 @@ class Trainer:
                 nats[name] = self._held_out_loss(torch.from_numpy(windows).split(rows))
         weights = {name: self._run.held_out_weights[name] for name in nats}
         mean = sum(weights[name] * nats[name] for name in nats) / sum(weights.values())
+        mean = require_number(mean, self.step)
         record = EvaluationRecord(step=self.step, held_out=nats, held_out_mean=mean)
         self._emit(record, on_record)
 

@@ -17,8 +17,8 @@ class StepRecord:
 
     Attributes:
         step: its number, the first is 1.
-        loss: mean cross-entropy of its tokens, nats.
-        aux_loss: what the gates' losses added, their coefficients included.
+        loss: mean cross-entropy of its tokens, nats; None if it was not finite.
+        aux_loss: what the gates' losses added, their coefficients included; None likewise.
         rate: learning rate.
         gradient_norm: before clipping; None if it was not finite.
         tokens: tokens trained on so far.
@@ -34,8 +34,8 @@ class StepRecord:
     """
 
     step: int
-    loss: float
-    aux_loss: float
+    loss: float | None
+    aux_loss: float | None
     rate: float
     gradient_norm: float | None
     tokens: int

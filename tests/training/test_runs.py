@@ -1,6 +1,7 @@
 """Whole runs through the command line: what they leave behind, and what they refuse."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from training_runs import CONFIG, error_of, train, training_records, write_run
 
 from moe_runtime.cli.main import main
+from moe_runtime.training.metrics import METRICS_FILE
 from moe_runtime.training.optimizer import Optimizer
 
 
@@ -290,6 +292,28 @@ def test_a_short_run_without_a_single_step_is_no_success(
     line = error_of(capsys, path, "--set", "run.steps=3")
     assert "3 steps in a row were not finite" in line
     assert not (tmp_path / "out" / "model").exists()
+
+
+DENSE = re.sub(r"\[model.moe\].*?\n\n", "", CONFIG, flags=re.S).replace(
+    "max_positions", "intermediate_size = 64\nmax_positions"
+)
+
+
+def test_a_run_that_ends_in_no_numbers_is_no_success_and_keeps_what_was_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights of 1e20 after step 6: no gate is there to stop it, and what resumes it fails too."""
+    path = write_run(tmp_path, config=DENSE)
+    assert train(path, "--set", "run.steps=4", "--set", "run.checkpoint_every=2") == 0
+    more = ("--set", "run.checkpoint_every=1", "--resume", "--reschedule")
+    huge = ("--set", "optimizer.peak_rate=1e20")
+    line = error_of(capsys, path, *more, *huge, "--set", "run.steps=9")
+    assert "no number" in line
+    records = training_records(tmp_path / "out")
+    assert not any("NaN" in text for text in (tmp_path / "out" / METRICS_FILE).read_text().split())
+    assert [record["step"] for record in records if "loss" in record][:4] == [1, 2, 3, 4]
+    line = error_of(capsys, path, *more, "--set", "run.steps=9")
+    assert "no weight was changed before it" in line
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(

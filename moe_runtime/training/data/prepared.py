@@ -291,7 +291,7 @@ def _summary(preparation: Prepared, trainer: Trainer, folder: Path | None) -> di
         "tokens": trainer.tokens,
         "elapsed_s": round(trainer.elapsed_s, 3),
         "tokens_per_s": round(trainer.tokens / trainer.elapsed_s, 1) if trainer.elapsed_s else None,
-        "skipped_steps": trainer.num_skipped,
+        "skipped_steps": trainer.skipped.total,
         "loss": losses[-1] if losses else None,
         "held_out": held_out[-1]["held_out"] if held_out else {},
         "held_out_mean": held_out[-1]["held_out_mean"] if held_out else None,
