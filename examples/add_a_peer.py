@@ -4,11 +4,12 @@ moe-runtime bench latency MODEL --peer examples/add_a_peer.py
 
 The file needs nothing of this project. Run as a program, it says what comes after three tokens:
 
-python examples/add_a_peer.py MODEL
+python examples/add_a_peer.py [MODEL]
 """
 
 import inspect
 import sys
+from pathlib import Path
 from typing import Any
 
 INSTALL = "pip install torch transformers"
@@ -56,7 +57,8 @@ class Peer:
 
 
 if __name__ == "__main__":
-    peer = Peer({"model": sys.argv[1], "num_threads": 2, "max_tokens": 16})
+    model = sys.argv[1] if sys.argv[1:] else Path(__file__).parents[1] / "models" / "pocket"
+    peer = Peer({"model": str(model), "num_threads": 2, "max_tokens": 16})
     peer.load()
     token = peer.prefill([510, 11, 7])
     print(token, peer.step(token))

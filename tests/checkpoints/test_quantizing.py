@@ -310,7 +310,9 @@ def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_weights_that_are_no_numbers_are_named(tmp_path: Path, value: float) -> None:
+def test_weights_that_are_no_numbers_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
     source = source_of(OLMOE, tmp_path / "source")
     tensors = tensors_of(source)
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -319,3 +321,8 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path, value: float) -> 
     with pytest.raises(CheckpointError, match=rf"{name}[^\n]*finite"):
         pack_checkpoint(source, tmp_path / "out", quantize="mxfp4")
     assert not (tmp_path / "out").exists()
+    capsys.readouterr()
+    assert main(["pack", str(source), str(tmp_path / "out"), "--quantize", "mxfp4"]) == 2
+    said = capsys.readouterr().err
+    assert name in said.splitlines()[-1]
+    assert "begins again" not in said

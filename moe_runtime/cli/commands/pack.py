@@ -68,6 +68,7 @@ def pack(
     quiet_transformers(session)
     from moe_runtime.checkpoints.packing import pack_checkpoint, staging_of
     from moe_runtime.checkpoints.packing.quantized_writer import REPORT_NAME
+    from moe_runtime.errors import CheckpointError
 
     if str(out) == "-":
         raise ValueError("OUT -: expected the name of a folder (./- is one of that name)")
@@ -84,6 +85,9 @@ def pack(
                 model, out, code, quantize, io_threads=io_threads, progress=show
             )
         is_done = True
+    except CheckpointError:
+        has_written = staging_of(out).exists()  # begun again, it would end so again
+        raise
     finally:
         if has_written and not is_done:
             staging = staging_of(out)
