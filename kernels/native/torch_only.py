@@ -7,9 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-NEEDS_TORCH = (
-    "it has no backward pass and takes no fake tensors; a gradient or one of these is wanted"
-)
+NEEDS_TORCH = "it has no backward pass and takes no fake tensors; a gradient or these are wanted"
 
 
 def needs_torch(*tensors: Tensor | None) -> bool:
