@@ -128,16 +128,22 @@ def test_rows_at_any_distance(isa: str, kind: WeightFormat, generator: torch.Gen
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scales_at_the_ends_of_their_range(isa: str, dtype: torch.dtype) -> None:
-    """2 ** -127 is subnormal in fp32, 254 is the largest, 255 is NaN: in its row alone."""
-    codes = torch.full((4, 32), 0x22, dtype=torch.uint8)  # 64 times 1.0
+    """2 ** -127 is subnormal in fp32, 254 is the largest, 255 is NaN: in its row alone.
+
+    Rows behind them let scales be read where they lie.
+    """
+    codes = torch.full((104, 32), 0x22, dtype=torch.uint8)  # 64 times 1.0
     scales = torch.tensor([[0, 0], [254, 0], [127, 255], [127, 128]], dtype=torch.uint8)
+    scales = torch.nn.functional.pad(scales, (0, 0, 0, 100), value=127)
     weight = QuantizedMatrix(MXFP4, 64, codes, scales)
     x_RK = torch.zeros(1, 64, dtype=dtype)
     x_RK[0, 3], x_RK[0, 40] = 0.5, 2.0
     expected = [0.5 * 2.0**-127 + 2 * 2.0**-127, 2.0**126, torch.nan, 0.5 + 4.0]
-    found = quantized_linear(x_RK, weight, impl="native")[0]
+    found = quantized_linear(x_RK, weight, impl="native")[0, :4]
+    of_ones = quantized_linear(torch.ones_like(x_RK), weight, impl="native")[0, :4]
     # fp32 holds the first exactly; bf16 rounds it to its own subnormals
-    assert torch.equal(found.isnan(), torch.tensor([False, False, True, False]))
+    for values in (found, of_ones):
+        assert torch.equal(values.isnan(), torch.tensor([False, False, True, False]))
     for value, wanted in zip(found.tolist(), expected, strict=True):
         assert value != value or abs(value - wanted) <= 2.0**-134
     assert torch.equal(
