@@ -48,7 +48,8 @@ class SkippedSteps:
             )
         if not has_loss and step == last:
             raise ValueError(f"the loss of the last step, {last}, is no number; {LOWER}")
-        most = min(MOST_SKIPPED, last - first + 1)
+        # who goes on with a run whose last steps overflow has steps that were taken
+        most = min(MOST_SKIPPED, last) if first == 1 else MOST_SKIPPED
         if self.in_a_row >= most:
             raise ValueError(
                 f"the gradients of {most} steps in a row were not finite (the last in "
