@@ -85,7 +85,7 @@ static inline int64_t groups_of_row(const Quantized *format, int64_t k) {
 
 static const int SCALE_BYTES[] = {1, 1, 2, 2, 4};
 
-/* A division takes as long as half a row of codes; most groups are of one row. */
+/* Most groups are of one row, which needs no division. */
 static inline int64_t group_of(int64_t index, int64_t group) { return group == 1 ? index : group ? index / group : 0; }
 
 #endif

@@ -1,8 +1,7 @@
 /* The scales of a row of codes, one for each lane of a vector of sixteen; a part of quantized_avx512.h.
  *
- * They are read where they lie, with the codes that they belong to: widened before, in a pass of their own, they took a
- * third of the time of a product of one row (measured on Zen 5, MXFP4). What is rare, E8M0 of 0 and 255, or takes more, such as
- * a global scale, is widened before.
+ * They are read where they lie, with the codes that they belong to, which saves a pass over each row. What is rare, E8M0 of 0
+ * and 255, or takes more, such as a global scale, is widened to fp32 before.
  */
 
 enum { NUM_LANES = 16, SPAN_BYTES = 16, BYTES_BEHIND = 64 };
@@ -50,8 +49,9 @@ INLINE __m512 scales_at(int reader, const LaneGroups *groups, const RowGroups *r
     const int64_t first = element >> groups->shift;
     if (reader == SCALES_WIDENED) return _mm512_permutexvar_ps(groups->expand, _mm512_loadu_ps(row->scales + first));
     const char *place = row->stored + first * groups->bytes;
-    const __mmask16 own = (__mmask16)((1u << (row->groups - first) * groups->bytes) - 1);
-    const __m128i stored = is_last ? _mm_maskz_loadu_epi8(own, place) : _mm_loadu_si128((const __m128i *)place);
+    const int64_t left = (row->groups - first) * groups->bytes;
+    const __m128i stored = is_last ? _mm_maskz_loadu_epi8((__mmask16)((1u << left) - 1), place)
+                                   : _mm_loadu_si128((const __m128i *)place);
     if (reader == SCALES_HALVES) {
         const __m256i both = _mm256_broadcastsi128_si256(stored);
         return _mm512_cvtph_ps(_mm256_shuffle_epi8(both, _mm512_castsi512_si256(groups->pick)));
