@@ -93,7 +93,7 @@ def _compute(model: Any, max_tokens: int) -> None:
         return
     name, given = cache_name(model.forward), dict[str, Any](use_cache=True)
     if model.device.type != "cpu":
-        from moe_runtime.inference.device.decode_graphs import static_cache
+        from moe_runtime.inference.device.static_caches import static_cache
 
         given[name] = static_cache(model.config, length + NEW_TOKENS)
     vocab_size = model.config.get_text_config().vocab_size

@@ -104,8 +104,14 @@ class ReadQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, blocks: Sequence[Block], read: Read) -> None:
+    def submit(self, blocks: Sequence[Block], read: Read, *, wakes: bool = True) -> None:
         """Queues a read, whose end is told from a reading thread.
+
+        Args:
+            blocks: of the read.
+            read: what they are of.
+            wakes: a thread that has nothing to do, which takes the caller as long as all the rest;
+                otherwise `wake` follows, or the read waits until a thread looks by itself.
 
         Raises:
             MoERuntimeError: the queue was closed.
@@ -115,7 +121,12 @@ class ReadQueue:
                 raise MoERuntimeError(CLOSED)
             waiting = deque(blocks or [_move_nothing])
             self._works[read] = _Work(waiting, len(waiting), len(waiting))
-            self._push(read, len(waiting))
+            self._push(read, len(waiting), wakes=wakes)
+
+    def wake(self) -> None:
+        """Has a thread serve what was submitted without waking one."""
+        with self._changed:
+            self._changed.notify_all()
 
     def promote(self, read: Read) -> None:
         """Serves what is left of a read-ahead as a demand from now on."""
@@ -163,9 +174,11 @@ class ReadQueue:
             read.refuse()
             self._works.pop(read)
 
-    def _push(self, read: Read, num_blocks: int) -> None:
+    def _push(self, read: Read, num_blocks: int, *, wakes: bool = True) -> None:
         for _ in range(num_blocks):
             heapq.heappush(self._tickets, (read.priority, next(self._number), read))
+        if not wakes:
+            return
         told, is_demand = self._changed._told, read.priority is Priority.DEMAND
         told.notify(num_blocks) if is_demand else told.notify_all()  # not all serve read-aheads
 

@@ -70,6 +70,7 @@ class TierFetcher:
         self._device = device
         self.speed = CopySpeed()
         self.queued: dict[Read, _Copy] = {}
+        self._is_untold = False
         self._failure: BaseException | None = None
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
@@ -159,8 +160,8 @@ class TierFetcher:
     def copy_resident(self, slots: Mapping[ExpertKey, torch.Tensor], read: Read) -> bool:
         """Queues one copy of experts that are resident below, on the thread that asks for it.
 
-        A thread waits for its end. Handing over the copy itself, or each expert by itself, would
-        take longer than the link takes for it.
+        A thread waits for its end, once `tell_ends` was called. Handing over the copy itself, or
+        each expert by itself, would take longer than the link takes for it.
 
         Args:
             slots: where the experts of one layer go.
@@ -184,7 +185,8 @@ class TierFetcher:
             self.queued[read] = _Copy(copied)
             num_bytes = _num_bytes(parts)
             finish = partial(self._finish, lease, read, copied, num_bytes, len(slots))
-            self._ends.submit([finish], read)
+            self._is_untold = True
+            self._ends.submit([finish], read, wakes=False)
             is_done = True
             return True
         except (MemoryError, OSError, RuntimeError):
@@ -197,6 +199,16 @@ class TierFetcher:
                 finally:
                     self.queued.pop(read, None)
                     self.lower.give_up(lease)
+
+    def tell_ends(self) -> None:
+        """Has a thread wait for the ends of copies that were queued by who asked for them.
+
+        To be called when all is queued that goes on behind these copies: waking a thread takes
+        longer than queueing a copy. Where nobody calls it, the thread finds them within a second.
+        """
+        if self._is_untold:
+            self._is_untold = False
+            self._ends.wake()
 
     def _finish(
         self, lease: Lease[torch.Tensor], read: Read, copied: Copy, num_bytes: int, count: int

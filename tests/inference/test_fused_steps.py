@@ -24,8 +24,8 @@ import moe_runtime
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.inference.cpu.small_batch import SmallBatchRMSNorm
 from moe_runtime.inference.device import decoding_model
-from moe_runtime.inference.device.decode_graphs import static_cache
 from moe_runtime.inference.device.decoding_model import fuse_steps
+from moe_runtime.inference.device.static_caches import static_cache
 from moe_runtime.kernels.rms_norm import rms_norm
 
 pytest.importorskip("triton")

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from emulated_graphs import EmulatedRecorder
 
@@ -92,8 +94,10 @@ class EmulatedDevice:
         self.computing.add(self._current)
         return self._current
 
-    def upload(self, numbers: Sequence[int], into: torch.Tensor | None = None) -> torch.Tensor:
-        found = torch.tensor(numbers, dtype=torch.int32)
+    def upload(
+        self, numbers: npt.NDArray[np.int32], into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        found = torch.tensor(numbers)
         return found if into is None else into.copy_(found)
 
     def download(self, numbers: torch.Tensor) -> tuple[torch.Tensor, EmulatedEvent]:

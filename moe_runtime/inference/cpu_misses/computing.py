@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
@@ -183,7 +184,7 @@ class HostPart:
         self._misses.gives(self._layer)
         device = self._misses.store.device
         y_ND = self._done[0] if len(self._done) == 1 else torch.cat(self._done)
-        give(device.upload(self._places), device.send(y_ND))
+        give(device.upload(np.array(self._places, np.int32)), device.send(y_ND))
 
 
 def open_misses(

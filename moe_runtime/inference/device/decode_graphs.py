@@ -20,6 +20,7 @@ import torch
 
 from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, cache_name, cache_of
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
+from moe_runtime.inference.device.static_caches import StaticCaches, is_filled
 from moe_runtime.inference.device.structure import Structure, memory_of
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
 from moe_runtime.memory.device.device import Device, GraphRecorder
@@ -28,8 +29,6 @@ from moe_runtime.memory.device.residents import Residents
 from moe_runtime.types import ExpertKey
 
 Forward = Callable[..., Any]
-_MASKED_KINDS = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of layers, in configurations, whose masks fit a cache of all tokens."""
 _ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -120,9 +119,17 @@ class RecordedStep:
     """
 
     def __init__(
-        self, model: Any, forward: Forward, call: _Call, modules: Sequence[DeviceExperts]
+        self,
+        model: Any,
+        forward: Forward,
+        call: _Call,
+        modules: Sequence[DeviceExperts],
+        *,
+        keeps_cache: bool,
     ) -> None:
         """Records a call; nothing is computed.
+
+        Its cache lives as long as the recording where that keeps it.
 
         Raises:
             RuntimeError: the model does what a graph cannot hold.
@@ -132,6 +139,7 @@ class RecordedStep:
         self.key = call.key
         self._store, self._modules = store, modules
         self._cache = weakref.ref(call.cache)
+        self._kept = call.cache if keeps_cache else None
         self._inputs = {name: tensor.clone() for name, tensor in call.tensors.items()}
         # their stacks are made now: not what is recorded
         found = {m.layer: store.with_residents(m.layer, lambda r: r.stack) for m in modules}
@@ -197,6 +205,10 @@ class RecordedStep:
             and self._structure.holds()
         )
 
+    def keeps_other(self, cache: Any) -> bool:
+        """Whether it holds the memory of another cache than this one, beside it."""
+        return self._kept is not None and self._kept is not cache
+
     def replay(self, call: _Call) -> Any:
         """Computes the step for the tokens of a call.
 
@@ -249,16 +261,20 @@ class DecodeGraphs:
     The first step of a kind is computed as ever, so that kernels are compiled; the second one is
     recorded. Steps that cannot be recorded are computed as ever: prompts, other caches, more than
     16 tokens, layers without a stack, and models into which somebody looks.
+
+    A cache of `generate` that a step was recorded for is kept with the recording, until the model
+    is called with another one.
     """
 
-    def __init__(self, model: Any, modules: Sequence[DeviceExperts]) -> None:
-        """Takes a model and its experts."""
+    def __init__(self, model: Any, modules: Sequence[DeviceExperts], caches: StaticCaches) -> None:
+        """Takes a model, its experts and the caches of its `generate`."""
         self._model, self._modules = model, modules
         self._forward: Forward = model.forward
         self.__wrapped__ = self._forward  # whose signature it has
         self._names = [*inspect.signature(self._forward).parameters]
         self._seen: Any = None
         self._is_refused = self._is_torn = False
+        self._caches = caches
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``forward``."""
@@ -266,6 +282,8 @@ class DecodeGraphs:
         for module in self._modules if self._is_torn else ():  # a recording was not ended
             module.recording = None
         self._is_torn = False
+        if self._store.recorded is not None and self._store.recorded.keeps_other(cache_of(kwargs)):
+            self._store.recorded = None
         call = None if self._is_refused else self._read(kwargs)
         if call is None:
             return self._forward(**kwargs)
@@ -281,7 +299,13 @@ class DecodeGraphs:
                 return found
             try:
                 self._is_torn = True  # by what strikes until it is made
-                recorded = RecordedStep(self._model, self._forward, call, self._modules)
+                recorded = RecordedStep(
+                    self._model,
+                    self._forward,
+                    call,
+                    self._modules,
+                    keeps_cache=self._caches.is_own(call.cache),
+                )
                 self._is_torn = False
             except RuntimeError as error:
                 self._is_refused = True
@@ -313,18 +337,6 @@ class DecodeGraphs:
         assert isinstance(store, DeviceStore)
         return store
 
-    @staticmethod
-    def is_static(cache: Any) -> bool:
-        """Whether the device itself knows where keys and values of a token go, in every layer."""
-        from transformers.cache_utils import StaticCache, StaticLayer
-
-        return type(cache) is StaticCache and all(type(e) is StaticLayer for e in cache.layers)
-
-    @classmethod
-    def takes(cls, cache: Any) -> bool:
-        """Whether it is a static cache with keys and values in it."""
-        return cls.is_static(cache) and all(layer.is_initialized for layer in cache.layers)
-
     def _read(self, kwargs: Mapping[str, Any]) -> _Call | None:
         """A call that can be recorded, or None."""
         ids_B1, config = kwargs.get("input_ids"), self._model.config
@@ -333,7 +345,7 @@ class DecodeGraphs:
             not isinstance(ids_B1, torch.Tensor)
             or ids_B1.shape[1:] != (1,)
             or not 0 < len(ids_B1) <= MAX_TOKENS
-            or not self.takes(cache)
+            or not is_filled(cache)
             or any(kwargs.get(name) for name in _ASKS_FOR_MORE)
             or any(getattr(config, name, False) for name in _ASKS_FOR_MORE)
             or not (config.return_dict if (kind := kwargs.get("return_dict")) is None else kind)
@@ -371,21 +383,6 @@ class _Key(NamedTuple):
     values: tuple[tuple[str, Any], ...]
     tensors: tuple[Any, ...]
     is_inference: bool
-
-
-def static_cache(config: Any, num_tokens: int) -> Any:
-    """A static cache that keeps so many tokens in every layer, also in those that attend to the
-    last ones only, as their masks say; None where layers keep something else.
-    """
-    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
-
-    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    cache = StaticCache(config, max_cache_len=num_tokens)
-    known = StaticLayer, StaticSlidingWindowLayer
-    if {*kinds} - _MASKED_KINDS or any(type(layer) not in known for layer in cache.layers):
-        return None
-    cache.layers[:] = [StaticLayer(num_tokens) for _ in cache.layers]
-    return cache
 
 
 def _nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

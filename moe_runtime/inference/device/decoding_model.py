@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,10 +18,17 @@ from moe_runtime.checkpoints.transformers_private import (
 )
 from moe_runtime.inference.cpu.small_batch import as_rms_norm
 from moe_runtime.inference.cpu.threads import OneThread
-from moe_runtime.inference.device.decode_graphs import DecodeGraphs, static_cache
+from moe_runtime.inference.device.decode_graphs import DecodeGraphs
 from moe_runtime.inference.device.decode_loop import decode_ahead
 from moe_runtime.inference.device.device_attention import fuse_device_attention
 from moe_runtime.inference.device.router_choice import fuse_routers
+from moe_runtime.inference.device.static_caches import (
+    StaticCaches,
+    grown,
+    is_filled,
+    is_static,
+    static_cache,
+)
 from moe_runtime.kernels.rms_norm import NormForm
 
 if TYPE_CHECKING:
@@ -49,9 +57,10 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
         # copies and the native kernels' own, which begin and end together: an expert of the CPU
         # takes 8 ms instead of 0.1 where one of 16 has to wait for its processor.
         OneThread().hold(model)
-    cast(Any, model).forward = DecodeGraphs(model, modules)
+    caches = StaticCaches()
+    cast(Any, model).forward = DecodeGraphs(model, modules, caches)
     if model.can_generate():
-        cast(Any, model)._unpadded = weakref.WeakSet()
+        vars(model).update(_unpadded=weakref.WeakSet(), _caches=caches)
         kind = type(model)
         names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         model.__class__ = type(kind.__name__, (RecordedDecoding, kind), names)
@@ -78,6 +87,7 @@ class RecordedDecoding:
     """Comes before the class of a loaded model on a GPU that generates text."""
 
     _unpadded: weakref.WeakSet[Any]  # static caches whose next steps need the last tokens alone
+    _caches: StaticCaches
 
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *rest: Any, **options: Any
@@ -90,21 +100,34 @@ class RecordedDecoding:
         """
         name = cache_name(cast(Any, self).forward)
         settings = {"disable_compile": options.get("disable_compile", True)}
-        if self._can_be_static(generation_config, options):
-            prompts = (inputs, options.get("input_ids"), options.get("inputs_embeds"))
-            lengths = [prompt.shape[1] for prompt in prompts if isinstance(prompt, torch.Tensor)]
-            num_new = self._asked("max_new_tokens", generation_config, options)
-            if lengths and (cache := static_cache(cast(Any, self).config, max(lengths) + num_new)):
-                options[name] = cache
+        own = self._cache_for(inputs, generation_config, options)
+        if own is not None:
+            options[name] = own
         if generation_config is None:
             options |= settings
         else:  # which does not go with options
             generation_config = copy.deepcopy(generation_config)
             vars(generation_config).update(settings)
-        found = cast(Any, super()).generate(inputs, generation_config, *rest, **options)
-        if DecodeGraphs.takes(cache := getattr(found, name, None)):
-            setattr(found, name, _growing(cache))
+        try:
+            found = cast(Any, super()).generate(inputs, generation_config, *rest, **options)
+        finally:
+            self._caches.give_back(own)
+        if is_filled(cache := getattr(found, name, None)):
+            setattr(found, name, grown(cache))
         return found
+
+    def _cache_for(self, inputs: Any, config: Any, options: dict[str, Any]) -> Any:
+        """A static cache for a call of `generate`; None where it is not to have one."""
+        prompts = (inputs, options.get("input_ids"), options.get("inputs_embeds"))
+        shapes = [prompt.shape[:2] for prompt in prompts if isinstance(prompt, torch.Tensor)]
+        if not shapes or not self._can_be_static(config, options):
+            return None
+        num_sequences, length = max(shapes, key=itemgetter(1))
+        num_tokens = length + self._asked("max_new_tokens", config, options)
+        if length == 1:  # in a cache that has its memory this would be a later step
+            return static_cache(cast(Any, self).config, num_tokens)
+        most = cast(Any, self)._max_tokens // max(1, num_sequences)
+        return self._caches.take(cast(Any, self).config, num_sequences, num_tokens, most)
 
     def _asked(self, name: str, config: Any, options: dict[str, Any]) -> Any:
         """A setting of `generate`, by whoever gives one."""
@@ -137,7 +160,7 @@ class RecordedDecoding:
         cache, config = cache_of(given), given["generation_config"]
         return (
             isinstance(cast(Any, self).forward, DecodeGraphs)  # else somebody has wrapped it
-            and DecodeGraphs.is_static(cache)
+            and is_static(cache)
             and cache.get_seq_length() == 0
             and input_ids.device == cast(Any, self).device
             and given.get("inputs_embeds") is None
@@ -172,7 +195,7 @@ class RecordedDecoding:
             return {"input_ids": ids_B1, **given}
         if is_known:
             self._unpadded.discard(cache)
-        if is_later and DecodeGraphs.takes(cache):
+        if is_later and is_filled(cache):
             positions = kwargs.get("position_ids")
             is_whole = (attention_mask is None or bool(attention_mask.all())) and (
                 positions is None or bool((positions[..., -1] == cache.get_seq_length()).all())
@@ -185,14 +208,3 @@ class RecordedDecoding:
             attention_mask=attention_mask, inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration, **kwargs,
         )  # fmt: skip
-
-
-def _growing(cache: Any) -> Any:
-    """A dynamic cache of the tokens that a static one has."""
-    from transformers import DynamicCache
-
-    grown = DynamicCache()
-    for index, layer in enumerate(cache.layers):
-        length = int(layer.cumulative_length)
-        grown.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
-    return grown

@@ -169,8 +169,7 @@ class DeviceExperts(OffloadedExperts):
                 self.misses.goes_on(self.layer)
             listens = self.listeners.routed or self.listeners.demanded
             if residents.are_all and not listens and store.listener is None:
-                used = partial(self.experts_of, found.ids_TK)
-                store.count_later(found.copied, lambda: [self._keys[e] for e in used()])
+                store.count_later(found.copied, partial(self._keys_of_rows, found.ids_TK))
                 is_done = True
                 return
             is_done = True
@@ -178,6 +177,11 @@ class DeviceExperts(OffloadedExperts):
             if not is_done:
                 store.let_go()
         found.copied.synchronize()
+        if not listens and found.ids_TK.numel() <= _FEW_CHOICES:
+            ids = found.ids_TK.flatten().tolist()
+            used = partial(self._keys_of_rows, found.ids_TK)
+            if store.count_residents(residents, ids, found.copied, used):
+                return
         experts = self.experts_of(found.ids_TK)
         self._announce(experts, *routed)
         keys = [self._keys[expert] for expert in experts]
@@ -189,6 +193,9 @@ class DeviceExperts(OffloadedExperts):
             if self.misses is not None and not residents.experts.issuperset(experts):
                 self.misses.speeds.rested()
             self._compute(routing, partial(self._add, store, products, residents.experts))
+
+    def _keys_of_rows(self, ids_TK: torch.Tensor) -> list[ExpertKey]:
+        return [self._keys[expert] for expert in self.experts_of(ids_TK)]
 
     def experts_of(self, ids_TK: torch.Tensor) -> list[int]:
         """The experts of a step in the order of `rows_of`, whose lists take long for a prompt."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from moe_runtime.kernels.expert_mlp import QuantizedExperts, StackedExperts
 from moe_runtime.kernels.quantized import QuantizedMatrix, QuantizedStack
 from moe_runtime.memory.device.device import Device
 from moe_runtime.memory.device.device_layout import stack_slots
+from moe_runtime.memory.device.residents import Slots
 from moe_runtime.memory.slab import Slab
 from moe_runtime.types import ExpertKey
 
@@ -61,7 +61,7 @@ class DeviceStacks:
         return self._num_experts[layer]
 
     def stack(
-        self, layer: int, slots: Sequence[int], into: Tensor | None = None
+        self, layer: int, slots: Slots, into: Tensor | None = None
     ) -> StackedExperts | QuantizedExperts:
         """As ``SlotStacks.stack``."""
         return self.stack_over(layer, self._device.upload(slots, into))

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moe_runtime.config import format_bytes
@@ -146,9 +148,12 @@ class CudaDevice:
             self._computing[number] = stream
         return number
 
-    def upload(self, numbers: Sequence[int], into: torch.Tensor | None = None) -> torch.Tensor:
+    def upload(
+        self, numbers: npt.NDArray[np.int32], into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As ``Device.upload``."""
-        pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=True)
+        pinned = torch.empty(len(numbers), dtype=torch.int32, pin_memory=True)
+        pinned.numpy()[:] = numbers
         if into is None:
             return pinned.to(self._place, non_blocking=True)
         return into.copy_(pinned, non_blocking=True)

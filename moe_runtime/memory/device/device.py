@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moe_runtime.memory.io_queue import Priority
@@ -91,11 +93,13 @@ class Device(Protocol):
         """The caller's current stream computes from slots from now on; returns its number."""
         ...
 
-    def upload(self, numbers: Sequence[int], into: torch.Tensor | None = None) -> torch.Tensor:
-        """Numbers as int32 of the device, for work that is queued on the current stream.
+    def upload(
+        self, numbers: npt.NDArray[np.int32], into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Numbers of the device, for work that is queued on the current stream.
 
         Args:
-            numbers: as many as there are places.
+            numbers: as many as there are places; they may change later.
             into: where they go; new memory if omitted.
         """
         ...

@@ -27,6 +27,14 @@ class DeviceLease(TierLease[W]):
     _store: DeviceStore[W]  # pyright: ignore[reportIncompatibleVariableOverride]
     _awaited: Read | None = None  # what the current stream waits for already, of this group
 
+    def _next_group(self) -> list[ExpertKey]:
+        if self._held:  # the caller has queued what it does with them
+            self._before_wait()
+        return super()._next_group()
+
+    def _before_wait(self) -> None:
+        self._store.fetcher.tell_ends()
+
     @property
     def _batch_size(self) -> int:
         """Experts of one copy and of one launch."""

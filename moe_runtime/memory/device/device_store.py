@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from moe_runtime.memory.device.device import Device, Event
 from moe_runtime.memory.device.device_lease import DeviceLease
-from moe_runtime.memory.device.residents import Residents, SlotStacks
+from moe_runtime.memory.device.residents import Residents, Slots, SlotStacks
 from moe_runtime.memory.device.returning import LowerStore
 from moe_runtime.memory.entries import Entry
 from moe_runtime.memory.io_queue import Priority, Read
@@ -58,7 +59,7 @@ class DeviceStore(TierStore[W]):
         self.stacks: SlotStacks | None = None
         self.recorded: Any = None
         self._residents: dict[int, Residents] = {}
-        self._keys: dict[int, list[ExpertKey]] = {}
+        self._slots: dict[int, Slots] = {}  # by layers; of who is in a slot
         self._planned: deque[Planned] = deque()
         self._uncounted: deque[tuple[Event, Callable[[], Sequence[ExpertKey]]]] = deque()
         if isinstance(fetcher.lower, LowerStore):
@@ -116,6 +117,7 @@ class DeviceStore(TierStore[W]):
                 for key in self.start_together(batch, (), passes=True, priority=Priority.READAHEAD):
                     self._entries[key].expected = True
             super().read_ahead(keys)
+        self.fetcher.tell_ends()
 
     def has_stack(self, layer: int, dtype: torch.dtype) -> bool:
         """Whether kernels take the experts of a layer as one stack, for rows of this type."""
@@ -145,7 +147,8 @@ class DeviceStore(TierStore[W]):
             if found is None or found.stream != stream:
                 found = self._residents[layer] = self._find_residents(layer, stream)
             queue(found)
-            return found
+        self._count_uses(waits=False)  # the device has something to do meanwhile
+        return found
 
     def with_same_residents(
         self, expected: Mapping[int, Residents], queue: Callable[[], object]
@@ -162,7 +165,8 @@ class DeviceStore(TierStore[W]):
                 if self._residents.get(layer) is not found or found.stream != stream:
                     return False
             queue()
-            return True
+        self._count_uses(waits=False)
+        return True
 
     def stack_of(self, keys: Sequence[ExpertKey], into: torch.Tensor | None = None) -> Any:
         """What kernels take of experts of one layer that a lease has just yielded.
@@ -173,14 +177,14 @@ class DeviceStore(TierStore[W]):
         """
         assert self.stacks is not None, "the layer has a stack"
         layer = keys[0].layer
-        slots = [-1] * self.stacks.num_experts(layer)
+        slots = np.full(self.stacks.num_experts(layer), -1, np.int32)
         with self._changed:
             for key in keys:
                 slots[key.expert] = self._entries[key].slot
         return self.stacks.stack(layer, slots, into)
 
     def count_later(self, event: Event, used: Callable[[], Sequence[ExpertKey]]) -> None:
-        """Counts the use of residents once the device has told who they were.
+        """Counts the use of residents once the device has told who they were, and somebody looks.
 
         Args:
             event: when it has.
@@ -188,7 +192,24 @@ class DeviceStore(TierStore[W]):
         """
         with self._changed:
             self._uncounted.append((event, used))
-        self._count_uses(waits=False)
+
+    def count_residents(
+        self, residents: Residents, ids: Sequence[int], event: Event, keys: Callable[[], Any]
+    ) -> bool:
+        """Counts the use of what was launched with the residents, if that is all that a step wants.
+
+        Then nothing has to be leased: nobody else takes a slot before the launched work has ended.
+
+        Args:
+            residents: of a layer, as ``with_residents`` returned them.
+            ids: experts that are wanted.
+            event: as of ``count_later``.
+            keys: as ``used`` of ``count_later``.
+        """
+        if self._streamed or self.listener is not None or not residents.experts.issuperset(ids):
+            return False
+        self.count_later(event, keys)
+        return True
 
     def bring(self, keys: Sequence[ExpertKey]) -> None:
         """Begins to copy experts behind all demands, and keeps them as if a lease had asked.
@@ -247,6 +268,7 @@ class DeviceStore(TierStore[W]):
     def close(self) -> None:
         """As ``ExpertStore.close``; what kernels take lives on with who still has it."""
         self._residents.clear()
+        self._slots.clear()
         self.stacks = self.recorded = None
         super().close()
 
@@ -323,33 +345,39 @@ class DeviceStore(TierStore[W]):
 
     def _find_residents(self, layer: int, stream: int) -> Residents:
         assert self.stacks is not None, "the layer has a stack"
-        keys = self._keys.get(layer)
-        if keys is None:
-            experts = range(self.stacks.num_experts(layer))
-            keys = self._keys[layer] = [ExpertKey(layer, expert) for expert in experts]
-        slots, are_kept = [-1] * len(keys), True
-        for key in keys:
-            if self.has(key):
-                slots[key.expert] = self._entries[key].slot
-                are_kept = are_kept and key not in self._streamed
-        return Residents(layer, slots, self.stacks, stream, are_kept=are_kept)
+        slots = self._slots.get(layer)
+        if slots is None:
+            slots = self._slots[layer] = np.full(self.stacks.num_experts(layer), -1, np.int32)
+            for key, entry in self._entries.items():
+                if key.layer == layer and is_resident(entry):
+                    slots[key.expert] = entry.slot
+        are_kept = not any(key.layer == layer for key in self._streamed)
+        return Residents(layer, slots.copy(), self.stacks, stream, are_kept=are_kept)
+
+    def _note(self, key: ExpertKey) -> None:
+        """An expert has come or gone, or is kept now."""
+        self._residents.pop(key.layer, None)
+        slots = self._slots.get(key.layer)
+        if slots is not None:
+            slots[key.expert] = self._entries[key].slot if self.has(key) else -1
 
     def _arrive(self, key: ExpertKey, read: Read) -> None:
         with self._changed:
-            self._residents.pop(key.layer, None)
             self.fetcher.has_arrived(key)
             super()._arrive(key, read)
+            self._note(key)
 
     def _keep(self, key: ExpertKey) -> None:
-        self._residents.pop(key.layer, None)
         super()._keep(key)
+        self._note(key)
 
     def _drop(self, key: ExpertKey) -> None:
-        self._residents.pop(key.layer, None)
         if key not in self._streamed and self.has(key) and not self.is_closed:
             self.fetcher.give_back(key, self._slab.slot(self._entries[key].slot))
         super()._drop(key)
+        self._note(key)
 
     def _mend(self) -> None:
         self._residents.clear()
+        self._slots.clear()
         super()._mend()

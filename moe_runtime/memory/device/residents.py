@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Slots = npt.NDArray[np.int32]
+"""``[E]``: of each expert of a layer, below 0 for none."""
 
 
 class SlotStacks(Protocol):
@@ -20,7 +24,7 @@ class SlotStacks(Protocol):
         """Experts of the layer."""
         ...
 
-    def stack(self, layer: int, slots: Sequence[int], into: torch.Tensor | None = None) -> Any:
+    def stack(self, layer: int, slots: Slots, into: torch.Tensor | None = None) -> Any:
         """All slots, and for each expert of the layer the one that it lies in, below 0 for none.
 
         For work that is queued on the caller's current stream.
@@ -48,11 +52,11 @@ class Residents:
     """
 
     def __init__(
-        self, layer: int, slots: Sequence[int], stacks: SlotStacks, stream: int, *, are_kept: bool
+        self, layer: int, slots: Slots, stacks: SlotStacks, stream: int, *, are_kept: bool
     ) -> None:
         """Takes what the attributes are made of."""
         self.slots, self.stream = slots, stream
-        self.experts = frozenset(expert for expert, slot in enumerate(slots) if slot >= 0)
+        self.experts = frozenset(np.flatnonzero(slots >= 0).tolist())
         self.are_all = are_kept and len(self.experts) == len(slots)
         self._make_stack = partial(stacks.stack, layer, slots)
 

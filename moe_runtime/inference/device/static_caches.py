@@ -1,0 +1,115 @@
+"""Static caches of keys and values, whose memory stays where a recorded step has it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+_MASKED_KINDS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers, in configurations, whose masks fit a cache of all tokens."""
+_LEAST_STEP = 64
+"""Tokens: lengths of caches are multiples of it, or of an eighth of the power of two below them."""
+
+
+class StaticCaches:
+    """The caches of one model's calls of `generate`.
+
+    A recorded step is good for the memory that it was recorded with. The cache of the last call is
+    used again, if it has room for as many sequences and not for many more tokens than are wanted:
+    then the step is recorded already. Whoever recorded it keeps it alive, nobody else does.
+    """
+
+    def __init__(self) -> None:
+        """Has none."""
+        self._made = weakref.WeakSet[Any]()
+        self._free: weakref.ref[Any] | None = None
+
+    def take(self, config: Any, num_sequences: int, num_tokens: int, most: int) -> Any:
+        """A cache with nothing in it, for the caller alone until it is given back.
+
+        Args:
+            config: of the model.
+            num_sequences: that it will be filled for, whose prompts have more tokens than one.
+            num_tokens: of each, those to come included.
+            most: tokens that memory was set aside for; a cache of more has no room to spare.
+
+        Returns:
+            The cache; None where layers keep something else than keys and values of all tokens.
+        """
+        length = max(num_tokens, min(_rounded(num_tokens), most))
+        cache, self._free = self._free and self._free(), None
+        if cache is not None and _fits(cache, num_sequences, length):
+            cache.reset()
+            return cache
+        del cache  # before there is another one
+        made = static_cache(config, length)
+        if made is not None:
+            self._made.add(made)
+        return made
+
+    def give_back(self, cache: Any) -> None:
+        """Its tokens are no longer wanted; nothing happens where it is none of these."""
+        if self.is_own(cache):
+            self._free = weakref.ref(cache)
+
+    def is_own(self, cache: Any) -> bool:
+        """Whether it is one of these, and no caller's."""
+        return cache is not None and cache in self._made
+
+
+def static_cache(config: Any, num_tokens: int) -> Any:
+    """A static cache that keeps so many tokens in every layer, also in those that attend to the
+    last ones only, as their masks say; None where layers keep something else.
+    """
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    cache = StaticCache(config, max_cache_len=num_tokens)
+    known = StaticLayer, StaticSlidingWindowLayer
+    if {*kinds} - _MASKED_KINDS or any(type(layer) not in known for layer in cache.layers):
+        return None
+    cache.layers[:] = [StaticLayer(num_tokens) for _ in cache.layers]
+    return cache
+
+
+def is_static(cache: Any) -> bool:
+    """Whether the device itself knows where keys and values of a token go, in every layer."""
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    return type(cache) is StaticCache and all(type(e) is StaticLayer for e in cache.layers)
+
+
+def is_filled(cache: Any) -> bool:
+    """Whether it is a static cache that has its memory."""
+    return is_static(cache) and all(layer.is_initialized for layer in cache.layers)
+
+
+def grown(cache: Any) -> Any:
+    """A dynamic cache of the tokens that a static one has."""
+    from transformers import DynamicCache
+
+    found = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        length = int(layer.cumulative_length)
+        found.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
+    return found
+
+
+def _rounded(num_tokens: int) -> int:
+    step = max(_LEAST_STEP, 2 ** max(0, num_tokens.bit_length() - 4))
+    return -(-num_tokens // step) * step
+
+
+def _fits(cache: Any, num_sequences: int, length: int) -> bool:
+    """Whether it is what a new one of this length would be once it is filled.
+
+    Tensors of inference mode can be changed within it alone.
+    """
+    return is_filled(cache) and all(
+        layer.batch_size == num_sequences
+        and layer.max_cache_len == length
+        and layer.keys.is_inference() == torch.is_inference_mode_enabled()
+        for layer in cache.layers
+    )
