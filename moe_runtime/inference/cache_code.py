@@ -35,7 +35,8 @@ from moe_runtime.memory.layout import ExpertLayout, Extent, TensorRange
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
-from moe_runtime.memory.tiers import COPY_THREADS, TierFetcher, TierStore
+from moe_runtime.memory.tier_fetcher import COPY_THREADS, TierFetcher
+from moe_runtime.memory.tiers import TierStore
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 

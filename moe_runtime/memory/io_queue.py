@@ -105,13 +105,7 @@ class ReadQueue:
             thread.start()
 
     def submit(self, blocks: Sequence[Block], read: Read, *, wakes: bool = True) -> None:
-        """Queues a read, whose end is told from a reading thread.
-
-        Args:
-            blocks: of the read.
-            read: what they are of.
-            wakes: a thread that has nothing to do, which takes the caller as long as all the rest;
-                otherwise `wake` follows, or the read waits until a thread looks by itself.
+        """Queues a read, whose end is told from a thread; one that is not woken looks by itself.
 
         Raises:
             MoERuntimeError: the queue was closed.
@@ -122,11 +116,6 @@ class ReadQueue:
             waiting = deque(blocks or [_move_nothing])
             self._works[read] = _Work(waiting, len(waiting), len(waiting))
             self._push(read, len(waiting), wakes=wakes)
-
-    def wake(self) -> None:
-        """Has a thread serve what was submitted without waking one."""
-        with self._changed:
-            self._changed.notify_all()
 
     def promote(self, read: Read) -> None:
         """Serves what is left of a read-ahead as a demand from now on."""
@@ -177,10 +166,9 @@ class ReadQueue:
     def _push(self, read: Read, num_blocks: int, *, wakes: bool = True) -> None:
         for _ in range(num_blocks):
             heapq.heappush(self._tickets, (read.priority, next(self._number), read))
-        if not wakes:
-            return
         told, is_demand = self._changed._told, read.priority is Priority.DEMAND
-        told.notify(num_blocks) if is_demand else told.notify_all()  # not all serve read-aheads
+        if wakes:  # not all serve read-aheads
+            told.notify(num_blocks) if is_demand else told.notify_all()
 
     def _mend(self) -> None:
         """A ticket for every block that waits, in the order in which the reads were submitted."""

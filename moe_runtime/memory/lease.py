@@ -143,13 +143,9 @@ class Lease(Generic[W]):
                 if self._held or not (self._wanted or self._arriving):
                     return self._held
                 start, self._has_waited = time.perf_counter(), True
-                self._before_wait()
                 store._changed.wait()
                 store._counters.stall_s += time.perf_counter() - start
                 self.is_whole = False
-
-    def _before_wait(self) -> None:
-        """What has to be done before something can arrive."""
 
     def _pin_present(self, key: ExpertKey) -> bool:
         store = self._store

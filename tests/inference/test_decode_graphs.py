@@ -241,7 +241,7 @@ def test_only_plain_positions_are_left_to_the_cache(checkpoint: Path) -> None:
         for position in (where + 3, where):  # what a caller gave, and what transformers makes
             prepare(position)
             assert ("position_ids" in prepare(position + 1)) == (position > where)
-        with patch.object(type(model), "device", torch.device("meta")):
+        with patch.object(cache.layers[0], "device", torch.device("meta")):
             assert prepare(where + 2)["input_ids"].device.type == "meta"
         model.set_attn_implementation("eager")  # CUDA records no copy of the numbers of its masks
         model._unpadded.clear()

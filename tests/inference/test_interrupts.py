@@ -39,7 +39,7 @@ EVERY_PASS = (
 """Files whose lines a pass runs at least once if an equal pass does, whichever read is quicker."""
 EVERY_MISS = ("memory/changes.py", "memory/lease.py", "memory/residency.py", "memory/source.py")
 """Files that have lines which every pass with a miss runs, beside lines for what was slow."""
-EVERY_ARRIVAL = ("memory/tiers.py", "inference/cache_code.py")
+EVERY_ARRIVAL = ("memory/tier_fetcher.py", "memory/tiers.py", "inference/cache_code.py")
 """Files whose lines every arrival of an expert in a code runs on its thread."""
 
 
@@ -215,7 +215,7 @@ def strike_arrivals(model: Any, places: tuple[str, ...]) -> None:
 
 
 def test_exceptions_where_experts_are_encoded_on_their_way(coded: Any) -> None:
-    strike_arrivals(coded, ("memory/tiers.py", "inference/cache_code.py"))
+    strike_arrivals(coded, EVERY_ARRIVAL)
 
 
 @pytest.mark.long
@@ -227,7 +227,7 @@ def test_exceptions_on_any_line_of_an_arrival_that_is_encoded(coded: Any) -> Non
 @pytest.mark.usefixtures("_two_threads")
 def test_an_exception_where_two_tiers_are_asked_leaves_nothing_behind(coded: Any) -> None:
     trial = Trial(coded)
-    sites = [site for site in trial.sites if str(site).startswith("memory/tiers.py")]
+    sites = [site for site in trial.sites if str(site).startswith("memory/tier_fetcher.py")]
     for number, site in enumerate(sites):
         trial.strike(site, 1 + number % min(trial.sites[site], 4), KINDS[number % len(KINDS)])
     assert sites[0] in trial.struck  # others where a read is slower

@@ -16,7 +16,8 @@ from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.memory.prefetch_slots import Guesses
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
-from moe_runtime.memory.tiers import TierFetcher, TierStore
+from moe_runtime.memory.tier_fetcher import TierFetcher
+from moe_runtime.memory.tiers import TierStore
 from moe_runtime.policies.eviction import LRU, LayerShares
 from moe_runtime.types import ExpertKey
 
@@ -199,7 +200,7 @@ def test_an_exception_in_a_promotion_loses_no_read_and_keeps_none() -> None:
         return tiers, promote
 
     tiers, promote = promotion()
-    parts = ("memory/tiers.py", "memory/io_queue.py")
+    parts = ("memory/tiers.py", "memory/tier_fetcher.py", "memory/io_queue.py")
     sites = [site for site in lines_of(promote) if str(site).startswith(parts)]
     tiers.close()
     assert len(sites) > 5

@@ -13,7 +13,7 @@ from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.device.returning import LowerStore, ReturningSource
 from moe_runtime.memory.slab import Slab
-from moe_runtime.memory.tiers import TierFetcher
+from moe_runtime.memory.tier_fetcher import TierFetcher
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.types import ExpertKey
 

@@ -12,24 +12,23 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, cache_name, cache_of
+from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
-from moe_runtime.inference.device.static_caches import StaticCaches, is_filled
-from moe_runtime.inference.device.structure import Structure, memory_of
-from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
+from moe_runtime.inference.device.static_caches import StaticCaches
+from moe_runtime.inference.device.step_calls import StepCall, read_step
+from moe_runtime.inference.device.structure import Structure, is_own, memory_of
 from moe_runtime.memory.device.device import Device, GraphRecorder
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.device.residents import Residents
 from moe_runtime.types import ExpertKey
 
 Forward = Callable[..., Any]
-_ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class RecordedLayer:
@@ -97,20 +96,6 @@ class RecordedLayer:
         self._at_once.replay()
 
 
-class _Call(NamedTuple):
-    """A call of a model.
-
-    Attributes:
-        key: what two calls have in common that one recording is good for.
-        tensors: by their names, all but what is in the cache.
-        cache: the static cache.
-    """
-
-    key: Any
-    tensors: dict[str, torch.Tensor]
-    cache: Any
-
-
 class RecordedStep:
     """One step of a model, to be replayed with other tokens.
 
@@ -122,7 +107,7 @@ class RecordedStep:
         self,
         model: Any,
         forward: Forward,
-        call: _Call,
+        call: StepCall,
         modules: Sequence[DeviceExperts],
         *,
         keeps_cache: bool,
@@ -152,7 +137,7 @@ class RecordedStep:
         }
         self._ids: list[torch.Tensor] = []
         self._layers: list[RecordedLayer] = []
-        given = {**_nested(self._inputs), **dict(call.key.values), cache_name(forward): call.cache}
+        given = {**call.arguments(self._inputs), cache_name(forward): call.cache}
         with store.device.record() as recorder:
             self._recorder: GraphRecorder | None = recorder
             for module in modules:
@@ -196,20 +181,22 @@ class RecordedStep:
         """Whether it is one graph."""
         return self._residents is not None
 
-    def stands_for(self, call: _Call) -> bool:
-        """Whether it is this call with other tokens."""
-        return (
-            call.key == self.key
-            and call.cache is self._cache()
-            and memory_of(call.cache) == self._memory
-            and self._structure.holds()
-        )
+    def stands_for(self, call: StepCall, *, looks: bool) -> bool:
+        """Whether it is this call with other tokens.
+
+        Args:
+            call: what is asked for.
+            looks: at the model and the cache: somebody may have changed them since the last call.
+        """
+        if call.key != self.key or call.cache is not self._cache():
+            return False
+        return not looks or (memory_of(call.cache) == self._memory and self._structure.holds())
 
     def keeps_other(self, cache: Any) -> bool:
         """Whether it holds the memory of another cache than this one, beside it."""
         return self._kept is not None and self._kept is not cache
 
-    def replay(self, call: _Call) -> Any:
+    def replay(self, call: StepCall) -> Any:
         """Computes the step for the tokens of a call.
 
         Returns:
@@ -275,6 +262,7 @@ class DecodeGraphs:
         self._seen: Any = None
         self._is_refused = self._is_torn = False
         self._caches = caches
+        self._trusted: RecordedStep | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``forward``."""
@@ -284,12 +272,12 @@ class DecodeGraphs:
         self._is_torn = False
         if self._store.recorded is not None and self._store.recorded.keeps_other(cache_of(kwargs)):
             self._store.recorded = None
-        call = None if self._is_refused else self._read(kwargs)
+        call = None if self._is_refused else read_step(self._model, kwargs)
         if call is None:
             return self._forward(**kwargs)
-        store = self._store
-        recorded = store.recorded
-        if recorded is None or not recorded.stands_for(call):
+        store, trusted = self._store, self._trusted
+        recorded, self._trusted = store.recorded, None
+        if recorded is None or not recorded.stands_for(call, looks=recorded is not trusted):
             store.recorded = None
             seen = call.key, id(call.cache)
             is_repeated = self._seen == seen
@@ -322,6 +310,25 @@ class DecodeGraphs:
         return found
 
     @property
+    def recorded(self) -> RecordedStep | None:
+        """The step that the last call was recorded as, or was one of."""
+        return self._store.recorded
+
+    def trust(self, recorded: RecordedStep | None) -> None:
+        """Lets the next call go without a look at the model, if it is of this recording.
+
+        To be called by who has called the model with it and has had no foreign code run since.
+        Hooks of the model itself are foreign, but those of its own.
+        """
+        hooks = *self._model._forward_pre_hooks.values(), *self._model._forward_hooks.values()
+        if all(map(is_own, hooks)):
+            self._trusted = recorded
+
+    def count_one(self) -> bool:
+        """As ``DeviceStore.count_one``."""
+        return self._store.count_one()
+
+    @property
     def device(self) -> Device:
         """Where steps are computed."""
         return self._store.device
@@ -336,62 +343,3 @@ class DecodeGraphs:
         store = self._modules[0].store
         assert isinstance(store, DeviceStore)
         return store
-
-    def _read(self, kwargs: Mapping[str, Any]) -> _Call | None:
-        """A call that can be recorded, or None."""
-        ids_B1, config = kwargs.get("input_ids"), self._model.config
-        cache = cache_of(kwargs)
-        if (
-            not isinstance(ids_B1, torch.Tensor)
-            or ids_B1.shape[1:] != (1,)
-            or not 0 < len(ids_B1) <= MAX_TOKENS
-            or not is_filled(cache)
-            or any(kwargs.get(name) for name in _ASKS_FOR_MORE)
-            or any(getattr(config, name, False) for name in _ASKS_FOR_MORE)
-            or not (config.return_dict if (kind := kwargs.get("return_dict")) is None else kind)
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled(ids_B1.device.type)
-            or self._model.training
-        ):
-            return None
-        tensors, values = {}, []
-        for name, value in kwargs.items():
-            if name in CACHE_NAMES:
-                continue
-            if isinstance(value, torch.Tensor):
-                tensors[name] = value
-            elif isinstance(value, dict) and all(
-                isinstance(v, torch.Tensor) for v in value.values()
-            ):
-                tensors |= {f"{name}.{part}": tensor for part, tensor in value.items()}
-            elif value is None or isinstance(value, (bool, int)):
-                values.append((name, value))
-            else:
-                return None
-        return _Call(
-            _Key(
-                tuple(values),
-                tuple((name, t.shape, t.dtype, t.device) for name, t in tensors.items()),
-                torch.is_inference_mode_enabled(),
-            ),
-            tensors,
-            cache,
-        )
-
-
-class _Key(NamedTuple):
-    values: tuple[tuple[str, Any], ...]
-    tensors: tuple[Any, ...]
-    is_inference: bool
-
-
-def _nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Arguments by name; those whose name has two parts are in a dictionary of the first."""
-    found: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        outer, _, inner = name.partition(".")
-        if inner:
-            found.setdefault(outer, {})[inner] = tensor
-        else:
-            found[name] = tensor
-    return found

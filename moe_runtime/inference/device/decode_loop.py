@@ -21,12 +21,14 @@ from transformers import LogitsProcessor
 
 from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, cache_of
 from moe_runtime.errors import CheckpointError
+from moe_runtime.inference.device.structure import is_own
 from moe_runtime.inference.generation import NOT_FINITE, FiniteLogits
-from moe_runtime.memory.device.device import Device
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
+
+    from moe_runtime.inference.device.decode_graphs import DecodeGraphs
 
 
 def decode_ahead(
@@ -41,7 +43,8 @@ def decode_ahead(
 ) -> Any:
     """Greedy decoding and sampling as in transformers.
 
-    Tokens, scores and what processors and criteria are called with are those of its own loop.
+    Tokens, scores and what processors and criteria are called with are those of its own loop. What
+    a streamer changes in the model counts from the next call of `generate` on.
 
     Args:
         model: a `RecordedDecoding`.
@@ -57,14 +60,20 @@ def decode_ahead(
         The tokens with the prompts, or a dictionary with them.
     """
     assert not synced_gpus, "a model of one process"
+    graphs: DecodeGraphs = model.forward
     selection = _TokenSelection(
-        model.forward.device, input_ids, logits_processor, stopping_criteria, generation_config
+        graphs, input_ids, logits_processor, stopping_criteria, generation_config
     )
-    cache = cache_of(given)
+    cache, recorded = cache_of(given), None
 
     def step(ids_BT: torch.Tensor, **length: Any) -> Any:
+        nonlocal recorded
         inputs = model.prepare_inputs_for_generation(ids_BT, **length, **given)
-        return model(**inputs, return_dict=True)
+        if selection.is_known:
+            graphs.trust(recorded)
+        output = model(**inputs, return_dict=True)
+        recorded = graphs.recorded
+        return output
 
     # a user's own cache may have room for no more than what it was expected to come to
     room = min(layer.max_cache_len for layer in cache.layers)
@@ -77,7 +86,7 @@ def decode_ahead(
                 given = model._update_model_kwargs_for_generation(output, given)
             ids_BT = selection.select(ids_BT, output.logits)
             output = None
-            if model.forward.is_whole and ids_BT.shape[1] <= most_before:
+            if graphs.is_whole and ids_BT.shape[1] <= most_before:
                 output, is_ahead = step(ids_BT, next_sequence_length=1), True
             tokens_B, is_over = selection.wait()
             if streamer is not None:
@@ -125,17 +134,22 @@ class _LateCheck(LogitsProcessor):
 
 
 class _TokenSelection:
-    """Selects the next tokens: from logits on the device to what the host knows of them."""
+    """Selects the next tokens: from logits on the device to what the host knows of them.
+
+    Attributes:
+        is_known: whether nobody's own code runs for it.
+    """
 
     def __init__(
         self,
-        device: Device,
+        graphs: DecodeGraphs,
         input_ids: torch.Tensor,
         processor: Any,
         criteria: Any,
         config: GenerationConfig,
     ) -> None:
-        self._device, self._criteria, self._config = device, criteria, config
+        self._graphs, self._criteria, self._config = graphs, criteria, config
+        self.is_known = all(map(is_own, map(type, (*processor, *criteria))))
         self._processor, self._checks = type(processor)(), list[_LateCheck]()
         for each in processor:
             if isinstance(each, FiniteLogits):
@@ -178,7 +192,9 @@ class _TokenSelection:
             self._unfinished_B = self._unfinished_B & ~self._criteria(ids_BT, self._scores)
             parts.append(self._unfinished_B)
         self._length = ids_BT.shape[1]
-        self._pending = self._device.download(torch.cat(parts) if len(parts) > 1 else tokens_B)
+        self._pending = self._graphs.device.download(
+            torch.cat(parts) if len(parts) > 1 else tokens_B
+        )
         return ids_BT
 
     def wait(self) -> tuple[torch.Tensor, bool]:
@@ -188,6 +204,8 @@ class _TokenSelection:
             CheckpointError: logits are not finite.
         """
         found, copied = self._pending
+        while not copied.query() and self._graphs.count_one():
+            """The host has nothing better to do."""
         copied.synchronize()
         num, numbers = len(self._unfinished_B), found.tolist()
         unfinished = numbers[num + len(self._checks) :]

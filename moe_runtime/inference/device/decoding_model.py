@@ -191,14 +191,14 @@ class RecordedDecoding:
         is_known = self.knows_positions(cache)
         if is_later and is_known and next_sequence_length == 1:
             given.pop("position_ids", None)
-            ids_B1 = input_ids[:, -1:].to(cast(Any, self).device).contiguous()
+            ids_B1 = input_ids[:, -1:].to(cache.layers[0].device).contiguous()
             return {"input_ids": ids_B1, **given}
         if is_known:
             self._unpadded.discard(cache)
         if is_later and is_filled(cache):
             positions = kwargs.get("position_ids")
             is_whole = (attention_mask is None or bool(attention_mask.all())) and (
-                positions is None or bool((positions[..., -1] == cache.get_seq_length()).all())
+                positions is None or bool((positions[..., -1] == int(cache.get_seq_length())).all())
             )
             # eager attention's masks are made of numbers of the host, which no graph holds
             if is_whole and attention_name(cast(Any, self)) != "eager":

@@ -176,6 +176,8 @@ class DeviceExperts(OffloadedExperts):
         finally:
             if not is_done:
                 store.let_go()
+        while not found.copied.query() and store.count_one():
+            """The host has nothing better to do."""
         found.copied.synchronize()
         if not listens and found.ids_TK.numel() <= _FEW_CHOICES:
             ids = found.ids_TK.flatten().tolist()

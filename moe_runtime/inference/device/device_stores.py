@@ -21,7 +21,7 @@ from moe_runtime.memory.entries import StoreListener
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
-from moe_runtime.memory.tiers import TierFetcher
+from moe_runtime.memory.tier_fetcher import TierFetcher
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 

@@ -29,11 +29,8 @@ class DeviceLease(TierLease[W]):
 
     def _next_group(self) -> list[ExpertKey]:
         if self._held:  # the caller has queued what it does with them
-            self._before_wait()
+            self._store.fetcher.tell_ends()
         return super()._next_group()
-
-    def _before_wait(self) -> None:
-        self._store.fetcher.tell_ends()
 
     @property
     def _batch_size(self) -> int:
@@ -73,11 +70,16 @@ class DeviceLease(TierLease[W]):
         tokens want few experts; of a stream those of one copy, so that the device computes them
         while the next ones are copied.
         """
-        ready = super()._take_ready()
-        if ready or self._decides_later:
-            while self._streaming and self._resident and len(ready) < self._batch_size:
-                ready.append(self._resident.popleft())
-            return ready
+        found = super()._take_ready()
+        while self._streaming and self._resident and 0 < len(found) < self._batch_size:
+            found.append(self._resident.popleft())
+        if not found and not self._decides_later:
+            found = self._take_queued()
+        if not found:  # they are waited for
+            self._store.fetcher.tell_ends()
+        return found
+
+    def _take_queued(self) -> list[ExpertKey]:
         queued, entries = self._store.fetcher.queued, self._store._entries
         found = [key for key in self._arriving if entries[key].read in queued]
         if self._streaming and found:

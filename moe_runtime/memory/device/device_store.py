@@ -17,11 +17,14 @@ from moe_runtime.memory.device.residents import Residents, Slots, SlotStacks
 from moe_runtime.memory.device.returning import LowerStore
 from moe_runtime.memory.entries import Entry
 from moe_runtime.memory.io_queue import Priority, Read
-from moe_runtime.memory.tiers import TierFetcher, TierStore, is_resident
+from moe_runtime.memory.tier_fetcher import TierFetcher, is_resident
+from moe_runtime.memory.tiers import TierStore
 from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
 R = TypeVar("R")
+_MOST_UNCOUNTED = 64
+"""Uses of residents that wait to be counted, of a layer or of a whole step each."""
 
 
 class Planned(NamedTuple):
@@ -147,8 +150,7 @@ class DeviceStore(TierStore[W]):
             if found is None or found.stream != stream:
                 found = self._residents[layer] = self._find_residents(layer, stream)
             queue(found)
-        self._count_uses(waits=False)  # the device has something to do meanwhile
-        return found
+            return found
 
     def with_same_residents(
         self, expected: Mapping[int, Residents], queue: Callable[[], object]
@@ -165,8 +167,7 @@ class DeviceStore(TierStore[W]):
                 if self._residents.get(layer) is not found or found.stream != stream:
                     return False
             queue()
-        self._count_uses(waits=False)
-        return True
+            return True
 
     def stack_of(self, keys: Sequence[ExpertKey], into: torch.Tensor | None = None) -> Any:
         """What kernels take of experts of one layer that a lease has just yielded.
@@ -192,6 +193,22 @@ class DeviceStore(TierStore[W]):
         """
         with self._changed:
             self._uncounted.append((event, used))
+        if len(self._uncounted) > _MOST_UNCOUNTED:
+            self.count_one()
+
+    def count_one(self) -> bool:
+        """Counts what was to be counted later, the oldest first, for who has to wait anyway.
+
+        Returns:
+            Whether the device has told of it.
+        """
+        with self._changed:
+            if not self._uncounted or not self._uncounted[0][0].query():
+                return False
+            for key in self._uncounted[0][1]():
+                self._count_use(key)
+            self._uncounted.popleft()
+            return True
 
     def count_residents(
         self, residents: Residents, ids: Sequence[int], event: Event, keys: Callable[[], Any]
@@ -274,12 +291,11 @@ class DeviceStore(TierStore[W]):
 
     def _count_uses(self, *, waits: bool) -> None:
         with self._changed:
-            while self._uncounted and (waits or self._uncounted[0][0].query()):
-                event, used = self._uncounted[0]
-                event.synchronize()
-                for key in used():
-                    self._count_use(key)
-                self._uncounted.popleft()
+            while self._uncounted:
+                if waits:
+                    self._uncounted[0][0].synchronize()
+                if not self.count_one():
+                    return
 
     # What follows is called with the lock held.
 

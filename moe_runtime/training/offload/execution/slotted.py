@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,7 +74,7 @@ class SlottedPasses:
         if not isinstance(store, DeviceStore) or not store.has_stack(layer, dtype):
             return False
         assert store.stacks is not None, "the layer has a stack"
-        stack = store.stacks.stack(layer, [-1] * site.num_experts)
+        stack = store.stacks.stack(layer, np.full(site.num_experts, -1, np.int32))
         return (
             isinstance(stack, StackedExperts)
             and isinstance(site.activation, ActivationSpec)
