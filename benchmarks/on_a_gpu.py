@@ -39,7 +39,7 @@ def test_files(pattern: re.Pattern[str]) -> list[str]:
 
 def tests(marked: str, pattern: re.Pattern[str]) -> list[str]:
     """The command that runs the tests of such files."""
-    words = [sys.executable, "-P", "-m", "pytest", "-q", "-m", f"{marked} and not long"]
+    words = [sys.executable, "-P", "-m", "pytest", "-v", "-m", f"{marked} and not long"]
     return [*words, "--numprocesses", "auto", "--maxprocesses", "8", *test_files(pattern)]
 
 

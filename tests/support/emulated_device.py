@@ -95,7 +95,7 @@ class EmulatedDevice:
         return self._current
 
     def upload(
-        self, numbers: npt.NDArray[np.int32], into: torch.Tensor | None = None
+        self, numbers: npt.NDArray[np.integer], into: torch.Tensor | None = None
     ) -> torch.Tensor:
         found = torch.tensor(numbers)
         return found if into is None else into.copy_(found)

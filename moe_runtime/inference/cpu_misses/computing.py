@@ -184,7 +184,8 @@ class HostPart:
         self._misses.gives(self._layer)
         device = self._misses.store.device
         y_ND = self._done[0] if len(self._done) == 1 else torch.cat(self._done)
-        give(device.upload(np.array(self._places, np.int32)), device.send(y_ND))
+        # as the sums take them: the device has nothing to convert
+        give(device.upload(np.array(self._places, np.int64)), device.send(y_ND.float()))
 
 
 def open_misses(

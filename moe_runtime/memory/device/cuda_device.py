@@ -149,11 +149,11 @@ class CudaDevice:
         return number
 
     def upload(
-        self, numbers: npt.NDArray[np.int32], into: torch.Tensor | None = None
+        self, numbers: npt.NDArray[np.integer], into: torch.Tensor | None = None
     ) -> torch.Tensor:
         """As ``Device.upload``."""
-        pinned = torch.empty(len(numbers), dtype=torch.int32, pin_memory=True)
-        pinned.numpy()[:] = numbers
+        source = torch.from_numpy(numbers)
+        pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source)
         if into is None:
             return pinned.to(self._place, non_blocking=True)
         return into.copy_(pinned, non_blocking=True)
@@ -168,7 +168,8 @@ class CudaDevice:
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """As ``Device.send``."""
-        return values.pin_memory().to(self._place, non_blocking=True)
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return pinned.copy_(values).to(self._place, non_blocking=True)
 
     def wait_here(self, event: CudaCopy) -> None:
         """As ``Device.wait_here``."""

@@ -94,7 +94,7 @@ class Device(Protocol):
         ...
 
     def upload(
-        self, numbers: npt.NDArray[np.int32], into: torch.Tensor | None = None
+        self, numbers: npt.NDArray[np.integer], into: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Numbers of the device, for work that is queued on the current stream.
 
