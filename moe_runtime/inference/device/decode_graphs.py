@@ -263,6 +263,7 @@ class DecodeGraphs:
         self._is_refused = self._is_torn = False
         self._caches = caches
         self._trusted: RecordedStep | None = None
+        self._replayed: weakref.ref[RecordedStep] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``forward``."""
@@ -270,13 +271,14 @@ class DecodeGraphs:
         for module in self._modules if self._is_torn else ():  # a recording was not ended
             module.recording = None
         self._is_torn = False
+        trusted, self._trusted, self._replayed = self._trusted, None, None
         if self._store.recorded is not None and self._store.recorded.keeps_other(cache_of(kwargs)):
             self._store.recorded = None
         call = None if self._is_refused else read_step(self._model, kwargs)
         if call is None:
             return self._forward(**kwargs)
-        store, trusted = self._store, self._trusted
-        recorded, self._trusted = store.recorded, None
+        store = self._store
+        recorded = store.recorded
         if recorded is None or not recorded.stands_for(call, looks=recorded is not trusted):
             store.recorded = None
             seen = call.key, id(call.cache)
@@ -307,12 +309,13 @@ class DecodeGraphs:
         if found is None:
             store.recorded = None
             return self._forward(**kwargs)
+        self._replayed = weakref.ref(recorded)
         return found
 
     @property
-    def recorded(self) -> RecordedStep | None:
-        """The step that the last call was recorded as, or was one of."""
-        return self._store.recorded
+    def replayed(self) -> RecordedStep | None:
+        """The recording that the last call was a step of, as long as it is kept."""
+        return None if self._replayed is None else self._replayed()
 
     def trust(self, recorded: RecordedStep | None) -> None:
         """Lets the next call go without a look at the model, if it is of this recording.

@@ -72,7 +72,7 @@ def decode_ahead(
         if selection.is_known:
             graphs.trust(recorded)
         output = model(**inputs, return_dict=True)
-        recorded = graphs.recorded
+        recorded = graphs.replayed
         return output
 
     # a user's own cache may have room for no more than what it was expected to come to

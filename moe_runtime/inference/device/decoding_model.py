@@ -188,14 +188,7 @@ class RecordedDecoding:
         cache = cache_of(kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
         is_later = not is_first_iteration and given.keys() <= _WITHOUT_POSITIONS
-        is_known = self.knows_positions(cache)
-        if is_later and is_known and next_sequence_length == 1:
-            given.pop("position_ids", None)
-            ids_B1 = input_ids[:, -1:].to(cache.layers[0].device).contiguous()
-            return {"input_ids": ids_B1, **given}
-        if is_known:
-            self._unpadded.discard(cache)
-        if is_later and is_filled(cache):
+        if is_later and not self.knows_positions(cache) and is_filled(cache):
             positions = kwargs.get("position_ids")
             is_whole = (attention_mask is None or bool(attention_mask.all())) and (
                 positions is None or bool((positions[..., -1] == int(cache.get_seq_length())).all())
@@ -203,6 +196,12 @@ class RecordedDecoding:
             # eager attention's masks are made of numbers of the host, which no graph holds
             if is_whole and attention_name(cast(Any, self)) != "eager":
                 self._unpadded.add(cache)
+        if self.knows_positions(cache):
+            if is_later and next_sequence_length == 1:
+                given.pop("position_ids", None)
+                ids_B1 = input_ids[:, -1:].to(cache.layers[0].device).contiguous()
+                return {"input_ids": ids_B1, **given}
+            self._unpadded.discard(cache)
         return cast(Any, super()).prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length,
             attention_mask=attention_mask, inputs_embeds=inputs_embeds,
