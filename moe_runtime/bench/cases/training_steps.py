@@ -173,9 +173,13 @@ class OffloadedSystem(TrainingSystem):
         if not scratch.exists() and read + written:
             shutil.copyfile(next(self._folder.glob("experts-*")), scratch)
         alone_s = seconds_alone(scratch, read, written)
-        moved = {"storage_read_bytes": read, "storage_written_bytes": written}
-        moved["stall_s"] = now.stall_s - self._before.stall_s
-        return {**found, **moved, **({} if alone_s is None else {"storage_alone_s": alone_s})}
+        return {
+            **found,
+            "storage_read_bytes": read,
+            "storage_written_bytes": written,
+            "stall_s": now.stall_s - self._before.stall_s,
+            **({} if alone_s is None else {"storage_alone_s": alone_s}),
+        }
 
 
 class TrainingPeer:
