@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moe_runtime.bench.synthetic.byte_pairs import END_OF_TEXT, TOKENIZER_NAME
+from moe_runtime.bench.synthetic.config_shape import ConfigShape
 from moe_runtime.bench.synthetic.family_plans import MAX_POSITIONS, config_of
 from moe_runtime.bench.synthetic.model_shapes import (
     FP8_BLOCK,
@@ -146,13 +147,13 @@ def write_gguf(
         writer.close()
 
 
-def require_copy(shape: ModelShape) -> None:
+def require_copy(shape: ModelShape | ConfigShape) -> None:
     """Refuses what `write_gguf` would refuse.
 
     Raises:
         UnsupportedModelError: the `gguf` package is missing, or the family is not known here.
     """
-    if isinstance(shape, MixtralShape):
+    if isinstance(shape, MixtralShape | ConfigShape):
         raise UnsupportedModelError(f"no GGUF file is made of {shape.name}: give llama_cpp=FILE")
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedModelError(

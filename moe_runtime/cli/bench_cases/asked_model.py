@@ -113,10 +113,14 @@ def _written(
     from moe_runtime.bench.peer_files import GGUF_PEERS, require_takes_shapes
     from moe_runtime.bench.peer_process import files_under
     from moe_runtime.bench.synthetic.checkpoint_writer import write_settings
+    from moe_runtime.bench.synthetic.config_shape import read_config_shape
     from moe_runtime.bench.synthetic.model_shapes import SHAPES, shape_of_name
     from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
 
-    asked = shape_of_name(shape, layers)
+    is_file = shape.endswith(".json")
+    if is_file and layers is not None:
+        raise ValueError(f"--layers: how many layers there are, {shape} says; change it there")
+    asked = read_config_shape(Path(shape)) if is_file else shape_of_name(shape, layers)
     require_takes_shapes(peers)
     require_not_read(output, "results", files_under(shapes_folder() / asked.name))
     with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
@@ -128,9 +132,9 @@ def _written(
         for one in peers
     )
     facts = {
-        "model": shape,
+        "model": asked.name if is_file else shape,
         "layers": asked.num_layers,
-        "layers_of_shape": SHAPES[shape].num_layers,
+        "layers_of_shape": asked.num_layers if is_file else SHAPES[shape].num_layers,
         "weights": "random",
     }
     with shape_checkpoint(
