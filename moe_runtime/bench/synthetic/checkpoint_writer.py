@@ -15,13 +15,16 @@ from moe_runtime.bench.synthetic.byte_pairs import TOKENIZER_NAME, write_tokeniz
 from moe_runtime.bench.synthetic.config_shape import ConfigShape
 from moe_runtime.bench.synthetic.drawn_tensors import ITEM_BYTES, StoredPart, TensorPlan, make_parts
 from moe_runtime.bench.synthetic.family_plans import config_of, plan_tensors
+from moe_runtime.bench.synthetic.gguf_shape import GgufShape
 from moe_runtime.bench.synthetic.model_shapes import ModelShape
 
+OwnShape = ConfigShape | GgufShape
+"""Shapes that write their files themselves."""
 INDEX_NAME = "model.safetensors.index.json"
 
 
 def write_checkpoint(
-    shape: ModelShape | ConfigShape,
+    shape: ModelShape | OwnShape,
     folder: Path,
     *,
     seed: int = 0,
@@ -31,13 +34,13 @@ def write_checkpoint(
     """Writes the checkpoint of `shape` into `folder`; the index comes last, so it marks the end.
 
     Args:
-        progress: called with bytes written and bytes in all after each weight; not of a
-            configuration's.
-        make: gives the contents of a weight's parts as arrays, from its plan and the seed; not of
-            a configuration's.
+        progress: called with bytes written and bytes in all after each weight; not by an
+            `OwnShape`.
+        make: gives the contents of a weight's parts as arrays, from its plan and the seed; not
+            of an `OwnShape`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(shape, ConfigShape):
+    if isinstance(shape, OwnShape):
         return shape.write(folder)
     shards = _split_into_shards(list(plan_tensors(shape)), shape.shard_bytes)
     weight_map: dict[str, str] = {}
@@ -60,18 +63,18 @@ def write_checkpoint(
     (folder / INDEX_NAME).write_text(_as_json(index))
 
 
-def write_settings(shape: ModelShape | ConfigShape, folder: Path) -> None:
+def write_settings(shape: ModelShape | OwnShape, folder: Path) -> None:
     """Writes what a checkpoint has beside its weights: configuration and tokenizer."""
-    if isinstance(shape, ConfigShape):
+    if isinstance(shape, OwnShape):
         return shape.write_settings(folder)
     write_tokenizer(folder, shape.vocab_size)
     for name, text in _settings_of(shape).items():
         (folder / name).write_text(text)
 
 
-def is_complete(shape: ModelShape | ConfigShape, folder: Path, *, seed: int = 0) -> bool:
+def is_complete(shape: ModelShape | OwnShape, folder: Path, *, seed: int = 0) -> bool:
     """Whether `folder` already holds this checkpoint, whole and made from the same seed."""
-    if isinstance(shape, ConfigShape):
+    if isinstance(shape, OwnShape):
         return shape.is_complete(folder)
     index, settings = folder / INDEX_NAME, _settings_of(shape)
     if not all((folder / name).is_file() for name in (INDEX_NAME, TOKENIZER_NAME, *settings)):
