@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -26,10 +25,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.machine import commit, describe_machine, machine_name, versions
+from harness.suite_results import save_results
 
+from moe_runtime.bench.results import Metric
 from moe_runtime.config import format_bytes
-from moe_runtime.files import write_text
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import LIVE_POLICIES
 from moe_runtime.policies.prediction import NEED_TRAINING, PREDICTORS
@@ -184,32 +183,30 @@ def is_broken(row: dict[str, Any]) -> bool:
     return not (is_refusal and row["budget"] in ("less", BUDGETS[0]))
 
 
+def label(row: dict[str, Any]) -> str:
+    """A run's case in words."""
+    return " ".join(str(row[name]) for name in Case.__dataclass_fields__)
+
+
 def told(row: dict[str, Any]) -> str:
     """A row as a line."""
-    words = [str(row[name]) for name in Case.__dataclass_fields__]
     if row["exit_code"]:
         result = f"refused: {row['refused']}"
     else:
         result = f"{format_bytes(row['used_bytes'])} of {format_bytes(row['budget_bytes'])}"
-    return f"{'BROKEN' if is_broken(row) else 'kept'}  {' '.join(words)}: {result}"
+    return f"{'BROKEN' if is_broken(row) else 'kept'}  {label(row)}: {result}"
 
 
 def save(rows: list[dict[str, Any]]) -> None:
-    """Writes the rows with machine, versions and commit."""
-    facts, here = describe_machine(), Path(__file__).resolve().parent
-    result = {
-        "subject": "memory at its peak, less that before loading, of runs under budgets",
-        "machine": facts,
-        "versions": versions(),
-        "commit": commit(here.parent),
-        "command": shlex.join(["python", "benchmarks/budget.py", *sys.argv[1:]]),
-        "new_tokens": NEW_TOKENS,
-        "prompts": PROMPTS,
-        "runs": rows,
+    """Writes the rows; refused runs have no numbers."""
+    metrics = {"used_bytes": Metric("bytes"), "budget_bytes": Metric("bytes", is_judged=False)}
+    metrics |= {"expert_slots": Metric("count", "more", is_judged=False)}
+    systems = {
+        label(row): row["refused"] if row["exit_code"] else [{name: row[name] for name in metrics}]
+        for row in rows
     }
-    path = here / "results" / f"budget-{machine_name(facts)}.json"
-    write_text(path, json.dumps(result, indent=1) + "\n")
-    print(f"written to {path}")
+    settings = {"model": "pocket", "new_tokens": NEW_TOKENS, "prompts": list(PROMPTS)}
+    save_results("budget", settings, systems, metrics)
 
 
 def _arguments() -> argparse.Namespace:

@@ -29,16 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.machine import commit, describe_machine, machine_name, versions
+from harness.suite_results import save_results
 from torch import Tensor, nn
 
 from moe_runtime import AdamW, MoELayer, offload_training
-from moe_runtime.files import write_atomically, write_text
+from moe_runtime.bench.results import Metric
+from moe_runtime.files import write_atomically
 from moe_runtime.training.offload.states import disk
 from moe_runtime.training.offload.states.record_file import RecordFile
 
-RESULTS = Path(__file__).parent / "results"
 STEPS = 12
+COUNTED = ("kills", "power_cuts", "blocks_lost", "runs", "beginnings")
 WIDTH, HIDDEN, EXPERTS, LAYERS = 64, 128, 8, 3
 RECORD_BYTES = 16 * 3 * WIDTH * HIDDEN
 SHARES = (0.0, 0.3, 0.6, 1.0)
@@ -182,7 +183,7 @@ def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
         SystemExit: a process could not go on, or the losses of a run are others.
     """
     expected, dice = undisturbed(place / "whole"), random.Random(seed)
-    counts = {"kills": 0, "power_cuts": 0, "blocks_lost": 0, "runs": 0, "beginnings": 0}
+    counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
     folder = place / "run-0"
     folder.mkdir()
     while counts["kills"] < kills:
@@ -221,34 +222,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=50, help="with each seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to be tried")
-    parser.add_argument("--save", action="store_true", help="add to the results file")
+    parser.add_argument("--save", action="store_true", help="write this machine's results file")
     arguments = parser.parse_args()
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        counts = disturb(arguments.kills, arguments.seed, Path(folder))
-    print(
-        f"{counts['kills']} kills, {counts['power_cuts']} of them power cuts that took "
-        f"{counts['blocks_lost']} blocks back; {counts['beginnings']} before the first checkpoint; "
-        f"{counts['runs']} runs reached their end with the losses of an undisturbed one; "
-        f"{time.perf_counter() - started:.0f} s"
-    )
+    found = {}
+    for seed in arguments.seeds:
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            counts = disturb(arguments.kills, seed, Path(folder))
+        found[f"seed {seed}"] = [counts]
+        print(
+            f"{counts['kills']} kills, {counts['power_cuts']} of them power cuts that took "
+            f"{counts['blocks_lost']} blocks back; {counts['beginnings']} before the first "
+            f"checkpoint; {counts['runs']} runs reached their end with the losses of an "
+            f"undisturbed one; {time.perf_counter() - started:.0f} s",
+            flush=True,
+        )
     if arguments.save:
-        save(arguments.seed, counts)
-
-
-def save(seed: int, counts: dict[str, int]) -> None:
-    machine, here = describe_machine(), commit(Path(__file__).parent)
-    path = RESULTS / f"crashes-{machine_name(machine)}.json"
-    result = json.loads(path.read_text()) if path.exists() else {}
-    if result.get("commit") != here:
-        result = {"machine": machine, "versions": versions(), "commit": here, "seeds": {}}
-    result["seeds"][str(seed)] = counts
-    write_text(path, json.dumps(result, indent=1) + "\n")
-    total = sum(found["kills"] for found in result["seeds"].values())
-    print(f"{path.name}: {total} kills so far")
+        metrics = {name: Metric("count", is_judged=False) for name in COUNTED}
+        save_results("crashes", {"kills": arguments.kills, "steps": STEPS}, found, metrics)
 
 
 if __name__ == "__main__":

@@ -162,9 +162,28 @@ def layer_table(runs: list[Results]) -> list[str]:
     return [*lines, "", "× is the ratio of the others' times to ours; – was not measured."]
 
 
+def training_table(files: list[Results]) -> list[str]:
+    """Tokens a second of all systems: files of `bench training`."""
+    lines = ["| training (`moe-runtime bench training`) | tokens/s | machine |", "|---|---|---|"]
+    for results in files:
+        settings = results["settings"]
+        found = {
+            one["system"]: f"{one['summary']['tokens_per_s']['median']:,.0f}"
+            for one in results["measurements"]
+            if one["summary"]
+        }
+        lines.append(
+            f"| `{settings['model']}`, {settings['layers']} layers, {settings['sequences']} x "
+            f"{settings['context']} tokens a step, {settings['dtype']} | "
+            f"{', '.join(f'`{name}` {speed}' for name, speed in found.items())} | "
+            f"{_processor(results)}, {results['commit']} |"
+        )
+    return lines
+
+
 def train_table(results: Results) -> list[str]:
-    """Tokens a second of training: `train.py`."""
-    lines = ["| training (`benchmarks/train.py`) | ours | transformers, `grouped_mm` | |"]
+    """Tokens a second of training, of a script that `bench training` has taken the place of."""
+    lines = ["| training (`moe-runtime bench training`) | ours | transformers, `grouped_mm` | |"]
     lines.append("|---|--:|--:|--:|")
     for run in results["runs"]:
         speeds, peer = run["tokens_per_s"], "transformers grouped_mm"
@@ -213,6 +232,8 @@ def section(folder: Path) -> str:
         parts += [case_table(_read(path)) for path in sorted(folder.glob(f"bench-{case}-*.json"))]
     layers = [_read(path) for path in sorted(folder.glob("layer-*.json"), reverse=True)]
     parts += [layer_table(layers)] if layers else []
+    training = [_read(path) for path in sorted(folder.glob("bench-training-*.json"))]
+    parts += [training_table(training)] if training else []
     parts += [train_table(_read(path)) for path in sorted(folder.glob("train-*.json"))]
     return "\n\n".join("\n".join(part) for part in parts)
 

@@ -7,14 +7,13 @@ memory. Only as many experts are made as fit in `--memory`; routing is uniform o
 `--kt-kernel FOLDER`, the unpacked wheel, lets kt-kernel's operators take turns with ours: the same
 shape, format and number of experts, with one thread and with as many as ours, each in a process of
 its own that stands still while it is not its turn; the faster of the two counts. Its int4
-products round what they multiply to int8; ours are exact. `--save` keeps the rows of
-other shapes, formats and tokens that the results file of the machine has.
+products round what they multiply to int8; ours are exact. `--save` writes this machine's results
+file.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,19 +24,18 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from harness.machine import commit, describe_machine, machine_name, versions
+from harness.suite_results import save_results
 from harness.waiting_process import PeerEndedError, WaitingProcess, kt_kernel
 from torch import Generator, Tensor
 
+from moe_runtime.bench.results import Metric
 from moe_runtime.config import parse_bytes
-from moe_runtime.files import write_text
 from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.expert_mlp import ExpertStep, ExpertWeights, expert_ffn
 from moe_runtime.kernels.native import require_native
 from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, WeightFormat
 from moe_runtime.memory.slab import Slab
 
-RESULTS = Path(__file__).parent / "results"
 FORMATS = {
     "bf16": None,
     "fp8": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
@@ -79,18 +77,12 @@ SHAPES = {
 
 def main() -> None:
     arguments = _arguments()
-    facts = describe_machine()
-    head = commit(Path(__file__).parent.parent)
     library = require_native()
     if arguments.one_thread:
         library.set_num_threads(1)
         torch.set_num_threads(1)
     clock = time.thread_time if arguments.one_thread else time.perf_counter
-    print(f"{facts['cpu']}, {library.isa}, {library.num_threads} threads; commit {head}")
-    now = circumstances(facts)
-    path = results_path(facts, one_thread=arguments.one_thread)
-    if arguments.save:
-        earlier_rows(path, now)  # before anything is measured
+    print(f"{library.isa}, {library.num_threads} threads")
     rows: list[dict[str, Any]] = []
     for name in arguments.shapes:
         for kind in arguments.formats:
@@ -101,14 +93,14 @@ def main() -> None:
             for num_tokens in arguments.tokens:
                 folder = None if kind.endswith("-int8") else arguments.kt_kernel
                 with _peers(folder, kind, SHAPES[name], len(experts), num_tokens) as peers:
-                    row = {"shape": name, "format": kind, "tokens": num_tokens, "commit": head}
+                    row = {"shape": name, "format": kind, "tokens": num_tokens}
                     row |= measure(
                         SHAPES[name], experts, num_tokens, arguments.rounds, clock, peers
                     )
                     rows.append(row)
                     print(_line(row), flush=True)
     if arguments.save:
-        save(path, rows, now)
+        save(rows, arguments)
 
 
 def has_whole_blocks(shape: Shape, kind: WeightFormat | None) -> bool:
@@ -311,71 +303,24 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def results_path(facts: dict[str, object], *, one_thread: bool) -> Path:
-    """The file of this machine's rows."""
-    return RESULTS / f"quantized-{'one-thread-' * one_thread}{machine_name(facts)}.json"
-
-
-def circumstances(facts: dict[str, object]) -> dict[str, Any]:
-    """What must be equal for rows to stand in one file; each row has its commit."""
+def save(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Writes the rows: a format is a system, and so is the peer in it."""
+    systems: dict[str, dict[str, float]] = {}
+    metrics: dict[str, Metric] = {}
+    for row in rows:
+        name, ms = f"{row['shape']}_{row['tokens']}", dict(row["ms"])
+        own = {f"{name}_s": ms.pop("experts") / 1e3, f"{name}_read_s": ms.pop("read") / 1e3}
+        moved = {f"{name}_bytes": row["visited"] * row["expert_bytes"]}
+        metrics |= {metric: Metric("s", is_judged="read" not in metric) for metric in own}
+        metrics |= {metric: Metric("bytes", is_judged=False) for metric in moved}
+        systems.setdefault(row["format"], {}).update(own | moved)
+        for peer, value in ms.items():
+            systems.setdefault(f"{peer}, {row['format']}", {})[f"{name}_s"] = value / 1e3
     library = require_native()
-    return {
-        "machine": facts | {"isa": library.isa, "threads": library.num_threads},
-        "versions": versions(),
-    }
-
-
-def earlier_rows(path: Path, now: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that a results file already has.
-
-    Args:
-        path: of it; there need not be one.
-        now: the circumstances of this run.
-
-    Raises:
-        ValueError: they were measured in other circumstances.
-    """
-    if not path.is_file():
-        return []
-    old = json.loads(path.read_text())
-    differing = [name for name in now if old[name] != now[name]]
-    if differing:
-        raise ValueError(
-            f"the rows in {path.name} cannot be kept: they have another {', '.join(differing)}; "
-            "move that file away, or leave out --save"
-        )
-    # files of before rows were kept have one commit for all
-    return [{"commit": old.get("commit")} | row for row in old["rows"]]
-
-
-def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows by shape, format and tokens; a new one stands in the place of its old."""
-
-    def place(row: dict[str, Any]) -> tuple[int, ...]:
-        return [*SHAPES].index(row["shape"]), [*FORMATS].index(row["format"]), row["tokens"]
-
-    rows = {place(row): row for row in [*old, *new]}
-    return [rows[own] for own in sorted(rows)]
-
-
-def save(path: Path, rows: list[dict[str, Any]], now: dict[str, Any]) -> None:
-    """Writes rows beside those of other shapes, formats and tokens.
-
-    Args:
-        path: the results file.
-        rows: of this run.
-        now: its circumstances.
-    """
-    every = merged(earlier_rows(path, now), rows)
-    alone = "one-thread" in path.name
-    report = {
-        "command": f"python benchmarks/quantized.py --save{' --one-thread' * alone}"
-        + " --kt-kernel FOLDER" * any("over_kt_kernel" in row for row in every),
-        **now,
-        "rows": every,
-    }
-    write_text(path, json.dumps(report, indent=1) + "\n")
-    print(f"written to {path.name}")
+    settings = {"isa": library.isa, "threads": library.num_threads, "rounds": arguments.rounds}
+    settings |= {"memory": arguments.memory, "is_processor_time": arguments.one_thread}
+    kind = "quantized-one-thread" if arguments.one_thread else "quantized"
+    save_results(kind, settings, {name: [found] for name, found in systems.items()}, metrics)
 
 
 def _arguments() -> argparse.Namespace:
@@ -388,7 +333,7 @@ def _arguments() -> argparse.Namespace:
     one = "one thread, in its processor time: for a machine that others use meanwhile"
     parser.add_argument("--one-thread", action="store_true", help=one)
     parser.add_argument("--kt-kernel", type=Path, metavar="FOLDER", help="its wheel, unpacked")
-    parser.add_argument("--save", action="store_true", help="into this machine's results file")
+    parser.add_argument("--save", action="store_true", help="write this machine's results file")
     arguments = parser.parse_args()
     if arguments.one_thread and arguments.kt_kernel:
         parser.error("--one-thread times this process alone: leave out --kt-kernel")

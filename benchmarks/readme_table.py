@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.caps import GIB
 from harness.machine import describe_machine, machine_name
 
 from moe_runtime.bench.measured_work import counted
@@ -116,7 +115,7 @@ def _interrupted(found: list[Results]) -> str:
 
 
 def _memory(cap: int | None) -> str:
-    return "all of it" if cap is None else f"{cap / GIB:.0f} GiB"
+    return "all of it" if cap is None else f"{cap / 2**30:.0f} GiB"
 
 
 def newest_results() -> list[Results]:

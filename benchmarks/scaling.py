@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.machine import commit, describe_machine, machine_name, versions
+from harness.suite_results import save_results
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from moe_runtime.files import write_text
+from moe_runtime.bench.results import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.lab.simulate.layer_simulation import LayerSchedule, LayerWorkload, predict_layer
 from moe_runtime.lab.simulate.machine_file import write_machine
@@ -292,12 +292,18 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"cluster": asdict(cluster), "fixed_s": fixed_s, "layers": rows}
 
 
-def _print_row(row: dict[str, Any]) -> None:
+def _words(row: dict[str, Any]) -> str:
     exchange = "two levels" if row["hierarchical"] else "flat"
-    print(
+    return (
         f"{row['ranks']} ranks, {exchange}, {row['degree']} chunks, zipf {row['zipf']:g}, "
-        f"{row['algorithm']}, straggler {row['straggler']}: measured {1e3 * row['measured_s']:.1f} "
-        f"ms, predicted {1e3 * row['predicted_s']:.1f} ms ({row['error']:+.0%})",
+        f"{row['algorithm']}, straggler {row['straggler']}"
+    )
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    print(
+        f"{_words(row)}: measured {1e3 * row['measured_s']:.1f} ms, "
+        f"predicted {1e3 * row['predicted_s']:.1f} ms ({row['error']:+.0%})",
         flush=True,
     )
 
@@ -341,16 +347,14 @@ def main() -> None:
             f"error of the prediction: median {statistics.median(errors):.0%}, "
             f"largest {max(errors):.0%} of {len(errors)} layers"
         )
-    report = {
-        "machine": describe_machine(),
-        "versions": versions(),
-        "commit": commit(Path(__file__).parent),
-        "measured": measured,
+    rows = {_words(row): row for group in measured for row in group["layers"]}
+    systems = {
+        what: [{name: row[f"{what}_s"] for name, row in rows.items()}]
+        for what in ("measured", "predicted")
     }
-    name = f"scaling-{machine_name(report['machine'])}.json"
-    output = options.output or Path(__file__).parent / "results" / name
-    write_text(output, json.dumps(report, indent=1) + "\n")
-    print(f"wrote {output}")
+    machines = [{"cluster": group["cluster"], "fixed_s": group["fixed_s"]} for group in measured]
+    metrics = {name: Metric("s") for name in rows}
+    save_results("scaling", {"machines": machines}, systems, metrics, options.output)
     if options.write_machine:
         _write_machine(measured[0]["cluster"], options.write_machine)
 

@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import json
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -36,10 +35,11 @@ from typing import Any, cast
 import httpx2
 import numpy as np
 import psutil
-from harness.machine import commit, describe_machine, machine_name, versions
 from harness.soak_clients import MODEL, Client, Tally
+from harness.suite_results import save_results
 from scipy.stats import theilslopes
 
+from moe_runtime.bench.results import Metric
 from moe_runtime.config import format_bytes, parse_bytes
 from moe_runtime.files import write_text
 from moe_runtime.models.pocket import pocket_path
@@ -268,25 +268,26 @@ def main() -> int:
     for complaint in complaints:
         print(f"BROKEN: {complaint}")
     if arguments.save:
-        save(found)
+        save(found, arguments)
     return int(bool(complaints))
 
 
-def save(found: dict[str, Any]) -> None:
-    """Writes what was found with machine, versions and commit."""
-    facts = describe_machine()
-    result = {
-        "subject": "a server under requests, cancellations, bad requests and failed reads",
-        "machine": facts,
-        "versions": versions(),
-        "commit": commit(HERE.parent),
-        "command": shlex.join(["python", "benchmarks/serve_soak.py", *sys.argv[1:]]),
-        "clients": CLIENTS,
-        **found,
-    }
-    path = HERE / "results" / f"serve-soak-{machine_name(facts)}.json"
-    write_text(path, json.dumps(result) + "\n")
-    print(f"written to {path}")
+def save(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Writes what was found: of memory every sample, of requests how many ended in which way."""
+    counts = {"wrong": len(found["wrong"]), "requests": sum(found["requests"].values())}
+    counts |= {f"{way}_requests": count for way, count in found["requests"].items()}
+    names = ("generated_tokens", "tracebacks", "injected_errors", "broken_experts")
+    names += ("expert_misses", "preemptions", "prefix_hit_tokens")
+    counts |= {name: found[name] for name in names}
+    sizes = {name: found[name] for name in ("used_bytes", "peak_rss_bytes", "budget_bytes")}
+    growths = ("least_growth_bytes", "allowed_growth_bytes")
+    sizes |= {name: found["memory"][name] for name in growths}
+    sizes["rss_bytes"] = [size for _, size in found["rss_bytes"]]
+    metrics = {name: Metric("count", is_judged=False) for name in counts}
+    metrics |= {name: Metric("bytes", is_judged=name == "used_bytes") for name in sizes}
+    settings = {name: getattr(arguments, name) for name in ("minutes", "host_memory", "max_tokens")}
+    settings |= {"model": arguments.model.name, "clients": CLIENTS, "seed": arguments.seed}
+    save_results("serve-soak", settings, {"server": [counts | sizes]}, metrics)
 
 
 def _arguments() -> argparse.Namespace:

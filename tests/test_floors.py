@@ -316,6 +316,8 @@ OWN_WRITERS = {
     "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
     "moe_runtime/bench/synthetic/checkpoint_writer.py": "replace_folder",
     "moe_runtime/bench/synthetic/byte_pairs.py": "replace_folder",
+    "moe_runtime/bench/synthetic/config_shape.py": "replace_folder",
+    "moe_runtime/bench/synthetic/gguf_shape.py": "replace_folder",
     "models/lm/export.py": "replace_folder",
     "models/pocket/texts.py": "replace_folder",
 }

@@ -10,7 +10,6 @@ from typing import Any
 
 from moe_runtime.lab.this_machine import commit as commit
 from moe_runtime.lab.this_machine import describe_machine as describe_machine
-from moe_runtime.lab.this_machine import num_usable_cores as num_usable_cores
 from moe_runtime.lab.this_machine import versions as versions
 
 

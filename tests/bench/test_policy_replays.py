@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from traces import trace_of
 from moe_runtime.bench.cases import policy_replays
 from moe_runtime.bench.cases.golden_counts import require_golden
 from moe_runtime.bench.cases.policy_replays import PoliciesPlan, beginning, measure_policies
+from moe_runtime.bench.measured_work import work_of
 from moe_runtime.bench.results import read_results, write_results
 from moe_runtime.bench.runner import Rules
 from moe_runtime.cli.main import main
@@ -20,6 +22,8 @@ from moe_runtime.lab.replay.experiment import Experiment, run_experiment
 from moe_runtime.lab.replay.untimed import DemandReplay
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.format import Trace
+from moe_runtime.lab.traces.routes import routes_of
+from moe_runtime.lab.traces.side_by_side import side_by_side
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.prediction import Shape
 
@@ -101,6 +105,8 @@ def test_the_command_finds_what_a_replay_finds_and_compares(
         (["--scope", "all"], "unknown scope 'all'"),
         (["--capacity", "1%"], "a token needs"),
         (["--num-experts", "8"], "leave out the number of experts, 8"),
+        (["--side-by-side", "9"], "expected a trace of at least 9 requests"),
+        (["--policy", "lru", "--train", "t.npz"], "of lru nothing learns"),
         (["--capacity", "x"], "--capacity must be shares"),
     ],
 )
@@ -116,6 +122,30 @@ def test_bad_words_of_policies_are_one_line(
     err = capsys.readouterr().err
     assert complaint in err
     assert err.count("\n") == 1
+
+
+def test_learners_are_taught_and_requests_decode_side_by_side(
+    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a cache for each request there is nothing but what was taught."""
+    other = trace_of(make_routes(SHAPE, num_sequences=8, seed=1))
+    write_trace(tmp_path / "t.npz", trace)
+    write_trace(tmp_path / "other.npz", other)
+    train = str(tmp_path / "other.npz")
+    words = [str(tmp_path / "t.npz"), "--policy", "activation-aware,lru", "--capacity", "25%"]
+    words += ["--quick", "--time", "1", "--precision", "1", "--json"]
+    experiment = Experiment(policies=["activation-aware", "lru"], capacities=[0.25])
+    for more, workload, asked in (
+        (["--train", train], trace, replace(experiment, training=routes_of(other))),
+        (["--reset"], trace, replace(experiment, reset_per_sequence=True)),
+        (["--side-by-side", "3"], side_by_side(trace, count=3), experiment),
+    ):
+        assert main(["bench", "policies", *words, *more]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        rows = run_experiment(workload_of(workload), asked, bounds=False)
+        found = [one["summary"]["hit_rate_at_0.25"]["median"] for one in printed["measurements"]]
+        assert found == [row.hit_rate for row in rows]
+    assert work_of(printed)["side_by_side"] == 3
 
 
 def golden_rows(trace: Trace) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from counted_energy import CountedEnergy
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
-from moe_runtime.bench.cases import training_steps
+from moe_runtime.bench.cases import disk_alone, training_steps
 from moe_runtime.bench.cases.training_plan import TrainingPlan
 from moe_runtime.bench.cases.training_steps import (
     FusedAdamW,
+    OffloadedSystem,
     TrainingPeer,
     in_transformers,
     ours_in_memory,
@@ -25,6 +27,7 @@ from moe_runtime.bench.peer_files import find_peer
 from moe_runtime.bench.peers import deepspeed
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import PeerFailedError
+from moe_runtime.cli.bench_cases import older_isa
 from moe_runtime.cli.bench_cases.training import show_training
 from moe_runtime.cli.main import main
 from moe_runtime.models.lm.export import export_hugging_face
@@ -131,10 +134,10 @@ def test_joules_are_those_of_a_step_that_is_timed(
 
 def test_joules_have_a_column_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"model": "m", "layers": 1, "sequences": 2, "context": 3, "dtype": "float32"}
-    step = {"mean": 0.5, "low": None}
-    summary = {"step_s": step, "tokens_per_s": {"median": 12.0}}
+    summary = {"step_s": {"mean": 0.5, "low": None}, "tokens_per_s": {"median": 12.0}}
+    summary["cpu_joules"] = {"median": 8.125, "unit": "J"}
     one = {"repetitions": [{}], "quality": {"compared": 3, "equal": 3}}
-    ours = {"system": "ours", "summary": summary | {"cpu_joules": {"median": 8.125}}, **one}
+    ours = {"system": "ours", "summary": summary, **one}
     show_training({"settings": settings, "measurements": [ours]})
     shown = capsys.readouterr().out
     assert "processors, J" in shown
@@ -159,8 +162,9 @@ class Engine:
         self.optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("variant", [None, "zero3", "nvme"])
 def test_deepspeed_takes_the_steps_that_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With torch's AdamW in place of its own; decay is each group's, as there."""
 
@@ -177,7 +181,7 @@ def test_deepspeed_takes_the_steps_that_are_asked_for(
     export_hugging_face(LanguageModel(PLAN.config()), tmp_path / "model")
     settings = {"model": str(tmp_path / "model"), "dtype": "float32"}
     settings |= {"num_threads": torch.get_num_threads(), "sequences": 2}
-    settings |= {"rate": 3e-4, "betas": [0.9, 0.95], "decay": 0.1}
+    settings |= {"rate": 3e-4, "betas": [0.9, 0.95], "decay": 0.1, "variant": variant}
     peer = deepspeed.Peer(settings)
     try:
         peer.load()
@@ -188,7 +192,13 @@ def test_deepspeed_takes_the_steps_that_are_asked_for(
     finally:
         torch.distributed.destroy_process_group()
     config = peer._engine.config
-    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    place: dict[str, Any] = {"device": "cpu"}
+    if variant == "nvme":
+        place = {"device": "nvme", "nvme_path": str(tmp_path / "model")}
+    zero = {"stage": 2, "offload_optimizer": place}
+    assert config["zero_optimization"] == zero | (
+        {"stage": 3, "offload_param": place} if variant else {}
+    )
     assert (config["gradient_clipping"], config["bf16"]["enabled"]) == (0.0, False)
 
 
@@ -212,6 +222,8 @@ def test_the_command_trains_in_memory_and_offloaded(
     for one in systems:
         assert one["quality"] == {"compared": 3, "equal": 3}
         assert list(one["summary"])[:2] == ["step_s", "tokens_per_s"]
+    (repetition,) = {tuple(one) for one in systems[-1]["repetitions"]}
+    assert repetition[2:5] == ("storage_read_bytes", "storage_written_bytes", "stall_s")
     found = printed["settings"]
     sizes = [found[name] for name in ("num_experts", "top_k", "dim_model", "dim_hidden")]
     assert sizes == [NUM_EXPERTS, TOP_K, 64, 48]
@@ -224,6 +236,7 @@ def test_the_command_trains_in_memory_and_offloaded(
         (["--shape", "olmo"], "unknown shape 'olmo'"),
         (["--shape", "pocket", "--dtype", "float16"], "--dtype must be float32 or bfloat16"),
         (["--shape", "pocket", "--dtype", "float64"], "--dtype must be float32 or bfloat16"),
+        (["--shape", "pocket", "--isa", "sse"], "unknown --isa 'sse': known: avx2, avx512"),
         (["--shape", "300m", "--layers", "1000"], "fewer --layers"),
     ],
 )
@@ -234,3 +247,61 @@ def test_bad_words_of_training_are_one_line(
     err = capsys.readouterr().err
     assert complaint in err
     assert err.count("\n") == 1
+
+
+def test_what_a_step_moves_is_counted_and_moved_again(tmp_path: Path) -> None:
+    """Records are 3 x 64 x 512 numbers of 12 bytes, of which 16 MiB have room for a few of 16."""
+    sizes = LayerSizes(num_experts=16, top_k=4, dim_model=64, dim_hidden=512)
+    plan = TrainingPlan(sizes=sizes, layers=1, sequences=1, context=32, dtype=torch.float32)
+    reference = ours_in_memory(plan, [])
+    expected = [reference.step() for _ in range(3)]
+    system = OffloadedSystem(replace(plan, host_memory=16 << 20), tmp_path, expected)
+    found = dict(system.repeat())
+    system.training.close()
+    assert (system.compared, system.equal) == (3, 3)
+    record = 12 * 3 * sizes.dim_model * sizes.dim_hidden
+    # What lies in slots from the step before is not read again.
+    assert 4 * record < found["storage_read_bytes"] <= 2 * 16 * record  # type: ignore[operator]
+    assert 4 * record < found["storage_written_bytes"] <= 2 * 16 * record  # type: ignore[operator]
+    assert (tmp_path / "as-large").stat().st_size >= 16 * record
+
+
+def test_bytes_alone_are_those_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, block = tmp_path / "file", 4 << 20
+    file.write_bytes(bytes(2 * block))
+    calls = list[tuple[str, int]]()
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(
+            disk_alone.os,
+            name,
+            lambda _, buffers, offset, name=name: calls.append((name, len(buffers[0]) + offset)),
+        )
+    if disk_alone.seconds_alone(file, 3 * block, 2 * block) is not None:  # else no direct I/O here
+        assert sorted(name for name, _ in calls) == ["preadv"] * 3 + ["pwritev"] * 2
+        assert {end for _, end in calls} == {block, 2 * block}
+    assert disk_alone.seconds_alone(file, block - 1, 0) is None
+
+
+def test_an_older_processor_is_asked_for_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once torch's libraries are held to it, only ours is."""
+    started, selected = list[dict[str, str]](), list[str]()
+
+    def begin(program: str, words: list[str], environment: dict[str, str]) -> None:
+        assert [program, *sys.orig_argv[1:]] == words
+        started.append(environment)
+
+    library = SimpleNamespace(select_isa=selected.append)
+    monkeypatch.setattr("moe_runtime.kernels.native.require_native", lambda: library)
+    monkeypatch.setattr(older_isa.os, "execve", begin)
+    for name in older_isa.OLDER["avx2"]:
+        monkeypatch.delenv(name, raising=False)
+    older_isa.hold_to(None)
+    assert not started
+    older_isa.hold_to("avx2")
+    assert started[0].items() >= older_isa.OLDER["avx2"].items()
+    for name, value in older_isa.OLDER["avx2"].items():
+        monkeypatch.setenv(name, value)
+    older_isa.hold_to("avx2")
+    assert (len(started), selected[-1]) == (1, "avx2")

@@ -1,4 +1,4 @@
-"""Makes the benchmarks' own package `harness` importable, as it is for `benchmarks/serve.py`."""
+"""Makes the benchmarks' own package `harness` importable, as it is for `serve_soak.py`."""
 
 import sys
 from pathlib import Path

@@ -63,6 +63,21 @@ def test_a_file_of_the_suite_is_compared_with_the_best_that_has_numbers() -> Non
     assert lines[3] == "| s, float32, backward | – | 10 ms, **3.00×** |"
 
 
+def test_systems_that_trained_are_named_with_their_speeds() -> None:
+    sizes = {"layers": 2, "sequences": 4, "context": 8, "dtype": "float32"}
+    speeds = {"moe_runtime": 1234.5, "eager": 99.6}
+    measured = [
+        {"system": name, "summary": {"tokens_per_s": {"median": speed}}}
+        for name, speed in speeds.items()
+    ]
+    measured.append({"system": "deepspeed", "summary": {}})
+    results = {**HEAD, "settings": {"model": "s", **sizes}, "measurements": measured}
+    assert kernels_table.training_table([results])[2] == (
+        "| `s`, 2 layers, 4 x 8 tokens a step, float32 | `moe_runtime` 1,234, `eager` 100 | "
+        "CPU (avx512f), abc |"
+    )
+
+
 def test_what_the_layer_spends_its_time_on() -> None:
     settings = {"tokens": 8, "hidden": 4, "inter": 2, "experts": 3, "top_k": 1, "dtype": "fp32"}
     medians = {"ours": 2.0, "grouped_mm": 3.0, "gshard": 8.0}

@@ -3,8 +3,10 @@
 import itertools
 import os
 import sys
+from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -111,15 +113,26 @@ def test_a_peer_ends_with_an_error_of_ours_and_says_when_it_ended_itself() -> No
         WaitingProcess([sys.executable, "-c", "print('no answer')"])
 
 
-def test_saved_rows_stand_beside_earlier_ones_or_in_their_place(tmp_path: Path) -> None:
-    def row(kind: str, tokens: int, ms: float) -> dict[str, object]:
-        own = {"shape": "deepseek-v3", "format": kind}
-        return {**own, "tokens": tokens, "commit": "a", "ms": ms}
-
-    path, now = tmp_path / "rows.json", {"machine": "one", "versions": "old"}
-    quantized.save(path, [row("fp8", 16, 1.0), row("fp8", 1, 2.0)], now)
-    quantized.save(path, [row("bf16", 1, 3.0), row("fp8", 16, 4.0)], now)
-    kept = quantized.earlier_rows(path, now)
-    assert kept == [row("bf16", 1, 3.0), row("fp8", 1, 2.0), row("fp8", 16, 4.0)]
-    with pytest.raises(ValueError, match="another versions; move that file away"):
-        quantized.earlier_rows(path, now | {"versions": "new"})
+def test_a_format_is_a_system_and_so_is_the_peer_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"shape": "s", "format": "fp8", "tokens": 1, "visited": 2, "expert_bytes": 8}
+    rows = [
+        row | {"ms": {"experts": 4.0, "read": 2.0, "kt_kernel_1_thread": 6.0}},
+        row | {"tokens": 16, "ms": {"experts": 8.0, "read": 3.0}},
+    ]
+    saved = dict[str, object]()
+    monkeypatch.setattr(
+        quantized,
+        "save_results",
+        lambda kind, settings, systems, metrics: saved.update(
+            {"kind": kind, "systems": systems, "metrics": metrics}
+        ),
+    )
+    library = SimpleNamespace(isa="it", num_threads=2)
+    monkeypatch.setattr(quantized, "require_native", lambda: library)
+    quantized.save(rows, Namespace(rounds=3, memory="1GiB", one_thread=False))
+    own = {"s_1_s": 0.004, "s_1_read_s": 0.002, "s_1_bytes": 16}
+    own |= {"s_16_s": 0.008, "s_16_read_s": 0.003, "s_16_bytes": 16}
+    peer = {"s_1_s": 0.006}
+    assert saved["systems"] == {"fp8": [own], "kt_kernel_1_thread, fp8": [peer]}
+    assert saved["kind"] == "quantized"
+    assert saved["metrics"].keys() == own.keys()  # type: ignore[attr-defined]

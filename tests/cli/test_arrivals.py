@@ -132,6 +132,7 @@ CASES = {
     "replay": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
+            "moe_runtime.lab.traces.side_by_side.side_by_side",
             "moe_runtime.lab.replay.experiment.Experiment",
         ),
         ("ids-t.npz",),
@@ -144,6 +145,7 @@ CASES = {
             "scope": ("--scope global", "global"),
             "shares": ("--shares adaptive", ("adaptive", True)),
             "reset": ("--reset", ("reset_per_sequence", True)),
+            "side_by_side": ("--side-by-side 1", ("count", 1)),
             "num_experts": ("--num-experts 237", 237),
             "bandwidth": ("--bandwidth 3GB", 3 * 10**9),
             "latency": ("--latency 0.017", 0.017),

@@ -99,6 +99,21 @@ def test_the_peer_that_is_ahead_is_said_to_be() -> None:
     assert rates[1] < rates[2]
 
 
+def test_the_table_of_requests_in_groups_is_that_of_its_file() -> None:
+    page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    file = ROOT / "benchmarks" / "results" / "grouped-requests-amd-epyc-avx2-2c-24g.json"
+    assert file.name in page
+    cells = re.findall(r"^\| (\d+) % \| (\d+) \| (.* %) \|$", page, flags=re.MULTILINE)
+    shown = {(int(share), int(group)): rest.split(" | ") for share, group, rest in cells}
+    rows = json.loads(file.read_text())["rows"]
+    assert len(shown) == len(rows) == 8
+    for row in rows:
+        ahead = (row["eam_prefetch"][f"{name}_ratio"] for name in ("traffic", "stall"))
+        shares = [*row["hit_rates"].values(), row["eam_prefetch"]["useful_share"], *ahead]
+        expected = [f"{100 * share:.1f} %" for share in shares]
+        assert shown[round(100 * row["capacity"]), row["group"]] == expected
+
+
 def test_rates_of_latent_attention_are_kept() -> None:
     page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
     name = "latent-attention-amd-epyc-avx2-2c-24g.json"

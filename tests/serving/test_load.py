@@ -233,7 +233,7 @@ def settings(**changes: Any) -> LoadSettings:
 def asked_with(
     chosen: LoadSettings,
     script: Script,
-    energy: Any = None,
+    meters: Sequence[Any] = (),
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> tuple[str, list[MeasuredLevel], list[Any]]:
     """What was asked, the first small requests included."""
@@ -251,7 +251,7 @@ def asked_with(
                 chosen,
                 on_answer=lambda *_: None,
                 is_stopping=is_stopping,
-                energy=energy,
+                meters=meters,
             )
 
     return *run_virtually(work), asked
@@ -266,12 +266,26 @@ def test_joules_are_those_of_a_level() -> None:
         return pieces([0.1] * body["max_tokens"], prompt_tokens=9)
 
     meter: Any = CountedEnergy(lambda: 0.5 * len(asked))
-    _, found, _ = asked_with(settings(), script, meter)
-    assert [measured.joules for measured in found] == [{"cpu_joules": 3.0}, {"cpu_joules": 3.0}]
+    _, found, _ = asked_with(settings(num_warm_up=3), script, [meter])
+    assert [measured.counts for measured in found] == [{"cpu_joules": 3.0}, {"cpu_joules": 3.0}]
     assert summarize(found[0], {})["cpu_joules"] == 3.0
     _, found, _ = asked_with(settings(), script)
-    assert [measured.joules for measured in found] == [{}, {}]
+    assert [measured.counts for measured in found] == [{}, {}]
     assert "cpu_joules" not in summarize(found[0], {})
+
+
+def test_a_server_is_warmed_up_and_its_models_asked_in_turn() -> None:
+    """With requests that no level repeats; the model of each is the next."""
+
+    def script(body: dict[str, Any]) -> Sequence[Part]:
+        return pieces([0.1] * body["max_tokens"], prompt_tokens=9)
+
+    name, found, asked = asked_with(settings(model="a,b", num_warm_up=5), script)
+    assert name == "a,b"
+    assert len(asked) == 2 + 5 + 2 * 6
+    assert [body["model"] for body in asked] == [*"ab" * 9, "a"]
+    assert len({body["prompt"] for body in asked}) == len(asked)
+    assert [len(measured.answers) for measured in found] == [6, 6]
 
 
 @pytest.mark.parametrize(

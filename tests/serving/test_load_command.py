@@ -4,9 +4,14 @@ import dataclasses
 import errno
 import json
 import os
+import shlex
 import signal
+import socket
+import sys
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 from command_line import all_commands
@@ -20,6 +25,21 @@ from moe_runtime.serving.load.client import TimedAnswer
 from moe_runtime.serving.load.generator import Level, LoadSettings, MeasuredLevel
 from moe_runtime.serving.load.workload import Lengths
 
+SERVER = """
+import http.server, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    looks = 0
+
+    def do_GET(self):
+        Handler.looks += 1
+        if self.path == "/read":
+            open("/dev/zero", "rb", buffering=0).read(1 << 20)
+        self.send_response(503 if Handler.looks == 1 else 200)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
 NOBODY = "http://127.0.0.1:9"
 """The port of a service that throws away what it gets; it is closed to all but the system."""
 ARRIVES: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -32,6 +52,7 @@ ARRIVES: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "rate": (["--rate", "0.5,3"], {"levels": [Level(None, 0.5), Level(None, 3.0)]}),
     "requests": (["--requests", "5"], {"num_requests": 5}),
+    "warm_up": (["--warm-up", "3"], {"num_warm_up": 3}),
     "prompt_tokens": (["--prompt-tokens", "3:9"], {"prompt": Lengths(3, 9)}),
     "output_tokens": (["--output-tokens", "7"], {"output": Lengths(7, 7)}),
     "prompts": (["--prompts", "own.jsonl"], {"texts": ["a\nb", "c"]}),
@@ -40,7 +61,7 @@ ARRIVES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "seed": (["--seed", "4"], {"seed": 4}),
     "timeout": (["--timeout", "2.5"], {"timeout_s": 2.5}),
 }
-BELOW = {"goodput", "output", "as_json", "debug"}
+BELOW = {"start", "cap", "goodput", "output", "as_json", "debug"}
 """What the other tests of this file look at."""
 
 
@@ -79,6 +100,11 @@ def test_options_arrive(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompts", "own.jsonl", "--prompt-tokens", "5"], "--prompt-tokens has no effect"),
         (["--prompt-tokens", "5:1"], "--prompt-tokens must be"),
         (["--output-tokens", "x"], "--output-tokens must be"),
+        (["--cap", "1GiB"], "--cap holds a server that --start begins"),
+        (["--start", "'"], "--start ': No closing quotation"),
+        (["--start", " "], "--start must be a command"),
+        (["--start", "no-such-program", "--url", NOBODY], "cannot run no-such-program: No such"),
+        (["--start", "false", "--url", NOBODY], "the server ended with exit code 1 before it"),
         (["--goodput", "fast"], "--goodput must be bounds such as"),
         (["--output", "absent/there.json"], "the results cannot be written: there is no folder"),
         (["--url", "there"], "--url there: expected an address such as http://127.0.0.1:8000"),
@@ -125,6 +151,41 @@ def test_a_real_server_is_measured(
     file = str(tmp_path / "found.json")
     capsys.readouterr()
     assert main(["bench", "compare", file, file]) == 0
+
+
+def test_a_server_is_started_measured_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says where it is once it is ready; nobody may be there before."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    (tmp_path / "server.py").write_text(SERVER)
+    start = shlex.join([sys.executable, str(tmp_path / "server.py"), url.rpartition(":")[2]])
+
+    def measure(settings: LoadSettings, *, meters: Any, **_: Any) -> Any:
+        with urlopen(f"{settings.url}/v1/models") as answer:
+            assert answer.status == 200
+        (meter,) = meters
+        with meter.measured() as counts:
+            urlopen(f"{settings.url}/read").close()
+        assert counts["read_call_bytes"] >= 1 << 20
+        assert counts["storage_bytes"] >= 0
+        assert counts["peak_rss_bytes"] > 1 << 20
+        assert main(["bench", "serve", "--start", start, "--url", url]) == 2  # another one
+        assert "something answers at" in capsys.readouterr().err
+        answers = [TimedAnswer(0.0, 0.5, [0.125, 0.25], 3, 2)]
+        return "it", [MeasuredLevel(settings.levels[0], 0.0, 4.0, 1, answers, counts)]
+
+    monkeypatch.setattr(generator, "measure", measure)
+    path = tmp_path / "found.json"
+    assert main(["bench", "serve", "--start", start, "--url", url, "-o", str(path)]) == 0
+    assert "peak memory, MB" in capsys.readouterr().out
+    kept = read_results(path)
+    assert kept["settings"]["start"] == start
+    assert kept["measurements"][0]["summary"]["peak_rss_bytes"]["unit"] == "bytes"
+    with pytest.raises(URLError):
+        urlopen(url)
 
 
 def test_ctrl_c_shows_what_was_measured(

@@ -150,11 +150,12 @@ BENCH_CASES = {
             "context": ("--context 19", ("context", 19)),
             "dtype": ("--dtype bfloat16", ("dtype", "bfloat16")),
             "host_memory": ("--host-memory 3GiB", ("host_memory", 3 << 30)),
+            "device": ("--device cpu:0", ("device", "cpu:0")),
             "threads": ("--threads 1", ("num_threads", 1)),
             "max_s": ("--time 37", ("max_s", 37.0)),
             "precision": ("--precision 0.17", ("precision", 0.17)),
         },
-        dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_training_steps.py"),
+        dict.fromkeys(("shape", "isa", "quick", "output"), "tests/bench/test_training_steps.py"),
     ),
     "bench policies": Case(
         (
@@ -167,11 +168,14 @@ BENCH_CASES = {
             "policy": ("--policy lfu,lru", ["lfu", "lru"]),
             "capacity": ("--capacity 75%", ("capacities", [0.75])),
             "scope": ("--scope global", ("scope", "global")),
+            "reset": ("--reset", ("reset_per_sequence", True)),
+            "side_by_side": ("--side-by-side 2", ("side_by_side", 2)),
             "max_s": ("--time 37", ("max_s", 37.0)),
             "precision": ("--precision 0.17", ("precision", 0.17)),
         },
         dict.fromkeys(
-            ("num_experts", "golden", "quick", "output"), "tests/bench/test_policy_replays.py"
+            ("num_experts", "train", "golden", "quick", "output"),
+            "tests/bench/test_policy_replays.py",
         ),
     ),
     "bench dispatch": Case(

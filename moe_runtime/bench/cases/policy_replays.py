@@ -17,6 +17,7 @@ from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
 from moe_runtime.lab.replay.experiment import Experiment, policy_of, run_experiment
 from moe_runtime.lab.replay.untimed import ask_policy, replay_demand
 from moe_runtime.lab.traces.workload import Workload
+from moe_runtime.policies.prediction import Routes
 
 _COMPARED_EVENTS = 4096
 
@@ -30,12 +31,16 @@ class PoliciesPlan:
         policies: names, each once.
         capacities: shares of all experts that fit.
         scope: ``per-layer`` or ``global``.
+        training: what learners are taught first; None leaves them to the workload.
+        reset_per_sequence: each request has a cache and policies of its own.
     """
 
     workload: Workload
     policies: Sequence[str]
     capacities: Sequence[float]
     scope: str
+    training: Routes | None = None
+    reset_per_sequence: bool = False
 
     def experiment(self, policy: str) -> Experiment:
         """The replays of a policy.
@@ -43,7 +48,13 @@ class PoliciesPlan:
         Raises:
             ValueError: there is no such policy, scope or capacity.
         """
-        return Experiment(policies=[policy], capacities=self.capacities, scope=self.scope)
+        return Experiment(
+            policies=[policy],
+            capacities=self.capacities,
+            scope=self.scope,
+            training=self.training,
+            reset_per_sequence=self.reset_per_sequence,
+        )
 
 
 def metrics_of(plan: PoliciesPlan) -> dict[str, Metric]:

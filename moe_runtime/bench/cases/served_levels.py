@@ -28,6 +28,9 @@ METRICS = {
     "seconds": Metric("s", is_judged=False),
     "failed": Metric("count", is_judged=False),
     "unfinished": Metric("count", is_judged=False),
+    "read_call_bytes": Metric("bytes", is_judged=False),
+    "storage_bytes": Metric("bytes", is_judged=False),
+    "peak_rss_bytes": Metric("bytes"),
     **JOULES,
 }
 
@@ -83,7 +86,7 @@ def _measured(one: MeasuredLevel, row: Mapping[str, Any]) -> MeasuredSystem:
     whole: dict[str, Number] = {name: row[name] for name in names if row[name] is not None}
     if "goodput" in row:
         whole["within_bounds"] = row["goodput"]["share"]
-    whole |= one.joules
+    whole |= one.counts
     return MeasuredSystem(repetitions=[*(_numbers(answer, one.began_s) for answer in good), whole])
 
 

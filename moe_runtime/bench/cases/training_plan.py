@@ -13,10 +13,16 @@ from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
 
 METRIC = "step_s"
+_CPU = torch.device("cpu")
 SHAPES = {
     "pocket": LayerSizes(16, 2, 256, 128),
     "small": LayerSizes(64, 8, 512, 256),
     "300m": LayerSizes(64, 4, 512, 512),
+    "qwen3-30b-a3b": LayerSizes(128, 8, 2048, 768),
+    # Of which steps of 8 sequences of 256 tokens have 2,000 tokens an expert: products are the
+    # limit of offloaded training. Steps of 32 tokens of the other have 8: the disk is.
+    "many": LayerSizes(32, 28, 128, 384),
+    "few": LayerSizes(16, 4, 256, 1024),
 }
 """Experts a layer, top-k, model width and expert width."""
 _VOCABULARY = 4096
@@ -36,6 +42,7 @@ class TrainingPlan:
         sequences, context: of a step.
         dtype: of products; bfloat16 under autocast, weights and states are float32.
         host_memory: budget of the offloaded training in bytes; None leaves it out.
+        device: where the systems of this process compute.
     """
 
     sizes: LayerSizes
@@ -44,6 +51,7 @@ class TrainingPlan:
     context: int
     dtype: torch.dtype
     host_memory: int | None = None
+    device: torch.device = _CPU
 
     def config(self) -> LanguageModelConfig:
         """The model: attention of heads 64 wide, no auxiliary loss."""

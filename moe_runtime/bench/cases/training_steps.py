@@ -4,6 +4,7 @@ All begin with the same weights and are given the same tokens in turn. The first
 timed: their losses are compared with this project's, which an update that differs moves too.
 """
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_runtime.bench.cases.disk_alone import seconds_alone
 from moe_runtime.bench.cases.training_plan import METRIC, TrainingPlan
 from moe_runtime.bench.experts.layers import OURS
 from moe_runtime.bench.peer_process import PeerProcess, PeerProgram, started
@@ -38,6 +40,13 @@ from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.run_config import OptimizerConfig
 
 OFFLOADED = f"{OURS}:offloaded"
+OFFLOADED_METRICS = {
+    "storage_read_bytes": Metric("bytes"),
+    "storage_written_bytes": Metric("bytes"),
+    "stall_s": Metric("s", is_judged=False),
+    "storage_alone_s": Metric("s", is_judged=False),
+}
+"""Of its step: bytes by way, seconds of waiting, and what those bytes take alone."""
 # Largest difference of losses that rounding explains. Logits of a model at its start lie within
 # about 3: rounded to bf16 at two places they are 1e-2 apart, after sums in another order in fp32
 # less than 1e-4.
@@ -80,11 +89,12 @@ class TrainingSystem:
 
     def step(self) -> float:
         """One optimizer step on the next tokens; its loss before the update."""
-        windows, found = self._plan.windows(self._steps), list[Tensor]()
+        device, found = self._plan.device, list[Tensor]()
+        windows = self._plan.windows(self._steps).to(device)
         half = self._plan.dtype == torch.bfloat16
 
         def loss() -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
                 found.append(self._loss(windows[:, :-1], windows[:, 1:]))
             return found[0]
 
@@ -102,15 +112,74 @@ class TrainingSystem:
         with peer_failures():
             if not self.compared:
                 losses = [self.step() for _ in self._expected]
-                # What is computed elsewhere than in memory must not differ by a bit.
-                is_ours = self.name in (OURS, OFFLOADED)
+                # What is computed elsewhere than in memory must not differ by a bit, except for
+                # updates that a GPU makes in one place and a CPU in the other.
+                is_ours = self.name in (OURS, OFFLOADED) and self._plan.device.type == "cpu"
                 bound = 0.0 if is_ours else TOLERANCE[self._plan.dtype]
                 require_equal(self, losses, self._expected, bound)
             with self._energy.measured() as joules:
+                self._synchronize()
                 begin = time.perf_counter()
                 self.step()
+                self._synchronize()
                 seconds = time.perf_counter() - begin
         return {**self._plan.found(seconds), **joules}
+
+    def _synchronize(self) -> None:
+        if self._plan.device.type == "cuda":
+            torch.cuda.synchronize(self._plan.device)
+
+
+class OffloadedSystem(TrainingSystem):
+    """This project's training with experts and their states off memory beyond a budget.
+
+    What a step read, wrote and waited for are metrics of it, and the time that as many bytes take
+    alone on the same disk.
+    """
+
+    def __init__(self, plan: TrainingPlan, folder: Path, expected: list[float]) -> None:
+        """Begins with the same weights as all.
+
+        Args:
+            plan: its ``host_memory`` is the budget.
+            folder: an empty one, for the experts' file.
+            expected: as of all.
+
+        Raises:
+            CapacityError: the budget is too small.
+        """
+        assert plan.host_memory is not None
+        model = _first_model(plan)
+        self.training = offload_training(
+            model,
+            host_memory=plan.host_memory,
+            storage_dir=folder,
+            optimizer=AdamW(betas=_BETAS, weight_decay=_DECAY),
+        )
+        super().__init__(OFFLOADED, _loss_of(model), self.training, plan, expected)
+        self._folder, self._before = folder, self.training.stats().traffic
+
+    def step(self) -> float:
+        """As of all; remembers what had been moved before."""
+        self._before = self.training.stats().traffic
+        return super().step()
+
+    def repeat(self) -> Mapping[str, Number]:
+        """As of all, with what the step moved; as much is then moved with nothing else to do."""
+        found, now = super().repeat(), self.training.stats().traffic
+        read = now.read_bytes - self._before.read_bytes
+        written = now.written_bytes - self._before.written_bytes
+        scratch = self._folder / "as-large"
+        if not scratch.exists() and read + written:
+            shutil.copyfile(next(self._folder.glob("experts-*")), scratch)
+        alone_s = seconds_alone(scratch, read, written)
+        return {
+            **found,
+            "storage_read_bytes": read,
+            "storage_written_bytes": written,
+            "stall_s": now.stall_s - self._before.stall_s,
+            **({} if alone_s is None else {"storage_alone_s": alone_s}),
+        }
 
 
 class TrainingPeer:
@@ -196,7 +265,7 @@ def in_transformers(
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation=name
     )
-    model: Any = loaded.train()
+    model: Any = loaded.to(plan.device).train()
 
     def loss(ids: Tensor, targets: Tensor) -> Tensor:
         logits = model(ids, use_cache=False).logits.float()
@@ -241,15 +310,9 @@ def _systems(
     export_hugging_face(_first_model(plan), folder / "model")
     systems += [in_transformers(one, plan, folder / "model", expected) for one in plan.peers()]
     if plan.host_memory is not None:
-        model = _first_model(plan)
         (folder / "experts").mkdir()
-        offloaded = offload_training(
-            model,
-            host_memory=plan.host_memory,
-            storage_dir=folder / "experts",
-            optimizer=AdamW(betas=_BETAS, weight_decay=_DECAY),
-        )
-        systems.append(TrainingSystem(OFFLOADED, _loss_of(model), offloaded, plan, expected))
+        offloaded = OffloadedSystem(plan, folder / "experts", expected)
+        systems.append(offloaded)
     model_of = {"model": str(folder / "model")}
     systems += [
         TrainingPeer(replace(one, settings=one.settings | model_of), plan, expected, running)
@@ -260,13 +323,13 @@ def _systems(
             yield systems
     finally:
         if offloaded is not None:
-            offloaded.close()
+            offloaded.training.close()
 
 
 def _first_model(plan: TrainingPlan) -> LanguageModel:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        return LanguageModel(plan.config()).train()
+        return LanguageModel(plan.config()).to(plan.device).train()
 
 
 def _loss_of(model: LanguageModel) -> Callable[[Tensor, Tensor], Tensor]:
@@ -305,7 +368,7 @@ def measure_training(
             systems, rules, clock, on_repetition=on_repetition, is_stopping=is_stopping
         )
     metrics = {METRIC: Metric("s"), "tokens_per_s": Metric("tokens/s", "more", is_judged=False)}
-    metrics |= JOULES
+    metrics |= OFFLOADED_METRICS | JOULES
     measured = [
         describe_system(
             one.name,

@@ -1,8 +1,7 @@
-"""DeepSpeed's ZeRO-Offload on the CPU; its operators are compiled at first, for minutes."""
+"""DeepSpeed on the CPU: ZeRO-Offload, or ZeRO-3 with weights too in memory or files (variants)."""
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 INSTALL = (
@@ -11,44 +10,45 @@ INSTALL = (
 )
 PACKAGES = ("deepspeed", "torch", "transformers")
 CASES = ("training",)
+VARIANTS = ("zero3", "nvme")
 
 
 class Peer:
-    """Needs all settings of the case."""
+    """Needs all settings of the case. Operators are compiled at first, for minutes."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0")
-        # It calls ninja by its name.
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        ninja = f"{sys.prefix}/bin{os.pathsep}"  # it is called by its name
+        os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0", PATH=ninja + os.environ["PATH"])
         import deepspeed
         import torch
-        import transformers
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
         torch.set_num_threads(settings["num_threads"])
         group: Any = torch.distributed
         group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
-        self._torch, self._settings = torch, settings
-        self._initialize: Any = deepspeed.initialize  # type: ignore[attr-defined]
-        self._adam = DeepSpeedCPUAdam
-        self._model_class: Any = transformers.AutoModelForCausalLM
+        self._torch, self._settings, self._api = torch, settings, deepspeed
         self._engine: Any = None
 
     def load(self) -> None:
         """Loads in fp32; with ``bfloat16`` these weights are the optimizer's alone."""
-        asked = self._settings
-        options = {"dtype": self._torch.float32, "experts_implementation": "grouped_mm"}
-        model = self._model_class.from_pretrained(asked["model"], **options).train()
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
+        from transformers import AutoModelForCausalLM
+
+        asked, place = self._settings, {"device": "cpu"}
+        options: Any = {"dtype": self._torch.float32, "experts_implementation": "grouped_mm"}
+        model: Any = AutoModelForCausalLM.from_pretrained(asked["model"], **options).train()
         matrices, norms = ([p for p in model.parameters() if (p.ndim > 1) == m] for m in (1, 0))
         groups = [{"params": matrices, "weight_decay": asked["decay"]}, {"params": norms}]
+        if asked["variant"] == "nvme":
+            place = {"device": "nvme", "nvme_path": asked["model"]}
+        weights = {"stage": 3, "offload_param": place} if asked["variant"] else {"stage": 2}
         config = {
             "train_micro_batch_size_per_gpu": asked["sequences"],
             "gradient_clipping": 0.0,  # not left out: that would be a norm of 1
             "bf16": {"enabled": asked["dtype"] == "bfloat16"},
-            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "zero_optimization": {"offload_optimizer": place, **weights},
         }
-        adam = self._adam(groups, lr=asked["rate"], betas=asked["betas"])
-        self._engine, *_ = self._initialize(model=model, optimizer=adam, config=config)
+        adam = DeepSpeedCPUAdam(groups, lr=asked["rate"], betas=asked["betas"])
+        self._engine, *_ = self._api.initialize(model=model, optimizer=adam, config=config)
 
     def train(self, windows: list[list[int]]) -> float:
         """One optimizer step on tokens ``[B, C + 1]``; the loss before it."""

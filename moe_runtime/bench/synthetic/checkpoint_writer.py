@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.bench.synthetic.byte_pairs import TOKENIZER_NAME, write_tokenizer
+from moe_runtime.bench.synthetic.config_shape import ConfigShape
 from moe_runtime.bench.synthetic.drawn_tensors import ITEM_BYTES, StoredPart, TensorPlan, make_parts
 from moe_runtime.bench.synthetic.family_plans import config_of, plan_tensors
+from moe_runtime.bench.synthetic.gguf_shape import GgufShape
 from moe_runtime.bench.synthetic.model_shapes import ModelShape
 
+OwnShape = ConfigShape | GgufShape
+"""Shapes that write their files themselves."""
 INDEX_NAME = "model.safetensors.index.json"
 
 
 def write_checkpoint(
-    shape: ModelShape,
+    shape: ModelShape | OwnShape,
     folder: Path,
     *,
     seed: int = 0,
@@ -30,10 +34,14 @@ def write_checkpoint(
     """Writes the checkpoint of `shape` into `folder`; the index comes last, so it marks the end.
 
     Args:
-        progress: called with bytes written and bytes in all after each weight.
-        make: gives the contents of a weight's parts as arrays, from its plan and the seed.
+        progress: called with bytes written and bytes in all after each weight; not by an
+            `OwnShape`.
+        make: gives the contents of a weight's parts as arrays, from its plan and the seed; not
+            of an `OwnShape`.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(shape, OwnShape):
+        return shape.write(folder)
     shards = _split_into_shards(list(plan_tensors(shape)), shape.shard_bytes)
     weight_map: dict[str, str] = {}
     done = 0
@@ -55,15 +63,19 @@ def write_checkpoint(
     (folder / INDEX_NAME).write_text(_as_json(index))
 
 
-def write_settings(shape: ModelShape, folder: Path) -> None:
+def write_settings(shape: ModelShape | OwnShape, folder: Path) -> None:
     """Writes what a checkpoint has beside its weights: configuration and tokenizer."""
+    if isinstance(shape, OwnShape):
+        return shape.write_settings(folder)
     write_tokenizer(folder, shape.vocab_size)
     for name, text in _settings_of(shape).items():
         (folder / name).write_text(text)
 
 
-def is_complete(shape: ModelShape, folder: Path, *, seed: int = 0) -> bool:
+def is_complete(shape: ModelShape | OwnShape, folder: Path, *, seed: int = 0) -> bool:
     """Whether `folder` already holds this checkpoint, whole and made from the same seed."""
+    if isinstance(shape, OwnShape):
+        return shape.is_complete(folder)
     index, settings = folder / INDEX_NAME, _settings_of(shape)
     if not all((folder / name).is_file() for name in (INDEX_NAME, TOKENIZER_NAME, *settings)):
         return False

@@ -9,7 +9,6 @@ of such a model becomes Q8_0, rounded once more. The vocabulary is the checkpoin
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moe_runtime.bench.synthetic.byte_pairs import END_OF_TEXT, TOKENIZER_NAME
+from moe_runtime.bench.synthetic.byte_pairs import TOKENIZER_NAME
 from moe_runtime.bench.synthetic.family_plans import MAX_POSITIONS, config_of
+from moe_runtime.bench.synthetic.gguf_shape import add_vocabulary, require_gguf
 from moe_runtime.bench.synthetic.model_shapes import (
     FP8_BLOCK,
     MXFP4_GROUP,
@@ -125,7 +125,7 @@ def write_gguf(
         # The package opens its file by a name.
         writer = gguf.GGUFWriter(f"/proc/self/fd/{file.fileno()}", _architecture(shape))
         _add_metadata(writer, gguf, shape)
-        _add_vocabulary(writer, gguf, checkpoint / TOKENIZER_NAME)
+        add_vocabulary(writer, gguf, checkpoint / TOKENIZER_NAME)
         for tensor in tensors:
             writer.add_tensor_info(
                 tensor.name,
@@ -146,18 +146,15 @@ def write_gguf(
         writer.close()
 
 
-def require_copy(shape: ModelShape) -> None:
+def require_copy(shape: Any) -> None:
     """Refuses what `write_gguf` would refuse.
 
     Raises:
         UnsupportedModelError: the `gguf` package is missing, or the family is not known here.
     """
-    if isinstance(shape, MixtralShape):
+    if not isinstance(shape, ModelShape) or isinstance(shape, MixtralShape):
         raise UnsupportedModelError(f"no GGUF file is made of {shape.name}: give llama_cpp=FILE")
-    if importlib.util.find_spec("gguf") is None:
-        raise UnsupportedModelError(
-            "a GGUF file of the shape needs gguf; install it with pip install 'moe-runtime[peers]'"
-        )
+    require_gguf()
 
 
 def _architecture(shape: ModelShape) -> str:
@@ -304,17 +301,3 @@ def _add_metadata(writer: Any, gguf: ModuleType, shape: ModelShape) -> None:
         writer.add_expert_feed_forward_length(shape.expert_width)
     if is_gpt_oss:
         writer.add_sliding_window(settings["sliding_window"])
-
-
-def _add_vocabulary(writer: Any, gguf: ModuleType, tokenizer: Path) -> None:
-    """Byte pairs as `moe_runtime.bench.synthetic.byte_pairs` writes them, in llama.cpp's words."""
-    model = json.loads(tokenizer.read_text())["model"]
-    ids = model["vocab"]
-    kinds = gguf.TokenType
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(sorted(ids, key=ids.__getitem__))
-    writer.add_token_types([kinds.NORMAL] * (len(ids) - 1) + [kinds.CONTROL])
-    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    writer.add_eos_token_id(ids[END_OF_TEXT])
-    writer.add_add_bos_token(False)

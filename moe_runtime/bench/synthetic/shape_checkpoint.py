@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import platformdirs
 
-from moe_runtime.bench.synthetic.checkpoint_writer import is_complete, write_checkpoint
+from moe_runtime.bench.synthetic.checkpoint_writer import OwnShape, is_complete, write_checkpoint
 from moe_runtime.bench.synthetic.gguf_copy import require_copy, write_gguf
 from moe_runtime.bench.synthetic.model_shapes import ModelShape
 from moe_runtime.config import format_bytes
@@ -44,7 +44,7 @@ def shapes_folder() -> Path:
 
 @contextmanager
 def shape_checkpoint(
-    shape: ModelShape, folder: Path, *, keep: bool, needs_gguf: bool, say: Say
+    shape: ModelShape | OwnShape, folder: Path, *, keep: bool, needs_gguf: bool, say: Say
 ) -> Iterator[ShapeFiles]:
     """The files of a shape, which are there within the block.
 
@@ -88,7 +88,12 @@ def shape_checkpoint(
 
 
 def _write_missing(
-    shape: ModelShape, kept: ShapeFiles, new: ShapeFiles, *, needs_gguf: bool, say: Say
+    shape: ModelShape | OwnShape,
+    kept: ShapeFiles,
+    new: ShapeFiles,
+    *,
+    needs_gguf: bool,
+    say: Say,
 ) -> ShapeFiles:
     """Writes what is not kept yet; says where each file lies now."""
     has_checkpoint, has_gguf = is_complete(shape, kept.checkpoint), kept.gguf.is_file()
@@ -104,6 +109,7 @@ def _write_missing(
         with replace_folder(new.checkpoint) as whole:
             write_checkpoint(shape, whole, progress=_progress(say, "checkpoint"))
     if needs_gguf and not has_gguf:
+        assert not isinstance(shape, OwnShape), "require_copy refuses it"
         say(f"writing the same as {new.gguf}")
         write_gguf(shape, files.checkpoint, new.gguf, progress=_progress(say, "GGUF file"))
     return files

@@ -12,6 +12,8 @@ from moe_runtime.reading import require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.bench.peer_process import PeerProgram
+    from moe_runtime.bench.synthetic.checkpoint_writer import OwnShape
+    from moe_runtime.bench.synthetic.model_shapes import ModelShape
 
 Ids = list[list[int]]
 _START_S = 300.0
@@ -113,31 +115,55 @@ def _written(
     from moe_runtime.bench.peer_files import GGUF_PEERS, require_takes_shapes
     from moe_runtime.bench.peer_process import files_under
     from moe_runtime.bench.synthetic.checkpoint_writer import write_settings
-    from moe_runtime.bench.synthetic.model_shapes import SHAPES, shape_of_name
+    from moe_runtime.bench.synthetic.gguf_shape import FILE_NAME, GgufShape
     from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
 
-    asked = shape_of_name(shape, layers)
+    asked = _shape_of(shape, layers)
     require_takes_shapes(peers)
     require_not_read(output, "results", files_under(shapes_folder() / asked.name))
     with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
         write_settings(asked, Path(folder))
         ids = read_ids(folder)
     failures = {one.name: _why_unable(one) for one in peers}
-    needs_gguf = any(
+    is_gguf = isinstance(asked, GgufShape)
+    needs_gguf = not is_gguf and any(
         one.file.stem in GGUF_PEERS and "model" not in one.settings and not failures[one.name]
         for one in peers
     )
     facts = {
-        "model": shape,
+        "model": asked.name if shape.endswith(".json") else shape,
         "layers": asked.num_layers,
-        "layers_of_shape": SHAPES[shape].num_layers,
+        "layers_of_shape": _shape_of(shape, None).num_layers,
         "weights": "random",
     }
     with shape_checkpoint(
         asked, shapes_folder(), keep=keep, needs_gguf=needs_gguf, say=say_line
     ) as files:
         gguf = files.gguf if needs_gguf else None
-        yield AskedModel(str(files.checkpoint), ids, cache, facts, gguf, failures)
+        path = files.checkpoint / FILE_NAME if is_gguf else files.checkpoint
+        yield AskedModel(str(path), ids, cache, facts, gguf, failures)
+
+
+def _shape_of(name: str, layers: int | None) -> "ModelShape | OwnShape":
+    """What ``--shape`` and ``--layers`` name.
+
+    Raises:
+        ValueError: there is no such shape, or a file says how many layers there are.
+        CheckpointError: the file is no configuration.
+    """
+    from moe_runtime.bench.synthetic.config_shape import read_config_shape
+    from moe_runtime.bench.synthetic.gguf_shape import GGUF_SHAPES, gguf_shape_of_name
+    from moe_runtime.bench.synthetic.model_shapes import SHAPES, shape_of_name
+    from moe_runtime.config import require_known
+
+    if name.endswith(".json"):
+        if layers is not None:
+            raise ValueError(f"--layers: how many layers there are, {name} says; change it there")
+        return read_config_shape(Path(name))
+    require_known("shape", name, (*SHAPES, *GGUF_SHAPES))
+    if name in GGUF_SHAPES:
+        return gguf_shape_of_name(name, layers)
+    return shape_of_name(name, layers)
 
 
 def _why_unable(program: "PeerProgram") -> str | None:

@@ -89,10 +89,7 @@ def bench_experts(
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
 
-    asked, has_gpu = parse_dtype(dtype), torch.cuda.is_available()
-    if device.startswith("cuda") and not has_gpu:
-        raise ValueError(f"--device {device}: torch sees no GPU here; use cpu or auto")
-    place = torch.device(device if device != "auto" else "cuda" if has_gpu else "cpu")
+    asked, place = parse_dtype(dtype), place_of(device)
     num_threads = threads or num_usable_cores()
     torch.set_num_threads(num_threads)
     if shape is not None:
@@ -142,6 +139,20 @@ def bench_experts(
             is_stopping=lambda: stop.is_set,
         )
     shared.end_case(results, output, stop, show_experts, as_json=as_json, unasked=PEERS)
+
+
+def place_of(device: str) -> "torch.device":
+    """Where ``--device`` computes.
+
+    Raises:
+        ValueError: there is no GPU.
+    """
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if device.startswith("cuda") and not has_gpu:
+        raise ValueError(f"--device {device}: torch sees no GPU here; use cpu or auto")
+    return torch.device(device if device != "auto" else "cuda" if has_gpu else "cpu")
 
 
 def parse_dtype(name: str) -> "torch.dtype | None":

@@ -9,7 +9,17 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.bench_cases.tables import mean_cell
-from moe_runtime.cli.commands.replay import NumExperts, Scope, TraceFile, parse_shares
+from moe_runtime.cli.commands.replay import (
+    LEARNERS,
+    NumExperts,
+    Reset,
+    Scope,
+    SideBySide,
+    TraceFile,
+    parse_shares,
+    read_routes_to_learn,
+    read_trace_to_replay,
+)
 from moe_runtime.cli.console import Session, print_table, say_line
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.files import check_output_path
@@ -35,6 +45,10 @@ Golden = Annotated[
     Path | None,
     typer.Option(help="First hold the replay to a file of exact hit counts on TRACE (JSON rows)."),
 ]
+Train = Annotated[
+    Path | None,
+    typer.Option(help="Trace that static pinning and activation-aware learn from first."),
+]
 Time = Annotated[
     float | None,
     typer.Option(
@@ -50,6 +64,9 @@ def bench_policies(
     policy: Policies = None,
     capacity: Capacity = None,
     scope: Scope = "per-layer",
+    train: Train = None,
+    reset: Reset = False,
+    side_by_side: SideBySide = None,
     num_experts: NumExperts = None,
     golden: Golden = None,
     max_s: Time = None,
@@ -72,18 +89,22 @@ def bench_policies(
     from moe_runtime.bench.cases.policy_replays import PoliciesPlan, measure_policies, metrics_of
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.replay.experiment import usual_capacities
-    from moe_runtime.lab.traces.readers import read_any_trace
     from moe_runtime.lab.traces.workload import workload_of
 
     names = _names(policy, quick=quick)
     shares = None if capacity is None else parse_shares(capacity)
-    recorded = read_any_trace(trace, num_experts=num_experts)
-    recorded.require_choices(trace)
+    if train is not None and not LEARNERS & set(names):
+        raise ValueError(f"--train has nothing to train: of {', '.join(names)} nothing learns")
+    recorded = read_trace_to_replay(trace, num_experts, side_by_side)
     plan = PoliciesPlan(
         workload=workload_of(recorded),
         policies=names,
         capacities=list(dict.fromkeys(shares or usual_capacities(recorded.signature, scope))),
         scope=scope,
+        training=None
+        if train is None
+        else read_routes_to_learn(train, num_experts, recorded, trace),
+        reset_per_sequence=reset,
     )
     if golden is not None:
         from moe_runtime.bench.cases.golden_counts import require_golden
@@ -105,6 +126,9 @@ def bench_policies(
                 "top_k": recorded.signature.top_k,
                 "capacities": plan.capacities,
                 "scope": scope,
+                "train": None if train is None else train.name,
+                "reset": reset,
+                "side_by_side": side_by_side,
                 "precision": precision,
                 "max_s": rules.max_s,
             },

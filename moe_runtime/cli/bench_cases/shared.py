@@ -29,8 +29,9 @@ Shape = Annotated[
     str | None,
     typer.Option(
         help="Instead of MODEL: random weights in the shape of olmoe-1b-7b, qwen3-30b-a3b, "
-        "gpt-oss-20b, olmoe-small and others, which a wrong name lists; written to the user's "
-        "cache folder and removed afterwards; for llama_cpp as a GGUF file, too."
+        "gpt-oss-20b, olmoe-small and others, which a wrong name lists, or of any configuration, "
+        "CONFIG.json; written to the user's cache folder and removed afterwards; for llama_cpp as "
+        "a GGUF file, too."
     ),
 ]
 Layers = Annotated[

@@ -9,15 +9,26 @@ import typer
 from moe_runtime.bench.figures import figure
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
-from moe_runtime.cli.bench_cases.expert_layer import Model, Quick
-from moe_runtime.cli.bench_cases.tables import JOULE_ROWS, mean_cell
+from moe_runtime.cli.bench_cases.expert_layer import Model, Quick, place_of
+from moe_runtime.cli.bench_cases.older_isa import Isa, hold_to
+from moe_runtime.cli.bench_cases.tables import JOULE_ROWS, mean_cell, unit_of
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.config import parse_budget
 
+_FURTHER = {
+    "read": "storage_read_bytes",
+    "written": "storage_written_bytes",
+    "waited": "stall_s",
+    "these bytes alone": "storage_alone_s",
+    **JOULE_ROWS,
+}
 Shape = Annotated[
     str | None,
-    typer.Option(help="Instead of MODEL: pocket, small or 300m, without any file."),
+    typer.Option(
+        help="Instead of MODEL, without any file: pocket, small, 300m, qwen3-30b-a3b, or for "
+        "--host-memory many and few (tokens an expert)."
+    ),
 ]
 Peers = Annotated[
     list[str] | None,
@@ -54,6 +65,8 @@ def bench_training(
     context: Context = 256,
     dtype: Dtype = "float32",
     host_memory: Offloaded = None,
+    device: options.Device = "cpu",
+    isa: Isa = None,
     threads: shared.Threads = None,
     max_s: shared.Time = None,
     precision: shared.Precision = 0.05,
@@ -62,7 +75,7 @@ def bench_training(
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Time optimizer steps on the CPU: ours, and transformers with torch's fused AdamW.
+    """Time optimizer steps: ours, and transformers with torch's fused AdamW.
 
     The model has --layers layers with the sizes of MODEL's first layer of experts, 4,096 words, and
     random weights that all begin with. Systems take turns. One whose losses differ from ours by
@@ -83,6 +96,7 @@ def bench_training(
                 "weights of all; leave =MODEL out"
             )
     shared.check_results(output, peers)
+    hold_to(isa)
     quiet_transformers(session)
     import torch
 
@@ -90,12 +104,15 @@ def bench_training(
     from moe_runtime.bench.cases.training_steps import TOLERANCE, measure_training
     from moe_runtime.bench.experts.layers import sizes_of_model
     from moe_runtime.bench.runner import Rules
-    from moe_runtime.inference.budget import available_host_bytes
+    from moe_runtime.inference.budget import available_device_bytes, available_host_bytes
     from moe_runtime.lab.this_machine import num_usable_cores
 
     dtypes = {str(one).removeprefix("torch."): one for one in TOLERANCE}
     if dtype not in dtypes:
         raise ValueError(f"--dtype must be {' or '.join(dtypes)}, got {dtype!r}")
+    place = place_of(device)
+    if peers and place.type != "cpu":
+        raise ValueError(f"--peer {peers[0].name} trains on the CPU; leave --device {device} out")
     num_threads = threads or num_usable_cores()
     torch.set_num_threads(num_threads)
     if shape is not None:
@@ -104,6 +121,7 @@ def bench_training(
         assert model is not None
         sizes, _ = sizes_of_model(model, "auto")
     free = available_host_bytes()
+    free_there = free if place.type == "cpu" else available_device_bytes(place)
     plan = TrainingPlan(
         sizes=sizes,
         layers=layers,
@@ -111,6 +129,7 @@ def bench_training(
         context=context,
         dtype=dtypes[dtype],
         host_memory=None if budget is None else budget.resolve(free, auto_share=0.5),
+        device=place,
     )
     rules = Rules(judged=(METRIC,), precision=precision, max_s=max_s or (60.0 if quick else 300.0))
     with stop_on_signals(shared.STOPPING) as stop:
@@ -118,7 +137,7 @@ def bench_training(
             plan,
             rules,
             time.monotonic,
-            free_bytes=free,
+            free_bytes=free_there,
             settings={
                 "model": shape or Path(model or "").name,
                 **sizes._asdict(),
@@ -127,6 +146,8 @@ def bench_training(
                 "context": context,
                 "dtype": dtype,
                 "host_memory": plan.host_memory,
+                "device": str(place),
+                "isa": isa,
                 "num_threads": num_threads,
                 "precision": precision,
                 "max_s": rules.max_s,
@@ -158,13 +179,12 @@ def show_training(results: dict[str, Any]) -> None:
         f"{settings['sequences']} x {settings['context']} tokens, {settings['dtype']}"
     )
     shown = [one for one in results["measurements"] if one["summary"]]
-    joules = {
-        what: metric
-        for what, metric in JOULE_ROWS.items()
-        if any(metric in one["summary"] for one in shown)
-    }
     columns = ["repetitions", "step, ms", "tokens/s", "losses equal"]
-    columns += [f"{what}, J" for what in joules]
+    units: dict[str, float] = {}
+    for what, metric in _FURTHER.items():
+        if any(metric in one["summary"] for one in shown):
+            units[metric], unit = unit_of(shown, metric)
+            columns.append(f"{what}, {unit}")
     rows = [
         [
             one["system"],
@@ -172,9 +192,14 @@ def show_training(results: dict[str, Any]) -> None:
             mean_cell(one, "step_s", 1e3),
             figure(one["summary"]["tokens_per_s"]["median"]),
             f"{one['quality']['equal']} of {one['quality']['compared']}",
-            *(figure(one["summary"][metric]["median"]) for metric in joules.values()),
+            *(_median_cell(one, metric, factor) for metric, factor in units.items()),
         ]
         for one in shown
     ]
     if rows:
         print_table(title, [("", "left"), *((name, "right") for name in columns)], rows)
+
+
+def _median_cell(one: dict[str, Any], metric: str, factor: float) -> str:
+    found = one["summary"].get(metric)
+    return figure(found["median"] * factor) if found else "–"

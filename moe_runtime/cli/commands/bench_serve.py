@@ -1,16 +1,18 @@
 """``moe-runtime bench serve``: how many tokens a server gives many clients, and how soon."""
 
 import importlib.util
+import shlex
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.bench.figures import figure
+from moe_runtime.bench.figures import figure, unit_for
 from moe_runtime.cli import options
-from moe_runtime.cli.bench_cases.shared import keep_results
-from moe_runtime.cli.bench_cases.tables import JOULE_ROWS
+from moe_runtime.cli.bench_cases.shared import Cap, cap_bytes, keep_results
+from moe_runtime.cli.bench_cases.tables import JOULE_ROWS, MEMORY_ROWS
 from moe_runtime.cli.commands.serve import read_keys
 from moe_runtime.cli.console import Session, print_json, print_table, say_line
 from moe_runtime.cli.prompts import read_prompts
@@ -21,11 +23,13 @@ from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     from moe_runtime.serving.load.client import TimedAnswer
-    from moe_runtime.serving.load.generator import Level
+    from moe_runtime.serving.load.generator import Level, Meter
 
 _LINES = 10
 """Lines of progress of a level."""
 _MOST_CLIENTS = 4096
+_START_S = 900.0
+_ASKED = ("requests", "prompt_tokens", "output_tokens", "chat", "ignore_eos", "goodput")
 _STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
 _SPREADS = {
     "first token": "time_to_first_token_s",
@@ -37,7 +41,24 @@ _SPREADS = {
 Url = Annotated[
     str, typer.Option(help="Address of any server of OpenAI's API, such as http://127.0.0.1:8000.")
 ]
-Model = Annotated[str | None, typer.Option(help="Which of its models; the first one when omitted.")]
+Start = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMAND",
+        help="Start the server by this command, press it once it lists its models, and end it. Its "
+        "peak memory and the bytes it reads are measured too.",
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Which of its models; with commas between, one request after the other asks each. The "
+        "first one when omitted."
+    ),
+]
+WarmUp = Annotated[
+    int, typer.Option(min=0, help="Requests before all others, which are not measured.")
+]
 ApiKeys = Annotated[
     Path | None, typer.Option(help="File with a key in each line; the first one is sent.")
 ]
@@ -93,11 +114,14 @@ Output = Annotated[
 def bench_serve(
     ctx: typer.Context,
     url: Url = "http://127.0.0.1:8000",
+    start: Start = None,
+    cap: Cap = None,
     model: Model = None,
     api_keys: ApiKeys = None,
     concurrency: Concurrency = None,
     rate: Rate = None,
     requests: Requests = 32,
+    warm_up: WarmUp = 0,
     prompt_tokens: PromptTokens = "128",
     output_tokens: OutputTokens = "64",
     prompts: Prompts = None,
@@ -122,12 +146,15 @@ def bench_serve(
             "bench serve needs httpx2; install it with pip install 'moe-runtime[serve]'"
         )
     from moe_runtime.bench.cases.served_levels import name_of, serve_results
+    from moe_runtime.bench.started_server import started_server
     from moe_runtime.serving.load.generator import Level, LoadSettings, measure
     from moe_runtime.serving.load.summary import parse_goodput, summarize
     from moe_runtime.serving.load.workload import parse_lengths
 
     if concurrency is not None and rate is not None:
         raise ValueError("--rate and --concurrency are two ways to press a server; give one")
+    if cap is not None and start is None:
+        raise ValueError("--cap holds a server that --start begins; give its command")
     if prompts is not None:
         refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
     clients = _numbers(concurrency or "1", "--concurrency", whole=True)
@@ -143,6 +170,7 @@ def bench_serve(
         timeout_s=timeout,
         levels=[Level(None, one) for one in rates] or [Level(int(one), None) for one in clients],
         num_requests=requests,
+        num_warm_up=warm_up,
         prompt=parse_lengths(prompt_tokens, "--prompt-tokens"),
         output=parse_lengths(output_tokens, "--output-tokens"),
         texts=() if prompts is None else read_prompts(None, None, prompts),
@@ -156,11 +184,24 @@ def bench_serve(
         if done * _LINES // requests > (done - 1) * _LINES // requests:
             say_line(f"{name_of(level)}: {done} of {requests} requests")
 
-    with stop_on_signals(_STOPPING) as stop:
-        name, found = measure(settings, on_answer=on_answer, is_stopping=lambda: stop.is_set)
+    limit = cap_bytes(cap)
+    with stop_on_signals(_STOPPING) as stop, ExitStack() as running:
+        meters: list[Meter] = []
+        if start is not None:
+            server = started_server(
+                _words_of(start),
+                url,
+                cap_bytes=limit,
+                timeout_s=_START_S,
+                is_stopping=lambda: stop.is_set,
+            )
+            meters.append(running.enter_context(server))
+        name, found = measure(
+            settings, on_answer=on_answer, is_stopping=lambda: stop.is_set, meters=meters
+        )
     rows = [summarize(measured, bounds) for measured in found]
     facts = {"url": url, "model": name or None, "is_interrupted": stop.is_set, "seed": seed}
-    asked = ("requests", "prompt_tokens", "output_tokens", "chat", "ignore_eos", "goodput")
+    asked = ("start", "warm_up", *_ASKED)
     results = serve_results(
         found,
         bounds,
@@ -168,6 +209,7 @@ def bench_serve(
             "url": url,
             "model": name,
             "seed": seed,
+            "cap_bytes": limit,
             **{one: ctx.params[one] for one in asked},
         },
         is_interrupted=stop.is_set,
@@ -183,6 +225,16 @@ def bench_serve(
         raise typer.Exit(stop.exit_code)
     if unwritten is not None or not any(row["answered"] for row in rows):
         raise typer.Exit(2)
+
+
+def _words_of(start: str) -> list[str]:
+    try:
+        words = shlex.split(start)
+    except ValueError as error:
+        raise ValueError(f"--start {start}: {error}") from None
+    if not words:
+        raise ValueError("--start must be a command, such as 'moe-runtime serve MODEL'")
+    return words
 
 
 def _numbers(text: str, name: str, *, whole: bool) -> list[float]:
@@ -217,9 +269,11 @@ def _show(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> N
         for part in ("mean", "p50", "p90", "p99"):
             values = (row[key] and row[key][part] * 1e3 for row in rows)
             lines.append([f"{what}, ms: {part}", *map(_number, values)])
-    for what, key in JOULE_ROWS.items():
-        if any(key in row for row in rows):
-            lines.append([f"{what}, J", *(_number(row.get(key)) for row in rows)])
+    for what, key in MEMORY_ROWS.items():
+        if found := [row[key] for row in rows if key in row]:
+            factor, unit = unit_for("J" if key in JOULE_ROWS.values() else "bytes", found)
+            cells = (_number(row[key] * factor if key in row else None) for row in rows)
+            lines.append([f"{what}, {unit}", *cells])
     if "goodput" in rows[0]:
         lines.append(["within bounds", *(_share(row["goodput"]["share"]) for row in rows)])
         good = (_number(row["goodput"]["requests_per_s"]) for row in rows)

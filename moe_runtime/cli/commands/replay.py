@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moe_runtime.lab.replay.experiment import Experiment, Row
     from moe_runtime.lab.replay.link_model import Machine
     from moe_runtime.lab.traces.format import Trace
+    from moe_runtime.policies.prediction import Routes
     from moe_runtime.types import ExpertKey
 
 TraceFile = Annotated[
@@ -53,6 +54,15 @@ Shares = Annotated[str, typer.Option(help="even, or adaptive: slots move to wher
 Reset = Annotated[
     bool, typer.Option("--reset", help="Empty the cache whenever another request begins.")
 ]
+SideBySide = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=4096,
+        help="Serve the trace's requests so many at a time, a token of each in a step, in the "
+        "place of the steps that were recorded.",
+    ),
+]
 NumExperts = Annotated[
     int | None, typer.Option(min=1, help="Experts of a layer, for files that do not say.")
 ]
@@ -79,7 +89,7 @@ KnownAhead = Annotated[
         "with ScMoE's shortcut.",
     ),
 ]
-_LEARNERS = frozenset({"static", "activation-aware"})
+LEARNERS = frozenset({"static", "activation-aware"})
 """Policies that learn from `--train`."""
 ExpertTime = Annotated[float, typer.Option(min=0.0, help="Seconds that one expert computes.")]
 
@@ -94,6 +104,7 @@ def replay(
     scope: Scope = "per-layer",
     shares: Shares = "even",
     reset: Reset = False,
+    side_by_side: SideBySide = None,
     num_experts: NumExperts = None,
     bandwidth: Bandwidth = None,
     latency: Latency = 1e-4,
@@ -115,8 +126,6 @@ def replay(
     from moe_runtime.inference.prediction.predictors import is_file_name
     from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
     from moe_runtime.lab.traces.predictor_file import read_predictor
-    from moe_runtime.lab.traces.readers import read_any_trace
-    from moe_runtime.lab.traces.routes import routes_of
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.eviction import POLICIES
 
@@ -133,19 +142,15 @@ def replay(
     all_names = [name for name in POLICIES if name != "predicted" or predictor is not None]
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
     is_trained = predictor is not None and is_file_name(predictor)
-    if train is not None and (predictor is None or is_trained) and not _LEARNERS & set(names):
+    if train is not None and (predictor is None or is_trained) and not LEARNERS & set(names):
         known = f"{predictor} is trained already" if is_trained else "nothing that is named learns"
         raise ValueError(f"--train has nothing to train: {known}; leave one out")
     with loading_bar() as progress:
         progress(f"reading {trace.name}", 0, 0)
-        recorded = read_any_trace(trace, num_experts=num_experts)
-        recorded.require_choices(trace)
+        recorded = read_trace_to_replay(trace, num_experts, side_by_side)
         training = None
         if train is not None:
-            other = read_any_trace(train, num_experts=num_experts)
-            other.require_choices(train)
-            _check_same_model(recorded, other, trace, train)
-            training = routes_of(other)
+            training = read_routes_to_learn(train, num_experts, recorded, trace)
         trained = None
         if predictor is not None and is_trained:
             trained = read_predictor(predictor, recorded.signature)
@@ -172,6 +177,38 @@ def replay(
         print_json(_as_json(trace, recorded, experiment, rows))
     else:
         _print(trace, recorded, experiment, rows)
+
+
+def read_trace_to_replay(path: Path, num_experts: int | None, count: int | None) -> "Trace":
+    """A trace as it was recorded, or so many of its requests side by side.
+
+    Raises:
+        CheckpointError: it is none, or has no choices.
+        ValueError: it has not so many requests.
+    """
+    from moe_runtime.lab.traces.readers import read_any_trace
+    from moe_runtime.lab.traces.side_by_side import side_by_side
+
+    recorded = read_any_trace(path, num_experts=num_experts)
+    recorded.require_choices(path)
+    return recorded if count is None else side_by_side(recorded, count=count)
+
+
+def read_routes_to_learn(
+    path: Path, num_experts: int | None, trace: "Trace", trace_path: Path
+) -> "Routes":
+    """The sequences of another trace of the same model.
+
+    Raises:
+        CheckpointError: it is none, has no choices, or is of another model.
+    """
+    from moe_runtime.lab.traces.readers import read_any_trace
+    from moe_runtime.lab.traces.routes import routes_of
+
+    other = read_any_trace(path, num_experts=num_experts)
+    other.require_choices(path)
+    _check_same_model(trace, other, trace_path, path)
+    return routes_of(other)
 
 
 def parse_shares(text: str) -> list[float]:

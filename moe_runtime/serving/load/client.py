@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import httpx2
@@ -66,7 +66,7 @@ class TimedAnswer:
     @property
     def gaps_s(self) -> list[float]:
         """Seconds between one piece and the next."""
-        return [after - before for before, after in pairwise(self.pieces_s)]
+        return [after - before for before, after in itertools.pairwise(self.pieces_s)]
 
     @property
     def per_token_s(self) -> float | None:
@@ -106,6 +106,7 @@ class LoadClient:
         self._chat = chat
         self._fields = dict(fields)
         self._timeout_s = timeout_s
+        self._models: Iterator[str] = iter(())
 
     async def first_model(self) -> str:
         """Name of the first model that the server has.
@@ -131,8 +132,8 @@ class LoadClient:
         return str(name)
 
     def choose(self, model: str) -> None:
-        """All further requests are for this model."""
-        self._fields["model"] = model
+        """All further requests are for this model; of several, with commas, for one by one."""
+        self._models = itertools.cycle(model.split(","))
 
     async def ask(self, request: LoadRequest) -> TimedAnswer:
         """Sends a request and reads its answer to the end; a failure is part of what it returns."""
@@ -158,6 +159,8 @@ class LoadClient:
             messages = [{"role": "user", "content": request.prompt}]
             path, prompt = "chat/completions", {"messages": messages}
         body = {**self._fields, **prompt, "max_tokens": request.max_tokens, "stream": True}
+        if model := next(self._models, None):
+            body["model"] = model
         body["stream_options"] = {"include_usage": True}
         async with self._http.stream(
             "POST", path, json=body, timeout=httpx2.Timeout(None, connect=_CONNECT_S)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from moe_runtime.lab.energy import EnergyMeter
 from moe_runtime.serving.load.client import (
@@ -30,6 +30,14 @@ _LOOK_S = 0.05
 _PROBE_WORDS = (16, 48)
 
 
+class Meter(Protocol):
+    """Counts something while a level is measured, as `EnergyMeter` does."""
+
+    def measured(self) -> AbstractContextManager[Mapping[str, float]]:
+        """Of a block: what was counted, by metric, once the block has ended."""
+        ...
+
+
 class Level(NamedTuple):
     """How hard a server is pressed; one of the two is None.
 
@@ -49,13 +57,15 @@ class LoadSettings:
     Attributes:
         url: of the server, with or without ``/v1``.
         key: for it; None where it wants none.
-        model: None for the server's first one.
+        model: None for the server's first one; of several, with commas between, each request asks
+            the next.
         chat: asks for conversations, else for texts.
         ignore_eos: answers have all the tokens they may have; servers that do not know the field
             refuse it.
         timeout_s: seconds that a request may take.
         levels: one after the other.
         num_requests: of each level.
+        num_warm_up: requests that come before the first level, as hard as the hardest.
         prompt: tokens of prompts.
         output: tokens of answers.
         texts: prompts to send instead of drawn ones.
@@ -74,6 +84,7 @@ class LoadSettings:
     output: Lengths
     texts: Sequence[str]
     seed: int
+    num_warm_up: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +97,7 @@ class MeasuredLevel:
         seconds: until the last answer, or until it was stopped.
         num_requests: that were to be sent.
         answers: in the order in which they ended; those cut off by a stop are missing.
-        joules: of this machine meanwhile, as of `EnergyMeter`; none where the server is elsewhere.
+        counts: what meters counted meanwhile, by metric.
     """
 
     level: Level
@@ -94,7 +105,7 @@ class MeasuredLevel:
     seconds: float
     num_requests: int
     answers: list[TimedAnswer]
-    joules: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 def measure(
@@ -102,8 +113,11 @@ def measure(
     *,
     on_answer: Callable[[Level, list[TimedAnswer]], None],
     is_stopping: Callable[[], bool],
+    meters: Sequence[Meter] = (),
 ) -> tuple[str, list[MeasuredLevel]]:
     """Measures every level; `run_load` over connections of its own.
+
+    Joules of this machine are counted too, if the server runs on it.
 
     Raises:
         LoadError: the address is none, the server is not there, or it refuses a first request.
@@ -120,7 +134,7 @@ def measure(
                 settings,
                 on_answer=on_answer,
                 is_stopping=is_stopping,
-                energy=EnergyMeter() if is_this_machine(http.base_url.host) else None,
+                meters=[*meters, *([EnergyMeter()] if is_this_machine(http.base_url.host) else [])],
             )
 
     return asyncio.run(run())
@@ -132,7 +146,7 @@ async def run_load(
     *,
     on_answer: Callable[[Level, list[TimedAnswer]], None],
     is_stopping: Callable[[], bool],
-    energy: EnergyMeter | None = None,
+    meters: Sequence[Meter] = (),
 ) -> tuple[str, list[MeasuredLevel]]:
     """Measures every level.
 
@@ -141,7 +155,7 @@ async def run_load(
         settings: what to measure.
         on_answer: called with the answers so far whenever one has come.
         is_stopping: whether to leave the rest; looked at all the time.
-        energy: of the machine on which the server runs; None where that is not this one.
+        meters: count while a level is measured.
 
     Returns:
         The model's name, empty where it did not come to that, and what was measured, as far as it
@@ -155,13 +169,14 @@ async def run_load(
         return settings.model or "", []
     model, count = first.result()
     found: list[MeasuredLevel] = []
-    for number, level in enumerate(settings.levels):
-        if is_stopping():
-            break
+
+    async def level_of(
+        level: Level, number: int, size: int, on_answer: Callable[[Level, list[TimedAnswer]], None]
+    ) -> MeasuredLevel:
         # Each level asks what no level before it asked, so that no prefix cache knows it.
         random = Random(f"{settings.seed} {number}")
         requests = make_requests(
-            settings.num_requests,
+            size,
             prompt=settings.prompt,
             output=settings.output,
             count=count,
@@ -169,17 +184,29 @@ async def run_load(
             random=random,
         )
         times = [] if level.rate is None else arrivals(len(requests), level.rate, random)
-        with nullcontext({}) if energy is None else energy.measured() as joules:
-            measured = await run_level(
-                client.ask,
-                requests,
-                level,
-                times,
-                on_answer=on_answer,
-                is_stopping=is_stopping,
-            )
-        found.append(replace(measured, joules=joules))
+        return await run_level(
+            client.ask, requests, level, times, on_answer=on_answer, is_stopping=is_stopping
+        )
+
+    if settings.num_warm_up:
+        await level_of(max(settings.levels, key=_hardness), -1, settings.num_warm_up, _unheard)
+    for number, level in enumerate(settings.levels):
+        if is_stopping():
+            break
+        with ExitStack() as stack:
+            counted = [stack.enter_context(meter.measured()) for meter in meters]
+            measured = await level_of(level, number, settings.num_requests, on_answer)
+        counts = {name: value for one in counted for name, value in one.items()}
+        found.append(replace(measured, counts=counts))
     return model, found
+
+
+def _hardness(level: Level) -> float:
+    return level.concurrency or level.rate or 0.0
+
+
+def _unheard(level: Level, answers: list[TimedAnswer]) -> None:
+    del level, answers
 
 
 async def run_level(

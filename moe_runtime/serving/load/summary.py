@@ -70,7 +70,7 @@ def summarize(measured: MeasuredLevel, bounds: Mapping[str, float]) -> dict[str,
         "inter_token_s": spread(gap for answer in good for gap in answer.gaps_s),
         "time_per_output_token_s": spread(value for value in per_token if value is not None),
         "end_to_end_s": spread(answer.whole_s for answer in good),
-        **measured.joules,
+        **measured.counts,
     }
     if bounds:
         within = sum(_is_within(answer, bounds) for answer in good)

@@ -1,0 +1,86 @@
+"""`--shape` of GGUF files of random blocks: whole, with a tokenizer, computed as they lie."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moe_runtime
+from moe_runtime.bench.synthetic import gguf_shape
+from moe_runtime.bench.synthetic.gguf_shape import (
+    FILE_NAME,
+    GGUF_SHAPES,
+    GgufShape,
+    gguf_shape_of_name,
+)
+from moe_runtime.checkpoints.model_files import load_tokenizer
+from moe_runtime.cli.main import main
+from moe_runtime.errors import UnsupportedModelError
+
+pytest.importorskip("gguf", reason="extra peers is not installed")
+TINY = GGUF_SHAPES["qwen3.6-tiny-q4_k"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("shape")
+    TINY.write(made)
+    return made
+
+
+def test_the_file_has_all_that_the_model_has(folder: Path) -> None:
+    """Next to a token stands itself in the residual: texts differ where their last tokens do."""
+    assert TINY.is_complete(folder)
+    tokens = load_tokenizer(folder / FILE_NAME)("a list of words")["input_ids"]
+    TINY.write_settings(folder / "..")
+    assert load_tokenizer(folder.parent)("a list of words")["input_ids"] == tokens
+    model: Any = moe_runtime.load(folder / FILE_NAME, device="cpu", max_tokens=64)
+    with model.moe, torch.no_grad():
+        logits = model(torch.arange(8)[:, None]).logits[:, -1]
+        assert model.config.get_text_config().num_hidden_layers == TINY.num_layers
+        assert model.moe.stats().expert_slots == TINY.num_layers * TINY.num_experts
+    assert logits.isfinite().all()
+    assert len(logits.argmax(-1).unique()) >= 6
+    top = logits.topk(2).values
+    # Rounding to eight bits moves logits by less than a hundredth of their spread.
+    assert ((top[:, 0] - top[:, 1]) > 0.01 * logits.std()).all()
+
+
+def test_a_file_that_is_cut_off_is_not_complete(folder: Path, tmp_path: Path) -> None:
+    whole = (folder / FILE_NAME).read_bytes()
+    assert len(whole) >= TINY.total_bytes
+    (tmp_path / FILE_NAME).write_bytes(whole[: TINY.total_bytes - 1])
+    assert not TINY.is_complete(tmp_path)
+    assert not TINY.is_complete(tmp_path / "none")
+
+
+def test_layers_are_asked_for_and_the_file_is_what_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gguf_shape_of_name(TINY.name, 4) is TINY
+    assert gguf_shape_of_name("qwen3.6-35b-a3b-q4_k", 2).name == "qwen3.6-35b-a3b-q4_k-2-layers"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = list[Any]()
+
+    def measure(measured: Any, *_: Any, settings: Any, **__: Any) -> None:
+        path = Path(measured.settings["model"])
+        assert path.name == FILE_NAME
+        assert path.is_file()
+        given.append(settings)
+        raise ValueError("this is where it ends")
+
+    monkeypatch.setattr("moe_runtime.bench.cases.latency.measure_latency", measure)
+    words = ["bench", "latency", "--quick", "--shape"]
+    assert main([*words, TINY.name, "--layers", "1"]) == 2
+    assert "this is where it ends" in capsys.readouterr().err
+    asked = {name: given[0][name] for name in ("model", "layers", "layers_of_shape", "weights")}
+    assert [*asked.values()] == [TINY.name, 1, 4, "random"]
+    assert main([*words, "qwen3.6"]) == 2
+    assert "qwen3.6-tiny-q4_k" in capsys.readouterr().err
+
+
+def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_shape.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModelError, match="needs gguf"):
+        GgufShape.write(TINY, tmp_path)
