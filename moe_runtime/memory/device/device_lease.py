@@ -28,7 +28,7 @@ class DeviceLease(TierLease[W]):
     _awaited: Read | None = None  # what the current stream waits for already, of this group
 
     def _next_group(self) -> list[ExpertKey]:
-        if self._held:  # the caller has queued what it does with them
+        if self._held and not self._arriving:  # the caller has queued what it does with all
             self._store.fetcher.tell_ends()
         return super()._next_group()
 
