@@ -58,7 +58,7 @@ from moe_runtime.bench.synthetic.model_shapes import ModelShape
 from moe_runtime.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-PEER_EXPERTS = ("grouped_mm", "batched_mm", "moe_runtime", "eager")
+PEER_EXPERTS = ("grouped_mm", "batched_mm", "moe_runtime")
 # Copies the weights of every choice, which a long prompt has no memory for.
 DECODES_ALONE = "batched_mm"
 # Of a model that is all on the device experts only pass through the host's memory.

@@ -13,9 +13,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from gpu_parts.device_rates import median_s, wait_for
 
-MOST_S = 1.5
-"""After them a model is asked no other prompt."""
-
 
 class Prompts(NamedTuple):
     """What is asked: several short prompts `[N, T]`, and a long one `[1, T]`."""
@@ -81,15 +78,10 @@ def answer_of(model: Any, prompt_T: Tensor, num_tokens: int, **options: Any) -> 
 def decode(model: Any, prompts: Prompts, num_tokens: int, **options: Any) -> dict[str, Any]:
     """Tokens a second after the first token, for each prompt but the first, and their median.
 
-    Of a slow model fewer prompts are asked.
-
     Of a model with a runtime also what its experts did for these tokens.
     """
     runtime, rates, counted = getattr(model, "moe", None), list[float](), list[Any]()
-    begun_s = time.perf_counter()
     for prompt_T in prompts.short_NT[1:]:
-        if rates and time.perf_counter() - begun_s > MOST_S:
-            break
         clock = TokenClock(runtime.reset_stats if runtime else lambda: None)
         model.generate(
             prompt_T[None], max_new_tokens=num_tokens, do_sample=False, streamer=clock, **options
