@@ -11,7 +11,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from device_tiers import Interrupted, Tiers
+from fake_tier import NUM_LAYERS
 
 from moe_runtime.memory import changes
 from moe_runtime.types import ExpertKey
@@ -76,4 +78,22 @@ def test_who_tells_of_ends_while_another_thread_queues_a_copy_loses_none(tiers: 
     with patch.object(ends, "submit", submit_later):
         assert returns(partial(tiers.use, RESIDENT_BELOW[:2], streaming=False))
     assert returns(tiers.settle)
+    tiers.check()
+
+
+def test_who_was_just_used_is_counted_before_somebody_makes_room(tiers: Tiers) -> None:
+    """Also where nobody has leased since: what the CPU computed is brought behind it."""
+    store = tiers.store
+    for layer in range(NUM_LAYERS):  # which have two slots each
+        tiers.use([ExpertKey(layer, expert) for expert in range(2)], streaming=False)
+    tiers.device.finish()
+    tiers.settle()
+    used, other, brought = RESIDENT_BELOW
+    residents = store.with_residents(0, lambda _: None)
+    _, event = tiers.device.download(torch.tensor([used.expert]))
+    event.synchronize()
+    assert store.count_residents(residents, [used.expert], event, lambda: [used])
+    store.bring([brought])
+    tiers.settle()
+    assert (store.has(used), store.has(other), store.has(brought)) == (True, False, True)
     tiers.check()

@@ -338,8 +338,15 @@ class DecodeGraphs:
             self._trusted = recorded
 
     def count_one(self) -> bool:
-        """As ``DeviceStore.count_one``."""
-        return self._store.count_one()
+        """As ``DeviceStore.count_one``, between calls of the model."""
+        is_done = False
+        try:
+            was_told = self._store.count_one()
+            is_done = True
+            return was_told
+        finally:
+            if not is_done:
+                self._store.let_go()
 
     @property
     def device(self) -> Device:
