@@ -122,7 +122,7 @@ def _limits_of(criteria: Iterable[Any]) -> tuple[float, frozenset[int] | None]:
 
 def _runs_own(part: Any) -> bool:
     """Whether a processor or a criterion is no foreign one, and calls none."""
-    return all(map(is_own, (type(part), *filter(callable, vars(part).values()))))
+    return is_own(type(part)) and all(map(is_own, filter(callable, vars(part).values())))
 
 
 class _LateCheck(LogitsProcessor):
