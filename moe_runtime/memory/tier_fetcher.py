@@ -123,6 +123,7 @@ class TierFetcher:
         """Gives up what an exception left to this thread, here and below."""
         self._copies.let_go()
         self._ends.let_go()
+        self.tell_ends()  # who was to call it has not come so far
         self.lower.let_go()
 
     def close(self) -> None:
@@ -185,8 +186,8 @@ class TierFetcher:
             self.queued[read] = _Copy(copied)
             num_bytes = _num_bytes(parts)
             finish = partial(self._finish, lease, read, copied, num_bytes, len(slots))
-            self._is_untold = True
             self._ends.submit([finish], read, wakes=False)
+            self._is_untold = True  # now: else another thread may tell of it before it is there
             is_done = True
             return True
         except (MemoryError, OSError, RuntimeError):
@@ -296,6 +297,7 @@ class TierFetcher:
         Raises:
             MoERuntimeError: one has failed.
         """
+        self.tell_ends()
         with self.changed:
             while any(
                 copy.has_users and self.is_under_way(read) for read, copy in self.queued.items()

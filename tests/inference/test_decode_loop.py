@@ -371,7 +371,7 @@ def test_ctrl_c_where_a_recording_is_ended_leaves_none_begun(checkpoint: Path) -
     with loaded(checkpoint) as model:
         generate = functools.partial(model.generate, THREE, max_new_tokens=4, do_sample=False)
         expected = generate()
-        experts_modules_of(model)[0].store.recorded = None  # else nothing is recorded again
+        experts_modules_of(model)[0].store.recorded = None  # else it is good for the next call, too
         site = Site(RecordedStep.__init__.__code__, number)
         assert raise_on(site, 1, KeyboardInterrupt, generate)
         assert torch.equal(generate(), expected)

@@ -188,13 +188,17 @@ class RecordedStep:
             call: what is asked for.
             looks: at the model and the cache: somebody may have changed them since the last call.
         """
-        if call.key != self.key or call.cache is not self._cache():
+        if call.key != self.key or not self.is_of(call.cache):
             return False
         return not looks or (memory_of(call.cache) == self._memory and self._structure.holds())
 
-    def keeps_other(self, cache: Any) -> bool:
-        """Whether it holds the memory of another cache than this one, beside it."""
-        return self._kept is not None and self._kept is not cache
+    def keeps_other(self, cache: Any, caches: StaticCaches) -> bool:
+        """Whether it alone holds the memory of another cache than this one, beside it."""
+        return self._kept not in (None, cache) and not caches.is_in_use(self._kept)
+
+    def is_of(self, cache: Any) -> bool:
+        """Whether it is a step with this cache."""
+        return self._cache() is cache
 
     def replay(self, call: StepCall) -> Any:
         """Computes the step for the tokens of a call.
@@ -227,19 +231,21 @@ class RecordedStep:
             was_there = self._store.with_same_residents(self._residents, self._last.replay)
             if was_there and self._ids_LTK is not None:
                 ids_LTK, copied = self._store.device.download(self._ids_LTK)
-                self._store.count_later(copied, partial(self._used, ids_LTK))
+                self._store.count_later(copied, partial(_used, self._modules, ids_LTK))
             is_done = True
         finally:
             if not is_done:
                 self._store.let_go()
         return was_there
 
-    def _used(self, ids_LTK: torch.Tensor) -> list[ExpertKey]:
-        if ids_LTK.shape[1] == 1:  # whose rows are its choices in their order
-            layers = zip(self._modules, ids_LTK.tolist(), strict=True)
-            return [key for m, (ids,) in layers for key in m.keys_of(dict.fromkeys(ids))]
-        layers = zip(self._modules, ids_LTK, strict=True)
-        return [key for m, ids_TK in layers for key in m.keys_of(m.rows_of(ids_TK))]
+
+def _used(modules: Sequence[DeviceExperts], ids_LTK: torch.Tensor) -> list[ExpertKey]:
+    """The experts of a step, without its recording, whose memory may be given up before."""
+    if ids_LTK.shape[1] == 1:  # whose rows are its choices in their order
+        layers = zip(modules, ids_LTK.tolist(), strict=True)
+        return [key for m, (ids,) in layers for key in m.keys_of(dict.fromkeys(ids))]
+    layers = zip(modules, ids_LTK, strict=True)
+    return [key for m, ids_TK in layers for key in m.keys_of(m.rows_of(ids_TK))]
 
 
 class DecodeGraphs:
@@ -263,7 +269,7 @@ class DecodeGraphs:
         self._is_refused = self._is_torn = False
         self._caches = caches
         self._trusted: RecordedStep | None = None
-        self._replayed: weakref.ref[RecordedStep] | None = None
+        self._is_looked_at = False  # the recording, at the last call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``forward``."""
@@ -271,16 +277,16 @@ class DecodeGraphs:
         for module in self._modules if self._is_torn else ():  # a recording was not ended
             module.recording = None
         self._is_torn = False
-        trusted, self._trusted, self._replayed = self._trusted, None, None
-        if self._store.recorded is not None and self._store.recorded.keeps_other(cache_of(kwargs)):
-            self._store.recorded = None
+        store, recorded = self._store, self._store.recorded
+        is_trusted = recorded is self._trusted
+        self._trusted, self._is_looked_at = None, False
+        if recorded is not None and recorded.keeps_other(cache_of(kwargs), self._caches):
+            store.recorded = recorded = None
         call = None if self._is_refused else read_step(self._model, kwargs)
         if call is None:
             return self._forward(**kwargs)
-        store = self._store
-        recorded = store.recorded
-        if recorded is None or not recorded.stands_for(call, looks=recorded is not trusted):
-            store.recorded = None
+        if recorded is None or not recorded.stands_for(call, looks=not is_trusted):
+            store.recorded = recorded = None
             seen = call.key, id(call.cache)
             is_repeated = self._seen == seen
             if not is_repeated or not all(m.has_stack(self._model.dtype) for m in self._modules):
@@ -305,17 +311,21 @@ class DecodeGraphs:
                 )
                 return self._forward(**kwargs)
             store.recorded = recorded
+        else:
+            self._is_looked_at = True
         found = recorded.replay(call)
         if found is None:
             store.recorded = None
             return self._forward(**kwargs)
-        self._replayed = weakref.ref(recorded)
         return found
 
-    @property
-    def replayed(self) -> RecordedStep | None:
-        """The recording that the last call was a step of, as long as it is kept."""
-        return None if self._replayed is None else self._replayed()
+    def looked_at(self, cache: Any) -> RecordedStep | None:
+        """What the last call was one of, if it was with this cache and not just recorded: a model
+        into whose modules somebody looks is recorded at every call.
+        """
+        recorded = self._store.recorded
+        is_ours = self._is_looked_at and recorded is not None and recorded.is_of(cache)
+        return recorded if is_ours else None
 
     def trust(self, recorded: RecordedStep | None) -> None:
         """Lets the next call go without a look at the model, if it is of this recording.
@@ -328,8 +338,15 @@ class DecodeGraphs:
             self._trusted = recorded
 
     def count_one(self) -> bool:
-        """As ``DeviceStore.count_one``."""
-        return self._store.count_one()
+        """As ``DeviceStore.count_one``, between calls of the model."""
+        is_done = False
+        try:
+            was_told = self._store.count_one()
+            is_done = True
+            return was_told
+        finally:
+            if not is_done:
+                self._store.let_go()
 
     @property
     def device(self) -> Device:

@@ -72,7 +72,7 @@ def decode_ahead(
         if selection.is_known:
             graphs.trust(recorded)
         output = model(**inputs, return_dict=True)
-        recorded = graphs.replayed
+        recorded = graphs.looked_at(cache)
         return output
 
     # a user's own cache may have room for no more than what it was expected to come to
@@ -97,6 +97,7 @@ def decode_ahead(
                 output = step(ids_BT, next_sequence_length=1)
             is_ahead = False
     finally:
+        graphs.trust(None)
         for layer in cache.layers if is_ahead else ():
             layer.cumulative_length -= 1  # by the token that nobody asked for
     if streamer is not None:
@@ -117,6 +118,11 @@ def _limits_of(criteria: Iterable[Any]) -> tuple[float, frozenset[int] | None]:
         else:
             return most, None
     return most, ends
+
+
+def _runs_own(part: Any) -> bool:
+    """Whether a processor or a criterion is no foreign one, and calls none."""
+    return is_own(type(part)) and all(map(is_own, filter(callable, vars(part).values())))
 
 
 class _LateCheck(LogitsProcessor):
@@ -149,7 +155,7 @@ class _TokenSelection:
         config: GenerationConfig,
     ) -> None:
         self._graphs, self._criteria, self._config = graphs, criteria, config
-        self.is_known = all(map(is_own, map(type, (*processor, *criteria))))
+        self.is_known = all(map(_runs_own, (*processor, *criteria)))
         self._processor, self._checks = type(processor)(), list[_LateCheck]()
         for each in processor:
             if isinstance(each, FiniteLogits):

@@ -100,20 +100,20 @@ class RecordedDecoding:
         """
         name = cache_name(cast(Any, self).forward)
         settings = {"disable_compile": options.get("disable_compile", True)}
-        own = self._cache_for(inputs, generation_config, options)
-        if own is not None:
-            options[name] = own
         if generation_config is None:
             options |= settings
         else:  # which does not go with options
             generation_config = copy.deepcopy(generation_config)
             vars(generation_config).update(settings)
+        own = self._cache_for(inputs, generation_config, options)
+        if own is not None:
+            options[name] = own
         try:
             found = cast(Any, super()).generate(inputs, generation_config, *rest, **options)
+            if is_filled(cache := getattr(found, name, None)):
+                setattr(found, name, grown(cache))
         finally:
             self._caches.give_back(own)
-        if is_filled(cache := getattr(found, name, None)):
-            setattr(found, name, grown(cache))
         return found
 
     def _cache_for(self, inputs: Any, config: Any, options: dict[str, Any]) -> Any:
@@ -146,6 +146,8 @@ class RecordedDecoding:
             and options.get("use_cache") is None
             and asked("use_cache") is not False
             and getattr(self, "_can_compile_fullgraph", False)
+            # keys and values may differ in dtype then, and no step is recorded
+            and not torch.is_autocast_enabled(cast(Any, self).device.type)
         )
 
     def _sample(self, input_ids: torch.Tensor, **given: Any) -> Any:
@@ -188,7 +190,10 @@ class RecordedDecoding:
         cache = cache_of(kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
         is_later = not is_first_iteration and given.keys() <= _WITHOUT_POSITIONS
-        if is_later and not self.knows_positions(cache) and is_filled(cache):
+        is_step, is_known = is_later and next_sequence_length == 1, self.knows_positions(cache)
+        if is_known and not is_step:
+            self._unpadded.discard(cache)
+        if is_later and not (is_step and is_known) and is_filled(cache):
             positions = kwargs.get("position_ids")
             is_whole = (attention_mask is None or bool(attention_mask.all())) and (
                 positions is None or bool((positions[..., -1] == int(cache.get_seq_length())).all())
@@ -196,12 +201,10 @@ class RecordedDecoding:
             # eager attention's masks are made of numbers of the host, which no graph holds
             if is_whole and attention_name(cast(Any, self)) != "eager":
                 self._unpadded.add(cache)
-        if self.knows_positions(cache):
-            if is_later and next_sequence_length == 1:
-                given.pop("position_ids", None)
-                ids_B1 = input_ids[:, -1:].to(cache.layers[0].device).contiguous()
-                return {"input_ids": ids_B1, **given}
-            self._unpadded.discard(cache)
+        if is_step and self.knows_positions(cache):
+            given.pop("position_ids", None)
+            ids_B1 = input_ids[:, -1:].to(cache.layers[0].device).contiguous()
+            return {"input_ids": ids_B1, **given}
         return cast(Any, super()).prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length,
             attention_mask=attention_mask, inputs_embeds=inputs_embeds,

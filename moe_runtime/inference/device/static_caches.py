@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -23,8 +24,8 @@ class StaticCaches:
 
     def __init__(self) -> None:
         """Has none."""
-        self._made = weakref.WeakSet[Any]()
-        self._free: weakref.ref[Any] | None = None
+        self._made, self._in_use = weakref.WeakSet[Any](), weakref.WeakSet[Any]()
+        self._free: list[weakref.ref[Any]] = []  # one at most
 
     def take(self, config: Any, num_sequences: int, num_tokens: int, most: int) -> Any:
         """A cache with nothing in it, for the caller alone until it is given back.
@@ -39,20 +40,28 @@ class StaticCaches:
             The cache; None where layers keep something else than keys and values of all tokens.
         """
         length = max(num_tokens, min(_rounded(num_tokens), most))
-        cache, self._free = self._free and self._free(), None
+        cache = None
+        with contextlib.suppress(IndexError):  # one thread alone gets it
+            cache = self._free.pop()()
         if cache is not None and _fits(cache, num_sequences, length):
             cache.reset()
-            return cache
-        del cache  # before there is another one
-        made = static_cache(config, length)
-        if made is not None:
-            self._made.add(made)
-        return made
+        else:
+            del cache  # before there is another one
+            cache = static_cache(config, length)
+        if cache is not None:
+            self._made.add(cache)
+            self._in_use.add(cache)
+        return cache
 
     def give_back(self, cache: Any) -> None:
         """Its tokens are no longer wanted; nothing happens where it is none of these."""
         if self.is_own(cache):
-            self._free = weakref.ref(cache)
+            self._in_use.discard(cache)
+            self._free[:] = [weakref.ref(cache)]
+
+    def is_in_use(self, cache: Any) -> bool:
+        """Whether it is taken, so that its memory is held whoever else holds it."""
+        return cache in self._in_use
 
     def is_own(self, cache: Any) -> bool:
         """Whether it is one of these, and no caller's."""

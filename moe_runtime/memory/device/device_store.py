@@ -234,6 +234,7 @@ class DeviceStore(TierStore[W]):
         For what was computed elsewhere and will perhaps be asked for again. Nobody waits for it,
         and what is leased stays. A policy that decides after a use is not asked: it gets nothing.
         """
+        self._count_uses(waits=False)  # who was just used gives no slot
         with self._changed:
             for key in keys if not self.decides_later else ():
                 if key in self._entries:
