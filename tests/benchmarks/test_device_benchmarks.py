@@ -49,9 +49,7 @@ def test_the_rehearsal_of_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found["active_bytes_a_token"] == ACTIVE_BYTES
     rows = found["rows"]
     names = [(row["system"], row.get("share", row.get("experts"))) for row in rows]
-    peers = [
-        ("transformers", kind) for kind in ("grouped_mm", "batched_mm", "moe_runtime")
-    ]
+    peers = [("transformers", kind) for kind in ("grouped_mm", "batched_mm", "moe_runtime")]
     fp32 = rows.pop(names.index(("fp32", None)))
     assert names == [("ours", 1.0), ("ours", 0.5), *peers, ("fp32", None), ("ours", 0.25)]
     assert fp32["is_equal_up_to_rounding"]
