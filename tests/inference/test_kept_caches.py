@@ -1,4 +1,4 @@
-"""What a call of `generate` leaves to the next one, and who may change a model between its steps."""
+"""What a call of `generate` leaves to the next one, and who may change a model in its midst."""
 
 from __future__ import annotations
 
