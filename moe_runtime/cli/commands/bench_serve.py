@@ -23,7 +23,6 @@ from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     from moe_runtime.serving.load.client import TimedAnswer
-    from moe_runtime.serving.load.client import address_of
     from moe_runtime.serving.load.generator import Level, Meter
 
 _LINES = 10
