@@ -1,6 +1,6 @@
 """Kills and power cuts of offloaded training at random instants, and what was lost: nothing.
 
-`python benchmarks/crashes.py --kills 50 --seed 0 --save` trains a small model with experts on the
+`python benchmarks/crashes.py --kills 50 --seeds 0 --save` trains a small model with experts on the
 disk and a checkpoint after every step, in a process that is killed at a random instant, again and
 again; each time the next process goes on, under another budget. Every other kill is a power cut as
 well: of the blocks that were written and not flushed, a random half gets its old content back, so
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.arguments import positive, present_folder
 from harness.suite_results import save_results
 from torch import Tensor, nn
 
@@ -222,9 +223,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=50, help="with each seed")
+    parser.add_argument("--kills", type=positive, default=50, help="with each seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to be tried")
+    parser.add_argument(
+        "--folder", type=present_folder, default=None, help="on the disk to be tried"
+    )
     parser.add_argument("--save", action="store_true", help="write this machine's results file")
     arguments = parser.parse_args()
     found = {}

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.arguments import at_least, new_file
 from harness.suite_results import save_results
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
@@ -321,10 +322,14 @@ def _measure_here(rank: int, size: int, folder: str, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="sizes to measure")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, help="where to write what was measured, as JSON")
-    parser.add_argument("--write-machine", type=Path, help="for `moe-runtime simulate --machine`")
+    parser.add_argument(
+        "--ranks", type=at_least(2), nargs="*", default=[2, 4], help="sizes to measure"
+    )
+    parser.add_argument("--rounds", type=at_least(2), default=7)
+    parser.add_argument("--output", type=new_file, help="where to write what was measured, as JSON")
+    parser.add_argument(
+        "--write-machine", type=new_file, help="for `moe-runtime simulate --machine`"
+    )
     options = parser.parse_args()
     is_writer = True
     if dist.is_torchelastic_launched():

@@ -35,6 +35,7 @@ from typing import Any, cast
 import httpx2
 import numpy as np
 import psutil
+from harness.arguments import present_folder
 from harness.soak_clients import MODEL, Client, Tally
 from harness.suite_results import save_results
 from scipy.stats import theilslopes
@@ -295,7 +296,12 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", type=Path, default=pocket_path(), help="a checkpoint (default: the pocket one)")
+    add(
+        "--model",
+        type=present_folder,
+        default=pocket_path(),
+        help="a checkpoint (default: the pocket one)",
+    )
     add("--minutes", type=float, default=15.0)
     add("--host-memory", default="40MiB", help="the server's budget (default: %(default)s)")
     add("--max-tokens", type=int, default=1024, help="of all requests at a time")
@@ -309,7 +315,10 @@ def _arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--no-prefix-cache", action="store_true", help="what requests leave is not kept")
     add("--save", action="store_true", help="write a file in benchmarks/results")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not 0 < arguments.minutes < float("inf"):
+        parser.error(f"argument --minutes: expected a number above 0, got {arguments.minutes:g}")
+    return arguments
 
 
 if __name__ == "__main__":

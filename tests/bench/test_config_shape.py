@@ -1,6 +1,7 @@
 """`--shape CONFIG.json`: any family that transformers makes, with random weights."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,15 @@ def test_configurations_of_another_content_have_names_of_their_own(tmp_path: Pat
     assert other.total_bytes - one.total_bytes == 4 * 2 * 2 * (3 * 32 * 64 + 64)
 
 
+@pytest.mark.parametrize(
+    ("name", "stem"), [(b"\xff.json", "\ufffd"), (b"x" * 250 + b".json", "x" * 40)]
+)
+def test_any_file_name_becomes_a_folder_s(name: bytes, stem: str, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(name)
+    path.write_text(json.dumps(QWEN3_NEXT))
+    assert read_config_shape(path).name.rpartition("-")[0] == stem
+
+
 @pytest.mark.parametrize("name", ["qwen3-next", "granite-hybrid"])
 def test_configurations_of_the_checkout_are_read(name: str) -> None:
     shape = read_config_shape(ROOT / "benchmarks" / "shapes" / f"{name}.json")
@@ -90,8 +100,11 @@ def test_configurations_of_the_checkout_are_read(name: str) -> None:
         ("[]", "no model can be made of it"),
         ({}, "no model can be made of it: KeyError: 'model_type'"),
         ({"model_type": "none"}, "no model can be made of it: KeyError: 'none'"),
-        (QWEN3_NEXT | {"hidden_size": "x"}, "no model can be made of it"),
+        (QWEN3_NEXT | {"hidden_size": "x"}, "expected hidden_size to be a whole number"),
         (QWEN3_NEXT | {"quantization_config": {}}, "has quantization_config; leave it out"),
+        (QWEN3_NEXT | {"num_hidden_layers": 10**9}, "to be at most 10000, found 1000000000"),
+        (QWEN3_NEXT | {"num_experts_per_tok": 9}, "to be at most the 6 experts, found 9"),
+        ({"model_type": "t5"}, "transformers has no AutoModelForCausalLM of t5\n"),
         (QWEN3_NEXT | {"vocab_size": 256}, "expected a vocab_size of at least 257"),
     ],
 )

@@ -109,6 +109,8 @@ def test_options_arrive(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--output", "absent/there.json"], "the results cannot be written: there is no folder"),
         (["--url", "there"], "--url there: expected an address such as http://127.0.0.1:8000"),
         (["--url", "http://a:b"], "--url http://a:b: "),
+        (["--url", "http://127.0.0.1:99999"], "127.0.0.1:99999: expected an address such as"),
+        (["--start", "no-such-program", "--url", "ftp://a"], "ftp://a: expected an address such"),
         (["--url", NOBODY], f"{NOBODY}/v1/: no connection: "),
         (["--url", NOBODY, "--model", "m"], "a first request failed: no connection: "),
     ],

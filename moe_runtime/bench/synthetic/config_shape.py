@@ -6,11 +6,13 @@ layers add to them, so that routing depends on the token.
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_runtime.bench.synthetic.byte_pairs import TOKENIZER_NAME, write_tokenizer
+from moe_runtime.checkpoints.settings_check import check_config
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, blamed_on
@@ -18,6 +20,7 @@ from moe_runtime.reading import read_bounded
 
 _MAX_BYTES = 1 << 20
 _LEAST_VOCABULARY = 257
+_STEM_LENGTH = 40
 _MARK = "shape.json"
 """Written last: what the files beside it were made of."""
 
@@ -27,7 +30,7 @@ class ConfigShape:
     """A model that a configuration describes.
 
     Attributes:
-        name: of the file, and what tells its content from others of that name.
+        name: of the file, as far as text goes, and what tells its content from others of that name.
         content: of ``config.json``.
         num_layers, vocab_size: of the model.
         total_bytes: of its parameters in bf16.
@@ -82,7 +85,8 @@ def read_config_shape(path: Path) -> ConfigShape:
     """The shape of a ``config.json``.
 
     Raises:
-        CheckpointError: it is none, or transformers makes no language model of it.
+        CheckpointError: it is none, its sizes contradict each other, or transformers makes no
+            language model of it.
         ValueError: its vocabulary is too small for a tokenizer.
         OSError: it cannot be read.
     """
@@ -93,6 +97,8 @@ def read_config_shape(path: Path) -> ConfigShape:
         content = parse_object(raw)
         if "quantization_config" in content:
             raise ValueError("it has quantization_config; leave it out, random weights are bf16")
+    check_config(content, path)
+    with blamed_on(f"{path}: no model can be made of it"):
         with torch.device("meta"):
             model = _model_of(content)
         found = model.config.get_text_config()
@@ -103,9 +109,10 @@ def read_config_shape(path: Path) -> ConfigShape:
             f"and the end of a text, got {vocab_size}"
         )
     text = json.dumps(content, indent=2) + "\n"
+    stem = os.fsencode(path.stem).decode(errors="replace")[:_STEM_LENGTH]
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return ConfigShape(
-        name=f"{path.stem}-{digest}",
+        name=f"{stem}-{digest}",
         content=text,
         num_layers=num_layers,
         vocab_size=vocab_size,
@@ -114,10 +121,16 @@ def read_config_shape(path: Path) -> ConfigShape:
 
 
 def _model_of(content: dict[str, Any]) -> Any:
-    """transformers' model with weights in bf16, drawn as it draws them."""
+    """transformers' model with weights in bf16, drawn as it draws them.
+
+    Raises:
+        ValueError: the family has no language model.
+    """
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     config: Any = CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"transformers has no AutoModelForCausalLM of {config.model_type}")
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model.to(torch.bfloat16)

@@ -147,6 +147,7 @@ def bench_serve(
         )
     from moe_runtime.bench.cases.served_levels import name_of, serve_results
     from moe_runtime.bench.started_server import started_server
+    from moe_runtime.serving.load.client import address_of
     from moe_runtime.serving.load.generator import Level, LoadSettings, measure
     from moe_runtime.serving.load.summary import parse_goodput, summarize
     from moe_runtime.serving.load.workload import parse_lengths
@@ -157,6 +158,7 @@ def bench_serve(
         raise ValueError("--cap holds a server that --start begins; give its command")
     if prompts is not None:
         refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
+    address_of(url)
     clients = _numbers(concurrency or "1", "--concurrency", whole=True)
     rates = [] if rate is None else _numbers(rate, "--rate", whole=False)
     keys = read_keys(api_keys)

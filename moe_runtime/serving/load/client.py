@@ -192,12 +192,7 @@ def connect(url: str, key: str | None) -> httpx2.AsyncClient:
     Raises:
         LoadError: it is no address.
     """
-    try:
-        address = httpx2.URL(url)
-    except httpx2.InvalidURL as error:
-        raise LoadError(f"--url {url}: {error}") from None
-    if address.scheme not in ("http", "https") or not address.host:
-        raise LoadError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
+    address = address_of(url)
     path = address.path.rstrip("/")
     return httpx2.AsyncClient(
         base_url=address.copy_with(path=path if path.endswith("/v1") else f"{path}/v1"),
@@ -206,6 +201,22 @@ def connect(url: str, key: str | None) -> httpx2.AsyncClient:
         # What is measured is this server, by the way that leads there directly.
         trust_env=False,
     )
+
+
+def address_of(url: str) -> httpx2.URL:
+    """The parts of a server's address, which are checked before anything is sent there.
+
+    Raises:
+        LoadError: it is no address.
+    """
+    try:
+        address = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise LoadError(f"--url {url}: {error}") from None
+    is_port = address.port is None or 0 < address.port < 1 << 16
+    if address.scheme not in ("http", "https") or not address.host or not is_port:
+        raise LoadError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
+    return address
 
 
 def is_this_machine(host: str) -> bool:
