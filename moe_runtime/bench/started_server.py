@@ -129,7 +129,7 @@ def _last_line(said: IO[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to all of its processes, and what is left after a while is killed."""
+    """SIGTERM to all of its processes; if it has not ended after a while, they are killed."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, sign)

@@ -105,6 +105,14 @@ def experts_modules_of(model: Any) -> list[DeviceExperts]:
     return [module for module in model.modules() if isinstance(module, DeviceExperts)]
 
 
+def bring_all(model: Any) -> None:
+    """Has every expert of a model in a slot, of which there are as many."""
+    for module in experts_modules_of(model):
+        assert module.store is not None
+        with module.store.lease(module._keys) as lease:
+            assert sum(map(len, lease)) == module.num_experts
+
+
 def settle(model: Any) -> None:
     """Waits until every copy to the device is counted."""
     store = experts_modules_of(model)[0].store

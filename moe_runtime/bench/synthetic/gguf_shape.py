@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from moe_runtime.bench.synthetic.byte_pairs import END_OF_TEXT, TOKENIZER_NAME, write_tokenizer
+from moe_runtime.bench.synthetic.model_shapes import with_layers
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import write_atomically
 
@@ -178,10 +179,7 @@ class GgufShape:
 
 def gguf_shape_of_name(name: str, num_layers: int | None = None) -> GgufShape:
     """A shape of `GGUF_SHAPES`, with another number of layers if wanted; its name says so."""
-    shape = GGUF_SHAPES[name]
-    if num_layers in (None, shape.num_layers):
-        return shape
-    return replace(shape, name=f"{name}-{num_layers}-layers", num_layers=num_layers)
+    return with_layers(GGUF_SHAPES, name, num_layers)
 
 
 def require_gguf() -> None:

@@ -5,10 +5,13 @@ Legend: V vocabulary, D model width, F expert width, E experts, K top-k, L layer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 from moe_runtime.config import require_known
 
+S = TypeVar("S", bound=Any)
 BF16_BYTES = 2
 FP8_BLOCK = 128
 MXFP4_GROUP = 32
@@ -273,7 +276,12 @@ def shape_of_name(name: str, num_layers: int | None = None) -> ModelShape:
         ValueError: there is none of that name.
     """
     require_known("shape", name, tuple(SHAPES))
-    shape = SHAPES[name]
+    return with_layers(SHAPES, name, num_layers)
+
+
+def with_layers(shapes: Mapping[str, S], name: str, num_layers: int | None) -> S:
+    """One of some shapes, with another number of layers if wanted, which its name says then."""
+    shape = shapes[name]
     if num_layers in (None, shape.num_layers):
         return shape
     return replace(shape, name=f"{name}-{num_layers}-layers", num_layers=num_layers)

@@ -18,8 +18,8 @@ class StaticCaches:
     """The caches of one model's calls of `generate`.
 
     A recorded step is good for the memory that it was recorded with. The cache of the last call is
-    used again, if it has room for as many sequences and not for many more tokens than are wanted:
-    then the step is recorded already. Whoever recorded it keeps it alive, nobody else does.
+    used again, if a new one would be as large: then the step is recorded already. Its recording
+    keeps it alive, nobody else does.
     """
 
     def __init__(self) -> None:

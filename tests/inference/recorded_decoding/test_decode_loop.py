@@ -14,13 +14,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from emulated_device import EmulatedDevice, EmulatedEvent
-from emulated_models import emulated, experts_modules_of, load_on_emulated_device
+from emulated_models import bring_all, emulated, experts_modules_of, load_on_emulated_device
 from injection import Site, raise_on
-from moe_families import Family
-from tiny_checkpoints import PROMPT, save, tiny_model
+from tiny_checkpoints import PROMPT
 from transformers import LogitsProcessor, LogitsProcessorList, StaticCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
-from triton_interpreter import repair_interpreter
 from waiting_calls import Asked
 
 import moe_runtime
@@ -29,24 +27,11 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.device import decoding_model
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, RecordedStep
 from moe_runtime.inference.generation import FiniteLogits
-from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")
 NUM_EXPERTS, NEW_TOKENS = 6, 7
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
 THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :3].to(DEVICE)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE == "cpu":
-        repair_interpreter()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
 
 
 @contextmanager
@@ -57,10 +42,8 @@ def loaded(checkpoint: Path, slots: int = NUM_EXPERTS) -> Iterator[Any]:
     else:
         model = moe_runtime.load(checkpoint, device="cuda", max_tokens=64)
     with model.moe:
-        store: Any = experts_modules_of(model)[0].store
-        for layer in range(2 if slots == NUM_EXPERTS else 0):
-            with store.lease([ExpertKey(layer, e) for e in range(NUM_EXPERTS)]) as lease:
-                assert sum(map(len, lease)) == NUM_EXPERTS
+        if slots == NUM_EXPERTS:
+            bring_all(model)
         yield model
 
 

@@ -13,31 +13,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from emulated_models import emulated, experts_modules_of, load_on_emulated_device
+from emulated_models import bring_all, emulated, experts_modules_of, load_on_emulated_device
 from moe_families import Family
-from tiny_checkpoints import PROMPT, save, tiny_model
+from tiny_checkpoints import PROMPT, tiny_model
 from transformers import LogitsProcessor, StaticCache, StoppingCriteria
-from triton_interpreter import repair_interpreter
 
 from moe_runtime.inference.device.static_caches import StaticCaches
 from moe_runtime.inference.device.structure import Structure
-from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")
 NUM_EXPERTS, NEW_TOKENS = 6, 5
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
 PROMPTS = [PROMPT.roll(shift, 1)[:, :length] for shift, length in ((0, 4), (1, 6), (2, 3))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if not torch.cuda.is_available():
-        repair_interpreter()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
 
 
 @contextmanager
@@ -46,10 +33,8 @@ def loaded(checkpoint: Path, slots: int = NUM_EXPERTS) -> Iterator[Any]:
     model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
     model.generation_config.eos_token_id = None
     with model.moe:
-        for layer in range(2 if slots == NUM_EXPERTS else 0):
-            keys = [ExpertKey(layer, expert) for expert in range(NUM_EXPERTS)]
-            with experts_modules_of(model)[0].store.lease(keys) as lease:
-                assert sum(map(len, lease)) == NUM_EXPERTS
+        if slots == NUM_EXPERTS:
+            bring_all(model)
         yield model
 
 

@@ -15,34 +15,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from emulated_models import emulated, experts_modules_of, load_on_emulated_device
-from moe_families import Family
-from tiny_checkpoints import PROMPT, save, tiny_model
+from emulated_models import bring_all, emulated, load_on_emulated_device
+from tiny_checkpoints import PROMPT
 from transformers.generation.streamers import BaseStreamer
-from triton_interpreter import repair_interpreter
 
 from moe_runtime.inference.device.decode_graphs import RecordedStep
 from moe_runtime.inference.device.decode_loop import _TokenSelection
 from moe_runtime.inference.device.static_caches import StaticCaches
 from moe_runtime.memory.changes import Changes
-from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")
 NUM_EXPERTS = 6
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
 SETTINGS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 SLOTS = pytest.mark.parametrize("slots", [2, NUM_EXPERTS])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if not torch.cuda.is_available():
-        repair_interpreter()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
 
 
 @contextmanager
@@ -52,10 +37,8 @@ def loaded(checkpoint: Path, slots: int, *, is_recorded: bool = True) -> Iterato
     if not is_recorded:
         model.forward = model.forward.__wrapped__
     with model.moe:
-        store: Any = experts_modules_of(model)[0].store
-        for layer in range(2 if slots == NUM_EXPERTS else 0):
-            with store.lease([ExpertKey(layer, e) for e in range(NUM_EXPERTS)]) as lease:
-                assert sum(map(len, lease)) == NUM_EXPERTS
+        if slots == NUM_EXPERTS:
+            bring_all(model)
         yield model
         model.moe.check()
 

@@ -13,11 +13,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from emulated_models import emulated, experts_modules_of, load_on_emulated_device
+from emulated_models import bring_all, emulated, experts_modules_of, load_on_emulated_device
 from moe_families import Family
 from tiny_checkpoints import PROMPT, save, tiny_model
 from transformers import DynamicCache, GenerationConfig, StaticCache
-from triton_interpreter import repair_interpreter
 
 import moe_runtime
 from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
@@ -29,18 +28,6 @@ pytest.importorskip("triton")
 NUM_EXPERTS, NEW_TOKENS = 6, 4
 THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :2]
 ONE = THREE[:1]
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if not torch.cuda.is_available():
-        repair_interpreter()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
 
 
 @contextmanager
@@ -120,9 +107,7 @@ def test_a_step_whose_experts_are_all_there_is_one_graph_until_one_leaves(checkp
     for is_recorded in (True, False):
         with loaded(checkpoint, NUM_EXPERTS) as model:
             store: Any = experts_modules_of(model)[0].store
-            for layer in range(2):
-                with store.lease([ExpertKey(layer, e) for e in range(NUM_EXPERTS)]) as lease:
-                    assert sum(map(len, lease)) == NUM_EXPERTS
+            bring_all(model)
             if not is_recorded:
                 without_graphs(model)
             request = Decoding(model)
