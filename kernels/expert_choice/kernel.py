@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_runtime.kernels.expert_choice.reference import LEAST_SUM, ChoiceForm
-from moe_runtime.kernels.triton_support import PreparedLaunch, power_of_2
+from moe_runtime.kernels.triton_support import PreparedLaunch, dependent_launch, power_of_2
 
 _MOST_PREPARED = 256
 """Layers of other sizes, times numbers of tokens."""
@@ -26,8 +26,12 @@ def choose_experts_fwd(
     num_experts, factor, least_sum, stride_logits,
     SCORES: tl.constexpr, NORMALISES: tl.constexpr, HAS_BIAS: tl.constexpr,
     NUM_CHOICES: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The ids of the largest values in their order, and what they weigh."""
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
     token = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_E)
     mask = offs < num_experts
@@ -78,6 +82,7 @@ def _prepare(
     form: ChoiceForm,
     stride: int,
     has_bias: bool,
+    device: torch.device,
 ) -> PreparedLaunch:
     return PreparedLaunch(
         choose_experts_fwd, (num_tokens,),
@@ -85,7 +90,7 @@ def _prepare(
         least_sum=LEAST_SUM if form.scores == "sigmoid" else 0.0, stride_logits=stride,
         SCORES=form.scores, NORMALISES=form.normalises, HAS_BIAS=has_bias,
         NUM_CHOICES=num_choices, BLOCK_E=power_of_2(num_experts), BLOCK_K=power_of_2(num_choices),
-        num_warps=1,
+        num_warps=1, **dependent_launch(device),
     )  # fmt: skip
 
 
@@ -103,7 +108,9 @@ def launch_choose_experts(
     weights_TK = logits_TE.new_empty((num_tokens, num_choices), dtype=dtype)
     if num_tokens:
         stride, has_bias = logits_TE.stride(0), bias_E is not None
-        prepared = _prepare(num_tokens, num_experts, num_choices, form, stride, has_bias)
+        prepared = _prepare(
+            num_tokens, num_experts, num_choices, form, stride, has_bias, logits_TE.device
+        )
         prepared(
             logits_ptr=logits_TE,
             bias_ptr=logits_TE if bias_E is None else bias_E.contiguous(),

@@ -64,6 +64,8 @@ def decode_up(
     With FORMAT, weights are codes, addressed in bytes, and have scales and zero points.
     """
     if IS_CHAINED:
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
+        # not before: `decode_down` reads ids without a wait
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
     slot, leads, choice_T = _users(
         ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C

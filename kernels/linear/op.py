@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,19 +20,19 @@ from moe_runtime.kernels.native import (
     needs_torch,
     require_native,
 )
+from moe_runtime.kernels.operands import check_choice
 
-LinearImpl = Literal["auto", "native", "reference", "torch"]
-IMPLS: tuple[LinearImpl, ...] = ("auto", "native", "reference", "torch")
+LinearImpl = Literal["auto", "native", "reference", "torch", "triton"]
+IMPLS: tuple[LinearImpl, ...] = get_args(LinearImpl)
 
 UNLIMITED = sys.maxsize
 ROWS_PER_CALL = 512
 """Rows that one call of the C kernel packs; more are handed over in portions of as many."""
 
-# Rows up to which `auto` takes the native kernel; measured with two threads
-# on Zen 4 (which has the bf16 instruction) and Cascade Lake (which has not). Without it torch
-# multiplies bf16 and fp16 at a third of the kernel's speed or less, whatever the number of rows;
-# with it, and in fp32, the two are equal at many rows. Where torch has only AVX2 or no vectors it
-# was never measured: there the limits err on torch's side.
+# Rows up to which `auto` takes the native kernel; measured with two threads on Zen 4 (which has the
+# bf16 instruction) and Cascade Lake (which has not). Without it torch multiplies bf16 and fp16 at a
+# third of the kernel's speed or less; with it, and in fp32, the two are equal at many rows. Where
+# torch has only AVX2 or no vectors it was never measured: the limits err on torch's side.
 _ROW_LIMITS = {
     "avx512bf16": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: UNLIMITED},
     "avx512": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: UNLIMITED},
@@ -93,22 +93,28 @@ def linear(
         weight: `[N, K]` with unit stride along K and any distance between rows, or along N and any
             distance between columns. Its dtype is that of `x`, or bf16 or fp16 under fp32 `x`.
         bias: `[N]` in the dtype of the weights, or None.
-        impl: `native` is the C kernel (CPU, inference only), `torch` the ordinary product,
-            `reference` the specification. `auto` takes the native kernel where it is faster and
-            able, and torch otherwise, also under autocast; a named implementation never falls back.
+        impl: `native` is the C kernel (CPU), `triton` the one for one row on a GPU, both for
+            inference only; `torch` is the ordinary product, `reference` the specification. `auto`
+            takes a kernel where it is faster and able, and torch otherwise, also under autocast;
+            a named implementation never falls back.
 
     Returns:
         `[..., N]` in the dtype of `x`; torch's, under autocast, in autocast's. The native kernel
         gives the same bits for a row whatever the other rows are and however many threads work.
 
     Raises:
-        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
-        NativeUnavailableError: `impl="native"` and the library was not built.
+        ValueError: Shapes do not fit, `impl` is unknown, or the kernel cannot take the input.
+        NativeUnavailableError, TritonUnavailableError: What `impl` names is not installed.
     """
     if impl == "auto":
-        library = native_library()
+        library = None if x.is_cuda else native_library()
         if library is not None and takes_native(library, x, weight, bias):
             return _linear_native(library, x, weight, bias)
+        if x.is_cuda:
+            from moe_runtime.kernels.linear.gpu import linears_of_a_row
+
+            if (found := linears_of_a_row(x, (weight, bias))) is not None:
+                return found[0]
         return _linear_torch(x, weight, bias)
     _validate(x, weight, bias)
     if impl == "native":
@@ -117,13 +123,16 @@ def linear(
         if problem:
             raise ValueError(f"impl='native' cannot compute this: {problem}")
         return _linear_native(library, x, weight, bias)
-    if impl == "torch":
-        return _linear_torch(x, weight, bias)
+    if impl == "triton":
+        from moe_runtime.kernels.linear.gpu import linear_row
+
+        return linear_row(x, weight, bias)
     if impl == "reference":
         from moe_runtime.kernels.linear.reference import linear_reference
 
         return linear_reference(x, weight, bias)
-    raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    check_choice(impl, IMPLS)
+    return _linear_torch(x, weight, bias)
 
 
 def _validate(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -160,10 +169,8 @@ def takes_native(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor
     is_torchs = torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
     if is_torchs or native_problem(x, weight, bias):
         return False
-    x_shape, weight_shape = x.shape, weight.shape
-    if len(weight_shape) != 2 or not x_shape or x_shape[-1] != weight_shape[1]:
-        return False
-    if bias is not None and bias.shape != weight_shape[:1]:
+    x_shape, (dim_out, *dims_in) = x.shape, weight.shape
+    if x_shape[-1:] != (*dims_in,) or (bias is not None and bias.shape != (dim_out,)):
         return False
     return 0 < x_shape.numel() // max(x_shape[-1], 1) <= native_row_limit(library, weight.dtype)
 
@@ -174,10 +181,13 @@ def lies_by_rows(weight: Tensor) -> bool:
 
 
 def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    is_autocast = torch.is_autocast_enabled(x.device.type)
-    if x.dtype != weight.dtype and not is_autocast:
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    as_it_is = is_autocast or torch.compiler.is_compiling() or weight.ndim != 2
+    as_it_is = (
+        torch.is_autocast_enabled(x.device.type)
+        or torch.compiler.is_compiling()
+        or weight.ndim != 2
+    )
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if as_it_is or wants_gradient or not keeps_code(x):
         return F.linear(x, weight, bias)
@@ -236,33 +246,18 @@ def _linear_native(
     if x_RK.stride(1) != 1 and dim_in > 1:
         x_RK = x_RK.contiguous()
     out_RN = x.new_empty((len(x_RK), dim_out))
-    _run(library, x_RK, weight, bias, out_RN)
+    linear_into(library, x_RK, weight, bias, out_RN)
     return out_RN if x.ndim == 2 else out_RN.view(*x.shape[:-1], dim_out)
 
 
-def linear_into(x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_RN: Tensor) -> None:
-    """`linear` by the native kernel, into memory that is there. Nothing is checked.
-
-    Args:
-        x_RK: As in `linear`, with unit stride along K.
-        weight_NK: As in `linear`.
-        bias_N: As in `linear`.
-        out_RN: ``[R, N]`` in the dtype of `x`, with unit stride along N.
-
-    Raises:
-        NativeUnavailableError: The library was not built.
-    """
-    _run(require_native(), x_RK, weight_NK, bias_N, out_RN)
-
-
-def _run(
+def linear_into(
     library: NativeLibrary, x_RK: Tensor, weight: Tensor, bias: Tensor | None, out_RN: Tensor
 ) -> None:
+    """`linear` by the native kernel into `[R, N]` with unit stride along N. Nothing is checked."""
     dim_out, dim_in = weight.shape
     by_rows = lies_by_rows(weight)
     kernel, stride = library.linear if by_rows else library.linear_transposed, int(not by_rows)
-    if bias is not None:
-        bias = bias.contiguous()
+    bias = None if bias is None else bias.contiguous()
     x_bytes, out_bytes = (rows.stride(0) * rows.element_size() for rows in (x_RK, out_RN))
     for first in range(0, x_RK.shape[0], ROWS_PER_CALL):
         num_rows = min(ROWS_PER_CALL, x_RK.shape[0] - first)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_runtime.kernels.rms_norm.reference import NormForm
-from moe_runtime.kernels.triton_support import launch, power_of_2
+from moe_runtime.kernels.triton_support import dependent_launch, launch, power_of_2
 
 
 @triton.jit
@@ -25,12 +25,15 @@ def scaled_row(x, weight, scale, FORM: tl.constexpr):
 @triton.jit
 def rms_norm_fwd(
     x_ptr, weight_ptr, out_ptr, dim, eps,
-    stride_x, BLOCK_D: tl.constexpr, FORM: tl.constexpr,
+    stride_x, BLOCK_D: tl.constexpr, FORM: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`out[r] = weight * round(x[r] / sqrt(mean(x[r] ** 2) + eps))`, or rounded once; in fp32."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_D)
     mask = offs < dim
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
     x = tl.load(x_ptr + row * stride_x + offs, mask=mask, other=0.0)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, axis=0) / dim + eps)
@@ -49,6 +52,6 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Te
         rms_norm_fwd, (len(rows_RD),),
         x_ptr=rows_RD, weight_ptr=weight, out_ptr=out, dim=dim, eps=float(eps),
         stride_x=rows_RD.stride(0), BLOCK_D=block_d, FORM=form,
-        num_warps=min(16, max(1, block_d // 512)),
+        num_warps=min(16, max(1, block_d // 512)), **dependent_launch(x.device),
     )  # fmt: skip
     return out

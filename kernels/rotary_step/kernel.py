@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_runtime.kernels.rms_norm.kernel import scaled_row
 from moe_runtime.kernels.rotary_step.reference import RowNorm
-from moe_runtime.kernels.triton_support import PreparedLaunch, power_of_2
+from moe_runtime.kernels.triton_support import PreparedLaunch, dependent_launch, power_of_2
 
 _MOST_PREPARED = 512
 """Layers of other sizes, times numbers of sequences, times lengths of caches."""
@@ -62,10 +63,13 @@ def rotary_step_fwd(
     query_eps, key_eps, stride_angles,
     QUERY_FORM: tl.constexpr, KEY_FORM: tl.constexpr,
     IS_QUERY_WHOLE: tl.constexpr, IS_KEY_WHOLE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Heads of queries go to `out`, those of keys and values to their place in the cache."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
     place = tl.load(place_ptr)
     is_there = (place >= 0) & (place < num_places)
     cos_ptr += sequence * stride_angles
@@ -108,6 +112,7 @@ def _prepare(
     num_turned: int,
     stride_angles: int,
     norms: tuple[tuple[str, float, bool], tuple[str, float, bool]],
+    device: torch.device,
 ) -> PreparedLaunch:
     num_sequences, num_key_heads, num_places, dim = cache_shape
     (query_form, query_eps, is_query_whole), (key_form, key_eps, is_key_whole) = norms
@@ -121,7 +126,7 @@ def _prepare(
         BLOCK_D=power_of_2(dim), BLOCK_V=power_of_2(value_dim), BLOCK_N=_BLOCK_N,
         num_warps=4 if is_query_whole or is_key_whole else 1,
         # each operation is rounded by itself, in fp32 too
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, **dependent_launch(device),
     )  # fmt: skip
 
 
@@ -146,6 +151,7 @@ def launch_rotary_step(
     prepared = _prepare(
         num_heads, (*keys_BGSD.shape,), values_BGSV.shape[-1], max(num_angles, 1), num_turned,
         num_angles if len(cos_AR) > 1 else 0, (_numbers(query_norm, dim), _numbers(key_norm, dim)),
+        query_BN.device,
     )  # fmt: skip
     prepared(
         query_ptr=query_BN, key_ptr=key_BN, value_ptr=value_BN, cos_ptr=cos_AR, sin_ptr=sin_AR,

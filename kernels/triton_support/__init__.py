@@ -7,6 +7,7 @@ from moe_runtime.kernels.triton_support.choice import (
     require_triton,
     resolve_impl,
 )
+from moe_runtime.kernels.triton_support.dependent_launch import dependent_launch
 from moe_runtime.kernels.triton_support.launch import PreparedLaunch, cdiv, launch, power_of_2
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "PreparedLaunch",
     "cdiv",
     "check_triton_dtype",
+    "dependent_launch",
     "is_interpreted",
     "launch",
     "power_of_2",

@@ -34,7 +34,7 @@ EXPECTED = {
     ),
     *("decode_up", "decode_down", "decode_combine"),
     *("block_sparse_sdd", "block_sparse_dsd"),
-    *("choose_experts_fwd", "rotary_step_fwd", "rms_norm_fwd"),
+    *("choose_experts_fwd", "linear_row_fwd", "rotary_step_fwd", "rms_norm_fwd"),
 }
 
 pytestmark = pytest.mark.skipif(

@@ -83,6 +83,7 @@ class NativeProducts(Products):
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
         """Products of experts of `dtype`."""
+        self._library = library
         self._widens = is_faster_widened(library, dtype)
         few = _FEW_ROWS if dtype == torch.float32 else _FEW_ROWS_HALF
         if dtype == torch.float32 and library.cpu_is_amd and library.isa.startswith("avx512"):
@@ -98,7 +99,7 @@ class NativeProducts(Products):
 
     def forward(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
         if self._is_for_kernel(len(x_nK), weight_NK):
-            linear_into(x_nK, weight_NK, bias, out_nN)
+            linear_into(self._library, x_nK, weight_NK, bias, out_nN)
         elif not self._widens:
             super().forward(x_nK, weight_NK, bias, out_nN)
         else:
@@ -108,7 +109,7 @@ class NativeProducts(Products):
 
     def backward(self, grad_nN: Tensor, weight_NK: Tensor, out_nK: Tensor) -> None:
         if self._is_for_kernel(len(grad_nN), weight_NK.T):
-            linear_into(grad_nN, weight_NK.T, None, out_nK)
+            linear_into(self._library, grad_nN, weight_NK.T, None, out_nK)
             return
         if not self._widens:
             super().backward(grad_nN, weight_NK, out_nK)

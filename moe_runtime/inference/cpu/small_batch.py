@@ -1,4 +1,4 @@
-"""Dense layers of a model on the CPU that are fast in steps of few tokens.
+"""Dense layers of a model that are fast in steps of few tokens, on a CPU and on a GPU.
 
 Such a step is bound by how fast weights are read and by the number of small operations. Linear
 layers read their weights by our kernel; normalisations become one operation instead of six.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 
@@ -25,7 +25,7 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
     known_norms: dict[tuple[Any, ...], NormForm | None] = {}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is torch.nn.Linear and type(child.weight) is torch.nn.Parameter:
+            if is_plain_linear(child):
                 setattr(module, name, SmallBatchLinear(child))
             elif type(child) is torch.nn.Conv1d:
                 from moe_runtime.inference.cpu.depthwise import use_shifted_products
@@ -37,6 +37,11 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
                 child.weight = _SmallBatchWeight.of(cast(torch.nn.Parameter, child.weight))
             elif (norm := as_rms_norm(child, known_norms)) is not None:
                 setattr(module, name, norm)
+
+
+def is_plain_linear(module: Any) -> TypeGuard[torch.nn.Linear]:
+    """Whether a module is torch's linear layer with a weight of torch's."""
+    return type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter
 
 
 def is_observed(*parts: torch.nn.Module) -> bool:
@@ -56,7 +61,7 @@ def is_observed(*parts: torch.nn.Module) -> bool:
 
 
 class SmallBatchLinear(torch.nn.Linear):
-    """A linear layer that reads its weight at the speed of memory when there are few rows.
+    """A linear layer that reads its weight at the speed of memory for few rows; on a GPU for one.
 
     Shares the parameters of the layer that it replaces, under the same names.
     """
@@ -75,7 +80,7 @@ class SmallBatchLinear(torch.nn.Linear):
             return super().forward(input)  # parametrized or pruned: computed for every call
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
-        y = self._prepared(input, weight, bias)
+        y = None if input.is_cuda else self._prepared(input, weight, bias)
         return linear(input, weight, bias) if y is None else y
 
 

@@ -16,7 +16,11 @@ from moe_runtime.checkpoints.transformers_private import (
     cache_name,
     cache_of,
 )
-from moe_runtime.inference.cpu.small_batch import as_rms_norm
+from moe_runtime.inference.cpu.small_batch import (
+    SmallBatchLinear,
+    as_rms_norm,
+    is_plain_linear,
+)
 from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs
 from moe_runtime.inference.device.decode_loop import decode_ahead
@@ -67,19 +71,20 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
 
 
 def fuse_steps(model: PreTrainedModel) -> None:
-    """Makes one kernel each of what lies between the products of a decode step."""
-    _fuse_norms(model)
+    """Makes one kernel each of the products of one token, and of what lies between them."""
+    _fuse_layers(model)
     fuse_routers(model)
     fuse_device_attention(model)
 
 
-def _fuse_norms(model: torch.nn.Module) -> None:
-    """Makes normalisations one kernel each, where they compute just what that does."""
+def _fuse_layers(model: torch.nn.Module) -> None:
+    """Replaces linear layers, and normalisations that compute just what our kernel does."""
     known: dict[tuple[Any, ...], NormForm | None] = {}
     for module in [*model.modules()]:
         for name, child in [*module.named_children()]:
-            norm = as_rms_norm(child, known)
-            if norm is not None:
+            if is_plain_linear(child):
+                setattr(module, name, SmallBatchLinear(child))
+            elif (norm := as_rms_norm(child, known)) is not None:
                 setattr(module, name, norm)
 
 

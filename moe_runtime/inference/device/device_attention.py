@@ -22,6 +22,7 @@ from moe_runtime.inference.cpu.attention import CHANGING_OPTIONS
 from moe_runtime.inference.cpu.fused_attention import FusedAttention, has_usual_parts, same_bits
 from moe_runtime.inference.cpu.stand_ins import Asked, call_on_stand_ins
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
+from moe_runtime.kernels.linear.gpu import linears_of_a_row
 from moe_runtime.kernels.rms_norm import FORMS, rms_norm_reference
 from moe_runtime.kernels.rotary_step import RowNorm, rotary_step
 from moe_runtime.kernels.triton_support import is_interpreted
@@ -150,9 +151,7 @@ class DeviceAttention(FusedAttention):
         *,
         is_sample: bool = False,
     ) -> torch.Tensor:
-        query, key, value = (
-            getattr(module, name)(hidden).flatten(1) for name in parts.PROJECTIONS[:3]
-        )
+        query, key, value = _project(module, hidden, is_sample=is_sample)
         query = rotary_step(
             (query, key, value),
             (angles[0].flatten(1), angles[1].flatten(1)),
@@ -217,6 +216,16 @@ class DeviceAttention(FusedAttention):
         ours = self._compute(sample, norms, hidden, angles, mask, layers[1], is_sample=True)
         pairs = ((getattr(layer, name) for layer in layers) for name in ("keys", "values"))
         return same_bits(own, ours) and all(same_bits(*pair) for pair in pairs)
+
+
+def _project(module: Any, hidden: torch.Tensor, *, is_sample: bool) -> list[torch.Tensor]:
+    """Queries, keys and values ``[B, N]``; of one token of one sequence in one launch."""
+    layers = [module._modules[name] for name in parts.PROJECTIONS[:3]]
+    weights = [] if is_sample else [(layer.weight, layer.bias) for layer in layers]
+    found = linears_of_a_row(hidden, *weights) if weights else None
+    if found is None:
+        found = [layer(hidden) for layer in layers]
+    return [part.flatten(1) for part in found]
 
 
 def _static_layer(cache: Any, index: int) -> Any:

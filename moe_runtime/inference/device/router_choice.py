@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.functional import linear
 
 from moe_runtime.inference.cpu.small_batch import is_router
 from moe_runtime.kernels.expert_choice import (
@@ -25,6 +24,7 @@ from moe_runtime.kernels.expert_choice import (
 )
 from moe_runtime.kernels.expert_choice.op import MOST_CHOICES, MOST_EXPERTS, ChoiceImpl
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
+from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.triton_support import is_interpreted
 
 _SAMPLES = 64
@@ -32,15 +32,22 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
-def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear(x, weight, bias).float()
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def _wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear(x.float(), weight.float(), None if bias is None else bias.float())
+def _narrow(multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return multiply(x, weight, bias)
 
 
-_PRODUCTS: tuple[Callable[..., Tensor], ...] = (linear, _widened, _wide)
+def _widened(multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return multiply(x, weight, bias).float()
+
+
+def _wide(multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return multiply(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+_PRODUCTS = _narrow, _widened, _wide
 """What logits may be: in the type of the model, widened, or products of wide numbers."""
 
 
@@ -48,7 +55,7 @@ class RouterForm(NamedTuple):
     """What a router computes.
 
     Attributes:
-        product: logits of rows, a weight and a bias.
+        product: logits by a function that multiplies, of rows, a weight and a bias.
         choice: of experts, by the logits.
         num_choices: of each row.
         keeps_dtype: whether weights have the type of the rows; else they are fp32.
@@ -146,7 +153,8 @@ def _compute(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the router does; what is neither its weight nor its bias is added for the choice alone."""
     rows_TD = hidden.reshape(-1, hidden.shape[-1])
-    logits_TE = form.product(rows_TD, tensors["weight"], tensors.get("bias"))
+    multiply: Product = torch.nn.functional.linear if impl == "reference" else linear
+    logits_TE = form.product(multiply, rows_TD, tensors["weight"], tensors.get("bias"))
     more = [each for name, each in tensors.items() if name not in ("weight", "bias")]
     ids_TK, weights_TK = choose_experts(
         logits_TE, form.num_choices, form.choice, bias_E=more[0] if more else None,
@@ -196,7 +204,8 @@ def _likeness(router: Any, rows_TD: Tensor, settings: dict[str, Any]) -> dict[Ro
     takes_more = _takes_batches(router, rows_TD, outputs)
     found: dict[RouterForm, float] = {}
     for product, keeps_dtype in itertools.product(_PRODUCTS, (True, False)):
-        logits = product(rows_TD, tensors["weight"], tensors.get("bias"))
+        rows = rows_TD, tensors["weight"], tensors.get("bias")
+        logits = product(torch.nn.functional.linear, *rows)
         dtype = rows_TD.dtype if keeps_dtype else torch.float32
         if weights_TK.dtype != dtype or not _same(logits, logits_TE):
             continue

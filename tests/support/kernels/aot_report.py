@@ -302,7 +302,8 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[Calls]:
     stays = TILES_16_BIT["gated"][-1][1].fitted(torch.bfloat16.itemsize, device)
     many = replace(stays, is_persistent=False)
     yield [("small kernels", small_kernels)]
-    yield [("between products", between_products)]
+    is_chained = target in ("sm_90", "sm_100")
+    yield [("between products", partial(between_products, is_chained=is_chained))]
     yield [
         (f"{model} {dtype} few tokens", partial(few_tokens, model, dtype, device))
         for model, dtype in [

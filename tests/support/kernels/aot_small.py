@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
+import moe_runtime.kernels.expert_choice.kernel as choice_kernel
+import moe_runtime.kernels.linear.kernel as linear_kernel
+import moe_runtime.kernels.rms_norm.kernel as norm_kernel
+import moe_runtime.kernels.rotary_step.kernel as rotary_kernel
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.expert_choice import ChoiceForm
-from moe_runtime.kernels.expert_choice.kernel import launch_choose_experts
 from moe_runtime.kernels.grouped_gemm.backward import bias_grad
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.rms_norm.gpu import MOST_COLUMNS
-from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
 from moe_runtime.kernels.rotary_step import RowNorm
-from moe_runtime.kernels.rotary_step.kernel import launch_rotary_step
 from moe_runtime.kernels.token_sort.kernel import token_sort_triton
 
 
@@ -35,14 +39,28 @@ def small_kernels() -> None:
     bias_grad(y, groups, out_SN=meta(128, 2048))
 
 
-def between_products() -> None:
-    """Those of Qwen3-30B-A3B, and the widest."""
-    launch_rms_norm(meta(8, 1, 2048), meta(2048), 1e-6, "rounded")
-    launch_rms_norm(meta(8, 1, MOST_COLUMNS), meta(MOST_COLUMNS), 1e-6, "wide")
+def between_products(*, is_chained: bool) -> None:
+    """Those of Qwen3-30B-A3B, and the widest; launched before the one before them has ended."""
+    chain = {"IS_CHAINED": is_chained}
+    with contextlib.ExitStack() as patches:
+        for module in (choice_kernel, linear_kernel, norm_kernel, rotary_kernel):
+            patches.enter_context(patch.object(module, "dependent_launch", lambda _: chain))
+        _between_products()
+
+
+def _between_products() -> None:
+    norm_kernel.launch_rms_norm(meta(8, 1, 2048), meta(2048), 1e-6, "rounded")
+    linear_kernel.launch_linear_row(
+        meta(1, 2048), [(meta(n, 2048), None) for n in (4096, 512, 512)]
+    )
+    linear_kernel.launch_linear_row(meta(1, 2880), [(meta(201, 2880), meta(201))])
+    norm_kernel.launch_rms_norm(meta(8, 1, MOST_COLUMNS), meta(MOST_COLUMNS), 1e-6, "wide")
     form = ChoiceForm("softmax", normalises=True)
-    launch_choose_experts(meta(8, 128), 8, form, None, torch.bfloat16)
+    choice_kernel.launch_choose_experts(meta(8, 128), 8, form, None, torch.bfloat16)
     bias, form = meta(512, dtype=torch.float32), ChoiceForm("sigmoid", True, 2.5)
-    launch_choose_experts(meta(8, 512, dtype=torch.float32), 16, form, bias, torch.float32)
+    choice_kernel.launch_choose_experts(
+        meta(8, 512, dtype=torch.float32), 16, form, bias, torch.float32
+    )
     for dtype, heads, key_heads, dim, is_whole in (
         (torch.bfloat16, 32, 4, 128, False),
         (torch.float32, 48, 8, 256, True),
@@ -51,7 +69,7 @@ def between_products() -> None:
         widths = (heads * dim, key_heads * dim) if is_whole else (dim, dim)
         query_norm, key_norm = (RowNorm(meta(width, dtype=dtype), 1e-6) for width in widths)
         angles, cache = meta(8, dim, dtype=dtype), meta(8, key_heads, 4096, dim, dtype=dtype)
-        launch_rotary_step(
+        rotary_kernel.launch_rotary_step(
             (query, key, key), (angles, angles), (cache, cache), meta(dtype=torch.int64),
             (query_norm, key_norm), dim,
         )  # fmt: skip

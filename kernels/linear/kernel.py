@@ -1,0 +1,129 @@
+"""The Triton kernel of `linear` for one row: a program a few columns of the output.
+
+Reading weights is all that it does, so no matrix unit is needed, and every thread has loads of
+their own on the way. Up to three layers that take the same row are one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_runtime.kernels.linear.gpu import Layer
+from moe_runtime.kernels.triton_support import (
+    PreparedLaunch,
+    cdiv,
+    dependent_launch,
+    power_of_2,
+)
+
+MOST_LAYERS = 3
+_BLOCK_N = 2
+_BLOCK_K = 2048
+_NUM_WARPS = 4
+_MOST_PREPARED = 256
+"""Layers of other sizes."""
+
+
+@triton.jit
+def linear_row_fwd(
+    x_ptr, weight0_ptr, weight1_ptr, weight2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, out_ptr,
+    dim_k, end0, end1, end2, stride0, stride1, stride2,
+    NUM_LAYERS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """`out[n] = x @ weight[n] + bias[n]`, n over the columns of one layer after the other.
+
+    Blocks divide the columns of each layer, unless there is one. IS_WHOLE: And K.
+    """
+    first_n = tl.program_id(0) * BLOCK_N
+    weight_ptr, bias_ptr, stride, begin = weight0_ptr, bias0_ptr, stride0, 0
+    if NUM_LAYERS > 1:
+        begin = tl.where(first_n < end0, 0, tl.where(first_n < end1, end0, end1))
+        stride = tl.where(first_n < end0, stride0, tl.where(first_n < end1, stride1, stride2))
+        if first_n >= end1:
+            weight_ptr, bias_ptr = weight2_ptr, bias2_ptr
+        elif first_n >= end0:
+            weight_ptr, bias_ptr = weight1_ptr, bias1_ptr
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    weight_ptrs = weight_ptr + (offs_n - begin).to(tl.int64)[:, None] * stride + offs_k[None, :]
+    mask_n, mask_k = offs_n < end2, offs_k < dim_k
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
+    if IS_WHOLE:
+        weight = tl.load(weight_ptrs)
+    else:
+        weight = tl.load(weight_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
+    x = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0)
+    products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
+    for first_k in range(BLOCK_K, dim_k, BLOCK_K):
+        mask_k = first_k + offs_k < dim_k
+        if IS_WHOLE:
+            weight = tl.load(weight_ptrs + first_k)
+        else:
+            mask = mask_n[:, None] & mask_k[None, :]
+            weight = tl.load(weight_ptrs + first_k, mask=mask, other=0.0)
+        x = tl.load(x_ptr + first_k + offs_k, mask=mask_k, other=0.0)
+        products += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+    sums = tl.sum(products, axis=1)
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + (offs_n - begin), mask=mask_n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offs_n, sums, mask=mask_n)
+
+
+@lru_cache(maxsize=_MOST_PREPARED)
+def _prepare(
+    dim_k: int,
+    widths: tuple[int, ...],
+    strides: tuple[int, ...],
+    has_bias: bool,
+    device: torch.device,
+) -> PreparedLaunch:
+    ends = [sum(widths[: place + 1]) for place in range(len(widths))]
+    ends += ends[-1:] * (MOST_LAYERS - len(ends))
+    strides = (*strides, *strides[-1:] * (MOST_LAYERS - len(strides)))
+    block_k = min(_BLOCK_K, power_of_2(dim_k))
+    return PreparedLaunch(
+        linear_row_fwd, (cdiv(ends[-1], _BLOCK_N),),
+        dim_k=dim_k, end0=ends[0], end1=ends[1], end2=ends[2],
+        stride0=strides[0], stride1=strides[1], stride2=strides[2],
+        NUM_LAYERS=len(widths), HAS_BIAS=has_bias, BLOCK_N=_BLOCK_N, BLOCK_K=block_k,
+        IS_WHOLE=dim_k % block_k == 0 and all(width % _BLOCK_N == 0 for width in widths),
+        num_warps=_NUM_WARPS, **dependent_launch(device),
+    )  # fmt: skip
+
+
+def can_share_a_launch(layers: Sequence[Layer]) -> bool:
+    """Whether these layers, each of which can be computed alone, can be so in one launch."""
+    has_bias = {bias is not None for _, bias in layers}
+    is_even = all(len(weight) % _BLOCK_N == 0 for weight, _ in layers)
+    return len(layers) <= MOST_LAYERS and is_even and len(has_bias) == 1
+
+
+def launch_linear_row(x_1K: Tensor, layers: Sequence[Layer]) -> Tensor:
+    """The outputs of layers for one row, side by side: `[1, N]`, for what `gpu` has looked at."""
+    weights = [weight for weight, _ in layers]
+    prepared = _prepare(
+        x_1K.shape[1],
+        tuple(map(len, weights)),
+        tuple(weight.stride(0) for weight in weights),
+        layers[0][1] is not None,
+        x_1K.device,
+    )
+    out_1N = x_1K.new_empty((1, sum(map(len, weights))))
+    weights += weights[-1:] * (MOST_LAYERS - len(weights))
+    biases = [weight if bias is None else bias for weight, bias in layers]
+    biases += biases[-1:] * (MOST_LAYERS - len(biases))
+    prepared(
+        x_ptr=x_1K, weight0_ptr=weights[0], weight1_ptr=weights[1], weight2_ptr=weights[2],
+        bias0_ptr=biases[0], bias1_ptr=biases[1], bias2_ptr=biases[2], out_ptr=out_1N,
+    )  # fmt: skip
+    return out_1N

@@ -1,0 +1,102 @@
+"""`linear` of one row by the Triton kernel, and several layers of one row in one launch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from linear_bounds import DTYPES, assert_close_to_fp64, random
+from torch import Tensor
+from triton_interpreter import repair_interpreter
+
+from moe_runtime.kernels.linear import linear
+from moe_runtime.kernels.linear.gpu import linears_of_a_row
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> None:
+    if DEVICE == "cpu":
+        repair_interpreter()
+
+
+def layer(
+    generator: torch.Generator, n: int, k: int, dtype: torch.dtype, bias: bool
+) -> list[Tensor | None]:
+    weight = random(generator, n, k, dtype=dtype).to(DEVICE)
+    return [weight, random(generator, n, dtype=dtype).to(DEVICE) if bias else None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_odd_shapes(dtype: torch.dtype, generator: torch.Generator) -> None:
+    for (n, k), bias in itertools.product(
+        ((1, 1), (1, 64), (7, 3), (6, 130), (64, 2048), (5, 2880), (3, 4096)), (False, True)
+    ):
+        x = random(generator, 1, k, dtype=dtype).to(DEVICE)
+        weight, bias_N = layer(generator, n, k, dtype, bias)
+        y = linear(x, weight, bias_N, impl="triton")
+        assert y.dtype == dtype
+        assert_close_to_fp64(y, x, weight, bias_N)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("widths", [(64, 16, 16), (6, 2), (2, 4, 130), (34,)])
+def test_layers_of_one_launch_have_the_bits_of_their_own(
+    widths: tuple[int, ...], bias: bool, generator: torch.Generator
+) -> None:
+    """Weights lie anywhere, with rows at a distance; so does the row that they take."""
+    layers = []
+    for n in widths:
+        weight, bias_N = layer(generator, n, 200, torch.bfloat16, bias)
+        layers.append((weight[:, 8:104], bias_N))
+    x = random(generator, 1, 1, 192, dtype=torch.bfloat16).to(DEVICE)[..., ::2]
+    found = linears_of_a_row(x, *layers)
+    assert found is not None
+    for part, each in zip(found, layers, strict=True):
+        assert part.shape == (1, 1, len(each[0]))
+        assert torch.equal(part, linear(x, *each, impl="triton"))
+
+
+def test_what_one_launch_does_not_take(generator: torch.Generator) -> None:
+    even, odd = (layer(generator, n, 8, torch.float32, True) for n in (4, 5))
+    x = torch.ones(1, 8, device=DEVICE)
+    assert linears_of_a_row(x, even, odd) is None
+    assert linears_of_a_row(x, even, [even[0], None]) is None
+    assert linears_of_a_row(x, even, even, even, even) is None
+    assert linears_of_a_row(torch.ones(2, 8, device=DEVICE), even) is None
+    assert linears_of_a_row(x.half(), even) is None
+    assert linears_of_a_row(x, [even[0].T.contiguous().T, None]) is None
+    assert linears_of_a_row(x, [even[0].clone().requires_grad_(), None]) is None
+    with torch.no_grad():
+        assert linears_of_a_row(x, [even[0].clone().requires_grad_(), None]) is not None
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "named"),
+    [
+        (torch.ones(2, 3), torch.ones(4, 3), "one row"),
+        (torch.ones(1, 3), torch.ones(4, 3, dtype=torch.bfloat16), "the same for all"),
+        (torch.ones(1, 3), torch.ones(3, 4).T, "unit stride"),
+        (torch.ones(1, 3), torch.ones(4, 3, requires_grad=True), "no gradients"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be(x: Tensor, weight: Tensor, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        linear(x.to(DEVICE), weight.to(DEVICE), impl="triton")
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_it_for_one_row(generator: torch.Generator) -> None:
+    weight, bias_N = layer(generator, 40, 96, torch.bfloat16, True)
+    rows = random(generator, 2, 96, dtype=torch.bfloat16).cuda()
+    assert torch.equal(
+        linear(rows[:1], weight, bias_N), linear(rows[:1], weight, bias_N, impl="triton")
+    )
+    assert torch.equal(
+        linear(rows, weight, bias_N), torch.nn.functional.linear(rows, weight, bias_N)
+    )
+    with torch.autocast("cuda", torch.float16):
+        assert linear(rows[:1], weight, bias_N).dtype == torch.float16
