@@ -20,6 +20,11 @@ from moe_runtime.kernels.grouped_gemm.decode_launches import (
     prepare_sums,
     prepare_up,
 )
+from moe_runtime.kernels.grouped_gemm.decode_row import (
+    prepare_down_row,
+    prepare_up_row,
+    takes_row,
+)
 from moe_runtime.kernels.grouped_gemm.forward import precision_of
 from moe_runtime.kernels.grouped_gemm.packed import (
     Weights,
@@ -168,6 +173,14 @@ class DecodeProducts:
         assert hidden is not None
         weight = codes_of(gate_up_SZD)
         bias = weight[:, :, 0] if gate_up_bias_SZ is None else gate_up_bias_SZ
+        dims, has_bias = (hidden.shape[1], x_TD.shape[1]), gate_up_bias_SZ is not None
+        if takes_row(x_TD, gate_up_SZD):
+            row = prepare_up_row(
+                rows[0], self._device, dims, weight.stride(), bias.stride(),
+                has_bias=has_bias, spec=spec, layout=layout,
+            )  # fmt: skip
+            row_D = x_TD.contiguous()
+            return row(x_ptr=row_D, weight_ptr=weight, bias_ptr=bias, hidden_ptr=hidden, **rows[1])
         # Of packed weights up is a tensor of its own, or there is no gate.
         distances = None
         if weight is not gate_up_SZD:
@@ -182,11 +195,11 @@ class DecodeProducts:
             precision_of(x_TD),
             x_TD.dtype,
             x_TD.stride(),
-            (hidden.shape[1], x_TD.shape[1]),
+            dims,
             weight.stride(),
             distances,
             bias.stride(),
-            has_bias=gate_up_bias_SZ is not None,
+            has_bias=has_bias,
             spec=spec,
             layout=layout,
             packed=packed,
@@ -207,6 +220,18 @@ class DecodeProducts:
         num_slots, dim_f = hidden.shape
         weight, dim_d = codes_of(down_SDF), self._dim
         bias = weight[:, :, 0] if down_bias_SD is None else down_bias_SD
+        has_bias = down_bias_SD is not None
+        if takes_row(x_TD, down_SDF) and (self._partial is None or len(self._partial) == 1):
+            row = prepare_down_row(
+                rows[0], self._device, (dim_f, dim_d), weight.stride(), bias.stride(),
+                has_bias=has_bias,
+            )  # fmt: skip
+            if self._partial is None:
+                self._partial = x_TD.new_empty(1, num_slots, dim_d, dtype=torch.float32)
+            return row(
+                hidden_ptr=hidden, weight_ptr=weight, bias_ptr=bias, partial_ptr=self._partial,
+                **rows[1],
+            )  # fmt: skip
         scales, packed = _split(packed_arguments(down_SDF, None, x_TD))
         prepared, num_parts = prepare_down(
             rows[0],
@@ -216,7 +241,7 @@ class DecodeProducts:
             (dim_f, dim_d),
             weight.stride(),
             bias.stride(),
-            has_bias=down_bias_SD is not None,
+            has_bias=has_bias,
             packed=packed,
         )
         if self._partial is None:

@@ -18,7 +18,7 @@ from moe_runtime.kernels.grouped_gemm.packed_kernel import packed_step, row_of_s
 
 
 @triton.jit
-def _users(
+def users(
     ids_ptr, slots_ptr,
     num_tokens, num_experts,
     NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -67,7 +67,7 @@ def decode_up(
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
         # not before: `decode_down` reads ids without a wait
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
-    slot, leads, choice_T = _users(
+    slot, leads, choice_T = users(
         ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C
     )
     if (slot < 0) | (leads == 0):
@@ -145,7 +145,7 @@ def decode_down(
 
     Part p sums `split_k` columns, a multiple of BLOCK_K; the first one adds the bias.
     """
-    slot, leads, choice_T = _users(
+    slot, leads, choice_T = users(
         ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C
     )
     if IS_CHAINED:
@@ -197,33 +197,39 @@ def decode_combine(
     partial_ptr, weights_ptr, ids_ptr, slots_ptr, out_ptr,
     num_experts, num_parts, dim,
     stride_ps, stride_pr, stride_wt, stride_wk, stride_ot,
-    NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr, IS_CHAINED: tl.constexpr,
+    NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, IS_ONE_PART: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`out[t]`: the parts of every choice summed, then the choices by gate weight, in order."""
     if IS_CHAINED:
-        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
     token = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     offs_c = tl.arange(0, BLOCK_C)
     ids_ptrs = ids_ptr + token * NUM_CHOICES
     mask_c = offs_c < NUM_CHOICES
     ids = tl.load(ids_ptrs + offs_c, mask=mask_c, other=-1).to(tl.int64)
+    is_real = mask_c & (ids >= 0) & (ids < num_experts)
+    if HAS_SLOTS:
+        slots = tl.load(slots_ptr + tl.where(is_real, ids, 0), mask=is_real, other=-1)
+        is_real = is_real & (slots >= 0)
+    weights_ptrs = weights_ptr + token * stride_wt + offs_c * stride_wk
+    weights = tl.load(weights_ptrs, mask=is_real, other=0.0).to(tl.float32)
+    # A token that names an expert twice has one row for it, at the first of the two choices.
+    ids_again = tl.load(ids_ptrs + offs_c, mask=mask_c, other=-1).to(tl.int64)
+    is_same = ids[:, None] == ids_again[None, :]
+    rows = tl.min(tl.where(is_same, offs_c[None, :], NUM_CHOICES), axis=1)
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
     acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for c in range(NUM_CHOICES):
-        expert = tl.load(ids_ptrs + c).to(tl.int64)
-        is_real = (expert >= 0) & (expert < num_experts)
-        if HAS_SLOTS:
-            known = tl.where(is_real, expert, 0)
-            is_real = is_real & (tl.load(slots_ptr + known) >= 0)
-        # A token that names an expert twice has one row for it, at the first of the two choices.
-        choice = tl.min(tl.where(mask_c & (ids == expert), offs_c, NUM_CHOICES), axis=0)
-        mask = offs_d < tl.where(is_real, dim, 0)
-        row = tl.zeros([BLOCK_D], dtype=tl.float32)
-        for part in range(num_parts):
-            ptrs = partial_ptr + tl.cast(part, tl.int64) * stride_ps
-            ptrs += (token * NUM_CHOICES + choice) * stride_pr
-            row += tl.load(ptrs + offs_d, mask=mask, other=0.0)
-        weight = tl.load(weights_ptr + token * stride_wt + c * stride_wk).to(tl.float32)
-        acc += tl.where(is_real, weight, 0.0) * row
+    for c in tl.range(NUM_CHOICES, loop_unroll_factor=8):  # type: ignore[attr-defined]
+        is_c = is_real & (offs_c == c)
+        choice = tl.sum(tl.where(is_c, rows, 0), axis=0)
+        mask = offs_d < tl.max(tl.where(is_c, dim, 0), axis=0)
+        ptrs = partial_ptr + (token * NUM_CHOICES + choice) * stride_pr + offs_d
+        row = tl.load(ptrs, mask=mask, other=0.0)
+        if not IS_ONE_PART:
+            for part in range(1, num_parts):
+                row += tl.load(ptrs + tl.cast(part, tl.int64) * stride_ps, mask=mask, other=0.0)
+        acc += tl.sum(tl.where(is_c, weights, 0.0), axis=0) * row
     tl.store(out_ptr + token * stride_ot + offs_d, acc, mask=offs_d < dim)

@@ -39,7 +39,7 @@ _BLOCK_D = 256
 # Summed elements a step with packed weights at most: decoded codes take registers.
 _DEPTH = 128
 # Layers times numbers of tokens.
-_MOST_PREPARED = 2048
+MOST_PREPARED = 2048
 
 Numbers = tuple[tuple[str, Any], ...]
 Strides = tuple[int, ...]
@@ -68,7 +68,7 @@ class DecodeRows(NamedTuple):
         }
 
 
-@lru_cache(maxsize=_MOST_PREPARED)
+@lru_cache(maxsize=MOST_PREPARED)
 def prepare_up(
     rows: DecodeRows,
     device: GpuLimits,
@@ -117,12 +117,12 @@ def prepare_up(
         IS_GATED=layout.has_gate, HAS_BIAS=has_bias, ACTIVATION=spec, PRECISION=precision,
         BLOCK_T=MAX_TOKENS, BLOCK_N=_BLOCK_N, BLOCK_K=block_k,
         EVEN_N=dim_f % _BLOCK_N == 0, EVEN_K=dim_d % block_k == 0,
-        num_warps=_NUM_WARPS, num_stages=num_stages, IS_CHAINED=_is_chained(device),
-        **rows.arguments(), **numbers,
+        num_warps=_NUM_WARPS, num_stages=num_stages,
+        **chain(device), **rows.arguments(), **numbers,
     )  # fmt: skip
 
 
-@lru_cache(maxsize=_MOST_PREPARED)
+@lru_cache(maxsize=MOST_PREPARED)
 def prepare_down(
     rows: DecodeRows,
     device: GpuLimits,
@@ -151,32 +151,28 @@ def prepare_down(
         BLOCK_T=MAX_TOKENS, BLOCK_N=_BLOCK_N, BLOCK_K=block_k,
         EVEN_N=dim_d % _BLOCK_N == 0, EVEN_K=dim_f % block_k == 0,
         num_warps=_NUM_WARPS, num_stages=num_stages,
-        **_chain(device), **rows.arguments(), **numbers,
+        **chain(device), **rows.arguments(), **numbers,
     )  # fmt: skip
     return prepared, num_parts
 
 
-@lru_cache(maxsize=_MOST_PREPARED)
+@lru_cache(maxsize=MOST_PREPARED)
 def prepare_sums(
     rows: DecodeRows, device: GpuLimits, num_parts: int, dim_d: int, stride_weights: Strides
 ) -> PreparedLaunch:
     """The sums of the parts and of the choices."""
     return PreparedLaunch(
         decode_combine, (rows.num_tokens, cdiv(dim_d, _BLOCK_D)),
-        num_parts=num_parts, dim=dim_d, stride_ps=rows.num_slots * dim_d, stride_pr=dim_d,
+        num_parts=num_parts, IS_ONE_PART=num_parts == 1, dim=dim_d,
+        stride_ps=rows.num_slots * dim_d, stride_pr=dim_d,
         stride_wt=stride_weights[0], stride_wk=stride_weights[1], stride_ot=dim_d,
-        BLOCK_D=_BLOCK_D, **_chain(device), **rows.arguments(),
+        BLOCK_D=_BLOCK_D, **chain(device), **rows.arguments(),
     )  # fmt: skip
 
 
-def _is_chained(device: GpuLimits) -> bool:
-    """Whether a kernel can be launched while the one before it runs: on Hopper and later."""
-    return device.has_wide_accumulators and not is_interpreted()
-
-
-def _chain(device: GpuLimits) -> dict[str, bool]:
-    """What a kernel is launched with that follows another one."""
-    is_chained = _is_chained(device)
+def chain(device: GpuLimits) -> dict[str, bool]:
+    """As `dependent_launch`; every kernel of a step is launched so."""
+    is_chained = device.has_wide_accumulators and not is_interpreted()
     return {"IS_CHAINED": is_chained} | ({"launch_pdl": True} if is_chained else {})
 
 

@@ -53,18 +53,13 @@ def linear_row_fwd(
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     weight_ptrs = weight_ptr + (offs_n - begin).to(tl.int64)[:, None] * stride + offs_k[None, :]
-    mask_n, mask_k = offs_n < end2, offs_k < dim_k
+    mask_n = offs_n < end2
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
-    if IS_WHOLE:
-        weight = tl.load(weight_ptrs)
-    else:
-        weight = tl.load(weight_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
-    if IS_CHAINED:
+        # before weights too: the kernel before this one may have made them
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
-    x = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0)
-    products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
-    for first_k in range(BLOCK_K, dim_k, BLOCK_K):
+    products = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for first_k in range(0, dim_k, BLOCK_K):
         mask_k = first_k + offs_k < dim_k
         if IS_WHOLE:
             weight = tl.load(weight_ptrs + first_k)

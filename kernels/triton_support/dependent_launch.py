@@ -1,8 +1,7 @@
 """Programmatic dependent launch: a kernel begins while the one before it on its stream ends.
 
-Such a kernel waits for that one (`gdc_wait`) before it reads what others wrote, or writes, and
-before it ends: who waits for it has waited for all before it. Weights, which no kernel writes, can
-be on their way already.
+Such a kernel waits for that one (`gdc_wait`) before it reads what others may have written, and
+writes: who waits for it has waited for all before it.
 """
 
 from __future__ import annotations

@@ -79,12 +79,20 @@ def few_tokens(x: Tensor, gate_up: Tensor, down: Tensor) -> Sequence[Tensor]:
     return [decode_expert_mlp(x, ids, weights, gate_up, down, SILU, GateLayout())]
 
 
+def one_token(x: Tensor, gate_up: Tensor, down: Tensor) -> Sequence[Tensor]:
+    """Weights whose rows are whole, wherever these and the slots lie."""
+    ids, weights = torch.tensor([[2, 0, 2]], device=DEVICE), torch.full((1, 3), 0.5, device=DEVICE)
+    matrices = [one if one.stride(2) == 1 else one.contiguous() for one in (gate_up, down)]
+    return [decode_expert_mlp(x[:1], ids, weights, *matrices, SILU, GateLayout())]
+
+
 SHAPES: dict[Callable[..., Sequence[Tensor | None]], list[tuple[int, ...]]] = {
     gradient_of_activation: [(NUM_ROWS, DIM_D), (3, DIM_D, DIM_F), (NUM_ROWS, 2 * DIM_F)],
     gradient_of_weights: [(NUM_ROWS, DIM_F), (NUM_ROWS, DIM_D), (3, DIM_F, DIM_D)],
     activated: [(NUM_ROWS, DIM_D), (3, 2 * DIM_F, DIM_D), (NUM_ROWS, DIM_F), (NUM_ROWS, 2 * DIM_F)],
     combined: [(NUM_ROWS, DIM_D), (NUM_ROWS, DIM_D)],
     few_tokens: [(3, DIM_D), (3, 2 * DIM_F, DIM_D), (3, DIM_D, DIM_F)],
+    one_token: [(3, DIM_D), (3, 2 * DIM_F, DIM_D), (3, DIM_D, DIM_F)],
 }
 
 

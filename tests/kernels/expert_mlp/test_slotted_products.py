@@ -33,6 +33,8 @@ def placed(experts: StackedExperts, chosen: list[int], slots: list[int]) -> Stac
     ("num_tokens", "layout", "dtype"),  # up to 16 tokens by other kernels than from there on
     [
         (1, {"has_gate": False, "is_transposed": True}, torch.bfloat16),
+        (1, {}, torch.bfloat16),
+        (1, {"is_concatenated": False}, torch.float32),
         (5, {"is_concatenated": False}, torch.float32),
         (20, {}, torch.bfloat16),
         (20, {"is_transposed": True}, torch.float32),

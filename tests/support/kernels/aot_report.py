@@ -133,17 +133,17 @@ def product_of_widths(kind: ProductKind, tile: Tile, dtype: torch.dtype, width: 
         bias_grad(hidden, groups, out_SN=bias)
 
 
-def few_tokens(model: str, dtype: torch.dtype, device: GpuLimits) -> None:
-    """The decoding kernels of eight tokens."""
+def few_tokens(model: str, dtype: torch.dtype, device: GpuLimits, *, num_tokens: int = 8) -> None:
+    """The decoding kernels of some tokens."""
     is_gpt_oss = model == "gpt-oss"
     _, K, E, D, F = (GPT_OSS if is_gpt_oss else QWEN3).values()
     up, down = meta(E, 2 * F, D, dtype=dtype), meta(E, D, F, dtype=dtype)
     if is_gpt_oss:
         up, down = (meta(E, *w.mT.shape[1:], dtype=dtype).mT for w in (up, down))
     decode_expert_mlp(
-        meta(8, D, dtype=dtype),
-        meta(8, K, dtype=torch.int64),
-        meta(8, K, dtype=torch.float32),
+        meta(num_tokens, D, dtype=dtype),
+        meta(num_tokens, K, dtype=torch.int64),
+        meta(num_tokens, K, dtype=torch.float32),
         up,
         down,
         GPT_OSS_GATE if is_gpt_oss else ActivationSpec("silu"),
@@ -311,6 +311,10 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[Calls]:
             ("gpt-oss", torch.bfloat16),
             ("qwen3", torch.float32),
         ]
+    ]
+    yield [
+        (f"one token {dtype}", partial(few_tokens, "qwen3", dtype, device, num_tokens=1))
+        for dtype in (torch.bfloat16, torch.float32)
     ]
     yield [("slots few tokens", partial(few_from_slab, torch.bfloat16, device))]
     yield [(f"slots {many}", partial(from_slab, many))]

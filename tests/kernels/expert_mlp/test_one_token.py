@@ -1,0 +1,96 @@
+"""One token's experts: the kernels without matrix units, against fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from low_precision import assert_as_good_as_eager
+from stacked_experts import make_experts
+
+from moe_runtime.kernels.expert_mlp import expert_mlp
+from moe_runtime.kernels.triton_support import PreparedLaunch
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+E = 6
+LAYOUTS: dict[str, dict[str, bool]] = {
+    "concatenated": {},
+    "alternating": {"is_concatenated": False},
+    "without a gate": {"has_gate": False},
+}
+# the first names an expert twice, and one that is not there; no expert at all; one choice
+CHOICES = ([4, 1, 4, 6, 0], [-1, 6], [5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("sizes", [(70, 33), (2056, 24), (24, 2056)])
+def test_against_fp64(
+    sizes: tuple[int, int], has_bias: bool, layout: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(sum(sizes))
+    dim_model, dim_hidden = sizes
+    experts = make_experts(
+        E, dim_model=dim_model, dim_hidden=dim_hidden, has_bias=has_bias, dtype=dtype,
+        **LAYOUTS[layout],
+    )  # fmt: skip
+    table = torch.tensor([2, 0, 5, -1, 1, 4], dtype=torch.int32)
+    experts = replace(experts, slot_of_expert=table)
+    x = torch.randn(1, dim_model).to(dtype)
+    for chosen in CHOICES:
+        ids, weights = torch.tensor([chosen]), torch.rand(1, len(chosen))
+        with launched() as kernels:
+            found = expert_mlp(
+                x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), moved(experts),
+                activation="silu", impl="triton",
+            ).cpu()  # fmt: skip
+        assert kernels == ["decode_up_row", "decode_down_row", "decode_combine"]
+        eager, exact = (
+            expert_mlp(
+                x.to(kind), ids, weights.to(kind), moved(experts, "cpu", kind),
+                activation="silu", impl=impl,
+            )
+            for kind, impl in ((dtype, "torch"), (torch.float64, "reference"))
+        )  # fmt: skip
+        assert_as_good_as_eager(found, eager, exact, str(chosen))
+
+
+@contextmanager
+def launched() -> Iterator[list[str]]:
+    """The names of the kernels that are started."""
+    names, start = list[str](), PreparedLaunch.__call__
+
+    def named_start(prepared: PreparedLaunch, **tensors: torch.Tensor) -> None:
+        names.append(prepared._kernel.__name__)
+        start(prepared, **tensors)
+
+    with patch.object(PreparedLaunch, "__call__", named_start):
+        yield names
+
+
+def moved(experts: Any, device: str = DEVICE, dtype: torch.dtype | None = None) -> Any:
+    pairs = zip(experts.names, experts.tensors(), strict=True)
+    tensors = {name: None if t is None else t.to(device, dtype or t.dtype) for name, t in pairs}
+    return replace(experts, **tensors, slot_of_expert=experts.slot_of_expert.to(device))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_weights_whose_columns_are_whole_go_by_the_kernels_of_more_tokens(
+    is_transposed: bool,
+) -> None:
+    experts = make_experts(E, dtype=torch.float32, is_transposed=is_transposed)
+    experts = moved(replace(experts, slot_of_expert=torch.arange(E)))
+    x, ids, weights = torch.randn(1, experts.dim_model), torch.tensor([[1, 2]]), torch.rand(1, 2)
+    with launched() as kernels:
+        expert_mlp(
+            x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), experts,
+            activation="silu", impl="triton",
+        )  # fmt: skip
+    assert kernels[0] == ("decode_up" if is_transposed else "decode_up_row")
