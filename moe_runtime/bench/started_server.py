@@ -12,6 +12,8 @@ from typing import IO
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener
 
+import psutil
+
 from moe_runtime.bench.memory_cap import drop_page_cache, memory_cap
 from moe_runtime.bench.runner import PeerFailedError
 
@@ -129,10 +131,23 @@ def _last_line(said: IO[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to all of its processes; if it has not ended after a while, they are killed."""
+    """SIGTERM to all of its processes; those that have not ended after a while are killed."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
+        begin = time.monotonic()
+        while process.poll() is None or _runs_in_group(process.pid):
+            if time.monotonic() - begin > _END_S:
+                break
+            time.sleep(_LOOK_S / 4)
+        else:
             return
+
+
+def _runs_in_group(group: int) -> bool:
+    """Whether a process of a group is left that has not ended: the first one may be gone before."""
+    for process in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
+                return True
+    return False
