@@ -105,6 +105,10 @@ def test_configurations_of_the_checkout_are_read(name: str) -> None:
         (QWEN3_NEXT | {"num_hidden_layers": 10**9}, "to be at most 10000, found 1000000000"),
         (QWEN3_NEXT | {"num_experts_per_tok": 9}, "to be at most the 6 experts, found 9"),
         ({"model_type": "t5"}, "transformers has no AutoModelForCausalLM of t5\n"),
+        (
+            QWEN3_NEXT | {"moe_intermediate_size": 0},
+            "layers.0.mlp.experts.gate_up_proj would be [6, 0, 64]: some size is 0",
+        ),
         (QWEN3_NEXT | {"vocab_size": 256}, "expected a vocab_size of at least 257"),
     ],
 )
@@ -122,6 +126,9 @@ def test_what_is_no_configuration_is_one_line(
 def test_what_a_configuration_has_not_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    dense = {key: value for key, value in QWEN3_NEXT.items() if "linear" not in key}
+    with pytest.raises(UnsupportedModelError, match="qwen3 has no routed experts"):
+        read_config_shape(written(tmp_path, dense | {"model_type": "qwen3"}))
     path = written(tmp_path, QWEN3_NEXT)
     assert main(["bench", "throughput", "--shape", str(path), "--layers", "2"]) == 2
     assert f"--layers: how many layers there are, {path} says" in capsys.readouterr().err

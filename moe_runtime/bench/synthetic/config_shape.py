@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.bench.synthetic.byte_pairs import TOKENIZER_NAME, write_tokenizer
+from moe_runtime.checkpoints.expert_map import find_experts
 from moe_runtime.checkpoints.settings_check import check_config
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.config import format_bytes
@@ -87,6 +88,7 @@ def read_config_shape(path: Path) -> ConfigShape:
     Raises:
         CheckpointError: it is none, its sizes contradict each other, or transformers makes no
             language model of it.
+        UnsupportedModelError: the model has no routed experts, or none that can be offloaded.
         ValueError: its vocabulary is too small for a tokenizer.
         OSError: it cannot be read.
     """
@@ -101,6 +103,10 @@ def read_config_shape(path: Path) -> ConfigShape:
     with blamed_on(f"{path}: no model can be made of it"):
         with torch.device("meta"):
             model = _model_of(content)
+        find_experts(model)
+        for name, part in model.named_parameters():
+            if not part.numel():
+                raise ValueError(f"{name} would be {list(part.shape)}: some size is 0")
         found = model.config.get_text_config()
         num_layers, vocab_size = found.num_hidden_layers, found.vocab_size
     if vocab_size < _LEAST_VOCABULARY:
