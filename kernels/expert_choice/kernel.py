@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_runtime.kernels.expert_choice.reference import LEAST_SUM, ChoiceForm
+from moe_runtime.kernels.expert_choice.reference import ChoiceForm
 from moe_runtime.kernels.triton_support import PreparedLaunch, dependent_launch, power_of_2
 
 _MOST_PREPARED = 256
@@ -87,7 +87,7 @@ def _prepare(
     return PreparedLaunch(
         choose_experts_fwd, (num_tokens,),
         num_experts=num_experts, factor=float(form.factor),
-        least_sum=LEAST_SUM if form.scores == "sigmoid" else 0.0, stride_logits=stride,
+        least_sum=float(form.least_sum), stride_logits=stride,
         SCORES=form.scores, NORMALISES=form.normalises, HAS_BIAS=has_bias,
         NUM_CHOICES=num_choices, BLOCK_E=power_of_2(num_experts), BLOCK_K=power_of_2(num_choices),
         num_warps=1, **dependent_launch(device),

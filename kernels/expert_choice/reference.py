@@ -12,8 +12,6 @@ from torch import Tensor
 
 Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 SCORES: tuple[Scores, ...] = ("softmax", "softmax_of_chosen", "sigmoid")
-LEAST_SUM = 1e-20
-"""Added to a sum of sigmoids before it divides, as DeepSeek-V3 does."""
 
 
 class ChoiceForm(NamedTuple):
@@ -24,11 +22,13 @@ class ChoiceForm(NamedTuple):
             that were chosen by their logits (gpt-oss, Granite), or `sigmoid` (DeepSeek-V3).
         normalises: Whether they are divided by their sum.
         factor: Of the weights, behind that.
+        least_sum: Added to the sum before it divides: 1e-20 in DeepSeek-V3.
     """
 
     scores: Scores
     normalises: bool = False
     factor: float = 1.0
+    least_sum: float = 0.0
 
 
 def choose_experts_reference(
@@ -61,6 +61,5 @@ def choose_experts_reference(
     else:
         weights = logits.gather(1, ids_TK).softmax(-1)
     if form.normalises:
-        least = LEAST_SUM if form.scores == "sigmoid" else 0.0
-        weights = weights / (weights.sum(-1, keepdim=True) + least)
+        weights = weights / (weights.sum(-1, keepdim=True) + form.least_sum)
     return ids_TK, (weights * form.factor).to(dtype)

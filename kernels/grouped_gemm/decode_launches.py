@@ -35,7 +35,7 @@ _NUM_WARPS = 4
 _ROW_BYTES = _CODED_ROW_BYTES = 512
 _NUM_STAGES = 4
 # Columns of the output that one program sums up.
-_BLOCK_D = 256
+_BLOCK_D = 64
 # Summed elements a step with packed weights at most: decoded codes take registers.
 _DEPTH = 128
 # Layers times numbers of tokens.

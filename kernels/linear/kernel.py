@@ -23,7 +23,7 @@ from moe_runtime.kernels.triton_support import (
 )
 
 MOST_LAYERS = 3
-_BLOCK_N = 2
+_BLOCK_N = 4
 _BLOCK_K = 2048
 _NUM_WARPS = 4
 _MOST_PREPARED = 256

@@ -46,7 +46,7 @@ def test_against_the_specification(dtype, num_tokens, num_experts, num_choices):
     logits = draw(num_tokens, num_experts, dtype)
     bias = torch.linspace(-0.3, 0.3, num_experts)
     for scores, normalises, out in itertools.product(SCORES, (False, True), {dtype, torch.float32}):
-        form = ChoiceForm(scores, normalises, 1.0 if normalises else 2.5)
+        form = ChoiceForm(scores, normalises, 1.0 if normalises else 2.5, 1e-3 * normalises)
         given = {"bias_E": bias if scores == "sigmoid" else None, "dtype": out}
         ids, weights = triton(logits, num_choices, form, **given)
         expected = choose_experts_reference(logits.double().float(), num_choices, form, **given)

@@ -43,7 +43,7 @@ def test_odd_shapes(dtype: torch.dtype, generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("widths", [(64, 16, 16), (6, 2), (2, 4, 130), (34,)])
+@pytest.mark.parametrize("widths", [(64, 16, 16), (12, 4), (4, 8, 132), (34,)])
 def test_layers_of_one_launch_have_the_bits_of_their_own(
     widths: tuple[int, ...], bias: bool, generator: torch.Generator
 ) -> None:
@@ -61,7 +61,7 @@ def test_layers_of_one_launch_have_the_bits_of_their_own(
 
 
 def test_what_one_launch_does_not_take(generator: torch.Generator) -> None:
-    even, odd = (layer(generator, n, 8, torch.float32, True) for n in (4, 5))
+    even, odd = (layer(generator, n, 8, torch.float32, True) for n in (4, 6))
     x = torch.ones(1, 8, device=DEVICE)
     assert linears_of_a_row(x, even, odd) is None
     assert linears_of_a_row(x, even, [even[0], None]) is None

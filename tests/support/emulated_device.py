@@ -100,10 +100,12 @@ class EmulatedDevice:
         found = torch.tensor(numbers)
         return found if into is None else into.copy_(found)
 
-    def download(self, numbers: torch.Tensor) -> tuple[torch.Tensor, EmulatedEvent]:
+    def download(
+        self, numbers: torch.Tensor, *, is_kept: bool = False
+    ) -> tuple[torch.Tensor, EmulatedEvent]:
         """They arrive when somebody waits; until then they are no expert's."""
         with self._lock, torch.inference_mode(False):
-            source = numbers.clone()
+            source = numbers if is_kept else numbers.clone()
             found = torch.full_like(source, -(2**30) if source.dtype != torch.float16 else -1)
             end = max(self.now_s, self._streams_s.get(self._current, 0.0)) + self._latency_s
             self._at(end, lambda: found.copy_(source))

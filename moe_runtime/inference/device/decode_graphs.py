@@ -207,8 +207,7 @@ class RecordedStep:
             What ``forward`` returns, in memory of its own; None where experts have left that had to
             be there, and nothing was computed.
         """
-        for name, tensor in call.tensors.items():
-            self._inputs[name].copy_(tensor, non_blocking=True)
+        _copy([*self._inputs.values()], [call.tensors[name] for name in self._inputs])
         if self._residents is None:
             are_all = [layer.replay() for layer in self._layers]
             self._last.replay()
@@ -216,8 +215,11 @@ class RecordedStep:
                 self._store.recorded = None  # the next one is recorded as a whole
         elif not self._replay_whole():
             return None
-        found = {name: None if v is None else v.clone() for name, v in self._output.items()}
-        return self._kind(**found, **dict.fromkeys(self._has_cache, call.cache))
+        there = {name: value for name, value in self._output.items() if value is not None}
+        found = {name: torch.empty_like(value) for name, value in there.items()}
+        _copy([*found.values()], [*there.values()])
+        empty = dict.fromkeys(self._output.keys() - there.keys())
+        return self._kind(**found, **empty, **dict.fromkeys(self._has_cache, call.cache))
 
     def _found(self) -> list[Residents]:
         return [self._store.with_residents(m.layer, lambda _: None) for m in self._modules]
@@ -230,13 +232,19 @@ class RecordedStep:
         try:
             was_there = self._store.with_same_residents(self._residents, self._last.replay)
             if was_there and self._ids_LTK is not None:
-                ids_LTK, copied = self._store.device.download(self._ids_LTK)
+                ids_LTK = self._ids_LTK.to(torch.int32, copy=True)
+                ids_LTK, copied = self._store.device.download(ids_LTK, is_kept=True)
                 self._store.count_later(copied, partial(_used, self._modules, ids_LTK))
             is_done = True
         finally:
             if not is_done:
                 self._store.let_go()
         return was_there
+
+
+def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copies tensors on the device by a kernel: between kernels its copy engine takes longer."""
+    torch._foreach_copy_(into, values, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _used(modules: Sequence[DeviceExperts], ids_LTK: torch.Tensor) -> list[ExpertKey]:

@@ -198,9 +198,8 @@ class _TokenSelection:
             self._unfinished_B = self._unfinished_B & ~self._criteria(ids_BT, self._scores)
             parts.append(self._unfinished_B)
         self._length = ids_BT.shape[1]
-        self._pending = self._graphs.device.download(
-            torch.cat(parts) if len(parts) > 1 else tokens_B
-        )
+        told = torch.cat(parts) if len(parts) > 1 else tokens_B
+        self._pending = self._graphs.device.download(told, is_kept=True)
         return ids_BT
 
     def wait(self) -> tuple[torch.Tensor, bool]:

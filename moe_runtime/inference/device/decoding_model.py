@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _OTHER_WAYS = (
     *CACHE_NAMES, "assistant_model", "prompt_lookup_num_tokens", "custom_generate",
-    "prefill_chunk_size", "penalty_alpha", "cache_implementation",
+    "prefill_chunk_size", "penalty_alpha",
 )  # fmt: skip
 """Settings of `generate` with one of which the kind of cache stays as it was asked for."""
 _NOT_AHEAD = ("output_attentions", "output_hidden_states", "prefill_chunk_size", "is_assistant")
@@ -113,6 +113,9 @@ class RecordedDecoding:
         own = self._cache_for(inputs, generation_config, options)
         if own is not None:
             options[name] = own
+            options.pop("cache_implementation", None)  # it is "static", if anything
+            if generation_config is not None:
+                generation_config.cache_implementation = None
         try:
             found = cast(Any, super()).generate(inputs, generation_config, *rest, **options)
             if is_filled(cache := getattr(found, name, None)):
@@ -148,11 +151,22 @@ class RecordedDecoding:
             asked("max_new_tokens") is not None
             and all(asked(name) in (None, 1) for name in ("num_beams", "num_return_sequences"))
             and not any(asked(name) not in (None, False) for name in _OTHER_WAYS)
+            and self._takes_own_cache(config, options)
             and options.get("use_cache") is None
             and asked("use_cache") is not False
             and getattr(self, "_can_compile_fullgraph", False)
             # keys and values may differ in dtype then, and no step is recorded
             and not torch.is_autocast_enabled(cast(Any, self).device.type)
+        )
+
+    def _takes_own_cache(self, config: Any, options: dict[str, Any]) -> bool:
+        """Whether nobody asked for another kind of cache, or will be given a static one."""
+        if cast(Any, self).generation_config.cache_implementation is not None:
+            return False
+        given = options.get("cache_implementation")
+        kind = getattr(config, "cache_implementation", None) if given is None else given
+        return kind is None or (
+            kind == "static" and not self._asked("return_dict_in_generate", config, options)
         )
 
     def _sample(self, input_ids: torch.Tensor, **given: Any) -> Any:

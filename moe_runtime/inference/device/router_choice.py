@@ -28,6 +28,9 @@ from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.triton_support import is_interpreted
 
 _SAMPLES = 64
+_LARGE, _LOW = (30.0, 1e3), -46.0
+"""Factors of hidden values whose logits show what is clipped; and the mean of logits that do."""
+_LEAST_SUMS = 0.0, 1e-20
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _CONSTANTS = (bool, int, float, str, type(None))
 
@@ -209,7 +212,10 @@ def _likeness(router: Any, rows_TD: Tensor, settings: dict[str, Any]) -> dict[Ro
         dtype = rows_TD.dtype if keeps_dtype else torch.float32
         if weights_TK.dtype != dtype or not _same(logits, logits_TE):
             continue
-        for choice in itertools.product(scores, (False, True), [1.0, *sorted(numbers - {1.0})]):
+        factors = [1.0, *sorted(numbers - {1.0})]
+        for choice in itertools.product(scores, (False, True), factors, _LEAST_SUMS):
+            if choice[3] and not choice[1]:
+                continue  # nothing is divided
             form = RouterForm(product, ChoiceForm(*choice), num_choices, keeps_dtype, takes_more)
             ours = _by_logits(*_compute(form, rows_TD, tensors, "reference"))
             theirs = _by_logits(logits_TE, weights_TK, ids_TK)
@@ -220,9 +226,29 @@ def _likeness(router: Any, rows_TD: Tensor, settings: dict[str, Any]) -> dict[Ro
                 torch.equal(ours[0], theirs[0])
                 and torch.allclose(ours[1], theirs[1], rtol=bound, atol=0)
                 and is_equal >= least
+                and _is_so_at_the_ends(router, form, rows_TD, bound)
             ):
                 found[form] = is_equal
     return found
+
+
+def _is_so_at_the_ends(router: Any, form: RouterForm, rows_TD: Tensor, bound: float) -> bool:
+    """Whether weights are the same, whoever of equals comes first, of logits that are large, and of
+    those that leave next to nothing of every sigmoid."""
+    low = copy.deepcopy(router)
+    low.weight.abs_().neg_()
+    rows_low_TD = rows_TD.abs()
+    rows_low_TD *= _LOW / linear(rows_low_TD, low.weight).float().mean()
+    ends = [(router, rows_TD * by) for by in _LARGE] + [(low, rows_low_TD)]
+    for one, rows in ends:
+        logits_TE, weights_TK, _ = one(rows)
+        ours_TE, ours_TK, _ = _compute(form, rows, _tensors_of(one), "reference")
+        ours, theirs = (weights.sort(dim=1).values for weights in (ours_TK, weights_TK))
+        least = torch.finfo(weights_TK.dtype).tiny  # of what is nearly 0 nobody sees how near
+        is_equal = torch.allclose(ours, theirs, rtol=bound, atol=least, equal_nan=True)
+        if not (is_equal and _same(ours_TE, logits_TE)):
+            return False
+    return True
 
 
 def _takes_batches(router: Any, rows_TD: Tensor, outputs: tuple[Tensor, ...]) -> bool:

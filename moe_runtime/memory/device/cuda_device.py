@@ -101,8 +101,9 @@ class CudaRecorder:
 class CudaDevice:
     """A CUDA or ROCm device.
 
-    Copies run on three streams, demands, read-aheads and those back to the host, which are made
-    once, as that of recordings: cuBLAS keeps memory for each stream that it was ever used on.
+    Copies run on four streams, demands, read-aheads, those back to the host and of numbers there,
+    which are made once, as that of recordings: cuBLAS keeps memory for each stream that it was ever
+    used on.
     Nothing here waits for the computation: the copies do, on the device.
     """
 
@@ -112,7 +113,7 @@ class CudaDevice:
             priority: torch.cuda.Stream(place, priority=-(priority is Priority.DEMAND))
             for priority in Priority
         }
-        self._back = torch.cuda.Stream(place)
+        self._back, self._down = torch.cuda.Stream(place), torch.cuda.Stream(place)
         self._recording = torch.cuda.Stream(place)
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
         self._allocated: list[weakref.ref[torch.Tensor]] = []
@@ -158,12 +159,21 @@ class CudaDevice:
             return pinned.to(self._place, non_blocking=True)
         return into.copy_(pinned, non_blocking=True)
 
-    def download(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def download(
+        self, numbers: torch.Tensor, *, is_kept: bool = False
+    ) -> tuple[torch.Tensor, torch.cuda.Event]:
         """As ``Device.download``."""
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        found.copy_(numbers, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(self._here())
+        copied, here = torch.cuda.Event(), self._here()
+        if not is_kept:
+            found.copy_(numbers, non_blocking=True)
+            copied.record(here)
+            return found, copied
+        self._down.wait_stream(here)
+        numbers.record_stream(self._down)
+        with torch.cuda.stream(self._down):
+            found.copy_(numbers, non_blocking=True)
+        copied.record(self._down)
         return found, copied
 
     def send(self, values: torch.Tensor) -> torch.Tensor:

@@ -104,8 +104,14 @@ class Device(Protocol):
         """
         ...
 
-    def download(self, numbers: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def download(
+        self, numbers: torch.Tensor, *, is_kept: bool = False
+    ) -> tuple[torch.Tensor, Event]:
         """Copies numbers to the host behind what the current stream has queued; does not wait.
+
+        Args:
+            numbers: of the device.
+            is_kept: nobody writes them again, so that what is queued later need not come later.
 
         Returns:
             Host memory, and the event behind which it holds them.

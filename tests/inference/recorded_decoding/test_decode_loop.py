@@ -216,8 +216,8 @@ def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(checkpoint: P
             waits.append(sys._getframe(1).f_code.co_name)
         synchronize(event)
 
-    def noted(device: EmulatedDevice, numbers: torch.Tensor) -> Any:
-        found, event = download(device, numbers)
+    def noted(device: EmulatedDevice, numbers: torch.Tensor, **options: Any) -> Any:
+        found, event = download(device, numbers, **options)
         asked.on_host.append(found)
         return found, event
 
