@@ -72,6 +72,7 @@ def main() -> int:
         "rates": rates._asdict(),
         "rank": options.rank,
         "tokens_per_step": options.tokens,
+        "sequences": options.tokens // options.context,
         "context": options.context,
     }
     file, profiles = f"device-training-{shape.name}", list[str]()
@@ -193,6 +194,7 @@ def _config(folder: Path, share: float, options: argparse.Namespace) -> Finetune
             "sources": {"text": {"files": [str(folder.parent / "text.txt")]}},
             "context": options.context,
             "tokens_per_step": options.tokens,
+        "sequences": options.tokens // options.context,
             "held_out_share": 0.0,
         },
         "optimizer": {"peak_rate": 1e-4},
