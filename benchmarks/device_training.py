@@ -194,7 +194,6 @@ def _config(folder: Path, share: float, options: argparse.Namespace) -> Finetune
             "sources": {"text": {"files": [str(folder.parent / "text.txt")]}},
             "context": options.context,
             "tokens_per_step": options.tokens,
-            "sequences": options.tokens // options.context,
             "held_out_share": 0.0,
         },
         "optimizer": {"peak_rate": 1e-4},
