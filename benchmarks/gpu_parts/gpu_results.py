@@ -13,9 +13,9 @@ import torch
 from harness.suite_results import RESULTS, write_systems
 
 from moe_runtime.bench.results import Metric
-from moe_runtime.bench.runner import MeasuredSystem, Number, middle
+from moe_runtime.bench.runner import MeasuredSystem, middle
 
-Repetitions = list[dict[str, Number]]
+Repetitions = list[dict[str, float]]
 
 
 def add_options(parser: argparse.ArgumentParser, file: str) -> None:
@@ -68,7 +68,7 @@ class GpuResults:
             name = re.sub(r"[^a-z0-9]+", "-", (gpu or "rehearsal").lower()).strip("-")
             self._path = RESULTS / f"{file}-{name}.json"
 
-    def add(self, name: str, found: Sequence[Mapping[str, Number | None]] | str) -> None:
+    def add(self, name: str, found: Sequence[Mapping[str, float | None]] | str) -> None:
         """Takes a row, and writes the file; of what is None there was nothing to measure."""
         if not isinstance(found, str):
             found = [{key: v for key, v in one.items() if v is not None} for one in found]
