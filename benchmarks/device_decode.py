@@ -176,7 +176,7 @@ class Bench:
             self.add(name, f"{type(error).__name__}: {error}".splitlines()[0][:300])
             return
         if hasattr(model, "moe"):
-            first |= device_memory(model.moe)
+            first |= device_memory(model.moe.facts.device_plan)
         for wanted in [*self.answers.values()][:1]:
             beside = compare(answer, wanted)
             first["same_bits"] = int(beside["is_bit_equal"])

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import torch
+from gpu_parts.device_decoding import MEMORY, device_memory
 from gpu_parts.device_rates import Rates, measure_rates, wait_for
 from gpu_parts.gpu_results import GpuResults, Repetitions, add_options, lacks_gpu
 from harness.arguments import positive
@@ -52,10 +53,7 @@ METRICS = {
     "stall_s": Metric("s", is_judged=False),
     "loss": Metric("nats", is_judged=False),
     "experts_with_slots": Metric("count", "more", is_judged=False),
-    **{
-        name: Metric("bytes", is_judged=False)
-        for name in ("budget_bytes", "peak_bytes", "peak_reserved_bytes")
-    },
+    **{name: Metric("bytes", is_judged=False) for name in MEMORY},
 }
 
 
@@ -99,8 +97,7 @@ def measure(
     folder: Path, share: float, options: argparse.Namespace, rates: Rates, profiles: list[str]
 ) -> Repetitions:
     """Steps of a run with slots for a share of the experts; the first one is not timed."""
-    is_cuda = options.device == "cuda"
-    if is_cuda:
+    if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     config = _config(folder, share, options)
     if share < 1:
@@ -110,21 +107,19 @@ def measure(
     plan = memory.device or memory.host
     trainer = start(preparation, resume=False)
     optimizer: Any = trainer.optimizer
-    steps, before = Repetitions(), (0.0, 0, 0.0)
+    steps, before = Repetitions(), dict[str, float]()
 
     def note(record: Any) -> None:
         nonlocal before
         wait_for(options.device)
         stats, step = optimizer.stats(), {"loss": record.loss}
-        now = time.perf_counter(), stats.link.to_device_bytes, stats.traffic.stall_s
+        now = {
+            "step_s": time.perf_counter(),
+            "copied_bytes": stats.link.to_device_bytes,
+            "stall_s": stats.traffic.stall_s,
+        }
         if steps:
-            step |= dict(
-                zip(
-                    ("step_s", "copied_bytes", "stall_s"),
-                    (after - earlier for after, earlier in zip(now, before, strict=True)),
-                    strict=True,
-                )
-            )
+            step |= {name: total - before[name] for name, total in now.items()}
             step["tokens_per_s"] = options.tokens / step["step_s"]
             if rates.link_bytes_s is not None:
                 step["link_s"] = step["copied_bytes"] / rates.link_bytes_s
@@ -132,10 +127,7 @@ def measure(
         before = now
 
     trainer.train(should_stop=lambda: False, on_record=note)
-    steps[0] |= {"experts_with_slots": plan.num_slots, "budget_bytes": plan.budget_bytes}
-    if is_cuda:
-        steps[0]["peak_bytes"] = torch.cuda.max_memory_allocated()
-        steps[0]["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+    steps[0] |= {"experts_with_slots": plan.num_slots, **device_memory(memory.device)}
     if options.profile is not None:
         title = f"a step, {share:.0%} resident"
         profiles.append(profiled(title, trainer._take_step, options.device))
@@ -146,20 +138,13 @@ def measure(
 def note_aims(results: GpuResults) -> None:
     """Writes what is aimed at beside what came out."""
     (resident, steps), (partial, others) = results.systems.items()
-    speed, whole, peak, budget = (
-        results.value(*place) or 0.0
-        for place in (
-            (partial, "tokens_per_s"),
-            (resident, "tokens_per_s"),
-            (partial, "peak_bytes"),
-            (partial, "budget_bytes"),
-        )
-    )
+    speed, whole = (results.value(name, "tokens_per_s") or 0.0 for name in (partial, resident))
     results.aim(partial, "speed beside resident", AIM, speed / whole)
     pairs: Any = zip(steps, others, strict=True)
     difference = max(abs(one["loss"] - other["loss"]) for one, other in pairs)
     results.aim(partial, "largest difference of losses", TOLERANCE, difference, at_most=True)
-    if peak:
+    peak, budget = (results.value(partial, f"{what}_bytes") for what in ("peak", "budget"))
+    if peak and budget:
         results.aim(partial, "peak beside the budget", 1.0, peak / budget, at_most=True)
     results.write()
 

@@ -106,9 +106,8 @@ def _experts(stats: Any, tokens: int) -> dict[str, float]:
     }
 
 
-def device_memory(runtime: Any) -> dict[str, int]:
+def device_memory(plan: Any) -> dict[str, int]:
     """The budget of a GPU, and the most that tensors and torch have held there beside it."""
-    plan = runtime.facts.device_plan
     if plan is None:
         return {}
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
