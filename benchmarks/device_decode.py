@@ -25,22 +25,22 @@ import argparse
 import dataclasses
 import gc
 import itertools
-import json
-import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from gpu_parts.device_decoding import (
+    MEMORY,
     Answer,
     Prompts,
     answer_of,
     compare,
     decode,
+    device_memory,
     error_of,
     exact_answer,
     new_prompts,
@@ -49,30 +49,79 @@ from gpu_parts.device_decoding import (
 )
 from gpu_parts.device_lines import decode_line
 from gpu_parts.device_rates import Rates, measure_rates
+from gpu_parts.gpu_results import GpuResults, add_options, lacks_gpu
 from harness.arguments import positive
 from harness.drawn_checkpoints import DEVICE_SHAPES, active_bytes, drawn_checkpoint, shape_of
-from harness.machine import run_facts
 from harness.profiled import profiled
 
+from moe_runtime.bench.results import Metric
 from moe_runtime.bench.synthetic.model_shapes import ModelShape
 from moe_runtime.files import write_text
 
-ROOT = Path(__file__).resolve().parents[1]
-PEER_EXPERTS = ("grouped_mm", "batched_mm", "moe_runtime")
+PEER, PEER_EXPERTS = "transformers", ("grouped_mm", "batched_mm", "moe_runtime")
 # Copies the weights of every choice, which a long prompt has no memory for.
 DECODES_ALONE = "batched_mm"
 # Of a model that is all on the device experts only pass through the host's memory.
 PASSING_EXPERTS = 32
 PROFILED_TOKENS = 9
-PROFILED_PEERS = ("grouped_mm", "moe_runtime")
 MOST_ERROR = 1.5
 """Of the largest error of transformers in bf16, at most, where logits differ by rounding alone."""
-LATE = {"obstacle": "no time was left"}
+LATE = "no time was left"
+MORE = ("computed_by_cpu_a_token", "same_bits", "read_of_copy", "of_bound", "hit_rate")
+FACTS = {
+    "s": ("load_s", "misses_bound_s", "stall_s_a_token"),
+    "bytes": ("copied_bytes_a_token", "read_bytes_a_token", *MEMORY),
+    "count": ("missed_a_token", "computed_by_cpu_a_token", "same_bits"),
+    # The last two of logits, in their standard deviations.
+    "share": ("read_of_copy", "of_bound", "hit_rate", "largest_difference", "error"),
+}
+METRICS = {
+    **{name: Metric("tokens/s", "more") for name in ("tokens_per_s", "prefill_tokens_per_s")},
+    **{
+        name: Metric(unit, "more" if name in MORE else "less", is_judged=False)
+        for unit, names in FACTS.items()
+        for name in names
+    },
+}
+
+
+def main() -> int:
+    options, began_s = _arguments(), psutil.Process().create_time()
+    if lacks_gpu(options):
+        return 2
+    import moe_runtime
+
+    moe_runtime.register_with_transformers()
+    shape = shape_of(options.shape, options.layers, is_tiny=options.tiny)
+    counts = (options.repeats + 1, options.prompt_tokens, options.long_prompt)
+    prompts = new_prompts(shape.vocab_size, counts, options.device)
+    rates = measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
+    settings = {
+        "model": shape.name,
+        "layers": shape.num_layers,
+        "shape": shape.describe(),
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "long_prompt_tokens": options.long_prompt,
+        "active_bytes_a_token": active_bytes(shape),
+        "rates": rates._asdict(),
+    }
+    file = f"device-decode-{shape.name}"
+    results = GpuResults("device-decode", file, options, settings, METRICS)
+    print(f"copies {_gb(rates.copy_bytes_s)}, from the host {_gb(rates.link_bytes_s)}; ", end="")
+    by_threads = {key: f"{1e3 * s:.3f}" for key, s in rates.cpu_expert_s_by_threads.items()}
+    print(f"an expert on the CPU {1e3 * rates.cpu_expert_s:.3f} ms {by_threads}", flush=True)
+    with drawn_checkpoint(shape, options.device) as folder:
+        print(f"checkpoint after {time.time() - began_s:.1f} s", flush=True)
+        measure(Bench(shape, folder, options, prompts, rates, results, began_s))
+    print("\n".join(results.aim_lines()))
+    print(f"done after {time.time() - began_s:.1f} s")
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all rows have in common.
+    """What all rows have in common, and what earlier ones leave for later ones.
 
     Attributes:
         shape: of the checkpoint.
@@ -80,7 +129,12 @@ class Bench:
         options: of the command.
         prompts: what is asked.
         rates: what the machine can do.
+        results: gets the rows.
         began_s: when this process began.
+        answers: of all rows that have numbers; the first one is of the model that is resident as a
+            whole.
+        exact: the same tokens with logits in fp32, once transformers computed them.
+        profiles: of rows, where they are asked for.
     """
 
     shape: ModelShape
@@ -88,147 +142,152 @@ class Bench:
     options: argparse.Namespace
     prompts: Prompts
     rates: Rates
+    results: GpuResults
     began_s: float
-
-    @property
-    def num_experts(self) -> int:
-        """Of all layers."""
-        return self.shape.num_layers * self.shape.num_experts
+    answers: dict[str, Answer] = dataclasses.field(default_factory=dict)
+    exact: list[Answer] = dataclasses.field(default_factory=list)
+    profiles: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def is_late(self) -> bool:
         """Whether rows that are left would take longer than may be."""
         return time.time() - self.began_s > self.options.seconds
 
-    def generation(self, cache: str) -> dict[str, Any]:
-        """Options of `generate` for a kind of cache."""
-        return {"cache_implementation": cache}
+    def add(self, name: str, found: Any) -> None:
+        """Takes a row, and says it."""
+        self.results.add(name, found)
+        since_s = time.time() - self.began_s
+        print(f"{since_s:5.1f} s  {decode_line(self.results, name)}", flush=True)
+
+    def row(
+        self, name: str, model: Any, cache: str, load_s: float, misses: str | None = None
+    ) -> None:
+        """Measures a model with a kind of cache; `misses` where experts may be missing."""
+        options, generation = self.options, {"cache_implementation": cache}
+        prompts, first = self.prompts, {"load_s": load_s}
+        try:
+            if DECODES_ALONE not in name:
+                first["prefill_tokens_per_s"] = prefill_tokens_per_s(
+                    model, prompts, options.device, options.repeats
+                )
+            answer = answer_of(model, prompts.short_NT[0], options.new_tokens, **generation)
+            found = decode(model, prompts, options.new_tokens, **generation)
+        except RuntimeError as error:  # memory, what compiles, a cache that does not work here
+            self.add(name, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            return
+        if hasattr(model, "moe"):
+            first |= device_memory(model.moe.facts.device_plan)
+        for wanted in [*self.answers.values()][:1]:
+            beside = compare(answer, wanted)
+            first["same_bits"] = int(beside["is_bit_equal"])
+            first["largest_difference"] = beside["largest_difference_in_deviations"]
+            compared = {"compared": beside["of_tokens"], "equal": beside["equal_tokens"]}
+            self.results.qualities[name] = compared
+        self.answers[name] = answer
+        for one in found:
+            one["read_of_copy"] = (
+                one["tokens_per_s"] * active_bytes(self.shape) / self.rates.copy_bytes_s
+            )
+            if misses is not None:
+                one |= self._bound(one, misses)
+        found[0] |= first
+        self.add(name, found)
+        self.judge(name)
+        if options.profile is not None and not self.is_late:
+
+            def generate() -> None:
+                one = prompts.short_NT[:1]
+                model.generate(one, max_new_tokens=PROFILED_TOKENS, do_sample=False, **generation)
+
+            self.profiles.append(profiled(name, generate, options.device))
+            write_text(options.profile, "\n".join(self.profiles) + "\n")
+
+    def _bound(self, one: dict[str, Any], misses: str) -> dict[str, float]:
+        """The least that a token could take where these misses are treated so, and its share."""
+        missed = one["missed_a_token"]
+        cpu_s, link_s = missed * self.rates.cpu_expert_s, 0.0
+        if self.rates.link_bytes_s is not None:
+            link_s = missed * self.shape.expert_bytes / self.rates.link_bytes_s
+        together_s = cpu_s * link_s / (cpu_s + link_s) if link_s else 0.0
+        least_s = {"device": link_s, "cpu": cpu_s, "auto": together_s}[misses]
+        resident = self.results.value(next(iter(self.answers)), "tokens_per_s")
+        assert resident is not None
+        return {
+            "misses_bound_s": least_s,
+            "of_bound": max(least_s, 1 / resident) * one["tokens_per_s"],
+        }
+
+    def judge(self, *names: str) -> None:
+        """Notes how far logits of rows are from those in fp32, where these are there: ours must be
+        as near as transformers'."""
+        if not self.exact:
+            return
+        for name in names:
+            error = error_of(self.answers[name], self.exact[0])
+            self.results.systems[name][0]["error"] = error  # type: ignore[index]
+        peers = [name for name in self.answers if name.startswith(PEER)]
+        most = MOST_ERROR * max(self.results.value(name, "error") or 0.0 for name in peers)
+        for name in names:
+            if name not in peers:
+                error = self.results.value(name, "error") or 0.0
+                self.results.aim(name, "error", most, error, at_most=True)
+        self.results.write()
 
 
-def main() -> int:
-    options, began_s = _arguments(), psutil.Process().create_time()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU here; rehearse with --device cpu --tiny", file=sys.stderr)
-        return 2
-    import moe_runtime
-
-    moe_runtime.register_with_transformers()
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
-    shape = shape_of(options.shape, options.layers, is_tiny=options.tiny)
-    counts = (options.repeats + 1, options.prompt_tokens, options.long_prompt)
-    prompts = new_prompts(shape.vocab_size, counts, options.device)
-    rates = measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
-    results: dict[str, Any] = {
-        **run_facts(ROOT),
-        "gpu": gpu,
-        "shape": shape.describe(),
-        "prompt_tokens": options.prompt_tokens,
-        "new_tokens": options.new_tokens,
-        "long_prompt_tokens": options.long_prompt,
-        "active_bytes_a_token": active_bytes(shape),
-        "rates": rates._asdict(),
-        "rows": [],
-    }
-    path, profiles = options.out, list[str]()
-    if options.save:
-        name = re.sub(r"[^a-z0-9]+", "-", (gpu or "rehearsal").lower()).strip("-")
-        path = ROOT / "benchmarks" / "results" / f"device-decode-{shape.name}-{name}.json"
-    print(f"copies {_gb(rates.copy_bytes_s)}, from the host {_gb(rates.link_bytes_s)}; ", end="")
-    by_threads = {key: f"{1e3 * s:.3f}" for key, s in rates.cpu_expert_s_by_threads.items()}
-    print(f"an expert on the CPU {1e3 * rates.cpu_expert_s:.3f} ms {by_threads}", flush=True)
-    with drawn_checkpoint(shape, options.device) as folder:
-        bench = Bench(shape, folder, options, prompts, rates, began_s)
-        print(f"checkpoint after {time.time() - began_s:.1f} s", flush=True)
-        for row in measure(bench, profiles):
-            row["after_s"] = round(time.time() - began_s, 1)
-            results["rows"].append(row)
-            print(decode_line(row), flush=True)
-            # After each row: what was measured stays if the next one fails.
-            if path is not None:
-                write_text(path, json.dumps(results, indent=1) + "\n")
-            if options.profile is not None:
-                write_text(options.profile, "\n".join(profiles) + "\n")
-    print(f"done after {time.time() - began_s:.1f} s")
-    return 0
-
-
-def measure(bench: Bench, profiles: list[str]) -> Iterator[dict[str, Any]]:
+def measure(bench: Bench) -> None:
     """All rows, those that are wanted most first."""
-    ours = Ours(bench, profiles)
-    yield from ours.resident()
-    ways = ("device", "auto", "cpu") if bench.options.device == "cuda" else ("device",)
-    first, *others = bench.options.shares
+    options, ours = bench.options, Ours(bench)
+    ours.rows(1.0, "device", caches=options.caches)
+    ways = ("device", "auto", "cpu") if options.device == "cuda" else ("device",)
+    first, *others = options.shares
     for misses in ways:
-        yield from ours.partial(first, misses)
-        if misses == "device" and bench.options.device == "cuda":
-            yield from ours.partial(first, misses, bench.options.host_share)
-    yield from peers(bench, ours, profiles)
+        ours.rows(first, misses)
+        if misses == "device" and options.device == "cuda":
+            ours.rows(first, misses, options.host_share)
+    peers(bench)
     for share, misses in itertools.product(others, ways):
-        yield from ours.partial(share, misses)
+        ours.rows(share, misses)
 
 
 class Ours:
-    """Rows of this runtime.
+    """Rows of this runtime."""
 
-    Attributes:
-        answer: of the model that is resident as a whole, once it was measured.
-        answers: of all that were measured before `exact` was there, by what they are.
-        exact: the same tokens with logits in fp32, once transformers computed them.
-        most_error: logits that are equal up to rounding are as near to these.
-    """
-
-    def __init__(self, bench: Bench, profiles: list[str]) -> None:
-        self._bench, self._profiles = bench, profiles
-        self.answer: Answer | None = None
-        self.answers: dict[str, Answer] = {}
-        self.exact: Answer | None = None
-        self.most_error = 0.0
-        self._row_s = 0.0
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
         self._plan: Any = None
         self._host_slot_bytes = 0
 
-    def resident(self) -> Iterator[dict[str, Any]]:
-        """With every expert where it is computed, for each kind of cache."""
-        model = self._load(1.0, "device")
-        for cache in self._bench.options.caches:
-            row = {"system": "ours", "share": 1.0, "misses": "device", "cache": cache}
-            row = self._measured(row, model)
-            if "tokens_per_s" in row and not self._row_s:
-                self._row_s = 1 / row["tokens_per_s"]
-            yield row
-        model.moe.close()
-        del model
-        _free()
-
-    def partial(
-        self, share: float, misses: str, host_share: float = 1.0
-    ) -> Iterator[dict[str, Any]]:
+    def rows(
+        self, share: float, misses: str, host_share: float = 1.0, caches: Sequence[str] = ()
+    ) -> None:
         """With slots for a share of the experts, and others in the host's memory."""
-        row = {"system": "ours", "share": share, "misses": misses, "host_share": host_share}
-        if self._bench.is_late:
-            yield row | LATE
+        ram = "" if host_share == 1.0 else f", RAM for {host_share:.0%}"
+        name = f"moe_runtime, {share:.0%} resident, misses {misses}{ram}"
+        caches = caches or self._bench.options.caches[:1]
+        if share < 1.0 and self._bench.is_late:
+            self._bench.add(f"{name}, {caches[0]} cache", LATE)
             return
         model = self._load(share, misses, host_share)
-        row = self._measured({**row, "cache": self._bench.options.caches[0]}, model)
-        if "tokens_per_s" in row:
-            row |= self._bound(row)
-        yield row
+        for cache in caches:
+            load_s, missing = model.moe.facts.load_s, misses if share < 1.0 else None
+            self._bench.row(f"{name}, {cache} cache", model, cache, load_s, missing)
         model.moe.close()
         del model
         _free()
 
-    def _load(self, share: float, misses: str, host_share: float = 1.0) -> Any:
+    def _load(self, share: float, misses: str, host_share: float) -> Any:
         import moe_runtime
 
         bench, device = self._bench, self._bench.options.device
-        num_slots = round(share * bench.num_experts)
+        num_experts = bench.shape.num_layers * bench.shape.num_experts
+        num_slots = round(share * num_experts)
         budgets: dict[str, Any] = {}
         if self._plan is not None:
             around = self._plan.dense_bytes + self._plan.reserve_bytes
             budget = around + num_slots * self._plan.slot_bytes
             budgets = {"host_memory": budget}
             if device == "cuda":
-                host = round(host_share * bench.num_experts) * self._host_slot_bytes
+                host = round(host_share * num_experts) * self._host_slot_bytes
                 budgets = {"host_memory": host, "device_memory": budget, "misses": misses}
         elif device == "cuda":
             budgets = {"host_memory": PASSING_EXPERTS * 2 * bench.shape.expert_bytes}
@@ -243,56 +302,14 @@ class Ours:
         prepare_generation(model)
         return model
 
-    def _measured(self, row: dict[str, Any], model: Any) -> dict[str, Any]:
-        bench, options = self._bench, self._bench.options
-        generation = bench.generation(row["cache"])
-        row["load_s"] = model.moe.facts.load_s
-        try:
-            row["prefill_tokens_per_s"] = prefill_tokens_per_s(
-                model, bench.prompts, options.device, options.repeats
-            )
-            answer = answer_of(model, bench.prompts.short_NT[0], options.new_tokens, **generation)
-            row |= decode(model, bench.prompts, options.new_tokens, **generation)
-        except RuntimeError as error:  # a kind of cache that does not work here
-            return row | {"obstacle": _first_line(error)}
-        if self.answer is None:
-            self.answer = answer
-        else:
-            row["beside_resident"] = compare(answer, self.answer)
-        if self.exact is None:
-            name = f"ours, {row['share']:.0%} resident, misses {row['misses']}"
-            self.answers[f"{name}, {row['cache']} cache"] = answer
-        else:
-            row["error"] = error_of(answer, self.exact)
-            row["is_equal_up_to_rounding"] = row["error"] <= self.most_error
-        row["read_of_copy"] = _read_of_copy(bench, row)
-        title = f"ours, {row['share']:.0%} resident, misses {row['misses']}, {row['cache']} cache"
-        _profile(bench, title, model, generation, self._profiles)
-        return row
 
-    def _bound(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The least that a token could take where these misses are treated so, and its share."""
-        rates, missed = self._bench.rates, row["missed_a_token"]
-        cpu_s, link_s = missed * rates.cpu_expert_s, 0.0
-        if rates.link_bytes_s is not None:
-            link_s = missed * self._bench.shape.expert_bytes / rates.link_bytes_s
-        together_s = cpu_s * link_s / (cpu_s + link_s) if link_s else 0.0
-        least_s = {"device": link_s, "cpu": cpu_s, "auto": together_s}[row["misses"]]
-        bound_s = max(least_s, self._row_s)
-        return {
-            "misses_bound_s": least_s,
-            "resident_s": self._row_s,
-            "of_bound": bound_s * row["tokens_per_s"],
-        }
-
-
-def peers(bench: Bench, ours: Ours, profiles: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of transformers, everything resident, and how far both are from logits in fp32."""
+def peers(bench: Bench) -> None:
+    """Rows of transformers, everything resident, and how far all are from logits in fp32."""
     from transformers import AutoModelForCausalLM
 
-    options, answers = bench.options, dict[str, Answer]()
+    options = bench.options
     if bench.is_late:
-        yield {"system": "transformers"} | LATE
+        bench.add(PEER, LATE)
         return
     begun_s = time.perf_counter()
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -300,56 +317,22 @@ def peers(bench: Bench, ours: Ours, profiles: list[str]) -> Iterator[dict[str, A
     )
     model.eval()
     prepare_generation(model)
-    load_s = time.perf_counter() - begun_s
+    load_s, resident = time.perf_counter() - begun_s, [*bench.answers.values()][:1]
     caches = ("dynamic", "static") if options.compile_peer else ("dynamic",)
     for kind, cache in itertools.product(PEER_EXPERTS, caches):
-        row: dict[str, Any] = {"system": "transformers", "experts": kind, "cache": cache}
-        row["load_s"] = load_s
+        name = f"{PEER}, {kind}, {cache} cache"
         if bench.is_late:
-            yield row | LATE
+            bench.add(name, LATE)
             continue
         model.set_experts_implementation(kind)
-        generation = bench.generation(cache)
-        try:
-            if kind != DECODES_ALONE:
-                row["prefill_tokens_per_s"] = prefill_tokens_per_s(
-                    model, bench.prompts, options.device, options.repeats
-                )
-            answer = answer_of(model, bench.prompts.short_NT[0], options.new_tokens, **generation)
-            row |= decode(model, bench.prompts, options.new_tokens, **generation)
-        except RuntimeError as error:  # memory, or what compiles
-            yield row | {"obstacle": _first_line(error)}
-            continue
-        answers[f"{kind}, {cache} cache"] = answer
-        if ours.answer is not None:
-            row["beside_resident"] = compare(answer, ours.answer)
-        row["read_of_copy"] = _read_of_copy(bench, row)
-        if kind in PROFILED_PEERS:
-            _profile(bench, f"transformers, {kind}, {cache} cache", model, generation, profiles)
-        yield row
-    if ours.answer is not None and answers and not bench.is_late:
+        bench.row(name, model, cache, load_s)
+    answers = bench.answers
+    if resident and not bench.is_late and any(name.startswith(PEER) for name in answers):
         model.set_experts_implementation("eager")
-        ours.exact = exact_answer(model.float(), bench.prompts.short_NT[0], ours.answer)
-        errors = {name: error_of(answer, ours.exact) for name, answer in answers.items()}
-        ours.most_error = MOST_ERROR * max(errors.values())
-        own = {name: error_of(answer, ours.exact) for name, answer in ours.answers.items()}
-        is_equal = max(own.values()) <= ours.most_error
-        yield {"system": "fp32", "errors": errors | own, "is_equal_up_to_rounding": is_equal}
+        bench.exact.append(exact_answer(model.float(), bench.prompts.short_NT[0], resident[0]))
+        bench.judge(*answers)
     del model
     _free()
-
-
-def _profile(
-    bench: Bench, title: str, model: Any, generation: dict[str, Any], profiles: list[str]
-) -> None:
-    if bench.options.profile is None or bench.is_late:
-        return
-    prompt_1T = bench.prompts.short_NT[:1]
-
-    def generate() -> None:
-        model.generate(prompt_1T, max_new_tokens=PROFILED_TOKENS, do_sample=False, **generation)
-
-    profiles.append(profiled(title, generate, bench.options.device))
 
 
 def _free() -> None:
@@ -358,14 +341,6 @@ def _free() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def _read_of_copy(bench: Bench, row: dict[str, Any]) -> float:
-    return row["tokens_per_s"] * active_bytes(bench.shape) / bench.rates.copy_bytes_s
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def _gb(bytes_s: float | None) -> str:
@@ -377,10 +352,9 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--device", default="cuda", choices=("cuda", "cpu"))
+    add_options(parser, "device-decode-SHAPE")
     add("--shape", default="olmoe-1b-7b", choices=DEVICE_SHAPES)
     add("--layers", type=positive, default=4, help="(default: %(default)s)")
-    add("--tiny", action="store_true", help="a tiny shape, as a rehearsal")
     add("--caches", nargs="+", default=["dynamic"], choices=("dynamic", "static"), help="of ours")
     add("--compile-peer", action="store_true", help="transformers with a static cache too")
     add("--shares", nargs="+", type=float, default=[0.5, 0.25], help="of experts with slots")
@@ -391,8 +365,6 @@ def _arguments() -> argparse.Namespace:
     add("--long-prompt", type=positive, default=2048, help="(default: %(default)s)")
     add("--seconds", type=float, default=50.0, help="after them no row begins")
     add("--profile", type=Path, metavar="FILE", help="write where the time of 9 tokens goes")
-    add("--save", action="store_true", help="write benchmarks/results/device-decode-SHAPE-GPU")
-    add("--out", type=Path, help="write the results here as JSON")
     return parser.parse_args()
 
 

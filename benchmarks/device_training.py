@@ -14,10 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import itertools
-import json
-import re
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -25,12 +21,14 @@ from typing import Any
 
 import psutil
 import torch
-from gpu_parts.device_rates import measure_rates, wait_for
+from gpu_parts.device_decoding import MEMORY, device_memory
+from gpu_parts.device_rates import Rates, measure_rates, wait_for
+from gpu_parts.gpu_results import GpuResults, Repetitions, add_options, lacks_gpu
 from harness.arguments import positive
 from harness.drawn_checkpoints import drawn_checkpoint, shape_of
-from harness.machine import run_facts
 from harness.profiled import profiled
 
+from moe_runtime.bench.results import Metric
 from moe_runtime.bench.texts import language_reference
 from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text
@@ -38,7 +36,6 @@ from moe_runtime.training.config_tree import build_tree
 from moe_runtime.training.finetune.finetuning import prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAPE = "qwen3-30b-a3b"
 SHARE = 0.4
 """Of the experts that have slots: 24 GB of 60 GB."""
@@ -48,58 +45,59 @@ TOLERANCE = 1e-3
 """Between losses; sums of gradients have no fixed order on a GPU."""
 
 
+METRICS = {
+    "tokens_per_s": Metric("tokens/s", "more"),
+    "step_s": Metric("s"),
+    "copied_bytes": Metric("bytes", is_judged=False),
+    "link_s": Metric("s", is_judged=False),
+    "stall_s": Metric("s", is_judged=False),
+    "loss": Metric("nats", is_judged=False),
+    "experts_with_slots": Metric("count", "more", is_judged=False),
+    **{name: Metric("bytes", is_judged=False) for name in MEMORY},
+}
+
+
 def main() -> int:
     options, began_s = _arguments(), psutil.Process().create_time()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU here; rehearse with --device cpu --tiny", file=sys.stderr)
+    if lacks_gpu(options):
         return 2
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
     shape = shape_of(SHAPE, options.layers, is_tiny=options.tiny)
     rates = measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
-    results: dict[str, Any] = {
-        **run_facts(ROOT),
-        "gpu": gpu,
+    settings = {
+        "model": shape.name,
+        "layers": shape.num_layers,
         "shape": shape.describe(),
         "rates": rates._asdict(),
         "rank": options.rank,
         "tokens_per_step": options.tokens,
+        "sequences": options.tokens // options.context,
         "context": options.context,
-        "rows": [],
     }
-    path, profiles = options.out, list[str]()
-    if options.save:
-        name = re.sub(r"[^a-z0-9]+", "-", (gpu or "rehearsal").lower()).strip("-")
-        path = ROOT / "benchmarks" / "results" / f"device-training-{shape.name}-{name}.json"
+    file, profiles = f"device-training-{shape.name}", list[str]()
+    results = GpuResults("device-training", file, options, settings, METRICS)
     with drawn_checkpoint(shape, options.device) as folder:
         print(f"checkpoint after {time.time() - began_s:.1f} s", flush=True)
         (folder.parent / "text.txt").write_text(language_reference())
         for share in (1.0, SHARE):
-            row = measure(folder, share, options, profiles)
+            name = f"{share:.0%} resident"
+            results.add(name, measure(folder, share, options, rates, profiles))
             gc.collect()
-            if gpu is not None:
+            if options.device == "cuda":
                 torch.cuda.empty_cache()
-            if rates.link_bytes_s is not None:
-                row["link_s_a_step"] = row["copied_bytes_a_step"] / rates.link_bytes_s
-            results["rows"].append(row)
-            print(line(row), flush=True)
-            results["aims"] = compared(results["rows"])
-            # After each row: what was measured stays if the next one fails.
-            if path is not None:
-                write_text(path, json.dumps(results, indent=1) + "\n")
+            print(line(results, name), flush=True)
             if options.profile is not None:
                 write_text(options.profile, "\n".join(profiles) + "\n")
-    for aim in results["aims"]:
-        print(f"{aim['what']}: {aim['measured']:.4g}, {'holds' if aim['holds'] else 'MISSED'}")
+    note_aims(results)
+    print("\n".join(results.aim_lines()))
     print(f"done after {time.time() - began_s:.1f} s")
     return 0
 
 
 def measure(
-    folder: Path, share: float, options: argparse.Namespace, profiles: list[str]
-) -> dict[str, Any]:
-    """Steps of a run with slots for a share of the experts."""
-    is_cuda = options.device == "cuda"
-    if is_cuda:
+    folder: Path, share: float, options: argparse.Namespace, rates: Rates, profiles: list[str]
+) -> Repetitions:
+    """Steps of a run with slots for a share of the experts; the first one is not timed."""
+    if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     config = _config(folder, share, options)
     if share < 1:
@@ -109,78 +107,59 @@ def measure(
     plan = memory.device or memory.host
     trainer = start(preparation, resume=False)
     optimizer: Any = trainer.optimizer
-    losses, ends_s, copied, stalls = list[float](), list[float](), list[int](), list[float]()
+    steps, before = Repetitions(), dict[str, float]()
 
     def note(record: Any) -> None:
+        nonlocal before
         wait_for(options.device)
-        ends_s.append(time.perf_counter())
-        losses.append(record.loss)
-        stats = optimizer.stats()
-        copied.append(stats.link.to_device_bytes)
-        stalls.append(stats.traffic.stall_s)
+        stats, step = optimizer.stats(), {"loss": record.loss}
+        now = {
+            "step_s": time.perf_counter(),
+            "copied_bytes": stats.link.to_device_bytes,
+            "stall_s": stats.traffic.stall_s,
+        }
+        if steps:
+            step |= {name: total - before[name] for name, total in now.items()}
+            step["tokens_per_s"] = options.tokens / step["step_s"]
+            if rates.link_bytes_s is not None:
+                step["link_s"] = step["copied_bytes"] / rates.link_bytes_s
+        steps.append(step)
+        before = now
 
     trainer.train(should_stop=lambda: False, on_record=note)
-    seconds = [after - before for before, after in itertools.pairwise(ends_s)]
-    row = {
-        "share": share,
-        "experts_with_slots": plan.num_slots,
-        "losses": losses,
-        "tokens_per_s": options.tokens / statistics.median(seconds),
-        "seconds_of_steps": seconds,
-        "copied_bytes_a_step": (copied[-1] - copied[0]) / len(seconds),
-        "stall_s_a_step": (stalls[-1] - stalls[0]) / len(seconds),
-        "budget_bytes": plan.budget_bytes,
-        "peak_bytes": torch.cuda.max_memory_allocated() if is_cuda else None,
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved() if is_cuda else None,
-    }
+    steps[0] |= {"experts_with_slots": plan.num_slots, **device_memory(memory.device)}
     if options.profile is not None:
         title = f"a step, {share:.0%} resident"
         profiles.append(profiled(title, trainer._take_step, options.device))
     trainer.close()
-    return row
+    return steps
 
 
-def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is aimed at beside what came out, once both rows are there."""
-    if len(rows) < 2:
-        return []
-    resident, partial = rows
-    speed = partial["tokens_per_s"] / resident["tokens_per_s"]
-    pairs = zip(resident["losses"], partial["losses"], strict=True)
-    difference = max(abs(one - other) for one, other in pairs)
-    found = [
-        {
-            "what": f"speed beside resident, at least {AIM}",
-            "measured": speed,
-            "holds": speed >= AIM,
-        },
-        {
-            "what": f"largest difference of losses, at most {TOLERANCE}",
-            "measured": difference,
-            "holds": difference <= TOLERANCE,
-        },
-    ]
-    if partial["peak_bytes"] is not None:
-        peak = partial["peak_bytes"] / partial["budget_bytes"]
-        what = "peak on the GPU beside the budget, at most 1"
-        found.append({"what": what, "measured": peak, "holds": peak <= 1})
-    return found
+def note_aims(results: GpuResults) -> None:
+    """Writes what is aimed at beside what came out."""
+    (resident, steps), (partial, others) = results.systems.items()
+    speed, whole = (results.value(name, "tokens_per_s") or 0.0 for name in (partial, resident))
+    results.aim(partial, "speed beside resident", AIM, speed / whole)
+    pairs: Any = zip(steps, others, strict=True)
+    difference = max(abs(one["loss"] - other["loss"]) for one, other in pairs)
+    results.aim(partial, "largest difference of losses", TOLERANCE, difference, at_most=True)
+    peak, budget = (results.value(partial, f"{what}_bytes") for what in ("peak", "budget"))
+    if peak and budget:
+        results.aim(partial, "peak beside the budget", 1.0, peak / budget, at_most=True)
+    results.write()
 
 
-def line(row: dict[str, Any]) -> str:
+def line(results: GpuResults, name: str) -> str:
     """One row for the terminal."""
-    text = (
-        f"{row['share']:4.0%} ({row['experts_with_slots']} experts) {row['tokens_per_s']:,.0f} "
-        f"tokens/s, {format_bytes(round(row['copied_bytes_a_step']))} copied a step"
-    )
-    if "link_s_a_step" in row:
-        text += f" ({row['link_s_a_step']:.3f} s of the link)"
-    text += f", waits {row['stall_s_a_step']:.3f} s, losses {row['losses'][0]:.4f}"
-    text += f" to {row['losses'][-1]:.4f}"
-    if row["peak_bytes"] is not None:
-        text += (
-            f", at most {format_bytes(row['peak_bytes'])} of {format_bytes(row['budget_bytes'])}"
-        )
+    found = {metric: results.value(name, metric) or 0.0 for metric in METRICS}
+    text = f"{name} ({found['experts_with_slots']:.0f} experts) {found['tokens_per_s']:,.0f} "
+    text += f"tokens/s, {format_bytes(round(found['copied_bytes']))} copied a step"
+    if found["link_s"]:
+        text += f" ({found['link_s']:.3f} s of the link)"
+    text += f", waits {found['stall_s']:.3f} s, loss {found['loss']:.4f}"
+    if found["peak_bytes"]:
+        peak, budget = (format_bytes(round(found[f"{what}_bytes"])) for what in ("peak", "budget"))
+        text += f", at most {peak} of {budget}"
     return text
 
 
@@ -224,16 +203,13 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--device", default="cuda", choices=("cuda", "cpu"))
+    add_options(parser, "device-training-SHAPE")
     add("--layers", type=positive, default=4, help="(default: %(default)s)")
-    add("--tiny", action="store_true", help="a tiny shape, as a rehearsal")
     add("--steps", type=positive, default=3, help="timed steps (default: %(default)s)")
     add("--tokens", type=positive, default=2048, help="of a step (default: %(default)s)")
     add("--context", type=positive, default=512, help="of a sequence (default: %(default)s)")
     add("--rank", type=positive, default=8, help="of the adapters (default: %(default)s)")
     add("--profile", type=Path, metavar="FILE", help="write where the time of a step goes")
-    add("--save", action="store_true", help="write benchmarks/results/device-training-SHAPE-GPU")
-    add("--out", type=Path, help="write the results here as JSON")
     return parser.parse_args()
 
 

@@ -14,31 +14,38 @@ and `--only` measure less. `--device cpu --tiny` is a rehearsal without a GPU.
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from gpu_parts.kernel_aims import OURS, PEER, aim_line, compared
+from gpu_parts.gpu_results import GpuResults, add_options, lacks_gpu
+from gpu_parts.kernel_aims import OURS, PEER, note_aims
 from gpu_parts.kernel_products import measure_products
 from gpu_parts.packed_products import measure_packed
-from harness.machine import commit, describe_machine, versions
 from torch import Tensor
 
-from moe_runtime.files import write_text
+from moe_runtime.bench.results import Metric
 
 BYTES = 2  # of a bf16 number
 # A loop over experts: with many tokens it takes long, and nobody would choose it.
 EAGER, EAGER_TOKENS = "eager", 128
 # Copies the weights of every choice: transformers' own choice for decoding, hopeless for batches.
 FEW_TOKENS_BACKEND, FEW_TOKENS = "batched_mm", 16
-RESULTS = Path(__file__).parent / "results"
+_RATES = ("forward_tflops", "backward_tflops", "both_tflops")
+_SHARES = ("forward_of_dense", "read_of_copy", "graph_read_of_copy", "ratio", "written_ratio")
+_SECONDS = ("forward_s", "backward_s", "both_s", "graph_forward_s", "seconds")
+METRICS = {
+    **{name: Metric("s") for name in _SECONDS},
+    "peer_seconds": Metric("s", is_judged=False),
+    **{name: Metric("TFLOP/s", "more", is_judged=False) for name in _RATES},
+    **{name: Metric("share", "more", is_judged=False) for name in _SHARES},
+    "kept_bytes": Metric("bytes"),
+    "peak_bytes": Metric("bytes"),
+}
 
 
 class Shape(NamedTuple):
@@ -87,71 +94,52 @@ class Peak(NamedTuple):
 
 def main() -> int:
     options = _arguments()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU here; rehearse with --device cpu --tiny", file=sys.stderr)
+    if lacks_gpu(options):
         return 2
     import moe_runtime
 
     moe_runtime.register_with_transformers()
-    peak = measure_peak(options.device, 256 if options.tiny else 8192)
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
-    results: dict[str, Any] = {
-        "command": "python benchmarks/kernels.py --save",
-        "machine": describe_machine(),
-        "versions": versions(),
-        "commit": commit(Path(__file__).parents[1]),
-        "gpu": gpu,
-        "dense_tflops": peak.tflops,
-        "copy_bytes_s": peak.copy_bytes_s,
-        "products": {},
-        "packed": {},
-        "shapes": {},
-        "aims": [],
-    }
-    path = options.out
-    if options.save:
-        name = re.sub(r"[^a-z0-9]+", "-", (gpu or "rehearsal").lower()).strip("-")
-        path = RESULTS / f"kernels-{name}.json"
+    device, is_tiny = options.device, options.tiny
+    peak = measure_peak(device, 256 if is_tiny else 8192)
+    settings = {"dense_tflops": peak.tflops, "copy_bytes_s": peak.copy_bytes_s, "shapes": {}}
+    results = GpuResults("device-kernels", "kernels", options, settings, METRICS)
     print(f"dense product {peak.tflops:.1f} TFLOP/s, copy {peak.copy_bytes_s / 1e9:.0f} GB/s")
-    timer, device, is_tiny = partial(median_s, device=options.device), options.device, options.tiny
-    shapes = TINY if is_tiny else SHAPES
+    timer, shapes = partial(median_s, device=device), TINY if is_tiny else SHAPES
     for name in options.shape or shapes if "shapes" in options.only else ():
         shape = shapes[name]
         experts = layer(shape, device)
-        rows: dict[str, dict[str, float | None]] = {}
-        results["shapes"][name] = {**shape._asdict(), "backends": rows}
+        closed = {"closed_form_bytes": shape.kept_bytes}
+        results.settings["shapes"][name] = shape._asdict() | closed
         for backend in backends_of(shape):
-            rows[backend] = measure(experts, shape, backend, device, peak)
-            print(line(name, backend, rows[backend], shape), flush=True)
-        # After each shape: what was measured stays if the next one does not fit.
-        save(results, path)
+            row = measure(experts, shape, backend, device, peak)
+            results.add(f"{name}, {backend}", [row])
+            print(line(name, backend, row, shape), flush=True)
         del experts
+        note_aims(results)
     if "products" in options.only:
-        results["products"] = measure_products(device, timer, tiny=is_tiny)
-        save(results, path)
+        add_products(results, measure_products(device, timer, tiny=is_tiny))
     if "packed" in options.only:
         graphs = partial(graph_s, device=device)
-        results["packed"] = measure_packed(device, timer, graphs, peak.copy_bytes_s, tiny=is_tiny)
-    for name, row in (results["products"] | results["packed"]).items():
+        add_products(
+            results, measure_packed(device, timer, graphs, peak.copy_bytes_s, tiny=is_tiny)
+        )
+    print("\n".join(results.aim_lines()))
+    return 0
+
+
+def add_products(results: GpuResults, rows: Mapping[str, dict[str, float]]) -> None:
+    """Takes rows of products, and says them."""
+    for name, row in rows.items():
+        results.add(name, [row])
+        note_aims(results)
         share = f", reads {row['read_of_copy']:4.0%} of copy" if "read_of_copy" in row else ""
         print(f"{name:30} {row['seconds'] * 1e3:8.3f} ms, {row['ratio']:5.2f} times as fast{share}")
-    save(results, path)
-    for aim in results["aims"]:
-        print(aim_line(aim))
-    return 0
 
 
 def backends_of(shape: Shape) -> list[str]:
     """Those that are worth measuring, the fewest tokens' too."""
     few = [FEW_TOKENS_BACKEND] if shape.T <= FEW_TOKENS else []
     return [EAGER] * (shape.T <= EAGER_TOKENS) + [PEER, OURS] + few
-
-
-def save(results: dict[str, Any], path: Path | None) -> None:
-    """Compares what was measured with what is aimed at, and writes both."""
-    results["aims"] = list(compared(results))
-    if path is not None:
-        write_text(path, json.dumps(results, indent=1) + "\n")
 
 
 def layer(shape: Shape, device: str) -> Any:
@@ -241,7 +229,6 @@ def measure(
         "graph_read_of_copy": None if graph_forward_s is None else read_of_copy / graph_forward_s,
         "kept_bytes": kept_bytes,
         "peak_bytes": peak_bytes,
-        "closed_form_bytes": shape.kept_bytes,
     }
 
 
@@ -329,14 +316,11 @@ def line(name: str, backend: str, row: dict[str, float | None], shape: Shape) ->
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="one tiny shape, as a rehearsal")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/kernels-GPU")
+    add_options(parser, "kernels")
     shapes = [*SHAPES]
     parser.add_argument("--shape", action="append", choices=shapes, help="this one, and others")
     parts = ("products", "packed", "shapes")
     parser.add_argument("--only", action="append", choices=parts, help="this part, and others")
-    parser.add_argument("--out", type=Path, help="write the results here as JSON")
     options = parser.parse_args()
     options.only = options.only or (["shapes"] if options.shape else parts)
     return options

@@ -18,7 +18,9 @@ from moe_runtime.files import write_text
 PAGE = ROOT / "kernels" / "README.md"
 BEGIN, END = "<!-- benchmarks/kernels_table.py: begin -->", "<!-- end -->"
 OURS = "moe_runtime"
+OLDER_EXPERTS = "expert-backends"
 Results = dict[str, Any]
+Medians = dict[str, dict[str, float]]
 
 
 def ops_table(results: Results) -> list[str]:
@@ -47,39 +49,41 @@ def gpu_table(results: Results) -> list[str]:
         "| aimed at (`benchmarks/kernels.py`) | | asked | measured | |",
         "|---|---|--:|--:|---|",
     ]
-    for aim in results["aims"]:
+    settings, versions = results["settings"], results["versions"]
+    for name, aim in settings["aims"].items():
         lines.append(
-            f"| {aim['what']} | {aim['field']} | {aim['asked']:.4g} | {aim['measured']:.4g} | "
+            f"| {name.replace(': ', ' | ')} | {aim['asked']:.4g} | {aim['measured']:.4g} | "
             f"{'holds' if aim['holds'] else '**missed**'} |"
         )
-    lines += ["", *_shapes_table(results["shapes"])] if results["shapes"] else []
-    speeds = (
-        f"dense product {results['dense_tflops']:.0f} TFLOP/s, copy "
-        f"{results['copy_bytes_s'] / 1e9:,.0f} GB/s"
+    lines += (
+        ["", *_shapes_table(settings["shapes"], _medians(results))] if settings["shapes"] else []
     )
-    versions = results["versions"]
+    speeds = (
+        f"dense product {settings['dense_tflops']:.0f} TFLOP/s, copy "
+        f"{settings['copy_bytes_s'] / 1e9:,.0f} GB/s"
+    )
     return [
         *lines,
         "",
-        f"{results['gpu']}: {speeds}; torch {versions['torch']}, triton {versions['triton']}, "
+        f"{settings['gpu']}: {speeds}; torch {versions['torch']}, triton {versions['triton']}, "
         f"transformers {versions['transformers']}; commit {results['commit']}.",
     ]
 
 
-def _shapes_table(shapes: Results) -> list[str]:
+def _shapes_table(shapes: Results, medians: Medians) -> list[str]:
     """A layer of experts, ours and how many times as long transformers' `grouped_mm` takes."""
     lines = [
         "| experts in bf16, × `grouped_mm` | forward | forward, backward | as a CUDA graph |",
         "|---|--:|--:|--:|",
     ]
     for name, shape in shapes.items():
-        ours, peer = (shape["backends"][backend] for backend in (OURS, "grouped_mm"))
+        ours, peer = (medians[f"{name}, {backend}"] for backend in (OURS, "grouped_mm"))
         cells = [name]
         for passes, what in (("forward", "forward"), ("both", "both"), ("graph", "graph_forward")):
-            seconds, ratio = ours[f"{what}_s"], peer[f"{what}_s"]
-            if seconds is None or ratio is None:
+            if f"{what}_s" not in ours or f"{what}_s" not in peer:
                 cells.append("–")
                 continue
+            seconds, ratio = ours[f"{what}_s"], peer[f"{what}_s"]
             cell = f"{_number(seconds * 1e3)} ms, **{ratio / seconds:.2f}×**"
             if shape["T"] >= 1024 and passes != "graph":
                 cell += f", {ours[f'{passes}_tflops']:.0f} TFLOP/s"
@@ -90,44 +94,35 @@ def _shapes_table(shapes: Results) -> list[str]:
     return lines
 
 
-def case_table(results: Results) -> list[str]:
-    """As `experts_table`, of a file of `bench experts` or `bench layer`."""
-    medians = {
-        one["system"]: {metric: found["median"] for metric, found in one["summary"].items()}
-        for one in results["measurements"]
-    }
-    settings, rows = results["settings"], []
-    for metric, seconds in medians.pop(OURS).items():
-        passes, tokens, _ = metric.split("_")
-        best = min(found[metric] for found in medians.values() if metric in found)
-        row = {"shape": settings["model"], "dtype": settings["dtype"], "pass": passes}
-        row |= {"tokens": int(tokens), "ms": {OURS: seconds * 1e3}, "ratio": best / seconds}
-        rows.append(row)
-    return experts_table(results | {"rows": rows})
-
-
 def experts_table(results: Results) -> list[str]:
     """Milliseconds of one layer of experts, and the ratio to the best peer.
 
-    Rows are those of a script that `bench experts` has taken the place of.
+    Files of `bench experts` and `bench layer` are of one shape; those of the script that
+    `bench experts` has taken the place of have names of systems that begin with it.
     """
-    tokens = sorted({row["tokens"] for row in results["rows"]})
-    case = results.get("case", "experts")
-    lines = [
+    layers: dict[str, Medians] = {}
+    settings, is_older = results["settings"], results["case"] == OLDER_EXPERTS
+    for name, medians in _medians(results).items():
+        layer, _, backend = name.rpartition(", ") if is_older else ("", "", name)
+        layer = layer or f"{settings['model']}, {settings['dtype']}"
+        layers.setdefault(layer, {})[backend] = medians
+    rows: dict[str, dict[int, str]] = {}
+    for layer, backends in layers.items():
+        for metric, seconds in backends.pop(OURS).items():
+            passes, tokens, what = metric.split("_", 2)
+            if what == "s":
+                best = min(found[metric] for found in backends.values() if metric in found)
+                cell = f"{_number(seconds * 1e3)} ms, **{best / seconds:.2f}×**"
+                rows.setdefault(f"{layer}, {passes}", {})[int(tokens)] = cell
+    tokens = sorted({number for cells in rows.values() for number in cells})
+    case = "experts" if is_older else results["case"]
+    return [
         f"| {case} (`moe-runtime bench {case}`) | " + " | ".join(f"T = {t}" for t in tokens) + " |",
         "|---|" + "--:|" * len(tokens),
-    ]
-    cases = dict.fromkeys((row["shape"], row["dtype"], row["pass"]) for row in results["rows"])
-    for shape, dtype, passes in cases:
-        here = {
-            row["tokens"]: f"{_number(row['ms'][OURS])} ms, **{row['ratio']:.2f}×**"
-            for row in results["rows"]
-            if (row["shape"], row["dtype"], row["pass"]) == (shape, dtype, passes)
-        }
-        cells = " | ".join(here.get(t, "–") for t in tokens)
-        lines.append(f"| {shape}, {dtype}, {passes} | {cells} |")
-    return [
-        *lines,
+        *(
+            f"| {row} | {' | '.join(cells.get(t, '–') for t in tokens)} |"
+            for row, cells in rows.items()
+        ),
         "",
         _origin(results, "of the faster of transformers' backends to ours; – was not measured"),
     ]
@@ -145,13 +140,16 @@ def layer_table(runs: list[Results]) -> list[str]:
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for run in runs:
-        medians, settings = run["medians"], run["settings"]
+        settings = run["settings"]
+        found = {name.partition(",")[0]: one for name, one in _medians(run).items()}
+        medians = {name: one["step_s"] for name, one in found.items()}
         ours = medians["ours"]
         peer = min(medians[name] for name in ("grouped_mm", "eager") if name in medians)
-        shares = run.get("shares_of_ours", {})
-        found = [shares.get(part) for part in ("products", "activation", "optimizer")]
-        found.append(1 - sum(shares.values()) if shares else None)
-        cells = ["–" if share is None else f"{share:.1%}" for share in found]
+        parts = ("products", "activation", "optimizer")
+        shares = [found["ours"].get(f"share_of_{part}") for part in parts]
+        known = [share for share in shares if share is not None]
+        shares.append(1 - sum(known) if known else None)
+        cells = ["–" if share is None else f"{share:.1%}" for share in shares]
         gshard = f"**{medians['gshard'] / ours:.2f}×**" if "gshard" in medians else "–"
         lines.append(
             f"| {settings['tokens']} tokens, H={settings['hidden']}, I={settings['inter']}, "
@@ -185,13 +183,25 @@ def train_table(results: Results) -> list[str]:
     """Tokens a second of training, of a script that `bench training` has taken the place of."""
     lines = ["| training (`moe-runtime bench training`) | ours | transformers, `grouped_mm` | |"]
     lines.append("|---|--:|--:|--:|")
-    for run in results["runs"]:
-        speeds, peer = run["tokens_per_s"], "transformers grouped_mm"
-        lines.append(
-            f"| `{results['shape']['name']}`, {run['dtype']} | {speeds['ours']:,.0f} tokens/s | "
-            f"{speeds[peer]:,.0f} tokens/s | **{run['ratio'][peer]:.2f}×** |"
-        )
+    medians = _medians(results)
+    for name in medians:
+        dtype, _, system = name.partition(", ")
+        if system == "ours":
+            peer = medians[f"{dtype}, transformers grouped_mm"]
+            lines.append(
+                f"| `{results['settings']['model']}`, {dtype} | "
+                f"{medians[name]['tokens_per_s']:,.0f} tokens/s | "
+                f"{peer['tokens_per_s']:,.0f} tokens/s | **{peer['ours_over_it']:.2f}×** |"
+            )
     return [*lines, "", _origin(results, "of our speed to theirs")]
+
+
+def _medians(results: Results) -> Medians:
+    """Of each metric of each system."""
+    return {
+        one["system"]: {metric: found["median"] for metric, found in one["summary"].items()}
+        for one in results["measurements"]
+    }
 
 
 def _number(value: float) -> str:
@@ -203,14 +213,12 @@ def _origin(results: Results, ratio: str) -> str:
 
 
 def _machine_line(results: Results) -> str:
-    """Where numbers come from; rows of one file may have commits of their own."""
-    rows = [results] if "commit" in results else results.get("rows") or results["runs"]
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    """Where numbers come from."""
     machine = results["machine"]
     return (
         f"{_processor(results)}, {machine['num_cores']} cores, "
         f"{format_bytes(machine['memory_bytes'])}; torch {results['versions']['torch']}, "
-        f"transformers {results['versions']['transformers']}; commit {commits}."
+        f"transformers {results['versions']['transformers']}; commit {results['commit']}."
     )
 
 
@@ -219,7 +227,7 @@ def _processor(results: Results) -> str:
     machine = results["machine"]
     wide = [name for name in machine["cpu_features"] if name.startswith(("avx512", "amx"))]
     features = wide or [name for name in machine["cpu_features"] if name == "avx2"]
-    gpu = results.get("settings", {}).get("gpu")
+    gpu = results["settings"].get("gpu")
     return f"{machine['cpu']} ({', '.join(features)})" + (f" with an {gpu}" if gpu else "")
 
 
@@ -229,7 +237,8 @@ def section(folder: Path) -> str:
     parts += [ops_table(_read(path)) for path in sorted(folder.glob("bench-ops-*.json"))]
     parts += [experts_table(_read(path)) for path in sorted(folder.glob("experts-*.json"))]
     for case in ("experts", "layer"):
-        parts += [case_table(_read(path)) for path in sorted(folder.glob(f"bench-{case}-*.json"))]
+        paths = sorted(folder.glob(f"bench-{case}-*.json"))
+        parts += [experts_table(_read(path)) for path in paths]
     layers = [_read(path) for path in sorted(folder.glob("layer-*.json"), reverse=True)]
     parts += [layer_table(layers)] if layers else []
     training = [_read(path) for path in sorted(folder.glob("bench-training-*.json"))]

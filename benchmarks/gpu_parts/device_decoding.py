@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,6 +11,9 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from gpu_parts.device_rates import median_s, wait_for
+from gpu_parts.gpu_results import Repetitions
+
+MEMORY = ("budget_bytes", "peak_bytes", "peak_reserved_bytes")
 
 
 class Prompts(NamedTuple):
@@ -75,51 +77,41 @@ def answer_of(model: Any, prompt_T: Tensor, num_tokens: int, **options: Any) -> 
     return Answer(found.sequences[0, len(prompt_T) :], torch.cat(found.logits))
 
 
-def decode(model: Any, prompts: Prompts, num_tokens: int, **options: Any) -> dict[str, Any]:
-    """Tokens a second after the first token, for each prompt but the first, and their median.
+def decode(model: Any, prompts: Prompts, num_tokens: int, **options: Any) -> Repetitions:
+    """Tokens a second after the first token, for each prompt but the first.
 
     Of a model with a runtime also what its experts did for these tokens.
     """
-    runtime, rates, counted = getattr(model, "moe", None), list[float](), list[Any]()
+    runtime, found = getattr(model, "moe", None), Repetitions()
     for prompt_T in prompts.short_NT[1:]:
         clock = TokenClock(runtime.reset_stats if runtime else lambda: None)
         model.generate(
             prompt_T[None], max_new_tokens=num_tokens, do_sample=False, streamer=clock, **options
         )
         assert clock.num_tokens == num_tokens, "an end was asked for"
-        rates.append(clock.tokens_per_s)
-        if runtime:
-            counted.append(runtime.stats())
-    row = {"tokens_per_s": statistics.median(rates), "tokens_per_s_of_runs": rates}
-    return row | (_experts(counted, num_tokens - 1) | _memory(runtime) if counted else {})
+        experts = _experts(runtime.stats(), num_tokens - 1) if runtime else {}
+        found.append({"tokens_per_s": clock.tokens_per_s, **experts})
+    return found
 
 
-def _experts(counted: list[Any], tokens_of_run: int) -> dict[str, Any]:
+def _experts(stats: Any, tokens: int) -> dict[str, float]:
     """What became of the experts that layers asked for, in the mean of a token."""
-
-    def total(name: str) -> float:
-        return sum(getattr(stats, name) for stats in counted)
-
-    tokens, misses = tokens_of_run * len(counted), total("misses")
-    asked = total("hits") + total("late_hits") + misses
     return {
-        "hit_rate": total("hits") / asked,
-        "missed_a_token": misses / tokens,
-        "computed_by_cpu_a_token": total("computed_misses") / tokens,
-        "copied_bytes_a_token": total("copied_bytes") / tokens,
-        "read_bytes_a_token": total("bytes_read") / tokens,
-        "stall_s_a_token": total("stall_s") / tokens,
+        "hit_rate": stats.hits / (stats.hits + stats.late_hits + stats.misses),
+        "missed_a_token": stats.misses / tokens,
+        "computed_by_cpu_a_token": stats.computed_misses / tokens,
+        "copied_bytes_a_token": stats.copied_bytes / tokens,
+        "read_bytes_a_token": stats.bytes_read / tokens,
+        "stall_s_a_token": stats.stall_s / tokens,
     }
 
 
-def _memory(runtime: Any) -> dict[str, int]:
+def device_memory(plan: Any) -> dict[str, int]:
     """The budget of a GPU, and the most that tensors and torch have held there beside it."""
-    plan = runtime.facts.device_plan
     if plan is None:
         return {}
-    reserved = torch.cuda.max_memory_reserved()
-    peak = {"peak_bytes": torch.cuda.max_memory_allocated(), "peak_reserved_bytes": reserved}
-    return {"budget_bytes": plan.budget_bytes, **peak}
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return dict(zip(MEMORY, (plan.budget_bytes, *peaks), strict=True))
 
 
 def prefill_tokens_per_s(model: Any, prompts: Prompts, device: str, repeats: int) -> float:

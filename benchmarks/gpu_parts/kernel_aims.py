@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from gpu_parts.gpu_results import GpuResults
 
 OURS, PEER = "moe_runtime", "grouped_mm"
 # What is aimed at on an H100: at least, or for seconds at most. `of_peer`: times as fast as PEER.
@@ -38,40 +37,28 @@ PACKED_FEW_TOKENS = ("T=1", "T=4", "T=8")
 PACKED_AIMS = {"few": 1.6, "many": 0.7}
 
 
-def compared(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every figure that is aimed at beside the measured one, of what was measured."""
-    for name, row in results["products"].items():
-        yield _aim(name, "ratio", PRODUCT_AIMS[name], row["ratio"])
-    for name, row in results["packed"].items():
-        is_decoded = name.endswith(PACKED_FEW_TOKENS)
-        yield _aim(name, "ratio", PACKED_AIMS["few" if is_decoded else "many"], row["ratio"])
-    for name, shape in results["shapes"].items():
-        ours, peer = (shape["backends"].get(backend, {}) for backend in (OURS, PEER))
-        found = dict(ours)
-        for passes in ("forward", "both"):
-            if f"{passes}_s" in ours and f"{passes}_s" in peer:
-                found[f"{passes}_of_peer"] = peer[f"{passes}_s"] / ours[f"{passes}_s"]
+def note_aims(results: GpuResults) -> None:
+    """Writes every figure that is aimed at beside the measured one, of what was measured."""
+    results.settings["aims"] = {}
+    for name in results.systems:
+        if (ratio := results.value(name, "ratio")) is not None:
+            few = "few" if name.endswith(PACKED_FEW_TOKENS) else "many"
+            results.aim(name, "ratio", PRODUCT_AIMS.get(name, PACKED_AIMS[few]), ratio)
+    for name, shape in results.settings["shapes"].items():
+
+        def value(field: str, name: str = name) -> float | None:
+            if not field.endswith("_of_peer"):
+                return results.value(f"{name}, {OURS}", field)
+            seconds = field.replace("_of_peer", "_s")
+            ours, peer = (results.value(f"{name}, {one}", seconds) for one in (OURS, PEER))
+            return peer / ours if ours is not None and peer is not None else None
+
         for field, asked in AIMS[name].items():
-            if found.get(field) is not None:
-                yield _aim(name, field, asked, found[field])
-        if found.get("kept_bytes") is not None:
+            if (measured := value(field)) is not None:
+                results.aim(name, field, asked, measured, at_most=field.endswith("_s"))
+        if (kept := value("kept_bytes")) is not None:
             # Beside the closed form: gate weights, the order of the rows and their offsets.
             rows = shape["T"] * shape["K"]
-            asked = found["closed_form_bytes"] + (2 + 8) * rows + 8 * (shape["E"] + 1) + 4096
-            yield _aim(name, "kept_bytes", asked, found["kept_bytes"])
-
-
-def _aim(what: str, field: str, asked: float, measured: float) -> dict[str, Any]:
-    is_upper = field.endswith(("_s", "_bytes"))
-    holds = measured <= asked if is_upper else measured >= asked
-    return {"what": what, "field": field, "asked": asked, "measured": measured, "holds": holds}
-
-
-def aim_line(aim: dict[str, Any]) -> str:
-    """One comparison for the terminal."""
-    sign = "<=" if aim["field"].endswith(("_s", "_bytes")) else ">="
-    verdict = "holds" if aim["holds"] else "MISSED"
-    return (
-        f"{aim['what']:45} {aim['field']:16} {sign} {aim['asked']:<12.6g} "
-        f"{aim['measured']:<12.6g} {verdict}"
-    )
+            asked = shape["closed_form_bytes"] + (2 + 8) * rows + 8 * (shape["E"] + 1) + 4096
+            results.aim(name, "kept_bytes", asked, kept, at_most=True)
+    results.write()

@@ -6,15 +6,14 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from moe_runtime.lab.this_machine import commit as commit
 from moe_runtime.lab.this_machine import describe_machine as describe_machine
 from moe_runtime.lab.this_machine import versions as versions
 
 
-def run_facts(root: Path) -> dict[str, Any]:
-    """What a results file says of the run of a script: its command, and of what and where.
+def run_command(root: Path) -> str:
+    """The command of a script that runs, as a results file has it.
 
     Of absolute paths only the last part: folders of this machine are nobody's business.
 
@@ -23,12 +22,7 @@ def run_facts(root: Path) -> dict[str, Any]:
     """
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     script = Path(sys.argv[0]).resolve().relative_to(root)
-    return {
-        "command": shlex.join(["python", str(script), *words]),
-        "commit": commit(root),
-        "machine": describe_machine(),
-        "versions": versions(),
-    }
+    return shlex.join(["python", str(script), *words])
 
 
 def machine_name(facts: dict[str, object]) -> str:

@@ -23,6 +23,8 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "policies": ("model", "tokens", "layers", "experts", "top_k", "scope", "side_by_side"),
     "dispatch": ("ranks", "tokens", "dim", "experts", "top_k"),
     "kernels": ("dtype",),
+    "device-decode": _TEXT,
+    "device-training": ("model", "layers", "sequences", "context"),
     "serve": ("model", "prompt_tokens", "output_tokens", "chat", "ignore_eos"),
 }
 """By case, the settings that say what was measured; other numbers of tokens are in metrics."""

@@ -217,7 +217,9 @@ def _circumstances(named: Sequence[tuple[str, dict[str, Any]]]) -> Section:
         facts = {"machine": results["machine"].get("cpu", ""), "ended by": results["ended"]}
         facts |= {part: results[part] for part in ("date", "commit", "command")}
         rows += [[f"{name}: {what}", str(value)] for what, value in facts.items()]
-        rows += [[f"{name}: {what}", str(value)] for what, value in results["settings"].items()]
+        for what, value in results["settings"].items():
+            parts = value.items() if isinstance(value, dict) else [("", value)]
+            rows += [[": ".join(filter(None, (name, what, key))), str(it)] for key, it in parts]
         for one in results["measurements"]:
             if one["failure"] is not None:
                 rows.append([f"{name}: {one['system']} has no numbers", one["failure"]])

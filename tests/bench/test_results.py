@@ -1,7 +1,9 @@
 """Results files: the schema says what they are, and what is damaged is refused in one line."""
 
 import copy
+import csv
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from moe_runtime.bench.results import (
 )
 from moe_runtime.bench.runner import MeasuredSystem
 from moe_runtime.bench.schema import read_schema, require_valid
+from moe_runtime.cli.commands import bench_report
+from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 
 
@@ -89,23 +93,59 @@ def test_what_is_no_results_file(text: str, tmp_path: Path) -> None:
         read_results(tmp_path / "r.json")
 
 
-def test_committed_results_are_still_read() -> None:
-    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+FILES = sorted(FOLDER.iterdir())
+
+
+def test_every_committed_file_is_read_and_one_page_is_made_of_all(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Without plots, which take a quarter of a minute."""
+    monkeypatch.setattr(bench_report, "find_spec", lambda name: None)
+    found = {path.name: read_results(path) for path in FILES}
+    assert len(found) > 70
+    page, table = tmp_path / "page.html", tmp_path / "table.csv"
+    words = ["bench", "report", *map(str, FILES), "-o", str(page), "--csv", str(table)]
+    assert main(words) == 0
+    *said, plots = capsys.readouterr().err.splitlines()
+    interrupted = [path for path in FILES if found[path.name]["ended"] == "interrupted"]
+    assert said == [
+        f"moe-runtime: {path}: was interrupted, and the page says so" for path in interrupted
+    ]
+    assert "numbers and no plots" in plots
+    assert [str(one.message) for one in recwarn] == []
+    text = page.read_text(encoding="utf-8")
+    assert [name for name in found if name not in text] == []
+    rows = [*csv.DictReader(table.open(encoding="utf-8"))]
+    num_metrics = (len(m["summary"]) for one in found.values() for m in one["measurements"])
+    assert len(rows) == sum(num_metrics)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_committed_summaries_are_those_of_their_repetitions(path: Path) -> None:
+    found = read_results(path)
+    assert datetime.fromisoformat(found["date"]).tzinfo is not None
+    assert found["commit"]
+    assert found["machine"]["cpu"]
+    systems = [one["system"] for one in found["measurements"]]
+    assert len(systems) == len(set(systems)) > 0
+    for one in found["measurements"]:
+        assert (one["failure"] is None) == bool(one["repetitions"])
+        for metric, summary in one["summary"].items():
+            values = [np.median(row[metric]) for row in one["repetitions"] if metric in row]
+            assert summary["median"] == pytest.approx(np.median(values))
+            assert summary["mean"] == pytest.approx(np.mean(values))
+
+
+def test_answers_of_committed_cases_are_equal() -> None:
     names = ("latency-*", "throughput-*", "io-*", "bench-*")
-    found = [read_results(path) for name in names for path in sorted(folder.glob(f"{name}.json"))]
+    found = [read_results(path) for name in names for path in sorted(FOLDER.glob(f"{name}.json"))]
     cases = {one["case"] for one in found}
-    assert cases == {
-        "latency",
-        "throughput",
-        "io",
-        "experts",
-        "layer",
-        "ops",
-        "policies",
-        "training",
-        "dispatch",
-        "kernels",
-    }
+    texts = {"latency", "throughput", "io", "experts", "layer", "ops"}
+    assert cases == texts | {"policies", "training", "dispatch", "kernels"}
     for one in found:
         asked = one["settings"].get("agreement")
         least = 0.9 if asked is None else asked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import device_training
 import pytest
 import torch
 from gpu_parts.device_decoding import Answer, compare, error_of
+
+from moe_runtime.bench.results import read_results
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 # 2 layers, D, F, E, K = 64, 32, 8, 2; 2 heads of 32, 1 of keys; 320 tokens.
@@ -27,7 +28,7 @@ def rehearsed(
     words = [str(script), "--device", "cpu", "--tiny", "--out", str(out), *words]
     monkeypatch.setattr(sys, "argv", words)
     assert module.main() == 0
-    return json.loads(out.read_text())
+    return read_results(out)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -42,44 +43,73 @@ def test_without_a_gpu_it_says_so_in_one_line(
 
 
 def test_the_rehearsal_of_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--repeats", "1", "--prompt-tokens", "4", "--new-tokens", "4", "--long-prompt", "64"]
+    words = ["--repeats", "2", "--prompt-tokens", "4", "--new-tokens", "4", "--long-prompt", "64"]
     found = rehearsed(
         device_decode, tmp_path / "found.json", [*words, "--seconds", "1e9"], monkeypatch
     )
-    assert found["active_bytes_a_token"] == ACTIVE_BYTES
-    rows = found["rows"]
-    names = [(row["system"], row.get("share", row.get("experts"))) for row in rows]
-    peers = [("transformers", kind) for kind in ("grouped_mm", "batched_mm", "moe_runtime")]
-    fp32 = rows.pop(names.index(("fp32", None)))
-    assert names == [("ours", 1.0), ("ours", 0.5), *peers, ("fp32", None), ("ours", 0.25)]
-    assert fp32["is_equal_up_to_rounding"]
+    settings = found["settings"]
+    assert settings["active_bytes_a_token"] == ACTIVE_BYTES
+    systems = {one["system"]: one for one in found["measurements"]}
+    resident, half, quarter = (
+        f"moe_runtime, {share} resident, misses device, dynamic cache"
+        for share in ("100%", "50%", "25%")
+    )
+    kinds = ("grouped_mm", "batched_mm", "moe_runtime")
+    peers = [f"transformers, {kind}, dynamic cache" for kind in kinds]
+    assert [*systems] == [resident, half, *peers, quarter]
+    errors = {name: one["summary"]["error"]["median"] for name, one in systems.items()}
     # bf16 has 8 bits, and a residual stream a few roundings in each of two layers
-    assert all(2**-12 < error < 2**-5 for error in fp32["errors"].values())
-    for row in rows:
-        read = row["tokens_per_s"] * ACTIVE_BYTES / found["rates"]["copy_bytes_s"]
-        assert row["read_of_copy"] == pytest.approx(read)
-        assert ("prefill_tokens_per_s" in row) == (row.get("experts") != "batched_mm")
-        if row.get("share", 1) < 1:
-            assert row["beside_resident"]["is_bit_equal"]
-            own = fp32["errors"]["ours, 50% resident, misses device, dynamic cache"]
-            assert row.get("error", own) == own
-            # every layer asks for two experts
-            assert row["missed_a_token"] == pytest.approx(4 * (1 - row["hit_rate"]))
-            assert row["read_bytes_a_token"] >= row["missed_a_token"] * EXPERT_BYTES > 0
-    assert rows[0]["hit_rate"] == 1
+    assert all(2**-12 < error < 2**-5 for error in errors.values())
+    assert errors[resident] == errors[half] == errors[quarter]
+    most = pytest.approx(1.5 * max(errors[name] for name in peers))
+    assert [*settings["aims"]] == [f"{name}: error" for name in (resident, half, quarter)]
+    for aim in settings["aims"].values():
+        assert (aim["asked"], aim["measured"], aim["holds"]) == (most, errors[half], True)
+    for name, one in systems.items():
+        first, _ = one["repetitions"]
+        assert ("prefill_tokens_per_s" in first) == ("batched_mm" not in name)
+        for row in one["repetitions"]:
+            read = row["tokens_per_s"] * ACTIVE_BYTES / settings["rates"]["copy_bytes_s"]
+            assert row["read_of_copy"] == pytest.approx(read)
+            if name in (half, quarter):
+                # every layer asks for two experts
+                assert row["missed_a_token"] == pytest.approx(4 * (1 - row["hit_rate"]))
+                assert row["read_bytes_a_token"] >= row["missed_a_token"] * EXPERT_BYTES > 0
+        if name in (half, quarter):
+            assert (first["same_bits"], one["quality"]) == (1, {"compared": 4, "equal": 4})
+    assert [row["hit_rate"] for row in systems[resident]["repetitions"]] == [1, 1]
 
 
 def test_the_rehearsal_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--steps", "1", "--tokens", "16", "--context", "8", "--rank", "2"]
+    words = ["--steps", "2", "--tokens", "16", "--context", "8", "--rank", "2"]
     found = rehearsed(device_training, tmp_path / "found.json", words, monkeypatch)
-    resident, partial = found["rows"]
-    assert [resident["experts_with_slots"], partial["experts_with_slots"]] == [16, 6]
-    assert resident["losses"] == partial["losses"]
-    speed, difference = found["aims"]
-    measured = partial["tokens_per_s"] / resident["tokens_per_s"]
-    assert speed["measured"] == measured
-    assert speed["holds"] == (measured >= 0.5)
+    resident, partial = (one["repetitions"] for one in found["measurements"])
+    assert [resident[0]["experts_with_slots"], partial[0]["experts_with_slots"]] == [16, 6]
+    assert [one["loss"] for one in resident] == [one["loss"] for one in partial]
+    for steps in (resident, partial):
+        assert [one.get("tokens_per_s", 0) * one.get("step_s", 0) for one in steps] == (
+            pytest.approx([0, 16, 16])
+        )
+    speed, difference = found["settings"]["aims"].values()
+    speeds = (one["summary"]["tokens_per_s"]["median"] for one in found["measurements"])
+    assert speed["measured"] == pytest.approx(1 / next(speeds) * next(speeds))
+    assert speed["holds"] == (speed["measured"] >= 0.5)
     assert (difference["measured"], difference["holds"]) == (0, True)
+
+
+def test_what_was_measured_stays_where_a_later_row_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--repeats", "1", "--prompt-tokens", "4", "--new-tokens", "4", "--long-prompt", "8"]
+
+    def fail(bench: Any) -> None:
+        raise OSError("no memory is left")
+
+    monkeypatch.setattr(device_decode, "peers", fail)
+    with pytest.raises(OSError, match="no memory is left"):
+        rehearsed(device_decode, tmp_path / "found.json", [*words, "--seconds", "1e9"], monkeypatch)
+    found = read_results(tmp_path / "found.json")["measurements"]
+    assert [len(one["repetitions"]) for one in found] == [1, 1]
 
 
 def test_logits_are_compared_as_far_as_texts_agree() -> None:

@@ -16,25 +16,27 @@ HEAD = {
 }
 
 
+def system(name: str, **medians: float) -> dict[str, object]:
+    """With a metric for each keyword, of seconds where it ends with a number of tokens."""
+    summary = {
+        f"{what}_s" if what[-1].isdigit() else what: {"median": median}
+        for what, median in medians.items()
+    }
+    return {"system": name, "summary": summary}
+
+
 def test_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["kernels_table.py", "--check"])
     assert kernels_table.main() == 0, "run benchmarks/kernels_table.py"
 
 
 def test_a_case_without_a_measurement_is_left_open() -> None:
-    row = {"shape": "s", "dtype": "bf16", "pass": "forward", "commit": "abc"}
-    rows = [
-        row | {"tokens": 1, "ms": {"moe_runtime": 2.0, "eager": 5.0}, "ratio": 2.5},
-        row | {"tokens": 16, "ms": {"moe_runtime": 4.0, "eager": 6.0}, "ratio": 1.5},
-        row
-        | {
-            "tokens": 16,
-            "pass": "forward+backward",
-            "ms": {"moe_runtime": 9.0, "eager": 9.0},
-            "ratio": 1.0,
-        },
-    ]
-    lines = kernels_table.experts_table({**HEAD, "rows": rows})
+    both = {"forward_1": 0.002, "forward_16": 0.004, "forward+backward_16": 0.009}
+    ours = system("s, bf16, moe_runtime", **both, forward_1_over_peers=2.4)
+    peer = {"forward_1": 0.005, "forward_16": 0.006, "forward+backward_16": 0.009}
+    measurements = [ours, system("s, bf16, eager", **peer), system("t, bf16, moe_runtime")]
+    results = {**HEAD, "case": "expert-backends", "settings": {}, "measurements": measurements}
+    lines = kernels_table.experts_table(results)
     assert "`moe-runtime bench experts`" in lines[0]
     assert lines[2] == "| s, bf16, forward | 2 ms, **2.50×** | 4 ms, **1.50×** |"
     assert lines[3] == "| s, bf16, forward+backward | – | 9 ms, **1.00×** |"
@@ -42,10 +44,6 @@ def test_a_case_without_a_measurement_is_left_open() -> None:
 
 
 def test_a_file_of_the_suite_is_compared_with_the_best_that_has_numbers() -> None:
-    def system(name: str, **medians: float) -> dict[str, object]:
-        summary = {f"{what}_s": {"median": median} for what, median in medians.items()}
-        return {"system": name, "summary": summary}
-
     results = {
         **HEAD,
         "case": "layer",
@@ -57,7 +55,7 @@ def test_a_file_of_the_suite_is_compared_with_the_best_that_has_numbers() -> Non
             system("gshard"),
         ],
     }
-    lines = kernels_table.case_table(results)
+    lines = kernels_table.experts_table(results)
     assert lines[0] == "| layer (`moe-runtime bench layer`) | T = 1 | T = 8 |"
     assert lines[2] == "| s, float32, forward | 2 ms, **2.50×** | – |"
     assert lines[3] == "| s, float32, backward | – | 10 ms, **3.00×** |"
@@ -80,11 +78,19 @@ def test_systems_that_trained_are_named_with_their_speeds() -> None:
 
 def test_what_the_layer_spends_its_time_on() -> None:
     settings = {"tokens": 8, "hidden": 4, "inter": 2, "experts": 3, "top_k": 1, "dtype": "fp32"}
-    medians = {"ours": 2.0, "grouped_mm": 3.0, "gshard": 8.0}
-    run = {**HEAD, "settings": settings, "medians": medians}
-    shares = {"products": 0.85, "activation": 0.06}
-    runs = [run | {"shares_of_ours": shares | extra} for extra in ({}, {"optimizer": 0.04})]
-    lines = kernels_table.layer_table([*runs, run])
+    shares = {"share_of_products": 0.85, "share_of_activation": 0.06}
+    peers = [
+        system(f"{name}, 8 tokens", step_s=s) for name, s in (("grouped_mm", 3), ("gshard", 8))
+    ]
+    runs = [
+        {
+            **HEAD,
+            "settings": settings,
+            "measurements": [system("ours, 8 tokens", step_s=2.0, **found), *peers],
+        }
+        for found in (shares, shares | {"share_of_optimizer": 0.04}, {})
+    ]
+    lines = kernels_table.layer_table(runs)
     assert lines[2].endswith("| 2.00 s | **1.50×** | **4.00×** | 85.0% | 6.0% | – | 9.0% |")
     assert lines[3].endswith("| 2.00 s | **1.50×** | **4.00×** | 85.0% | 6.0% | 4.0% | 5.0% |")
     assert lines[4].endswith("| 2.00 s | **1.50×** | **4.00×** | – | – | – | – |")
@@ -109,30 +115,40 @@ def test_ops_and_their_backward_passes() -> None:
 
 
 def test_what_a_gpu_was_asked_for() -> None:
-    aim = {"what": "120b", "field": "forward_tflops", "asked": 480, "measured": 500.5}
+    aim = {"sign": ">=", "asked": 480, "measured": 500.5, "holds": True}
     ours = {
         "forward_s": 2e-3, "forward_tflops": 500.4, "both_s": 8e-3, "both_tflops": 400.4,
         "graph_forward_s": 1e-3, "graph_read_of_copy": 0.75,
     }  # fmt: skip
-    peer = {"forward_s": 3e-3, "both_s": 9e-3, "graph_forward_s": None}
-    both = {"moe_runtime": ours, "grouped_mm": peer}
-    results = {
-        **HEAD,
-        "versions": HEAD["versions"] | {"triton": "3"},
+    peer = {"forward_s": 3e-3, "both_s": 9e-3}
+    settings = {
         "gpu": "H200",
         "dense_tflops": 700.4,
         "copy_bytes_s": 4e12,
-        "aims": [aim | {"holds": True}, aim | {"measured": 1.0, "holds": False}],
-        "shapes": {"many": {"T": 4096, "backends": both}, "one": {"T": 1, "backends": both}},
+        "aims": {
+            "120b: forward_tflops": aim,
+            "skewed, beside a copy: ratio": aim | {"measured": 1.0, "holds": False},
+        },
+        "shapes": {"many": {"T": 4096}, "one": {"T": 1}},
     }
-    lines = kernels_table.gpu_table(results)
+
+    def results(**more: float) -> dict[str, object]:
+        both = {"moe_runtime": ours, "grouped_mm": peer | more}
+        measured = [
+            system(f"{name}, {backend}", **found)
+            for name in ("many", "one")
+            for backend, found in both.items()
+        ]
+        versions = HEAD["versions"] | {"triton": "3"}
+        return {**HEAD, "versions": versions, "settings": settings, "measurements": measured}
+
+    lines = kernels_table.gpu_table(results())
     assert lines[2] == "| 120b | forward_tflops | 480 | 500.5 | holds |"
-    assert lines[3].endswith("| 1 | **missed** |")
+    assert lines[3] == "| skewed, beside a copy | ratio | 480 | 1 | **missed** |"
     assert lines[7] == (
         "| many | 2 ms, **1.50×**, 500 TFLOP/s | 8 ms, **1.12×**, 400 TFLOP/s | – |"
     )
-    peer["graph_forward_s"] = 2.5e-3
-    assert kernels_table.gpu_table(results)[8].endswith(
+    assert kernels_table.gpu_table(results(graph_forward_s=2.5e-3))[8].endswith(
         "| 1 ms, **2.50×**, reads 75% of a copy's bandwidth |"
     )
     assert lines[-1].startswith(

@@ -21,6 +21,12 @@ DECIMAL = re.compile(r"(?<![\w.,-])(\d+\.\d+)(?![\d.,]*\d)")
 FIGURE = re.compile(rf"(?<![\w.,-])(?<! of )(\d+\.\d+|\d{{3,}})(?![\d.,]*\d)(?!{GIVEN})")
 
 
+def measured(name: str) -> list[dict[str, Any]]:
+    """The systems of a results file."""
+    text = (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8")
+    return json.loads(text)["measurements"]
+
+
 def passages() -> list[tuple[str, str]]:
     """Results files that are named, and the text up to the next blank line."""
     found = [(match[1], match.end()) for match in NAMED.finditer(PAGE)]
@@ -90,26 +96,28 @@ def test_passages_are_found_and_wrong_figures_too() -> None:
 def test_the_peer_that_is_ahead_is_said_to_be() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
     name = "generate-gpt-oss-20b-amd-epyc-avx2-2c-24g.json"
-    summary = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["summary"]
+    systems = [one for one in measured(name) if one["failure"] is None]
     (line,) = (line for line in page.splitlines() if line.startswith("- **MXFP4 in memory"))
-    rates = [one["medians"].get("decode_tokens_per_s") for one in summary if not one["failure"]]
+    rates = [one["summary"]["decode_tokens_per_s"]["median"] for one in systems]
     assert re.findall(r"\d\.\d\d", line) == [f"{rate:.2f}" for rate in rates]
-    systems = [one["system"] for one in summary if not one["failure"]]
-    assert systems == ["ours", "ours:int8", "llama.cpp", "ours", "llama.cpp"]
+    assert [one["system"] for one in systems] == [
+        *(f"{name}, all memory" for name in ("ours", "ours:int8", "llama.cpp")),
+        *(f"{name}, 7 GiB" for name in ("ours", "llama.cpp")),
+    ]
     assert rates[1] < rates[2]
 
 
 def test_the_table_of_requests_in_groups_is_that_of_its_file() -> None:
     page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
-    file = ROOT / "benchmarks" / "results" / "grouped-requests-amd-epyc-avx2-2c-24g.json"
-    assert file.name in page
+    name = "grouped-requests-amd-epyc-avx2-2c-24g.json"
+    assert name in page
     cells = re.findall(r"^\| (\d+) % \| (\d+) \| (.* %) \|$", page, flags=re.MULTILINE)
     shown = {(int(share), int(group)): rest.split(" | ") for share, group, rest in cells}
-    rows = json.loads(file.read_text())["rows"]
+    rows = [row for one in measured(name) for row in one["repetitions"]]
     assert len(shown) == len(rows) == 8
     for row in rows:
-        ahead = (row["eam_prefetch"][f"{name}_ratio"] for name in ("traffic", "stall"))
-        shares = [*row["hit_rates"].values(), row["eam_prefetch"]["useful_share"], *ahead]
+        rates = [value for metric, value in row.items() if metric.startswith("hit_rate_")]
+        shares = [*rates, row["useful_share"], row["traffic_ratio"], row["stall_ratio"]]
         expected = [f"{100 * share:.1f} %" for share in shares]
         assert shown[round(100 * row["capacity"]), row["group"]] == expected
 
@@ -117,9 +125,12 @@ def test_the_table_of_requests_in_groups_is_that_of_its_file() -> None:
 def test_rates_of_latent_attention_are_kept() -> None:
     page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
     name = "latent-attention-amd-epyc-avx2-2c-24g.json"
-    rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+    found = {one["system"]: one["summary"]["tokens_per_s"]["median"] for one in measured(name)}
     said = page.partition("cached tokens decode")[2].partition("whose products")[0]
     systems = ("ours", "expanding", "transformers")
-    rates = [row[system]["tokens_per_s"] for system in systems for row in rows]
+    rates = [
+        rate for system in systems for name, rate in found.items() if name.startswith(f"{system},")
+    ]
+    assert len(rates) == len(found) == 9
     assert re.findall(r"\d+\.\d", said) == [f"{rate:.1f}" for rate in rates]
     assert f"`benchmarks/results/{name}`" in page

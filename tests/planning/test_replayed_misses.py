@@ -53,12 +53,13 @@ def paths_NSLK(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 
 def machine_of(shape: str) -> Machine:
     found = json.loads((RESULTS / "hybrid-amd-epyc-avx2-2c-24g.json").read_text())
-    row = next(r for r in found["rows"] if (r["shape"], r["format"]) == (shape, "bf16"))
-    one, four = row["cpu_ms_1"] / 1e3, row["cpu_ms_4"] / 1e3
+    systems = {one["system"]: one["repetitions"] for one in found["measurements"]}
+    (row,) = systems[f"{shape}, bf16, one expert"]
+    one, four = row["cpu_1_s"], row["cpu_4_s"]
     return Machine(
         cpu_s={rows: one + (four - one) * (rows - 1) / 3 for rows in range(1, 5)},
-        copy_s=row["copy_ms"] / 1e3,
-        product_s=row["expert_mb"] * 1e6 / DEVICE_BYTES_S + LATENCY_S,
+        copy_s=row["copy_s"],
+        product_s=row["expert_bytes"] / DEVICE_BYTES_S + LATENCY_S,
     )
 
 

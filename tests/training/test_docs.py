@@ -28,8 +28,8 @@ def test_the_configuration_is_one(tmp_path: Path) -> None:
 
 def test_the_table_of_shortcuts_is_that_of_its_results_file() -> None:
     (path,) = (PAGE.parents[1] / "benchmarks" / "results").glob("shortcut-*.json")
-    losses = json.loads(path.read_text())["losses"]
     text = PAGE.read_text()
-    for name, of_seeds in losses.items():
+    for one in json.loads(path.read_text())["measurements"]:
+        name, of_seeds = one["system"], [seed["loss"] for seed in one["repetitions"]]
         spread = max(of_seeds) - min(of_seeds)
         assert f"| {name} | {fmean(of_seeds):.3f} | {spread:.3f} |" in text
