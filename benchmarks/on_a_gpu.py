@@ -62,12 +62,12 @@ def tuning() -> list[str]:
 
 
 PARTS = (
-    Part("tests-marked-gpu", 70, lambda _: tests("gpu", MARKED)),
-    Part("decode-olmoe-1b-7b", 145, lambda s: decoding("olmoe-1b-7b", 16, s)),
-    Part("decode-qwen3-30b-a3b", 100, lambda s: decoding("qwen3-30b-a3b", 12, s)),
+    Part("tests-marked-gpu", 85, lambda _: tests("gpu", MARKED)),
+    Part("decode-olmoe-1b-7b", 140, lambda s: decoding("olmoe-1b-7b", 16, s)),
+    Part("decode-qwen3-30b-a3b", 95, lambda s: decoding("qwen3-30b-a3b", 12, s)),
     Part("training", 55, lambda _: script("device_training", "--layers", "2", "--tokens", "8192")),
     Part("tests-of-kernels", 50, lambda _: tests("not gpu", COMPUTING)),
-    Part("kernels", 75, lambda _: script("kernels")),
+    Part("kernels", 70, lambda _: script("kernels")),
     Part("tiles", 25, lambda _: tuning()),
 )
 

@@ -160,14 +160,11 @@ class RecordedDecoding:
         )
 
     def _takes_own_cache(self, config: Any, options: dict[str, Any]) -> bool:
-        """Whether nobody asked for another kind of cache, or will be given a static one."""
-        if cast(Any, self).generation_config.cache_implementation is not None:
-            return False
+        """Whether nobody asked for another kind of cache than a static one."""
+        own = cast(Any, self).generation_config.cache_implementation
         given = options.get("cache_implementation")
         kind = getattr(config, "cache_implementation", None) if given is None else given
-        return kind is None or (
-            kind == "static" and not self._asked("return_dict_in_generate", config, options)
-        )
+        return own is None and kind in (None, "static")
 
     def _sample(self, input_ids: torch.Tensor, **given: Any) -> Any:
         """Greedy decoding and sampling, by `decode_ahead` where that has all that it needs."""

@@ -16,7 +16,7 @@ import torch
 from emulated_models import bring_all, emulated, experts_modules_of, load_on_emulated_device
 from moe_families import Family
 from tiny_checkpoints import PROMPT, tiny_model
-from transformers import LogitsProcessor, StaticCache, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, StaticCache, StoppingCriteria
 
 from moe_runtime.inference.device.static_caches import StaticCaches
 from moe_runtime.inference.device.structure import Structure
@@ -198,3 +198,24 @@ def test_a_call_without_foreign_code_looks_at_the_model_once(checkpoint: Path) -
         for number in (1, 2, 3):
             model.generate(PROMPTS[1], do_sample=True, top_k=3, max_new_tokens=9)
             assert len(looks) == number
+
+
+@emulated
+@pytest.mark.parametrize("by", ["option", "configuration"])
+def test_a_static_cache_that_is_asked_for_is_kept_too(checkpoint: Path, by: str) -> None:
+    """Unless the model's own settings ask for it."""
+    with loaded(checkpoint) as model:
+        given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        asked: dict[str, Any] = {"cache_implementation": "static", **given}
+        if by == "configuration":
+            asked = {"generation_config": GenerationConfig(**asked)}
+        found, recordings = [], []
+        for _ in range(3):
+            found.append(model.generate(PROMPTS[0], **asked))
+            recordings.append(recorded(model))
+        assert recordings[0] is recordings[1] is recordings[2] is not None
+        model.generation_config.cache_implementation = "static"
+        found.append(model.generate(PROMPTS[0], **given))
+        assert recorded(model) is not recordings[0]
+    expected = alone(checkpoint, PROMPTS[0]).argmax(-1).T
+    assert all(torch.equal(one[:, PROMPTS[0].shape[1] :], expected) for one in found)
