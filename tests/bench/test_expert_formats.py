@@ -182,8 +182,8 @@ def test_the_command_writes_results_and_a_row_for_each(
         assert one["system"] in printed
         assert one["failure"] is None
     assert "of a read" in printed
-    assert main(["bench", "compare", str(path), str(path)]) == 0
-    assert "forward_2_of_read" in capsys.readouterr().out
+    assert main(["bench", "compare", str(path), str(path), "--json"]) == 0
+    assert '"forward_2_of_read"' in capsys.readouterr().out
     report = tmp_path / "report.html"
     assert main(["bench", "report", str(path), "-o", str(report)]) == 0
     assert "read, fp8" in report.read_text()

@@ -194,6 +194,7 @@ def test_kt_kernel_is_given_what_its_signature_says(monkeypatch: pytest.MonkeyPa
     api = SimpleNamespace(CPUInfer=Pool, moe=moe)
     monkeypatch.setattr(kt_kernel, "find_extension", lambda folder: api)
     settings = {"model": None, "variant": None, "num_threads": 3, "top_k": 2, "most_tokens": 100}
+    settings |= {"format": "bf16"}
     peer = kt_kernel.Peer(settings)
     parts = [np.arange(3 * 4 * 5, dtype=np.uint16) + start for start in (0, 100, 200)]
     gate, up, down = (

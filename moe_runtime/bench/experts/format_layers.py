@@ -143,7 +143,8 @@ def make_format_layer(name: str, sizes: LayerSizes, memory: int) -> FormatLayer:
     if count < top_k:
         raise ValueError(f"{count} experts of {slot_bytes} bytes fit, and a token takes {top_k}")
     slab = Slab(count, slot_bytes)
-    experts = [ExpertWeights(*_placed(drawn, slab.slot(one), one)) for one in range(count)]
+    every = (_placed(drawn, slab.slot(number), number) for number in range(count))
+    experts = [ExpertWeights(gate, up, down) for gate, up, down in every]
     return FormatLayer(
         module=_decode_step(experts),
         num_experts=count,
@@ -193,9 +194,9 @@ def _placed(drawn: Sequence[Matrix], slot: Tensor, number: int) -> Iterator[Matr
             yield QuantizedMatrix(matrix.format, matrix.num_cols, *copies)
 
 
-def _matrices(expert: ExpertWeights) -> tuple[Matrix, Matrix, Matrix]:
-    assert expert.gate is not None
-    return expert.gate, expert.up, expert.down
+def _matrices(expert: ExpertWeights) -> list[Matrix]:
+    every = (expert.gate, expert.up, expert.down)
+    return [one for one in every if isinstance(one, (Tensor, QuantizedMatrix))]
 
 
 def _parts(matrix: Matrix) -> list[Tensor]:

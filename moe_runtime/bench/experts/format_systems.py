@@ -123,7 +123,7 @@ def measure_formats(
     on_repetition: Callable[[str, int], None] = lambda name, number: None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Measures every format, reads and peers; each format has an equal part of the time.
+    """Measures every format, reads and peers; each has an equal part of the time that is left.
 
     Returns:
         The content of a results file.
@@ -132,9 +132,9 @@ def measure_formats(
         NativeUnavailableError: the native library was not built.
     """
     require_native().set_num_threads(torch.get_num_threads())
-    own_rules = replace(rules, max_s=rules.max_s / len(plan.names))
+    begin = clock()
     rows, ends, counts = list[dict[str, Any]](), set[str](), dict[str, int]()
-    for name in plan.names:
+    for done, name in enumerate(plan.names):
         if is_stopping():
             ends.add("interrupted")
             break
@@ -149,8 +149,13 @@ def measure_formats(
         own = ExpertsPlan(layer=layer, tokens=plan.tokens, trains=False, block_s=plan.block_s)
         with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
             systems = [*_systems(own, layer, peers, Path(folder), running)]
+            left_s = (rules.max_s - (clock() - begin)) / (len(plan.names) - done)
             found, ended = run_in_turn(
-                systems, own_rules, clock, on_repetition=on_repetition, is_stopping=is_stopping
+                systems,
+                replace(rules, max_s=left_s),
+                clock,
+                on_repetition=on_repetition,
+                is_stopping=is_stopping,
             )
         ends.add(ended)
         reads = found[f"{READ}, {name}"]

@@ -24,7 +24,7 @@ class Peer:
 
     def load_experts(self, *parts: Any) -> None:
         """Takes a copy of bf16 ``[E, F, D]`` twice and ``[E, D, F]``, or of codes and scales."""
-        kind, moe, (count, width) = self._settings.get("format"), self._api.moe, parts[0].shape[:2]
+        kind, moe, (count, width) = self._settings["format"], self._api.moe, parts[0].shape[:2]
         config = moe.MOEConfig(count, self._settings["top_k"], parts[2].shape[1], width, 0)
         config.max_len, config.pool = max(64, self._settings["most_tokens"]), self._pool.backend_
         words = (f"{name}_{part}s" for part in ("proj", "scale") for name in ("gate", "up", "down"))

@@ -157,6 +157,7 @@ def bench_experts(
     )
     given = {
         "model": None,
+        "format": "bf16",
         "num_threads": num_threads,
         "top_k": sizes.top_k,
         "most_tokens": numbers[-1],
