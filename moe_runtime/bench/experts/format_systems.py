@@ -34,7 +34,7 @@ from moe_runtime.bench.runner import (
 )
 from moe_runtime.kernels.native import require_native
 
-READ = "read"
+_READ = "read"
 # Why the measuring ended, the worst first.
 _ENDS = ("interrupted", "failed", "time", "most", "narrow")
 
@@ -158,13 +158,11 @@ def measure_formats(
                 is_stopping=is_stopping,
             )
         ends.add(ended)
-        reads = found[f"{READ}, {name}"]
+        reads = found[f"{_READ}, {name}"]
         rows += [
             describe_system(
                 one.name,
-                found[one.name]
-                if one.name == f"{READ}, {name}"
-                else _of_read(found[one.name], reads),
+                _of_read(found[one.name], reads),
                 plan.metrics(),
                 system_versions=one.versions,
                 quality=quality_of(one),
@@ -188,7 +186,7 @@ def _systems(
         for metric, number, _ in kinds_of_calls(plan.tokens, trains=False)
     }
     yield ExpertsSystem(name, plan, expected)
-    yield PlainRead(f"{READ}, {name}", plan, layer)
+    yield PlainRead(f"{_READ}, {name}", plan, layer)
     for one in peers:
         if name in describe_peer(one.file)["FORMATS"]:
             settings = {**one.settings, "format": name}
@@ -197,10 +195,14 @@ def _systems(
 
 
 def _of_read(measured: MeasuredSystem, reads: MeasuredSystem) -> MeasuredSystem:
-    """With the share of the speed of reading that each repetition had."""
+    """Medians of repetitions, and the share of the speed of reading that each had."""
+    found = []
     for own, read in zip(measured.repetitions, reads.repetitions, strict=False):
-        assert isinstance(own, dict)
-        for metric in [one for one in own if one.endswith("_s")]:
-            share = middle(read[metric]) / middle(own[metric])
-            own[f"{metric.removesuffix('s')}of_read"] = share
-    return measured
+        medians = {name: middle(value) for name, value in own.items()}
+        shares = {
+            name.removesuffix("s") + "of_read": middle(read[name]) / value
+            for name, value in medians.items()
+            if name.endswith("_s") and measured is not reads
+        }
+        found.append(medians | shares)
+    return MeasuredSystem(repetitions=found, failure=measured.failure)
