@@ -13,7 +13,6 @@ from moe_runtime.bench.experts.format_layers import FORMATS, FormatLayer, make_f
 from moe_runtime.bench.experts.format_systems import FormatsPlan, measure_formats
 from moe_runtime.bench.experts.layers import LayerSizes
 from moe_runtime.bench.experts.results import in_float64
-from moe_runtime.bench.peer_files import find_peers
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import Rules, middle
 from moe_runtime.cli.main import main
@@ -23,48 +22,12 @@ pytestmark = pytest.mark.skipif(native_library() is None, reason="no native libr
 SIZES = LayerSizes(num_experts=6, top_k=2, dim_model=512, dim_hidden=256)
 BITS = {"bf16": 16, "fp8": 8, "mxfp4": 4.25, "int4": 4.5, "q8_0": 8.5, "q4_k": 4.5, "q6_k": 6.5625}
 
-INT4 = """
-import numpy as np
-INSTALL = "pip install numpy"
-PACKAGES = ("numpy",)
-CASES = ("experts",)
-FORMATS = ("int4",)
-VARIANTS = ("zero",)
 
-def f32(bits):
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(float)
-
-class Peer:
-    def __init__(self, settings):
-        assert settings["format"] == "int4"
-        self.zero = 7 if settings["variant"] else 8
-    def load_experts(self, *parts):
-        self.parts = []
-        for codes, scales in zip(parts[:3], parts[3:], strict=True):
-            values = np.stack((codes & 15, codes >> 4), -1).reshape(*codes.shape[:2], -1)
-            self.parts.append((values - float(self.zero)) * np.repeat(f32(scales), 32, axis=2))
-    def experts(self, x, ids, weights, out):
-        gate, up, down = self.parts
-        for number, token in enumerate(f32(x)):
-            total = 0
-            for expert, weight in zip(ids[number], weights[number]):
-                hidden = gate[expert] @ token
-                hidden = hidden / (1 + np.exp(-hidden)) * (up[expert] @ token)
-                total = total + weight * (down[expert] @ hidden)
-            bits = total.astype(np.float32).view(np.uint32)
-            out[number] = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-"""
-
-
-def measure(
-    *names: str, peers: list[str] | None = None, memory: int = 1 << 24
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def measure(*names: str, memory: int = 1 << 24) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The results, and the rows of systems by name."""
-    plan = FormatsPlan(names=names, sizes=SIZES, memory=memory, tokens=[1, 17], block_s=1e-4)
-    settings = {"model": None, "num_threads": 1, "top_k": 2, "most_tokens": 17}
+    plan = FormatsPlan(names, SIZES, memory, tokens=[1, 17], block_s=1e-4)
     rules = Rules(judged=["forward_1_s"], least=2, most=2)
-    programs = find_peers(peers or [], settings, "experts")
-    results = measure_formats(plan, rules, lambda: 0.0, settings={}, peers=programs)
+    results = measure_formats(plan, rules, lambda: 0.0, settings={})
     return results, {one["system"]: one for one in results["measurements"]}
 
 
@@ -146,18 +109,6 @@ def test_a_format_that_computes_something_else_has_no_numbers(
         assert rows[name]["failure"].startswith(told)
         assert rows[name]["repetitions"] == []
         assert rows[f"read, {name}"]["failure"] is None
-
-
-def test_a_peer_computes_the_formats_that_it_has_from_codes_and_scales(tmp_path: Path) -> None:
-    file = tmp_path / "plain.py"
-    file.write_text(INT4)
-    _, rows = measure("mxfp4", "int4", peers=[str(file), f"{file}:zero"])
-    own = ["int4", "read, int4", "plain, int4", "plain:zero, int4"]
-    assert list(rows) == ["mxfp4", "read, mxfp4", *own]
-    plain = rows["plain, int4"]
-    assert (plain["failure"], plain["quality"]) == (None, {"compared": 18, "equal": 18})
-    assert plain["summary"].keys() == rows["int4"]["summary"].keys()
-    assert rows["plain:zero, int4"]["failure"].startswith("18 of 18 tokens differ")
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,15 @@ import torch
 from text_checkpoint import save_text_checkpoint
 
 from moe_runtime.bench.experts.backends import measure_experts
-from moe_runtime.bench.experts.layers import layer_of_model
+from moe_runtime.bench.experts.format_systems import FormatsPlan, measure_formats
+from moe_runtime.bench.experts.layers import LayerSizes, layer_of_model
 from moe_runtime.bench.experts.results import ExpertsPlan
-from moe_runtime.bench.peer_files import find_peer
+from moe_runtime.bench.peer_files import find_peer, find_peers
 from moe_runtime.bench.peer_process import started
 from moe_runtime.bench.peers import kt_kernel
 from moe_runtime.bench.runner import PeerFailedError, Rules
 from moe_runtime.cli.main import main
+from moe_runtime.kernels.native import native_library
 
 NUMPY = """
 import numpy as np
@@ -27,6 +29,13 @@ INSTALL = "pip install numpy"
 PACKAGES = ("numpy",)
 CASES = ("experts",)
 VARIANTS = ("doubled", "dies")
+FORMATS = ("bf16", "int4")
+
+def values(codes, scales=None):
+    if scales is None:
+        return f32(codes).astype(float)
+    nibbles = np.stack((codes & 15, codes >> 4), -1).reshape(*codes.shape[:2], -1)
+    return (nibbles - 8.0) * np.repeat(f32(scales), 32, axis=2)
 
 def f32(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -38,8 +47,8 @@ def bf16(values):
 class Peer:
     def __init__(self, settings):
         self.variant = settings["variant"]
-    def load_experts(self, gate, up, down):
-        self.parts = [f32(part).astype(float) for part in (gate, up, down)]
+    def load_experts(self, *parts):
+        self.parts = [values(*parts[number::3]) for number in range(3)]
     def experts(self, x, ids, weights, out):
         if self.variant == "dies":
             raise ValueError("no room")
@@ -84,6 +93,24 @@ def test_peers_compute_the_same_layer_or_have_no_numbers(model: Path, tmp_path: 
     assert plain["versions"]["numpy"] == np.__version__
     assert doubled["failure"].startswith("6 of 6 tokens differ by more than roundings allow")
     assert (dies["failure"], dies["repetitions"]) == ("ValueError: no room", [])
+
+
+@pytest.mark.skipif(native_library() is None, reason="no native library")
+def test_a_peer_computes_the_formats_that_it_has_from_codes_and_scales(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text(NUMPY)
+    plan = FormatsPlan(["mxfp4", "int4"], LayerSizes(6, 2, 64, 32), 1 << 24, [1, 17], 1e-4)
+    settings = {"model": None, "num_threads": 1, "top_k": 2, "most_tokens": 17}
+    peers = find_peers([str(file), f"{file}:doubled"], settings, "experts")
+    rules = Rules(judged=("forward_1_s",), least=2, most=2)
+    results = measure_formats(plan, rules, lambda: 0.0, settings={}, peers=peers)
+    rows = {one["system"]: one for one in results["measurements"]}
+    own = ["int4", "read, int4", "plain, int4", "plain:doubled, int4"]
+    assert list(rows) == ["mxfp4", "read, mxfp4", *own]
+    plain = rows["plain, int4"]
+    assert (plain["failure"], plain["quality"]) == (None, {"compared": 18, "equal": 18})
+    assert plain["summary"].keys() == rows["int4"]["summary"].keys()
+    assert rows["plain:doubled, int4"]["failure"].startswith("18 of 18 tokens differ")
 
 
 SPINNING = """

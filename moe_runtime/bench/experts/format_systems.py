@@ -39,7 +39,7 @@ _READ = "read"
 _ENDS = ("interrupted", "failed", "time", "most", "narrow")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FormatsPlan:
     """What is asked of every format.
 
@@ -59,44 +59,25 @@ class FormatsPlan:
 
     def metrics(self) -> dict[str, Metric]:
         """Of each number of tokens: seconds, bytes of the experts, and the share of reading."""
-        return {
-            name: metric
-            for number in self.tokens
-            for name, metric in (
-                (f"forward_{number}_s", Metric("s")),
-                (f"forward_{number}_bytes", Metric("bytes", is_judged=False)),
-                (f"forward_{number}_of_read", Metric("share", better="more")),
-            )
-        }
+        kinds = {"s": Metric("s"), "bytes": Metric("bytes", is_judged=False)}
+        kinds["of_read"] = Metric("share", better="more")
+        words = [(number, what) for number in self.tokens for what in kinds]
+        return {f"forward_{number}_{what}": kinds[what] for number, what in words}
 
 
 class PlainRead:
-    """Reads as many bytes as the calls of a format, of its experts.
-
-    Attributes:
-        name: of the system.
-        versions: of the packages that matter.
-        compared, equal: nothing.
-    """
+    """Reads as many bytes as the calls of a format, of its experts; nothing is compared."""
 
     def __init__(self, name: str, plan: ExpertsPlan, layer: FormatLayer) -> None:
-        """What is read.
-
-        Args:
-            name: of the system.
-            plan: of the format.
-            layer: its experts.
-        """
+        """A system of that name, of the experts of a format's plan."""
         self.name, self.versions = name, versions()
         self.compared = self.equal = 0
         self._plan, self._memory, self._library = plan, layer.memory, require_native()
-        self._bytes = {
-            number: int(
-                layer.expert_bytes
-                * median(len(layer.routing(number, seed)[0].unique()) for seed in range(ROUTINGS))
-            )
-            for number in plan.tokens
-        }
+        self._bytes = dict[int, int]()
+        for number in plan.tokens:
+            ids = (layer.routing(number, seed)[0] for seed in range(ROUTINGS))
+            visited = median(len(one.unique()) for one in ids)
+            self._bytes[number] = int(visited * layer.expert_bytes)
 
     def repeat(self) -> Mapping[str, Number]:
         """Seconds of each number of tokens, and the bytes."""

@@ -3,16 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases.tables import mean_cell, unit_of
 from moe_runtime.cli.console import print_table
 from moe_runtime.config import format_bytes, require_known
 
 if TYPE_CHECKING:
-    from moe_runtime.bench.experts.format_systems import FormatsPlan
     from moe_runtime.bench.peer_process import PeerProgram
-
-_MEMORY = "2GiB"
 
 
 def parse_formats(text: str, refused: dict[str, bool], peers: Sequence["PeerProgram"]) -> list[str]:
@@ -39,33 +35,6 @@ def parse_formats(text: str, refused: dict[str, bool], peers: Sequence["PeerProg
         if not {*known} & {*names}:
             raise ValueError(f"--peer {one.name}: has {', '.join(known)}; none is in --formats")
     return names
-
-
-def formats_plan(
-    names: list[str],
-    shape: str | None,
-    model: str | None,
-    memory: str | None,
-    tokens: list[int],
-    block_s: float,
-) -> "FormatsPlan":
-    """What is measured: as ``FormatsPlan``, of the sizes of a shape or of a model.
-
-    Raises:
-        CheckpointError: nothing readable is there.
-        UnsupportedModelError: the model has no experts that transformers marks as such.
-        ValueError: the shape is unknown, or the memory is no size.
-    """
-    from moe_runtime.bench.experts.format_systems import FormatsPlan
-    from moe_runtime.bench.experts.layers import sizes_of_model, sizes_of_shape
-
-    num_bytes = options.bytes_of(memory or _MEMORY, "--memory")
-    if shape is not None:
-        sizes = sizes_of_shape(shape)
-    else:
-        assert model is not None
-        sizes, _ = sizes_of_model(model, "auto")
-    return FormatsPlan(names=names, sizes=sizes, memory=num_bytes, tokens=tokens, block_s=block_s)
 
 
 def show_formats(results: dict[str, Any]) -> None:

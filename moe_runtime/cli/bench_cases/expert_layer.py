@@ -10,7 +10,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
-from moe_runtime.cli.bench_cases.expert_formats import formats_plan, parse_formats, show_formats
+from moe_runtime.cli.bench_cases.expert_formats import parse_formats, show_formats
 from moe_runtime.cli.bench_cases.tables import mean_cell, unit_of
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
@@ -103,6 +103,7 @@ def bench_experts(
     if memory is not None and formats is None:
         raise ValueError("--memory bounds experts of --formats; leave it out")
     numbers = parse_tokens(tokens or ("1,16" if formats else None), quick=quick)
+    num_bytes = options.bytes_of(memory or "2GiB", "--memory")
     from moe_runtime.bench.peer_files import find_peers
 
     found = find_peers(peer or (), {}, "experts")
@@ -121,6 +122,8 @@ def bench_experts(
         LayerSizes,
         kinds_of_calls,
         layer_of_model,
+        sizes_of_model,
+        sizes_of_shape,
         synthetic_layer,
     )
     from moe_runtime.bench.runner import Rules
@@ -130,11 +133,12 @@ def bench_experts(
     num_threads, block_s = threads or num_usable_cores(), 0.2 if quick else 0.5
     torch.set_num_threads(num_threads)
     if names:
-        from moe_runtime.bench.experts.format_systems import measure_formats
+        from moe_runtime.bench.experts.format_systems import FormatsPlan, measure_formats
 
-        plan = formats_plan(names, shape, model, memory, numbers, block_s)
-        sizes, kind, more = plan.sizes, "bfloat16", {"formats": names, "memory": plan.memory}
-        measure: Callable[..., dict[str, Any]] = partial(measure_formats, plan)
+        sizes = sizes_of_shape(shape) if shape else sizes_of_model(model or "", "auto")[0]
+        kind, more = "bfloat16", {"formats": names, "memory": num_bytes}
+        formats_plan = FormatsPlan(names, sizes, num_bytes, numbers, block_s)
+        measure: Callable[..., dict[str, Any]] = partial(measure_formats, formats_plan)
     else:
         from moe_runtime.bench.experts.backends import measure_experts
         from moe_runtime.bench.experts.results import ExpertsPlan
@@ -146,22 +150,15 @@ def bench_experts(
         layer.module.to(place)
         sizes = LayerSizes(layer.num_experts, layer.top_k, layer.dim_model, layer.dim_hidden)
         kind, more = str(layer.dtype).removeprefix("torch."), {}
-        measure = partial(
-            measure_experts,
-            ExpertsPlan(layer=layer, tokens=numbers, trains=training, block_s=block_s),
-        )
+        plan = ExpertsPlan(layer=layer, tokens=numbers, trains=training, block_s=block_s)
+        measure = partial(measure_experts, plan)
     rules = Rules(
         judged=[name for name, _, _ in kinds_of_calls(numbers, trains=training)],
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    given = {
-        "model": None,
-        "format": "bf16",
-        "num_threads": num_threads,
-        "top_k": sizes.top_k,
-        "most_tokens": numbers[-1],
-    }
+    given = {"model": None, "format": "bf16", "num_threads": num_threads}
+    given |= {"top_k": sizes.top_k, "most_tokens": numbers[-1]}
     with stop_on_signals(shared.STOPPING) as stop:
         results = measure(
             rules,
