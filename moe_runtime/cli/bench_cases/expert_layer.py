@@ -102,7 +102,7 @@ def bench_experts(
         raise ValueError("expected MODEL or --shape, one of them: whose experts are measured?")
     if memory is not None and formats is None:
         raise ValueError("--memory bounds experts of --formats; leave it out")
-    numbers = parse_tokens(tokens or ("1,16" if formats else None), quick=quick)
+    numbers = parse_tokens("1,16" if tokens is None and formats else tokens, quick=quick)
     num_bytes = options.bytes_of(memory or "2GiB", "--memory")
     from moe_runtime.bench.peer_files import find_peers
 
