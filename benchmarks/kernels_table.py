@@ -237,8 +237,8 @@ def section(folder: Path) -> str:
     parts += [ops_table(_read(path)) for path in sorted(folder.glob("bench-ops-*.json"))]
     parts += [experts_table(_read(path)) for path in sorted(folder.glob("experts-*.json"))]
     for case in ("experts", "layer"):
-        paths = sorted(folder.glob(f"bench-{case}-*.json"))
-        parts += [experts_table(_read(path)) for path in paths]
+        found = map(_read, sorted(folder.glob(f"bench-{case}-*.json")))
+        parts += [experts_table(one) for one in found if "formats" not in one["settings"]]
     layers = [_read(path) for path in sorted(folder.glob("layer-*.json"), reverse=True)]
     parts += [layer_table(layers)] if layers else []
     training = [_read(path) for path in sorted(folder.glob("bench-training-*.json"))]

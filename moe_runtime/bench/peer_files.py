@@ -22,6 +22,7 @@ EXPORTED_PEERS = ("openvino",)
 """Peers that read a folder which another program makes of a checkpoint."""
 TEXT_CASES = ("latency", "throughput")
 """What a peer takes part in that names nothing else."""
+_OPTIONAL: dict[str, Any] = {"VARIANTS": (), "CASES": TEXT_CASES, "FORMATS": ("bf16",)}
 _WORD = re.compile(r"[\w.-]+")
 
 
@@ -56,7 +57,9 @@ def peer_file(name: str, case: str | None = None) -> Path:
 
 
 def describe_peer(file: Path) -> dict[str, Any]:
-    """``INSTALL``, ``PACKAGES``, ``VARIANTS`` and ``CASES`` of a peer's file, which is not run.
+    """``INSTALL``, ``PACKAGES`` and other constants of a peer's file, which is not run.
+
+    ``VARIANTS``, ``CASES`` and ``FORMATS`` (of experts) are what it has where it says nothing.
 
     Also ``METHODS``, the names of its methods; empty where it inherits some.
 
@@ -70,7 +73,7 @@ def describe_peer(file: Path) -> dict[str, Any]:
             for node in tree.body
             if isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Name)
-            and node.targets[0].id in ("INSTALL", "PACKAGES", "VARIANTS", "CASES")
+            and node.targets[0].id in ("INSTALL", "PACKAGES", *_OPTIONAL)
         }
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{file}: not the file of a peer: {error}") from None
@@ -85,7 +88,7 @@ def describe_peer(file: Path) -> dict[str, Any]:
     ]
     reads_batches = not methods or "prefill_batch" in methods
     cases = TEXT_CASES if reads_batches else ("latency",)
-    return {"VARIANTS": (), "CASES": cases, **found, "METHODS": methods}
+    return {**_OPTIONAL, "CASES": cases, **found, "METHODS": methods}
 
 
 def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> PeerProgram:

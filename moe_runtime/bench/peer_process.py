@@ -48,7 +48,7 @@ class PeerProgram:
 
 
 class PeerProcess:
-    """A running peer."""
+    """A running peer; one that stands still runs only while it is asked."""
 
     def __init__(
         self,
@@ -56,8 +56,10 @@ class PeerProcess:
         log: Any,
         timeout_s: float,
         cap: MemoryCap | None = None,
+        *,
+        stands_still: bool = False,
     ) -> None:
-        self._process = process
+        self._process, self._stands_still = process, stands_still
         self._log = log
         self._timeout_s = timeout_s
         self._cap = cap
@@ -71,15 +73,25 @@ class PeerProcess:
         """
         requests = self._process.stdin
         assert requests is not None
+        self._signal(signal.SIGCONT)
         try:
             requests.write(json.dumps({"do": what, **more}).encode() + b"\n")
             requests.flush()
         except BrokenPipeError:
             raise PeerFailedError(self._why()) from None
         answer = json.loads(self._line(what))
+        self._signal(signal.SIGSTOP)
         if "error" in answer:
             raise PeerFailedError(answer["error"][:_SHOWN])
         return answer
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Stops or continues all threads; a stop has come to all of them when this returns."""
+        if self._stands_still and self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+            if number == signal.SIGSTOP:
+                # an end is left to be seen by `wait`
+                os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _line(self, what: str) -> bytes:
         answers = self._process.stdout
@@ -112,7 +124,9 @@ class PeerProcess:
 
 
 @contextmanager
-def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
+def started(
+    program: PeerProgram, timeout_s: float, *, stands_still: bool = False
+) -> Iterator[PeerProcess]:
     """Runs a peer within the block; it is killed with all that it started when the block ends.
 
     Under a cap the files of its model are dropped from the page cache first: pages that another
@@ -147,7 +161,7 @@ def started(program: PeerProgram, timeout_s: float) -> Iterator[PeerProcess]:
             start_new_session=True,
         )
         try:
-            yield PeerProcess(process, log, timeout_s, cap)
+            yield PeerProcess(process, log, timeout_s, cap, stands_still=stands_still)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

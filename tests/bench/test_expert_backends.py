@@ -119,6 +119,7 @@ def test_the_command_measures_both_passes(
         (["models/pocket", "--shape", "olmoe-1b-7b"], "expected MODEL or --shape"),
         (["--shape", "olmo"], "unknown shape 'olmo'"),
         (["models/pocket", "--tokens", "1,x"], "--tokens must be whole numbers"),
+        (["models/pocket", "--tokens", ""], "--tokens must be whole numbers"),
         (["models/pocket", "--dtype", "int8"], "int8"),
         (["models/pocket", "--device", "tpu"], "--device must be auto, cpu or cuda, got 'tpu'"),
     ],

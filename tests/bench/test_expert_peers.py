@@ -7,17 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from text_checkpoint import save_text_checkpoint
 
 from moe_runtime.bench.experts.backends import measure_experts
-from moe_runtime.bench.experts.layers import layer_of_model
+from moe_runtime.bench.experts.format_systems import FormatsPlan, measure_formats
+from moe_runtime.bench.experts.layers import LayerSizes, layer_of_model
 from moe_runtime.bench.experts.results import ExpertsPlan
-from moe_runtime.bench.peer_files import find_peer
+from moe_runtime.bench.peer_files import find_peer, find_peers
+from moe_runtime.bench.peer_process import started
 from moe_runtime.bench.peers import kt_kernel
-from moe_runtime.bench.runner import Rules
+from moe_runtime.bench.runner import PeerFailedError, Rules
 from moe_runtime.cli.main import main
+from moe_runtime.kernels.native import native_library
 
 NUMPY = """
 import numpy as np
@@ -25,6 +29,13 @@ INSTALL = "pip install numpy"
 PACKAGES = ("numpy",)
 CASES = ("experts",)
 VARIANTS = ("doubled", "dies")
+FORMATS = ("bf16", "int4")
+
+def values(codes, scales=None):
+    if scales is None:
+        return f32(codes).astype(float)
+    nibbles = np.stack((codes & 15, codes >> 4), -1).reshape(*codes.shape[:2], -1)
+    return (nibbles - 8.0) * np.repeat(f32(scales), 32, axis=2)
 
 def f32(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -36,8 +47,8 @@ def bf16(values):
 class Peer:
     def __init__(self, settings):
         self.variant = settings["variant"]
-    def load_experts(self, gate, up, down):
-        self.parts = [f32(part).astype(float) for part in (gate, up, down)]
+    def load_experts(self, *parts):
+        self.parts = [values(*parts[number::3]) for number in range(3)]
     def experts(self, x, ids, weights, out):
         if self.variant == "dies":
             raise ValueError("no room")
@@ -84,6 +95,60 @@ def test_peers_compute_the_same_layer_or_have_no_numbers(model: Path, tmp_path: 
     assert (dies["failure"], dies["repetitions"]) == ("ValueError: no room", [])
 
 
+@pytest.mark.skipif(native_library() is None, reason="no native library")
+def test_a_peer_computes_the_formats_that_it_has_from_codes_and_scales(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text(NUMPY)
+    plan = FormatsPlan(["mxfp4", "int4"], LayerSizes(6, 2, 64, 32), 1 << 24, [1, 17], 1e-4)
+    settings = {"model": None, "num_threads": 1, "top_k": 2, "most_tokens": 17}
+    peers = find_peers([str(file), f"{file}:doubled"], settings, "experts")
+    rules = Rules(judged=("forward_1_s",), least=2, most=2)
+    results = measure_formats(plan, rules, lambda: 0.0, settings={}, peers=peers)
+    rows = {one["system"]: one for one in results["measurements"]}
+    own = ["int4", "read, int4", "plain, int4", "plain:doubled, int4"]
+    assert list(rows) == ["mxfp4", "read, mxfp4", *own]
+    plain = rows["plain, int4"]
+    assert (plain["failure"], plain["quality"]) == (None, {"compared": 18, "equal": 18})
+    assert plain["summary"].keys() == rows["int4"]["summary"].keys()
+    assert rows["plain:doubled, int4"]["failure"].startswith("18 of 18 tokens differ")
+
+
+SPINNING = """
+import os, threading
+INSTALL = "pip install nothing"
+PACKAGES = ()
+def spin():
+    while True: pass
+class Peer:
+    def __init__(self, settings):
+        threading.Thread(target=spin, daemon=True).start()
+    def load(self):
+        os._exit(3)
+"""
+
+
+def test_a_peer_stands_still_while_it_is_not_its_turn(tmp_path: Path) -> None:
+    file = tmp_path / "spinning.py"
+    file.write_text(SPINNING)
+    program = find_peer(str(file), {"num_threads": 1})
+    with started(program, 60.0, stands_still=True) as peer:
+        peer.ask("start", settings={})
+        (one,) = (child for child in psutil.Process().children() if str(file) in child.cmdline())
+        for num_threads in (2, 3):
+            before = one.cpu_times()
+            tasks = Path(f"/proc/{one.pid}/task").glob("*/stat")
+            states = [task.read_text().rpartition(")")[2].split()[0] for task in tasks]
+            assert states == ["T"] * num_threads
+            sum(range(5_000_000))  # our turn: far longer than a tick of the kernel's clock
+            assert one.cpu_times()[:2] == before[:2]
+            peer.ask("start", settings={})
+        with pytest.raises(PeerFailedError, match="exit code 3"):
+            peer.ask("load")
+    assert not one.is_running()
+    with started(program, 60.0, stands_still=True) as peer:
+        peer.ask("start", settings={})  # and is stopped when the block ends
+
+
 def test_another_type_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
     (found,) = measure(model, tmp_path, "", dtype=torch.float32)
     parts = "down_proj, gate_up_proj in float32"
@@ -123,11 +188,11 @@ class Experts:
             count, _, dim_model, dim_hidden, layer = self.config.sizes
             assert layer == 0
             assert at(order, np.int64, count).tolist() == list(range(count))
-            shapes = ((count, dim_hidden, dim_model),) * 2 + ((count, dim_model, dim_hidden),)
-            self.parts = [
-                at(getattr(self.config, f"{name}_proj"), np.uint16, *shape).copy()
-                for name, shape in zip(("gate", "up", "down"), shapes, strict=True)
-            ]
+            shapes = ((dim_hidden, dim_model),) * 2 + ((dim_model, dim_hidden),)
+            self.parts = []
+            for name, shape in zip(("gate", "up", "down"), shapes, strict=True):
+                (places,) = getattr(self.config, f"{name}_projs")
+                self.parts.append([at(place, np.uint16, *shape).copy() for place in places])
 
         return load
 
@@ -150,12 +215,14 @@ class Experts:
 
 def test_kt_kernel_is_given_what_its_signature_says(monkeypatch: pytest.MonkeyPatch) -> None:
     def config(*sizes: int) -> Any:
-        return SimpleNamespace(sizes=sizes)
+        return SimpleNamespace(sizes=sizes, quant_config=SimpleNamespace())
 
     moe = SimpleNamespace(MOEConfig=config, AVX2BF16_MOE=Experts)
     api = SimpleNamespace(CPUInfer=Pool, moe=moe)
     monkeypatch.setattr(kt_kernel, "find_extension", lambda folder: api)
-    peer = kt_kernel.Peer({"model": None, "num_threads": 3, "top_k": 2, "most_tokens": 100})
+    settings = {"model": None, "variant": None, "num_threads": 3, "top_k": 2, "most_tokens": 100}
+    settings |= {"format": "bf16"}
+    peer = kt_kernel.Peer(settings)
     parts = [np.arange(3 * 4 * 5, dtype=np.uint16) + start for start in (0, 100, 200)]
     gate, up, down = (
         part.reshape(shape)
@@ -165,7 +232,8 @@ def test_kt_kernel_is_given_what_its_signature_says(monkeypatch: pytest.MonkeyPa
     experts = peer._experts
     assert experts.config.sizes == (3, 2, 5, 4, 0)
     assert (experts.config.max_len, experts.config.pool) == (100, "backend")
-    assert (experts.config.gate_scale, peer._pool.num_threads) == (0, 3)
+    assert peer._pool.num_threads == 3
+    assert kt_kernel.Peer({**settings, "variant": "one_thread"})._pool.num_threads == 1
     for found, part in zip(experts.parts, (gate, up, down), strict=True):
         np.testing.assert_array_equal(found, part)
     x = np.arange(10, dtype=np.uint16).reshape(2, 5)
@@ -174,6 +242,31 @@ def test_kt_kernel_is_given_what_its_signature_says(monkeypatch: pytest.MonkeyPa
     peer.experts(x, ids, np.array([[0.25, 0.75], [0.5, 0.5]], np.float32), out)
     assert experts.given == (ids.tolist(), [[0.25, 0.75], [0.5, 0.5]])
     np.testing.assert_array_equal(out, x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "quant"),
+    [("fp8", "AVX2FP8_MOE", (8, 128)), ("int4-int8", "AMXInt4_KGroup_MOE", (4, 32))],
+)
+def test_kt_kernel_is_given_codes_and_scales_of_each_expert(
+    kind: str, name: str, quant: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = SimpleNamespace(quant_config=SimpleNamespace())
+
+    def taken(config: Any) -> Any:
+        return SimpleNamespace(load_weights_task=lambda order: lambda: None, config=config)
+
+    moe = SimpleNamespace(**{"MOEConfig": lambda *sizes: given, name: taken})
+    api = SimpleNamespace(CPUInfer=Pool, moe=moe)
+    monkeypatch.setattr(kt_kernel, "find_extension", lambda folder: api)
+    settings = {"model": None, "variant": None, "num_threads": 1, "top_k": 1, "most_tokens": 1}
+    peer = kt_kernel.Peer({**settings, "format": kind})
+    parts = [np.full((2, 3, 4), number, np.uint8) for number in range(6)]
+    peer.load_experts(*parts)
+    words = [f"{one}_{part}s" for part in ("proj", "scale") for one in ("gate", "up", "down")]
+    for word, part in zip(words, parts, strict=True):
+        assert getattr(given, word) == [[part.ctypes.data, part.ctypes.data + 12]]
+    assert (given.quant_config.bits, given.quant_config.group_size) == quant
 
 
 def test_kt_kernel_without_its_extension_says_where_it_looked(tmp_path: Path) -> None:

@@ -151,7 +151,9 @@ def test_answers_of_committed_cases_are_equal() -> None:
         least = 0.9 if asked is None else asked
         for measured in one["measurements"]:
             if (quality := measured["quality"]) is None:
-                assert one["case"] == "kernels"  # nothing is compared: tiles of one product
+                # nothing is compared: tiles of one product, plain reads, who has no numbers
+                is_read = "formats" in one["settings"] and measured["system"].startswith("read, ")
+                assert one["case"] == "kernels" or is_read or measured["failure"]
                 continue
             assert quality["equal"] >= least * quality["compared"]
             assert quality["compared"] > 0

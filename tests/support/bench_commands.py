@@ -103,7 +103,8 @@ BENCH_CASES = {
             "max_s": ("--time 37", ("max_s", 37.0)),
             "precision": ("--precision 0.17", ("precision", 0.17)),
         },
-        dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_expert_backends.py"),
+        dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_expert_backends.py")
+        | dict.fromkeys(("formats", "memory"), "tests/bench/test_expert_formats.py"),
     ),
     "bench layer": Case(
         (

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.bench.peers.host import time_block as time_block
+from moe_runtime.bench.runner import PeerFailedError
 from moe_runtime.config import require_known
 
 PEERS = ("eager", "grouped_mm", "batched_mm")
@@ -17,6 +18,7 @@ PEERS = ("eager", "grouped_mm", "batched_mm")
 OURS = "moe_runtime"
 # batched_mm copies an expert for every row; beyond this many bytes it is no contender.
 _BATCHED_BYTES = 2 << 30
+_HANDED = {"gate_up_proj", "down_proj"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,11 @@ class ExpertLayer:
         """Bytes of one expert."""
         return sum(p[0].nbytes for p in self.module.parameters() if len(p) == self.num_experts)
 
+    @property
+    def input_rounding(self) -> float:
+        """How far roundings of what is multiplied by weights move a result, relative to it."""
+        return 0.0
+
     def select(self, implementation: str) -> None:
         """Has later calls computed by an implementation."""
         self.module.config._experts_implementation_internal = implementation
@@ -127,6 +134,23 @@ class ExpertLayer:
         few.config._experts_implementation_internal = "eager"
         few.num_experts = len(kept)
         return few, places
+
+    def handed_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """What a peer in another process is given: gate and up ``[E, F, D]``, down ``[E, D, F]``.
+
+        Raises:
+            PeerFailedError: the layer has other parts than gate, up and down in bf16.
+        """
+        found = {name: value.detach() for name, value in self.module.named_parameters()}
+        is_transposed = getattr(self.module, "is_transposed", False)
+        if self.dtype != torch.bfloat16 or found.keys() != _HANDED or is_transposed:
+            kind = str(self.dtype).removeprefix("torch.")
+            told = f"{', '.join(sorted(found))} in {kind}{', transposed' * is_transposed}"
+            raise PeerFailedError(
+                f"takes gate_up_proj and down_proj in bfloat16; this layer has {told}"
+            )
+        gate, up = found["gate_up_proj"].chunk(2, dim=1)
+        yield from (("gate", gate), ("up", up), ("down", found["down_proj"]))
 
 
 def synthetic_layer(name: str, dtype: torch.dtype) -> ExpertLayer:

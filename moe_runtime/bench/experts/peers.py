@@ -1,7 +1,8 @@
 """Peers that compute the same layer of experts, each in a process of its own, for ``experts``.
 
-The layer goes there in files: bf16 as it lies, in numpy's format. A peer computes forward passes
-alone. Its results are held to what those of the others are held to.
+The layer goes there in files: bf16, or codes and scales, as they lie, in numpy's format. A peer
+computes forward passes alone. Its results are held to what those of the others are held to. Between
+its turns its threads stand still: some would go on spinning, and take a core from the others.
 """
 
 from collections.abc import Mapping
@@ -13,13 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_runtime.bench.experts.layers import ExpertLayer
 from moe_runtime.bench.experts.results import ROUTINGS, ExpertsPlan, num_equal, require_all_equal
 from moe_runtime.bench.peer_process import PeerProcess, PeerProgram, started
-from moe_runtime.bench.runner import Number, PeerFailedError
+from moe_runtime.bench.runner import Number
 
 _TIMEOUT_S = 900.0
-_WEIGHTS = {"gate_up_proj", "down_proj"}
 
 
 class ExpertsPeer:
@@ -78,7 +77,7 @@ class ExpertsPeer:
 
     def _start(self) -> PeerProcess:
         write_layer(self._plan, self._folder)
-        process = self._running.enter_context(started(self._program, _TIMEOUT_S))
+        process = self._running.enter_context(started(self._program, _TIMEOUT_S, stands_still=True))
         self.versions = process.ask("start", settings=self._program.settings)["versions"]
         process.ask("load_experts", folder=str(self._folder))
         self._process = process
@@ -92,40 +91,24 @@ def write_layer(plan: ExpertsPlan, folder: Path) -> None:
     """Writes the weights of a layer, and tokens and routings of every call, unless they are there.
 
     Raises:
-        PeerFailedError: the layer has other parts than gate, up and down in bf16.
+        PeerFailedError: see ``ExpertLayer.handed_parts``.
     """
     layer = plan.layer
-    require_plain(layer)
     if (folder / "down.npy").exists():
         return
+    for name, part in layer.handed_parts():
+        np.save(folder / f"{name}.npy", _bits(part))
     for tokens in plan.tokens:
         routes = [layer.routing(tokens, seed) for seed in range(ROUTINGS)]
         ids = np.stack([ids.cpu().numpy() for ids, _ in routes])
         weights = np.stack([weights.float().cpu().numpy() for _, weights in routes])
         np.savez(folder / f"{tokens}.npz", x=_bits(layer.tokens(tokens)), ids=ids, weights=weights)
-    gate, up = layer.module.gate_up_proj.detach().chunk(2, dim=1)
-    for name, part in (("gate", gate), ("up", up), ("down", layer.module.down_proj.detach())):
-        np.save(folder / f"{name}.npy", _bits(part))
-
-
-def require_plain(layer: ExpertLayer) -> None:
-    """Refuses a layer that cannot be handed over.
-
-    Raises:
-        PeerFailedError: see ``write_layer``.
-    """
-    names = {name for name, _ in layer.module.named_parameters()}
-    is_transposed = getattr(layer.module, "is_transposed", False)
-    if layer.dtype != torch.bfloat16 or names != _WEIGHTS or is_transposed:
-        kind = str(layer.dtype).removeprefix("torch.")
-        found = f"{', '.join(sorted(names))} in {kind}{', transposed' * is_transposed}"
-        raise PeerFailedError(
-            f"takes gate_up_proj and down_proj in bfloat16; this layer has {found}"
-        )
 
 
 def _bits(values: Tensor) -> np.ndarray[Any, Any]:
-    return values.cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+    array = values.cpu().contiguous()
+    is_bf16 = array.dtype == torch.bfloat16
+    return array.view(torch.int16).numpy().view(np.uint16) if is_bf16 else array.numpy()
 
 
 def _tensor(bits: np.ndarray[Any, Any]) -> Tensor:

@@ -4,8 +4,9 @@ Two tokens are computed in float64 as well: the distance, in the 2-norm, may be 
 on the way allow. There are K + 6 of them in the type of the weights (gate, up, activation, their
 product, an expert's output, its weighting, K terms of the sum) and D + F in fp32 in the sums of
 products, each an independent relative error of at most the unit roundoff, so that a sum in which
-numbers cancel cancels their errors as well. With backward the gradient of x passes them twice. All
-other tokens are compared with this project's by twice the bound.
+numbers cancel cancels their errors as well. With backward the gradient of x passes them twice.
+Formats that round what they multiply add what that may move. All other tokens are compared with
+this project's, or with those of decoded weights, by twice the bound.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from moe_runtime.bench.experts.layers import ExpertLayer, kinds_of_calls
 from moe_runtime.bench.runner import PeerFailedError
 
-ROUTINGS = 4
+ROUTINGS = 8
 """Every call has another one of so many."""
 _IN_FLOAT64 = 2
 
@@ -111,13 +112,15 @@ def rounding_bound(layer: ExpertLayer, *, trains: bool) -> float:
     """How far, relative to its norm, a token's result may be from the exact one."""
     units = (torch.finfo(dtype).eps / 2 for dtype in (layer.dtype, torch.float32))
     own, fp32 = units
-    passes = 2 if trains else 1
-    return passes * ((layer.top_k + 6) * own + (layer.dim_model + layer.dim_hidden) * fp32)
+    sums = (layer.top_k + 6) * own + (layer.dim_model + layer.dim_hidden) * fp32
+    return (2 if trains else 1) * sums + layer.input_rounding
 
 
-def in_float64(layer: ExpertLayer, num_tokens: int, *, trains: bool) -> Tensor:
+def in_float64(
+    layer: ExpertLayer, num_tokens: int, *, trains: bool, count: int = _IN_FLOAT64
+) -> Tensor:
     """What the first tokens of a call's first routing give without roundings, ``[T, D]``."""
-    count = min(num_tokens, _IN_FLOAT64)
+    count = min(num_tokens, count)
     ids, weights = (part[:count] for part in layer.routing(num_tokens, 0))
     few, places = layer.in_float64(ids)
     x = layer.tokens(num_tokens)[:count].double()

@@ -190,9 +190,11 @@ def measure_batch(
 
 
 def load_experts(peer: Any, folder: str) -> dict[str, Any]:
-    """Hands a peer ``gate.npy``, ``up.npy`` and ``down.npy`` of a folder."""
+    """Hands a peer ``gate.npy``, ``up.npy`` and ``down.npy`` of a folder, and scales if any."""
     numpy: Any = importlib.import_module("numpy")
-    peer.load_experts(*(numpy.load(f"{folder}/{name}.npy") for name in ("gate", "up", "down")))
+    names = [f"{name}{part}.npy" for part in ("", "_scales") for name in ("gate", "up", "down")]
+    files = [file for name in names if (file := Path(folder, name)).exists()]
+    peer.load_experts(*map(numpy.load, files))
     return {}
 
 

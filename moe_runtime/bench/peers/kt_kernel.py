@@ -1,4 +1,4 @@
-"""kt-kernel's experts in bf16: its extension alone, installed or unpacked (``=FOLDER``)."""
+"""kt-kernel's experts: its extension alone, installed or unpacked (``=FOLDER``)."""
 
 import importlib.util
 from pathlib import Path
@@ -7,31 +7,33 @@ from typing import Any
 INSTALL = "pip install --no-deps kt-kernel && pip install numpy"
 PACKAGES = ("kt-kernel", "numpy")
 CASES = ("experts",)
-_BEST_FIRST = ("avx512_bf16", "avx512_vbmi", "avx512_vnni", "avx512_base", "avx2")
-_FLAGS = {"avx512_base": "avx512f", "avx512_vbmi": "avx512vbmi"}
+VARIANTS = ("one_thread",)
+FORMATS = ("bf16", "fp8", "mxfp4", "int4-int8")
+_NAMES = {"fp8": ["FP8"], "mxfp4": ["FP4_KGroup", "MXFP4"], "int4-int8": ["Int4_KGroup", "RawInt4"]}
+_BEST_FIRST = ("amx", "avx512_bf16", "avx512_vbmi", "avx512_vnni", "avx512_base", "avx2")
+_FLAGS = {"amx": "amx_tile", "avx512_base": "avx512f", "avx512_vbmi": "avx512vbmi"}
 
 
 class Peer:
-    """Needs ``model`` (None: installed), ``num_threads``, ``top_k`` and ``most_tokens``."""
+    """Needs settings ``model`` (or None), ``format``, ``num_threads`` and more of the case's."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        import numpy
+        self._settings, self._numpy = settings, importlib.import_module("numpy")
+        self._api = find_extension(settings["model"])
+        self._pool = self._api.CPUInfer(1 if settings["variant"] else settings["num_threads"])
 
-        self._numpy, self._settings = numpy, settings
-        self._api: Any = find_extension(settings["model"])
-        self._pool = self._api.CPUInfer(settings["num_threads"])
-
-    def load_experts(self, gate: Any, up: Any, down: Any) -> None:
-        """Takes a copy of the weights, bf16 as it lies: ``[E, F, D]`` twice, ``[E, D, F]``."""
-        settings, sizes = self._settings, (gate.shape[2], gate.shape[1])
-        config = self._api.moe.MOEConfig(len(gate), settings["top_k"], *sizes, 0)
-        config.max_len, config.pool = max(64, settings["most_tokens"]), self._pool.backend_
-        for name, array in (("gate", gate), ("up", up), ("down", down)):
-            setattr(config, f"{name}_proj", array.ctypes.data)
-            setattr(config, f"{name}_scale", 0)
-        kinds = [getattr(self._api.moe, f"{one}BF16_MOE", None) for one in ("AMX", "AVX2")]
-        self._experts = next(kind for kind in kinds if kind)(config)
-        order = self._numpy.arange(len(gate))
+    def load_experts(self, *parts: Any) -> None:
+        """Takes a copy of bf16 ``[E, F, D]`` twice and ``[E, D, F]``, or of codes and scales."""
+        kind, moe, (count, width) = self._settings["format"], self._api.moe, parts[0].shape[:2]
+        config = moe.MOEConfig(count, self._settings["top_k"], parts[2].shape[1], width, 0)
+        config.max_len, config.pool = max(64, self._settings["most_tokens"]), self._pool.backend_
+        words = (f"{name}_{part}s" for part in ("proj", "scale") for name in ("gate", "up", "down"))
+        for word, array in zip(words, parts, strict=False):
+            setattr(config, word, [[one.ctypes.data for one in array]])
+        quant, order = config.quant_config, self._numpy.arange(count)
+        quant.bits, quant.group_size = (8, 128) if kind == "fp8" else (4, 32)
+        names = (f"{isa}{end}_MOE" for end in _NAMES.get(kind, ["BF16"]) for isa in ("AMX", "AVX2"))
+        self._experts = next(getattr(moe, one) for one in names if hasattr(moe, one))(config)
         self._pool.submit(self._experts.load_weights_task(order.ctypes.data))
         self._pool.sync()
 
@@ -47,7 +49,7 @@ def find_extension(folder: str | None) -> Any:
     """The module for the processor's best instruction set, of a folder or of the environment."""
     found: Any = importlib.util.find_spec("kt_kernel") if folder is None else None
     home = Path(found.origin).parent if found else Path(folder or ".", "kt_kernel")
-    known = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    known = Path("/proc/cpuinfo").read_text().split()
     variants = [one for one in _BEST_FIRST if _FLAGS.get(one, one) in known]
     files = [file for one in variants for file in home.glob(f"_kt_kernel_ext_{one}.*.so")]
     if not files:

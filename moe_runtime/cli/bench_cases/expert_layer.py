@@ -1,6 +1,8 @@
 """``moe-runtime bench experts``: one layer of experts beside those of transformers."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,6 +10,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
+from moe_runtime.cli.bench_cases.expert_formats import parse_formats, show_formats
 from moe_runtime.cli.bench_cases.tables import mean_cell, unit_of
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
@@ -29,16 +32,35 @@ Shape = Annotated[
     ),
 ]
 Tokens = Annotated[
-    str | None, typer.Option(help="Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256]")
+    str | None,
+    typer.Option(
+        help="Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256; of formats: 1,16]"
+    ),
+]
+Formats = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of transformers' implementations: experts computed from their codes, beside "
+        "a plain read of as many bytes. With commas, of bf16, fp8, mxfp4, int4, q8_0, q4_k, q6_k; "
+        "with -int8 behind any but the first two, activations are rounded to int8."
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="With --formats: experts of a format take no more, and fewer are made. [2GiB]",
+    ),
 ]
 Peers = Annotated[
     list[str] | None,
     typer.Option(
         "--peer",
-        metavar="NAME[@PYTHON][=FOLDER]",
-        help="Another system beside these, forward alone in bf16, several times if wanted: "
-        "kt_kernel, on a GPU megablocks and scattermoe, or a file PEER.py; FOLDER is kt_kernel's "
-        "wheel unpacked where PYTHON's environment has none.",
+        metavar="NAME[:VARIANT][@PYTHON][=FOLDER]",
+        help="Another system beside these, forward alone, several times if wanted: kt_kernel "
+        "(kt_kernel:one_thread; bf16, with --formats fp8, mxfp4, int4-int8 too), on a GPU "
+        "megablocks and scattermoe, or a file PEER.py; FOLDER is kt_kernel's wheel unpacked where "
+        "PYTHON's environment has none.",
     ),
 ]
 Training = Annotated[bool, typer.Option("--training", help="Calls with backward, too.")]
@@ -54,6 +76,8 @@ def bench_experts(
     shape: Shape = None,
     peer: Peers = None,
     tokens: Tokens = None,
+    formats: Formats = None,
+    memory: Memory = None,
     training: Training = False,
     dtype: Dtype = "auto",
     device: options.Device = "cpu",
@@ -68,54 +92,84 @@ def bench_experts(
     """Time one layer's experts: ours, and transformers' eager, grouped_mm and batched_mm.
 
     Weights are random, of the shape of MODEL's first layer of experts or of a known model; no
-    weight is read, and none is quantised. Implementations take turns. One whose results differ from
-    those in float64 by more than roundings allow gets no numbers. Ctrl-C shows what was measured
-    so far.
+    weight is read. Implementations take turns; with --formats they are ours in each format, one
+    format after the other. One whose results differ from those in float64 by more than roundings
+    allow gets no numbers. Ctrl-C shows what was measured so far.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
     if (model is None) == (shape is None):
         raise ValueError("expected MODEL or --shape, one of them: whose experts are measured?")
-    numbers = parse_tokens(tokens, quick=quick)
+    if memory is not None and formats is None:
+        raise ValueError("--memory bounds experts of --formats; leave it out")
+    numbers = parse_tokens("1,16" if tokens is None and formats else tokens, quick=quick)
+    num_bytes = options.bytes_of(memory or "2GiB", "--memory")
     from moe_runtime.bench.peer_files import find_peers
 
-    shared.check_results(output, find_peers(peer or (), {}, "experts"))
+    found = find_peers(peer or (), {}, "experts")
+    shared.check_results(output, found)
+    refused = {
+        "--training": training,
+        f"--dtype {dtype}": dtype not in ("auto", "bfloat16"),
+        f"--device {device}": not device.startswith("cpu"),
+    }
+    names = parse_formats(formats, refused, found) if formats is not None else []
     quiet_transformers(session)
     import torch
 
-    from moe_runtime.bench.experts.backends import measure_experts
-    from moe_runtime.bench.experts.layers import PEERS, layer_of_model, synthetic_layer
-    from moe_runtime.bench.experts.results import ExpertsPlan
+    from moe_runtime.bench.experts.layers import (
+        PEERS,
+        LayerSizes,
+        kinds_of_calls,
+        layer_of_model,
+        sizes_of_model,
+        sizes_of_shape,
+        synthetic_layer,
+    )
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
 
     asked, place = parse_dtype(dtype), place_of(device)
-    num_threads = threads or num_usable_cores()
+    num_threads, block_s = threads or num_usable_cores(), 0.2 if quick else 0.5
     torch.set_num_threads(num_threads)
-    if shape is not None:
-        layer = synthetic_layer(shape, asked or torch.bfloat16)
+    if names:
+        from moe_runtime.bench.experts.format_systems import FormatsPlan, measure_formats
+
+        sizes = sizes_of_shape(shape) if shape else sizes_of_model(model or "", "auto")[0]
+        kind, more = "bfloat16", {"formats": names, "memory": num_bytes}
+        formats_plan = FormatsPlan(names, sizes, num_bytes, numbers, block_s)
+        measure: Callable[..., dict[str, Any]] = partial(measure_formats, formats_plan)
     else:
-        assert model is not None
-        layer = layer_of_model(model, asked or "auto")
-    layer.module.to(place)
-    plan = ExpertsPlan(layer=layer, tokens=numbers, trains=training, block_s=0.2 if quick else 0.5)
+        from moe_runtime.bench.experts.backends import measure_experts
+        from moe_runtime.bench.experts.results import ExpertsPlan
+
+        if shape is not None:
+            layer = synthetic_layer(shape, asked or torch.bfloat16)
+        else:
+            layer = layer_of_model(model or "", asked or "auto")
+        layer.module.to(place)
+        sizes = LayerSizes(layer.num_experts, layer.top_k, layer.dim_model, layer.dim_hidden)
+        kind, more = str(layer.dtype).removeprefix("torch."), {}
+        plan = ExpertsPlan(layer=layer, tokens=numbers, trains=training, block_s=block_s)
+        measure = partial(measure_experts, plan)
     rules = Rules(
-        judged=[name for name, _, _ in plan.calls()],
+        judged=[name for name, _, _ in kinds_of_calls(numbers, trains=training)],
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
+    given = {"model": None, "format": "bf16", "num_threads": num_threads}
+    given |= {"top_k": sizes.top_k, "most_tokens": numbers[-1]}
     with stop_on_signals(shared.STOPPING) as stop:
-        results = measure_experts(
-            plan,
+        results = measure(
             rules,
             time.monotonic,
             settings={
                 "model": shape or Path(model or "").name,
-                "experts": layer.num_experts,
-                "top_k": layer.top_k,
-                "dim_model": layer.dim_model,
-                "dim_hidden": layer.dim_hidden,
-                "dtype": str(layer.dtype).removeprefix("torch."),
+                "experts": sizes.num_experts,
+                "top_k": sizes.top_k,
+                "dim_model": sizes.dim_model,
+                "dim_hidden": sizes.dim_hidden,
+                "dtype": kind,
                 "tokens": numbers,
                 "training": training,
                 "device": str(place),
@@ -123,22 +177,14 @@ def bench_experts(
                 "num_threads": num_threads,
                 "precision": precision,
                 "max_s": rules.max_s,
+                **more,
             },
-            peers=find_peers(
-                peer or (),
-                {
-                    "model": None,
-                    "num_threads": num_threads,
-                    "top_k": layer.top_k,
-                    "most_tokens": numbers[-1],
-                },
-                "experts",
-                PEERS,
-            ),
+            peers=find_peers(peer or (), given, "experts", PEERS),
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,
         )
-    shared.end_case(results, output, stop, show_experts, as_json=as_json, unasked=PEERS)
+    show = show_formats if names else show_experts
+    shared.end_case(results, output, stop, show, as_json=as_json, unasked=PEERS)
 
 
 def place_of(device: str) -> "torch.device":
