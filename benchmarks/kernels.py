@@ -116,10 +116,10 @@ def main() -> int:
             print(line(name, backend, row, shape), flush=True)
         del experts
         note_aims(results)
+    graphs = partial(graph_s, device=device)
     if "products" in options.only:
-        add_products(results, measure_products(device, timer, tiny=is_tiny))
+        add_products(results, measure_products(device, timer, graphs, tiny=is_tiny))
     if "packed" in options.only:
-        graphs = partial(graph_s, device=device)
         add_products(
             results, measure_packed(device, timer, graphs, peak.copy_bytes_s, tiny=is_tiny)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpu_parts.gpu_results import GpuResults
+from gpu_parts.kernel_products import PROJECTIONS
 
 OURS, PEER = "moe_runtime", "grouped_mm"
 # What is aimed at on an H100: at least, or for seconds at most. `of_peer`: times as fast as PEER.
@@ -30,6 +31,7 @@ PRODUCT_AIMS = {
     "dense-sparse": 0.9,
     "skewed loads, beside padding": 1.0,
     "combine, beside a copy": 0.7,
+    PROJECTIONS: 1.5,
 }
 # Beside the same layer in bf16, which reads 3.6 to 3.9 times as many bytes as 4-bit codes and twice
 # as many as fp8. With many tokens bytes do not count, and decoding costs.

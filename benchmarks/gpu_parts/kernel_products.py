@@ -8,6 +8,7 @@ combine to a copy of the same bytes. So are ours here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,23 +17,30 @@ from torch import Tensor
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
 from moe_runtime.kernels.combine import combine
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
+from moe_runtime.kernels.linear.gpu import linears_of_a_row
 from moe_runtime.kernels.token_sort import token_sort
 
 BYTES = 2  # of a bf16 number
 # E, rows of an expert, D, F, and the exponent of the skewed loads.
 SIZES, TINY_SIZES = (64, 512, 2048, 1024), (4, 16, 32, 16)
 ZIPF = 1.0
+PROJECTIONS, _LAYERS = "a token's queries, keys, values", 8
 
 
 @torch.no_grad()
 def measure_products(
-    device: str, median_s: Callable[[Callable[[], Any]], float], *, tiny: bool
+    device: str,
+    median_s: Callable[[Callable[[], Any]], float],
+    graph_s: Callable[[Callable[[], Any]], float | None],
+    *,
+    tiny: bool,
 ) -> dict[str, dict[str, float]]:
     """Seconds of each product and of what it is held to; `ratio` is theirs over ours.
 
     Args:
         device: `cuda` or `cpu`.
         median_s: Times a call.
+        graph_s: Times a call within a graph; None where there are none.
         tiny: Whether for a rehearsal.
     """
     E, rows, D, F = TINY_SIZES if tiny else SIZES
@@ -64,10 +72,32 @@ def measure_products(
         padded_s,
     )
     found["combine, beside a copy"] = _combine_beside_copy(x, median_s)
+    layers = [torch.randn(3, D, D, device=device).bfloat16() for _ in range(_LAYERS)]
+    ours_s, theirs_s = (
+        graph_s(call) or median_s(call)
+        for call in (partial(_projections, x[:1], layers, one) for one in (_together, _each))
+    )
+    found[PROJECTIONS] = ours_s / _LAYERS, theirs_s / _LAYERS
     return {
         name: {"seconds": ours, "peer_seconds": theirs, "ratio": theirs / ours}
         for name, (ours, theirs) in found.items()
     }
+
+
+def _projections(x_1D: Tensor, layers: list[Tensor], project: Callable[..., Any]) -> None:
+    """Queries, keys and values of one token in layer after layer, whose weights are no cache's."""
+    for weights_3DD in layers:
+        project(x_1D, *weights_3DD)
+
+
+def _together(x_1D: Tensor, *weights: Tensor) -> None:
+    if not x_1D.is_cuda or linears_of_a_row(x_1D, *((one, None) for one in weights)) is None:
+        _each(x_1D, *weights)
+
+
+def _each(x_1D: Tensor, *weights: Tensor) -> None:
+    for one in weights:
+        torch.nn.functional.linear(x_1D, one)
 
 
 def _zipf_counts(num_experts: int, num_rows: int) -> list[int]:
