@@ -56,7 +56,7 @@ def test_the_rehearsal_measures_every_backend(tmp_path: Path) -> None:
     packed = [product for name, product in found.items() if "T=" in name]
     assert len(packed) == 8
     assert all(layer["read_of_copy"] > 0 and layer["written_ratio"] > 0 for layer in packed)
-    assert len(found) == 5 + 8
+    assert len(found) == 6 + 8
     for product in found.values():
         assert product["ratio"] == pytest.approx(product["peer_seconds"] / product["seconds"])
     aims = settings["aims"]
