@@ -243,6 +243,7 @@ class DecodeProducts:
             bias.stride(),
             has_bias=has_bias,
             packed=packed,
+            given_parts=None if self._partial is None else len(self._partial),
         )
         if self._partial is None:
             self._partial = x_TD.new_empty(num_parts, num_slots, dim_d, dtype=torch.float32)

@@ -134,13 +134,15 @@ def prepare_down(
     *,
     has_bias: bool,
     packed: Numbers,
+    given_parts: int | None = None,
 ) -> tuple[PreparedLaunch, int]:
-    """The second product, and in how many parts it is summed; arguments as in `prepare_up`."""
+    """The second product, and in how many parts it is summed: as many as are given, where other
+    experts' sums are there. Other arguments as in `prepare_up`."""
     dim_f, dim_d = dims
     numbers = dict(packed)
     block_k, num_stages = _depth(numbers["FORMAT"], dtype, dim_f, device, has_gate=False)
     programs = min(rows.num_slots, rows.num_experts) * cdiv(dim_d, _BLOCK_N)
-    num_parts, split_k = _parts(programs, dim_f, block_k, device)
+    num_parts, split_k = _parts(programs, dim_f, block_k, device, given_parts)
     prepared = PreparedLaunch(
         decode_down, (rows.num_slots, cdiv(dim_d, _BLOCK_N), num_parts),
         num_tokens=rows.num_tokens, dim_n=dim_d, dim_k=dim_f, split_k=split_k,
@@ -195,9 +197,11 @@ def _depth(
     return depth, tile.num_stages * (1 if depth >= _DEPTH else 2)
 
 
-def _parts(programs: int, dim_k: int, block_k: int, device: GpuLimits) -> tuple[int, int]:
+def _parts(
+    programs: int, dim_k: int, block_k: int, device: GpuLimits, given: int | None
+) -> tuple[int, int]:
     """`(parts, summed columns of each)` so that the GPU has enough programs at once."""
-    wanted = cdiv(device.num_multiprocessors * _PROGRAMS_EACH, programs)
-    num_steps = cdiv(dim_k, block_k)
+    wanted = given or cdiv(device.num_multiprocessors * _PROGRAMS_EACH, programs)
+    num_steps = max(1, cdiv(dim_k, block_k))
     steps_each = cdiv(num_steps, min(wanted, num_steps, _MAX_PARTS))
-    return cdiv(num_steps, steps_each), steps_each * block_k
+    return given or cdiv(num_steps, steps_each), steps_each * block_k

@@ -30,7 +30,9 @@ _NUM_WARPS = 4
 
 def takes_row(x_TD: Tensor, weight: Weights) -> bool:
     """Whether these kernels compute a product: one token, and weights whose rows are whole."""
-    return len(x_TD) == 1 and isinstance(weight, Tensor) and weight.stride(2) == 1
+    if len(x_TD) > 1 or not isinstance(weight, Tensor):
+        return False
+    return weight.stride(2) == 1 and weight.shape[2] > 0
 
 
 @lru_cache(maxsize=MOST_PREPARED)

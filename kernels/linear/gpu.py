@@ -6,6 +6,8 @@ import importlib.util
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch.nn import Parameter
 
 from moe_runtime.kernels.native import DTYPE_CODES, needs_torch
 from moe_runtime.kernels.triton_support import require_triton
@@ -16,13 +18,20 @@ Layer = tuple[Tensor, Tensor | None]
 
 def row_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Why the Triton kernel cannot take these arguments of `linear`, or None."""
-    if x.numel() != weight.shape[-1] or not weight.numel():
+    if weight.ndim != 2 or x.numel() != weight.shape[1] or not weight.numel():
         return f"it takes one row and at least one column, got {list(x.shape)}"
-    if weight.ndim != 2 or weight.stride(1) != 1 or not (bias is None or bias.is_contiguous()):
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"bias must have a value for each column, got {list(bias.shape)}"
+    if weight.stride(1) != 1 or not (bias is None or bias.is_contiguous()):
         return f"weights must have unit stride along K, got strides {weight.stride()}"
-    dtypes = {x.dtype, weight.dtype, x.dtype if bias is None else bias.dtype}
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    dtypes = {one.dtype for one in tensors}
     if len(dtypes) > 1 or x.dtype not in DTYPE_CODES:
         return f"it knows fp32, bf16 and fp16, the same for all, got {dtypes}"
+    if len({one.device for one in tensors}) > 1:
+        return f"all must lie on one device, got {x.device} and {weight.device}"
+    if not all(type(one) in (Tensor, Parameter) and not is_wrapped(one) for one in tensors):
+        return "it takes tensors that have memory of their own, of no class but torch's"
     if needs_torch(x, weight, bias):
         return "it has no gradients"
     return None

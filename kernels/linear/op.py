@@ -169,8 +169,9 @@ def takes_native(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor
     is_torchs = torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
     if is_torchs or native_problem(x, weight, bias):
         return False
-    x_shape, (dim_out, *dims_in) = x.shape, weight.shape
-    if x_shape[-1:] != (*dims_in,) or (bias is not None and bias.shape != (dim_out,)):
+    x_shape, weight_shape = x.shape, weight.shape
+    has_columns = bias is None or bias.shape == weight_shape[:1]
+    if not x_shape or x_shape[-1:] != weight_shape[1:] or not has_columns:
         return False
     return 0 < x_shape.numel() // max(x_shape[-1], 1) <= native_row_limit(library, weight.dtype)
 
@@ -183,13 +184,9 @@ def lies_by_rows(weight: Tensor) -> bool:
 def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    as_it_is = (
-        torch.is_autocast_enabled(x.device.type)
-        or torch.compiler.is_compiling()
-        or weight.ndim != 2
-    )
+    is_traced = torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling()
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if as_it_is or wants_gradient or not keeps_code(x):
+    if is_traced or weight.ndim != 2 or wants_gradient or not keeps_code(x):
         return F.linear(x, weight, bias)
     return linear_of_few_shapes(x, weight, bias)
 

@@ -15,6 +15,7 @@ from text_checkpoint import save_text_checkpoint
 from moe_runtime.bench.experts.backends import measure_experts
 from moe_runtime.bench.experts.format_systems import FormatsPlan, measure_formats
 from moe_runtime.bench.experts.layers import LayerSizes, layer_of_model
+from moe_runtime.bench.experts.peers import write_layer
 from moe_runtime.bench.experts.results import ExpertsPlan
 from moe_runtime.bench.peer_files import find_peer, find_peers
 from moe_runtime.bench.peer_process import started
@@ -147,6 +148,25 @@ def test_a_peer_stands_still_while_it_is_not_its_turn(tmp_path: Path) -> None:
     assert not one.is_running()
     with started(program, 60.0, stands_still=True) as peer:
         peer.ask("start", settings={})  # and is stopped when the block ends
+
+
+def test_a_layer_that_was_not_handed_over_in_full_is_handed_over_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ExpertsPlan(
+        layer=layer_of_model(model, torch.bfloat16), tokens=(1, 5), trains=False, block_s=0.001
+    )
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(np, "savez", fail)
+        with pytest.raises(OSError, match="No space"):
+            write_layer(plan, tmp_path)
+    write_layer(plan, tmp_path)
+    names = ["1.npz", "5.npz", "down.npy", "gate.npy", "up.npy"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
 
 
 def test_another_type_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:

@@ -145,6 +145,11 @@ def test_a_family_decodes_as_by_its_own_layers(name: str, num_sequences: int) ->
             torch.testing.assert_close(*pairs, rtol=1e-4, atol=1e-5)
 
 
+def test_what_takes_the_place_of_a_layer_is_in_its_mode() -> None:
+    for model in pair(QWEN3):
+        assert not any(module.training for module in model.modules())
+
+
 def test_half_precision_is_rounded_where_transformers_rounds() -> None:
     """In a layer on the same input: all but a few bits of its result are the same."""
     own, fused = pair(QWEN3, torch.bfloat16)

@@ -285,6 +285,8 @@ def test_unknown_implementation() -> None:
 def test_auto_leaves_to_torch_what_it_cannot_do() -> None:
     weight = torch.arange(24, dtype=torch.float64).view(4, 6).T
     assert torch.equal(linear(torch.eye(4).double(), weight), weight.T.contiguous())
+    with pytest.raises(RuntimeError, match="at least 1D"):
+        linear(torch.tensor(1.0), torch.ones(1))
 
 
 def test_torch_multiplies_half_precision_in_few_numbers_of_rows(monkeypatch):

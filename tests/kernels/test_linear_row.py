@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,12 @@ def test_what_one_launch_does_not_take(generator: torch.Generator) -> None:
     assert linears_of_a_row(x.half(), even) is None
     assert linears_of_a_row(x, [even[0].T.contiguous().T, None]) is None
     assert linears_of_a_row(x, [even[0].clone().requires_grad_(), None]) is None
+    # of one launch the threads of all layers would load what those of this one can
+    wide = [torch.ones(4, 9, device=DEVICE)[:, :8], even[1]]
+    shifted = [torch.ones(33, device=DEVICE)[1:].view(4, 8), even[1]]
+    for other in (wide, shifted):
+        assert linears_of_a_row(x, other) is not None
+        assert linears_of_a_row(x, even, other) is None
     with torch.no_grad():
         assert linears_of_a_row(x, [even[0].clone().requires_grad_(), None]) is not None
 
@@ -86,6 +93,31 @@ def test_what_one_launch_does_not_take(generator: torch.Generator) -> None:
 def test_what_is_asked_for_and_cannot_be(x: Tensor, weight: Tensor, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         linear(x.to(DEVICE), weight.to(DEVICE), impl="triton")
+
+
+class Wrapping(Tensor):
+    """As quantised and distributed weights are: whose values lie elsewhere."""
+
+    @staticmethod
+    def of(shape: torch.Size) -> Tensor:
+        return Tensor._make_wrapper_subclass(Wrapping, shape, device=DEVICE)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("a kernel asked for values")
+
+
+def test_what_torch_shall_multiply_or_refuse(generator: torch.Generator) -> None:
+    weight, bias_N = layer(generator, 4, 3, torch.float32, True)
+    x, one = torch.ones(1, 3, device=DEVICE), torch.ones(1, device=DEVICE)
+    assert linears_of_a_row(x, (weight, bias_N)) is not None
+    for bias in (one, one[0], bias_N[:2], bias_N[None], bias_N.to("meta")):
+        assert linears_of_a_row(x, (weight, bias)) is None
+    assert linears_of_a_row(x, (weight.to("meta"), None)) is None
+    assert linears_of_a_row(x, (Wrapping.of(weight.shape), None)) is None
+    assert linears_of_a_row(one, (one[0], None)) is None
+    rows = torch.randn(5, 1, 3, generator=generator).to(DEVICE)
+    assert torch.vmap(lambda row: one * (linears_of_a_row(row, (weight, None)) is None))(rows).all()
 
 
 @pytest.mark.gpu

@@ -94,7 +94,7 @@ def write_layer(plan: ExpertsPlan, folder: Path) -> None:
         PeerFailedError: see ``ExpertLayer.handed_parts``.
     """
     layer = plan.layer
-    if (folder / "down.npy").exists():
+    if (folder / f"{plan.tokens[-1]}.npz").exists():  # the last file
         return
     for name, part in layer.handed_parts():
         np.save(folder / f"{name}.npy", _bits(part))

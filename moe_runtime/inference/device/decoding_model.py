@@ -78,14 +78,17 @@ def fuse_steps(model: PreTrainedModel) -> None:
 
 
 def _fuse_layers(model: torch.nn.Module) -> None:
-    """Replaces linear layers, and normalisations that compute just what our kernel does."""
+    """Replaces linear layers, and normalisations that compute just what our kernel does.
+
+    Each stays in the mode, of training or not, of what it replaces.
+    """
     known: dict[tuple[Any, ...], NormForm | None] = {}
     for module in [*model.modules()]:
         for name, child in [*module.named_children()]:
             if is_plain_linear(child):
-                setattr(module, name, SmallBatchLinear(child))
+                setattr(module, name, SmallBatchLinear(child).train(child.training))
             elif (norm := as_rms_norm(child, known)) is not None:
-                setattr(module, name, norm)
+                setattr(module, name, norm.train(child.training))
 
 
 class RecordedDecoding:

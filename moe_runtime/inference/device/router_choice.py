@@ -238,7 +238,7 @@ def _is_so_at_the_ends(router: Any, form: RouterForm, rows_TD: Tensor, bound: fl
     low = copy.deepcopy(router)
     low.weight.abs_().neg_()
     rows_low_TD = rows_TD.abs()
-    rows_low_TD *= _LOW / linear(rows_low_TD, low.weight).float().mean()
+    rows_low_TD *= _LOW / (rows_low_TD @ low.weight.T).float().mean()
     ends = [(router, rows_TD * by) for by in _LARGE] + [(low, rows_low_TD)]
     for one, rows in ends:
         logits_TE, weights_TK, _ = one(rows)

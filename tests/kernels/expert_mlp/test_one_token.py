@@ -14,11 +14,14 @@ from low_precision import assert_as_good_as_eager
 from stacked_experts import make_experts
 
 from moe_runtime.kernels.expert_mlp import expert_mlp
+from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts, decode_expert_mlp
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
+from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.triton_support import PreparedLaunch
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-E = 6
+E, SILU = 6, ActivationSpec("silu")
 LAYOUTS: dict[str, dict[str, bool]] = {
     "concatenated": {},
     "alternating": {"is_concatenated": False},
@@ -94,3 +97,51 @@ def test_weights_whose_columns_are_whole_go_by_the_kernels_of_more_tokens(
             activation="silu", impl="triton",
         )  # fmt: skip
     assert kernels[0] == ("decode_up" if is_transposed else "decode_up_row")
+
+
+@pytest.mark.parametrize("rows_come_first", [False, True])
+def test_parts_that_lie_in_other_ways_are_added_to_the_same_sums(
+    rows_come_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such products are summed in several parts on a GPU that has so many multiprocessors."""
+    experts = make_experts(E, dim_model=24, dim_hidden=2056, has_bias=False, dtype=torch.float32)
+    experts = replace(experts, slot_of_expert=torch.arange(E))
+    x, ids, weights = torch.randn(1, 24), torch.tensor([[1, 4, 5]]), torch.rand(1, 3)
+    half = (torch.arange(E) < 3).int()
+    tables = [torch.arange(E) * half - (1 - half), torch.arange(E) * (1 - half) - half]
+    by_columns = experts.down.transpose(1, 2).contiguous().transpose(1, 2)
+    parts = [(experts.down, tables[0]), (by_columns, tables[1])]
+    products = DecodeProducts(
+        x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), E, GpuLimits(num_multiprocessors=132)
+    )
+    room: list[bool] = []
+    start = PreparedLaunch.__call__
+
+    def start_with_room(prepared: PreparedLaunch, **tensors: torch.Tensor) -> None:
+        if (partial := tensors.get("partial_ptr")) is not None and len(prepared._grid) == 3:
+            room.append(prepared._grid[2] <= len(partial))
+            assert room[-1], "sums would lie behind their memory"
+        start(prepared, **tensors)
+
+    monkeypatch.setattr(PreparedLaunch, "__call__", start_with_room)
+    for down, table in parts if rows_come_first else parts[::-1]:
+        products.add(
+            experts.gate_up.to(DEVICE), down.to(DEVICE), SILU, experts.layout,
+            slot_of_expert=table.to(DEVICE),
+        )  # fmt: skip
+    exact = expert_mlp(
+        x.double(), ids, weights.double(), moved(experts, "cpu", torch.float64),
+        activation="silu", impl="reference",
+    )  # fmt: skip
+    torch.testing.assert_close(products.sums().cpu().double(), exact, rtol=1e-5, atol=1e-5)
+    assert room
+
+
+def test_without_hidden_columns_the_biases_are_left() -> None:
+    ids, weights = torch.tensor([[1, 0]], device=DEVICE), torch.rand(1, 2, device=DEVICE)
+    x, bias = torch.ones(1, 8, device=DEVICE), torch.randn(2, 8, device=DEVICE)
+    found = decode_expert_mlp(
+        x, ids, weights, x.new_empty(2, 0, 8), x.new_empty(2, 8, 0), SILU, GateLayout(),
+        down_bias_SD=bias,
+    )  # fmt: skip
+    torch.testing.assert_close(found, weights @ bias[[1, 0]])
