@@ -52,6 +52,7 @@ from gpu_parts.device_rates import Rates, measure_rates
 from gpu_parts.gpu_results import GpuResults, add_options, lacks_gpu
 from harness.arguments import positive
 from harness.drawn_checkpoints import DEVICE_SHAPES, active_bytes, drawn_checkpoint, shape_of
+from harness.interrupts import run_script
 from harness.profiled import profiled
 
 from moe_runtime.bench.results import Metric
@@ -114,7 +115,7 @@ def main() -> int:
     with drawn_checkpoint(shape, options.device) as folder:
         print(f"checkpoint after {time.time() - began_s:.1f} s", flush=True)
         measure(Bench(shape, folder, options, prompts, rates, results, began_s))
-    print("\n".join(results.aim_lines()))
+    results.finish()
     print(f"done after {time.time() - began_s:.1f} s")
     return 0
 
@@ -369,4 +370,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

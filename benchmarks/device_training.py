@@ -26,6 +26,7 @@ from gpu_parts.device_rates import Rates, measure_rates, wait_for
 from gpu_parts.gpu_results import GpuResults, Repetitions, add_options, lacks_gpu
 from harness.arguments import positive
 from harness.drawn_checkpoints import drawn_checkpoint, shape_of
+from harness.interrupts import run_script
 from harness.profiled import profiled
 
 from moe_runtime.bench.results import Metric
@@ -88,7 +89,7 @@ def main() -> int:
             if options.profile is not None:
                 write_text(options.profile, "\n".join(profiles) + "\n")
     note_aims(results)
-    print("\n".join(results.aim_lines()))
+    results.finish()
     print(f"done after {time.time() - began_s:.1f} s")
     return 0
 
@@ -214,4 +215,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -26,6 +26,7 @@ from gpu_parts.gpu_results import GpuResults, add_options, lacks_gpu
 from gpu_parts.kernel_aims import OURS, PEER, note_aims
 from gpu_parts.kernel_products import measure_products
 from gpu_parts.packed_products import measure_packed
+from harness.interrupts import run_script
 from torch import Tensor
 
 from moe_runtime.bench.results import Metric
@@ -123,7 +124,7 @@ def main() -> int:
         add_products(
             results, measure_packed(device, timer, graphs, peak.copy_bytes_s, tiny=is_tiny)
         )
-    print("\n".join(results.aim_lines()))
+    results.finish()
     return 0
 
 
@@ -327,4 +328,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -14,6 +14,7 @@ from harness.suite_results import RESULTS, write_systems
 
 from moe_runtime.bench.results import Metric
 from moe_runtime.bench.runner import MeasuredSystem, middle
+from moe_runtime.files import check_output_path
 
 Repetitions = list[dict[str, float]]
 
@@ -67,6 +68,9 @@ class GpuResults:
         if options.save:
             name = re.sub(r"[^a-z0-9]+", "-", (gpu or "rehearsal").lower()).strip("-")
             self._path = RESULTS / f"{file}-{name}.json"
+        if self._path is not None:
+            check_output_path(self._path, "results")
+        self._ended = "interrupted"
 
     def add(self, name: str, found: Sequence[Mapping[str, float | None]] | str) -> None:
         """Takes a row, and writes the file; of what is None there was nothing to measure."""
@@ -99,8 +103,20 @@ class GpuResults:
         """Writes the file, where one is wanted."""
         if self._path is not None:
             write_systems(
-                self._path, self._kind, self.settings, self.systems, self._metrics, self.qualities
+                self._path,
+                self._kind,
+                self.settings,
+                self.systems,
+                self._metrics,
+                self.qualities,
+                ended=self._ended,
             )
+
+    def finish(self) -> None:
+        """Writes that nothing is missing, and says what is aimed at beside what was measured."""
+        self._ended = "most"
+        self.write()
+        print("\n".join(self.aim_lines()))
 
     def aim_lines(self) -> Iterator[str]:
         """One comparison each, for the terminal."""

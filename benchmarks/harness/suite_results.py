@@ -23,6 +23,8 @@ def write_systems(
     systems: Mapping[str, Sequence[Repetition] | str],
     metrics: Mapping[str, Metric],
     qualities: Mapping[str, Mapping[str, int]],
+    *,
+    ended: str = "most",
 ) -> None:
     """Writes a results file, for `bench compare` and `bench report` too.
 
@@ -34,6 +36,7 @@ def write_systems(
         metrics: what the numbers mean.
         qualities: of systems that were held against a reference: how many answers were `compared`,
             and how many were `equal`.
+        ended: why there are no more; `interrupted` while there may be.
     """
     rows = [
         describe_system(
@@ -47,7 +50,7 @@ def write_systems(
         )
         for name, found in systems.items()
     ]
-    results = make_results(kind, settings, "most", rows)
+    results = make_results(kind, settings, ended, rows)
     write_results(path, results | {"command": run_command(ROOT)})
 
 

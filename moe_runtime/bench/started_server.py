@@ -131,17 +131,31 @@ def _last_line(said: IO[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to all of its processes; those that have not ended after a while are killed."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        begin = time.monotonic()
-        while process.poll() is None or _runs_in_group(process.pid):
-            if time.monotonic() - begin > _END_S:
-                break
-            time.sleep(_LOOK_S / 4)
-        else:
-            return
+    """SIGTERM to all of its processes; those that have not ended after a while are killed, and at
+    once where somebody does not want to wait."""
+    is_over = False
+    try:
+        _signal(process, signal.SIGTERM)
+        is_over = _ends(process)
+    finally:
+        if not is_over:
+            _signal(process, signal.SIGKILL)
+            _ends(process)
+
+
+def _ends(process: subprocess.Popen[bytes]) -> bool:
+    """Whether all of its processes end within a while, which is waited for."""
+    begin = time.monotonic()
+    while process.poll() is None or _runs_in_group(process.pid):
+        if time.monotonic() - begin > _END_S:
+            return False
+        time.sleep(_LOOK_S / 4)
+    return True
+
+
+def _signal(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, sign)
 
 
 def _runs_in_group(group: int) -> bool:

@@ -161,6 +161,7 @@ def test_the_layer_arrives_as_it_is(
         found = torch.from_numpy(bits).view(torch.bfloat16)
         expected = plan.call(tokens, trains=False)(0)
         assert num_equal(plan, found, expected, trains=False) == tokens
+        assert num_equal(plan, found * torch.nan, expected, trains=False) == 0
     assert len(packages) == len(plan.tokens)
     assert len(host.run_experts(peer, str(tmp_path), 5, 0.001)["seconds"]) >= 1
     # the untimed call, too, and every one is waited for

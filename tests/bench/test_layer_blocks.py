@@ -44,6 +44,9 @@ def test_who_forgets_to_normalise_the_gate_has_no_numbers(dtype: torch.dtype) ->
     wrong = BlockSystem("eager", block, plan, expected)
     with pytest.raises(PeerFailedError, match="tokens differ by more than roundings allow"):
         wrong.repeat()
+    assert all(
+        one.num_equal(torch.full_like(one.ours, torch.nan)) == 0 for one in expected.values()
+    )
 
 
 def test_float64_is_what_transformers_finds_in_float64() -> None:

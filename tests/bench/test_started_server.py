@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,6 +60,27 @@ def test_no_process_of_a_server_outlives_the_benchmark(
         assert isinstance(server, started_server.StartedServer)
         child = psutil.Process(int(place.read_text()))
         group = os.getpgid(child.pid)
-    assert place.with_suffix(".ended").exists()
+    if end != "pass":  # else it may have been killed before it ran again
+        assert place.with_suffix(".ended").exists()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
     assert not started_server._runs_in_group(group)
+
+
+def test_who_does_not_want_to_wait_has_it_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C comes while the first one's SIGTERM is waited for."""
+    place = tmp_path / "child"
+    words = [sys.executable, "-c", CHILD.replace("{end}", "pass"), str(place)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+
+    def struck(_: float) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(started_server.time, "sleep", struck)
+    with pytest.raises(KeyboardInterrupt):
+        started_server._end(process)
+    assert process.returncode == -signal.SIGKILL

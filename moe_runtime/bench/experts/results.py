@@ -90,9 +90,9 @@ def num_equal(plan: ExpertsPlan, found: Tensor, expected: Tensor, *, trains: boo
     """
     bound, found = rounding_bound(plan.layer, trains=trains), found.to(expected.device)
     exact = in_float64(plan.layer, len(found), trains=trains)
-    far = _distance(found, expected) > 2 * bound
-    far[: len(exact)] |= _distance(found[: len(exact)], exact) > bound
-    return int((~far).sum())
+    near = _distance(found, expected) <= 2 * bound  # which no NaN is
+    near[: len(exact)] &= _distance(found[: len(exact)], exact) <= bound
+    return int(near.sum())
 
 
 def require_all_equal(one: Compared) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_runtime.bench.synthetic.byte_pairs import TOKENIZER_NAME, write_tokenizer
 from moe_runtime.checkpoints.expert_map import find_experts
+from moe_runtime.checkpoints.families import give_experts_interface
 from moe_runtime.checkpoints.settings_check import check_config
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.config import format_bytes
@@ -103,6 +104,7 @@ def read_config_shape(path: Path) -> ConfigShape:
     with blamed_on(f"{path}: no model can be made of it"):
         with torch.device("meta"):
             model = _model_of(content)
+        give_experts_interface(model)
         find_experts(model)
         for name, part in model.named_parameters():
             if not part.numel():
