@@ -33,8 +33,9 @@ CHOICES = ([4, 1, 4, 6, 0], [-1, 6], [5])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("sizes", [(70, 33), (2056, 24), (24, 2056)])
+@pytest.mark.parametrize(
+    ("sizes", "has_bias"), [((70, 33), True), ((2056, 24), False), ((24, 2056), True)]
+)
 def test_against_fp64(
     sizes: tuple[int, int], has_bias: bool, layout: str, dtype: torch.dtype
 ) -> None:
