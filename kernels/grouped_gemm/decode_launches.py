@@ -103,7 +103,7 @@ def prepare_up(
         packed: How the weights are written.
     """
     dim_f, dim_d = dims
-    step, to_up = (2, 1) if layout.has_gate and not layout.is_concatenated else (1, dim_f)
+    step, to_up = rows_of_gate_and_up(layout, dim_f)
     to_up_w, to_up_b = distances or (stride_w[1] * to_up, stride_b[1] * to_up)
     numbers = dict(packed)
     block_k, num_stages = _depth(numbers["FORMAT"], dtype, dim_d, device, has_gate=layout.has_gate)
@@ -170,6 +170,13 @@ def prepare_sums(
         stride_wt=stride_weights[0], stride_wk=stride_weights[1], stride_ot=dim_d,
         BLOCK_D=_BLOCK_D, **chain(device), **rows.arguments(),
     )  # fmt: skip
+
+
+def rows_of_gate_and_up(layout: GateLayout, dim_f: int) -> tuple[int, int]:
+    """`(rows from one hidden column to the next, rows from a gate to its up)`."""
+    if not layout.has_gate:
+        return 1, 0
+    return (1, dim_f) if layout.is_concatenated else (2, 1)
 
 
 def chain(device: GpuLimits) -> dict[str, bool]:

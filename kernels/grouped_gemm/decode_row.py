@@ -12,6 +12,7 @@ from moe_runtime.kernels.grouped_gemm.decode_launches import (
     DecodeRows,
     Strides,
     chain,
+    rows_of_gate_and_up,
 )
 from moe_runtime.kernels.grouped_gemm.decode_row_kernel import decode_down_row, decode_up_row
 from moe_runtime.kernels.grouped_gemm.packed import Weights
@@ -49,8 +50,7 @@ def prepare_up_row(
 ) -> PreparedLaunch:
     """The first product with the activation; arguments as in `prepare_up`."""
     dim_f, dim_d = dims
-    step, to_up = (2, 1) if layout.has_gate and not layout.is_concatenated else (1, dim_f)
-    to_up = to_up if layout.has_gate else 0
+    step, to_up = rows_of_gate_and_up(layout, dim_f)
     block_n, block_k = _block(dim_d, _BLOCK_UP)
     return PreparedLaunch(
         decode_up_row, (rows.num_slots, cdiv(dim_f, block_n)),

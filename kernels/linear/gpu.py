@@ -20,9 +20,12 @@ def row_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Why the Triton kernel cannot take these arguments of `linear`, or None."""
     if weight.ndim != 2 or x.numel() != weight.shape[1] or not weight.numel():
         return f"it takes one row and at least one column, got {list(x.shape)}"
-    if bias is not None and bias.shape != weight.shape[:1]:
-        return f"bias must have a value for each column, got {list(bias.shape)}"
-    if weight.stride(1) != 1 or not (bias is None or bias.is_contiguous()):
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
+        return (
+            "bias must have a value for each column, side by side, got "
+            f"{list(bias.shape)} with strides {bias.stride()}"
+        )
+    if weight.stride(1) != 1:
         return f"weights must have unit stride along K, got strides {weight.stride()}"
     tensors = (x, weight) if bias is None else (x, weight, bias)
     dtypes = {one.dtype for one in tensors}
