@@ -197,7 +197,8 @@ def strike_arrivals(model: Any, places: tuple[str, ...]) -> None:
     """Strikes lines of these files on the threads that encode arrivals, each some time."""
     fetcher = model.moe._store._fetcher
     fetcher._copy = copy = StruckThreads(fetcher._copy)
-    expected = run(model)
+    with copy.listed():
+        expected = run(model)
     sites = [site for site in copy.sites if str(site).startswith(places)]
     assert sites
     struck = set()

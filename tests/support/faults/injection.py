@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -28,9 +28,25 @@ class Site(NamedTuple):
         return f"{self.code.co_filename[len(ROOT) + 1 :]}:{self.line}"
 
 
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """What other calls have left is ended before, not at a time that the garbage collector chooses,
+    so that none of its lines are among those of a call."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def lines_of(call: Callable[[], Any]) -> Counter[Site]:
-    """The lines that a call runs through in this thread, and how often; none that ends what other
-    calls have left, which the garbage collector would choose a time for."""
+    """The lines that a call runs through in this thread, and how often."""
+    with without_collection():
+        return _traced(call)
+
+
+def _traced(call: Callable[[], Any]) -> Counter[Site]:
     seen: Counter[Site] = Counter()
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
@@ -41,14 +57,11 @@ def lines_of(call: Callable[[], Any]) -> Counter[Site]:
     def enter(frame: FrameType, _event: str, _: Any) -> Any:
         return local if frame.f_code.co_filename.startswith(ROOT) else None
 
-    gc.collect()
-    gc.disable()
     sys.settrace(enter)
     try:
         call()
     finally:
         sys.settrace(None)
-        gc.enable()
     return seen
 
 
@@ -89,7 +102,7 @@ class StruckThreads:
     """A function that other threads call, in which an exception strikes one of them once.
 
     Attributes:
-        sites: the lines that its calls have run through so far.
+        sites: the lines that its calls ran through while they were `listed`.
         target: the line to strike and with what; None when it has been struck, or none is meant.
     """
 
@@ -97,12 +110,23 @@ class StruckThreads:
         self.sites: dict[Site, int] = {}
         self.target: tuple[Site, type[BaseException]] | None = None
         self._function = function
+        self._lists = False
+
+    @contextlib.contextmanager
+    def listed(self) -> Iterator[None]:
+        """Lists the lines of calls."""
+        with without_collection():
+            self._lists = True
+            yield
+        self._lists = False
 
     def __call__(self, *args: Any) -> Any:
         target, results = self.target, []
-        if target is None:
-            self.sites.update(lines_of(lambda: results.append(self._function(*args))))
+        if self._lists:
+            self.sites.update(_traced(lambda: results.append(self._function(*args))))
             return results[0]
+        if target is None:
+            return self._function(*args)
         site, kind = target
 
         def local(frame: FrameType, event: str, _: Any) -> Any:
