@@ -15,11 +15,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
+from moe_runtime.inference.device.recordings import put_first, recording_of
 from moe_runtime.inference.device.static_caches import StaticCaches
 from moe_runtime.inference.device.step_calls import StepCall, read_step
 from moe_runtime.inference.device.structure import Structure, is_own, memory_of
@@ -101,7 +103,10 @@ class RecordedStep:
 
     Attributes:
         key: of the calls that it stands for.
+        others: as of `Recording`.
     """
+
+    others: WeakKeyDictionary[Any, RecordedStep]
 
     def __init__(
         self,
@@ -121,7 +126,7 @@ class RecordedStep:
         """
         store = modules[0].store
         assert isinstance(store, DeviceStore)
-        self.key = call.key
+        self.key, self.others = call.key, WeakKeyDictionary()
         self._store, self._modules = store, modules
         self._cache = weakref.ref(call.cache)
         self._kept = call.cache if keeps_cache else None
@@ -196,6 +201,11 @@ class RecordedStep:
         """Whether it alone holds the memory of another cache than this one, beside it."""
         return self._kept not in (None, cache) and not caches.is_in_use(self._kept)
 
+    @property
+    def cache(self) -> Any:
+        """As of `Recording`."""
+        return self._cache()
+
     def is_of(self, cache: Any) -> bool:
         """Whether it is a step with this cache."""
         return self._cache() is cache
@@ -264,7 +274,8 @@ class DecodeGraphs:
     16 tokens, layers without a stack, and models into which somebody looks.
 
     A cache of `generate` that a step was recorded for is kept with the recording, until the model
-    is called with another one.
+    is called with another one. Recordings of other caches stay as long as these, sixteen beside the
+    last one: a server has one for each number of sequences.
     """
 
     def __init__(self, model: Any, modules: Sequence[DeviceExperts], caches: StaticCaches) -> None:
@@ -273,7 +284,7 @@ class DecodeGraphs:
         self._forward: Forward = model.forward
         self.__wrapped__ = self._forward  # whose signature it has
         self._names = [*inspect.signature(self._forward).parameters]
-        self._seen: Any = None
+        self._seen: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the last call of a cache
         self._is_refused = self._is_torn = False
         self._caches = caches
         self._trusted: RecordedStep | None = None
@@ -285,21 +296,20 @@ class DecodeGraphs:
         for module in self._modules if self._is_torn else ():  # a recording was not ended
             module.recording = None
         self._is_torn = False
-        store, recorded = self._store, self._store.recorded
+        store = self._store
+        recorded = recording_of(store, cache_of(kwargs), self._caches)
         is_trusted = recorded is self._trusted
         self._trusted, self._is_looked_at = None, False
-        if recorded is not None and recorded.keeps_other(cache_of(kwargs), self._caches):
-            store.recorded = recorded = None
         call = None if self._is_refused else read_step(self._model, kwargs)
         if call is None:
             return self._forward(**kwargs)
-        if recorded is None or not recorded.stands_for(call, looks=not is_trusted):
+        if recorded is not None and not recorded.stands_for(call, looks=not is_trusted):
             store.recorded = recorded = None
-            seen = call.key, id(call.cache)
-            is_repeated = self._seen == seen
+        if recorded is None:
+            is_repeated = self._seen.get(call.cache) == call.key
             if not is_repeated or not all(m.has_stack(self._model.dtype) for m in self._modules):
                 found = self._forward(**kwargs)
-                self._seen = seen
+                self._seen[call.cache] = call.key
                 return found
             try:
                 self._is_torn = True  # by what strikes until it is made
@@ -312,13 +322,13 @@ class DecodeGraphs:
                 )
                 self._is_torn = False
             except RuntimeError as error:
-                self._is_refused = True
+                self._is_refused, store.recorded = True, None
                 warnings.warn(
                     f"decode steps of this model are not recorded as CUDA graphs: {error}",
                     stacklevel=2,
                 )
                 return self._forward(**kwargs)
-            store.recorded = recorded
+            put_first(store, recorded)
         else:
             self._is_looked_at = True
         found = recorded.replay(call)
