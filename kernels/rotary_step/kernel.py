@@ -152,8 +152,8 @@ def launch_rotary_step(
     query_norm, key_norm = norms
     prepared = _prepare(
         num_heads, (*keys_BGSD.shape,), values_BGSV.shape[-1], max(num_angles, 1), num_turned,
-        num_angles if len(cos_AR) > 1 else 0, place.ndim, (_numbers(query_norm, dim), _numbers(key_norm, dim)),
-        query_BN.device,
+        num_angles if len(cos_AR) > 1 else 0, place.ndim,
+        (_numbers(query_norm, dim), _numbers(key_norm, dim)), query_BN.device,
     )  # fmt: skip
     prepared(
         query_ptr=query_BN, key_ptr=key_BN, value_ptr=value_BN, cos_ptr=cos_AR, sin_ptr=sin_AR,
