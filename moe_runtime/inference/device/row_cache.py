@@ -6,7 +6,7 @@ Shape suffixes: B sequences, G key heads, L places, D key width, V value width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import StaticCache, StaticLayer
@@ -39,9 +39,10 @@ class RowLayer(StaticLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes one token of each sequence, ``[B, G, 1, D]``; gives all places."""
-        for cached, new in ((self.keys, key_states), (self.values, value_states)):
+        keys, values = cast(tuple[torch.Tensor, torch.Tensor], (self.keys, self.values))
+        for cached, new in ((keys, key_states), (values, value_states)):
             cached[self._rows_B, :, self.cumulative_length] = new.squeeze(2)
-        return self.keys, self.values
+        return keys, values
 
 
 class RowCache(StaticCache):

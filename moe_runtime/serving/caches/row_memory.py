@@ -127,8 +127,8 @@ class RowMemory:
         some: Any = self._layers[0][0]
         numbers_3B = torch.zeros((3, size), dtype=torch.int64, device=some.device)
         layers = [
-            RowLayer(*(rows[first : first + size] for rows in pair), numbers_3B[1])
-            for pair in self._layers
+            RowLayer(keys[first : first + size], values[first : first + size], numbers_3B[1])
+            for keys, values in self._layers
         ]
         return RowStep(RowCache(self._config, layers), numbers_3B)
 
