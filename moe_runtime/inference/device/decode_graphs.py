@@ -2,9 +2,9 @@
 
 A step of one token a sequence is some fifty launches a layer, which take the host longer than the
 GPU computes. With a static cache every step is the same work on the same memory. Where all experts
-are resident, it is one graph. Otherwise it is recorded in parts: one ends where a layer has chosen
-its experts, one has those that are resident, and the next begins with the sums. What a layer lacks
-is queued before that, as without a recording, and joins the same sums: the same bits.
+are resident, it is one graph. Otherwise it is recorded in parts: one ends with the experts of a layer that are
+resident, and tells the host of its choices before them; the next begins with the sums. What a layer
+lacks is queued in between, as without a recording, and joins the same sums: the same bits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class RecordedLayer:
         self.sums, self.takes_rows = self._products.sums, self._products.takes_rows
         self.give = self._products.give
         stack_over = partial(experts.store.stacks.stack_over, experts.layer)
-        self._before = recorder.cut()
+        may_plan = experts.misses is not None and self.takes_rows
+        self._told = recorder.tell(routed.ids_TK, *[routed.hidden_TD][:may_plan])
+        self._is_counted = True
         self._products.add(stack_over(self._residents_E))
         self._at_once = recorder.cut()
         self._products.add(stack_over(self.arrived_E))
@@ -75,7 +77,7 @@ class RecordedLayer:
         self._arrivals.replay()
 
     def replay(self) -> bool:
-        """Replays the part that ends with this layer's choices, and queues its experts.
+        """Replays the part with this layer's choices and residents, and queues what it lacks.
 
         Returns:
             Whether the whole layer was resident.
@@ -84,10 +86,17 @@ class RecordedLayer:
         return self._listed is not None and self._listed.are_all
 
     def _launch(self) -> tuple[Residents, Found]:
-        self._before.replay()
-        found = self._experts.download(self, self._routed)
-        # while the choices are on their way to the host
-        return self._store.with_residents(self._experts.layer, self._list_and_replay), found
+        self._told.settle()
+        while not self._is_counted and self._store.count_one():
+            """The choices of the step before are still to be counted."""
+        self._told.forget()
+        self._is_counted = False
+        residents = self._store.with_residents(self._experts.layer, self._list_and_replay)
+        return residents, self._experts.found(self, self._routed, self._told, self._used)
+
+    def _used(self) -> list[ExpertKey]:
+        self._is_counted = True
+        return self._experts.keys_of_rows(self._told.numbers)
 
     def _list_and_replay(self, residents: Residents) -> None:
         if residents is not self._listed:
