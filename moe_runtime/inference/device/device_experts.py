@@ -178,12 +178,14 @@ class DeviceExperts(OffloadedExperts):
         while not found.copied.query() and store.count_one():
             """The host has nothing better to do."""
         found.copied.synchronize()
-        if not listens and found.ids_TK.numel() <= _FEW_CHOICES:
+        if self.listeners.routed:
+            told = routed._replace(ids_TK=found.ids_TK.clone())  # which they may keep
+            self._announce(self.experts_of(found.ids_TK), *told)
+        if not self.listeners.demanded and found.ids_TK.numel() <= _FEW_CHOICES:
             ids = found.ids_TK.flatten().tolist()
             if store.count_residents(residents, ids, found.copied, found.used):
                 return
         experts = self.experts_of(found.ids_TK)
-        self._announce(experts, *routed)
         keys = [self._keys[expert] for expert in experts]
         routing = LayerRouting(self.layer, keys, *routed)
         if found.values_TD is not None:

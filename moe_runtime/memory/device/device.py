@@ -11,7 +11,6 @@ import torch
 
 from moe_runtime.memory.io_queue import Priority
 
-
 NOT_TOLD = -(2**31)
 """In place of a number that a graph has yet to tell."""
 
