@@ -29,10 +29,6 @@ class Recording(Protocol):
         """Its cache; None where that is gone."""
         ...
 
-    def is_of(self, cache: Any) -> bool:
-        """Whether it is a step with this cache."""
-        ...
-
     def keeps_other(self, cache: Any, caches: StaticCaches) -> bool:
         """Whether it alone holds the memory of another cache than this one, beside it."""
         ...
@@ -49,7 +45,7 @@ def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> A
         caches: of `generate`.
     """
     first: Recording | None = store.recorded
-    if first is None or (not first.others and first.is_of(cache)):
+    if first is None or (not first.others and first.cache is cache):
         return first
     there = [*first.others.values(), first]
     left = [recorded for recorded in there if not recorded.keeps_other(cache, caches)]
@@ -58,7 +54,7 @@ def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> A
         for recorded in left:
             put_first(store, recorded)
     for recorded in left:
-        if recorded.is_of(cache):
+        if recorded.cache is cache:
             put_first(store, recorded)
             return recorded
     return None
