@@ -122,7 +122,7 @@ class RecordedStep:
 
     Attributes:
         key: of the calls that it stands for.
-        others: as of `Recording`.
+        others: as of `CacheRecording`.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class RecordedStep:
 
     @property
     def cache(self) -> Any:
-        """As of `Recording`."""
+        """As of `CacheRecording`."""
         return self._cache()
 
     def replay(self, call: StepCall) -> Any:

@@ -15,7 +15,7 @@ from moe_runtime.memory.device.device_store import DeviceStore
 _MOST_OTHERS = 16
 
 
-class Recording(Protocol):
+class CacheRecording(Protocol):
     """A recorded step.
 
     Attributes:
@@ -44,7 +44,7 @@ def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> A
         cache: that the model is called with, of any kind.
         caches: of `generate`.
     """
-    first: Recording | None = store.recorded
+    first: CacheRecording | None = store.recorded
     if first is None or (not first.others and first.cache is cache):
         return first
     there = [*first.others.values(), first]
@@ -60,9 +60,9 @@ def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> A
     return None
 
 
-def put_first(store: DeviceStore[Any], recorded: Recording) -> None:
+def put_first(store: DeviceStore[Any], recorded: CacheRecording) -> None:
     """Makes a recording the store's; the one before it stays beside it."""
-    before: Recording | None = store.recorded
+    before: CacheRecording | None = store.recorded
     if before is recorded:
         return
     store.recorded, recorded.others = recorded, WeakKeyDictionary()
