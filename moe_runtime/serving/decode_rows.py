@@ -50,7 +50,7 @@ def size_of_rows(options: EngineOptions, capacity: int) -> tuple[int, int]:
     return num_rows, capacity // 2 // num_rows // PIECE * PIECE
 
 
-class DecodeRows:
+class RowDecoding:
     """Rows for sequences that decode, with room of their own in the account.
 
     A sequence whose prompt was read gets a row if one is free, and gives its own room back. It

@@ -15,7 +15,7 @@ from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.caches.kv_account import PIECE, KVAccount
 from moe_runtime.serving.caches.prefix_files import PrefixDisk
 from moe_runtime.serving.caches.sequence_cache import keeps_every_token, set_room
-from moe_runtime.serving.decode_rows import DecodeRows, InRow
+from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.engine_options import (
     EngineOptions,
     capacity_of,
@@ -99,7 +99,7 @@ class Engine:
             self._scheduler = Scheduler(
                 self._account, most_running=self._options.most_running, adapters=self._adapters
             )
-            self._rows = DecodeRows(self._passes, self._scheduler, self._options)
+            self._rows = RowDecoding(self._passes, self._scheduler, self._options)
             positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
             known = positions if isinstance(positions, int) else capacity
             self.most_request_tokens = min(self._rows.most_request_tokens, known)

@@ -140,7 +140,7 @@ class Scheduler:
                 if self.account.reserve(sequence, sequence.num_computed + 1):
                     ready.append(sequence)
                     break
-                # one in a row of `DecodeRows` has no room to give
+                # one in a row of `RowDecoding` has no room to give
                 has_room = (s for s in self.running if s is sequence or self.account.room_of(s))
                 self.preempt([*has_room][-1])
                 self.num_preemptions += 1
