@@ -44,6 +44,12 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+# Without a GPU the Triton kernels run in Triton's interpreter, on CPU tensors. Triton looks at this
+# when it is imported, which settings of a folder may do.
+if not _has_cuda():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
 # What else chooses by the processor, so that a forced instruction set stands for a machine that has
 # no better one: torch's own kernels, and the products of MKL and oneDNN that it calls.
 _OTHER_LIBRARIES = {
@@ -103,10 +109,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("suite")
     if config.getoption("--isa") is not None:
         _force_isa(config.getoption("--isa"))
-    # Without a GPU the Triton kernels run in Triton's interpreter, on CPU tensors. Triton looks at
-    # this when it is imported.
-    if not _has_cuda():
-        os.environ["TRITON_INTERPRET"] = "1"
     if not hasattr(config, "workerinput"):
         from warm_python import warm_python_server
 
