@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,80 +55,83 @@ def repair_interpreter() -> None:
 
 
 def _prepare_the_language_once(interpreter: Any) -> None:
-    """In calls between functions of one kernel, for each module that they know it by."""
-    prepare, call = interpreter._patch_lang, interpreter.InterpretedFunction.__call__
-    prepared: set[ModuleType] = set()
-
-    def begin(fn: Any) -> Any:
-        prepared.clear()
-        prepared.update(_languages_of(fn))
-        return prepare(fn)
-
-    def prepare_what_is_not(fn: Any) -> None:
-        found = _languages_of(fn)
-        if not found <= prepared:
-            prepare(fn)
-            prepared.update(found)
-
-    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # what the interpreter's own call would prepare for itself
-        interpreter._patch_lang = prepare_what_is_not
-        try:
-            return call(self, *args, **kwargs)
-        finally:
-            interpreter._patch_lang = begin
-
-    interpreter._patch_lang = begin
-    interpreter.InterpretedFunction.__call__ = call_function
-
-
-@functools.cache
-def _languages_of(fn: Any) -> frozenset[ModuleType]:
-    """The modules of the language that a function knows."""
+    """For all functions of a kernel, and from one launch to the next."""
     import triton.language as tl
 
-    return frozenset(
-        value
-        for value in fn.__globals__.values()
-        if inspect.ismodule(value) and value in (tl, tl.core)
-    )
+    prepare, scope_type = interpreter._patch_lang, interpreter._LangPatchScope
+    untouched = scope_type()
+    prepared = list[tuple[Any, str, Any]]()
+    is_prepared = False
+
+    class Scope(scope_type):
+        def restore(self) -> None:
+            nonlocal is_prepared
+            super().restore()
+            is_prepared = False
+
+    def prepare_once(fn: Any) -> Any:
+        nonlocal is_prepared
+        if is_prepared:
+            return untouched
+        if not prepared:
+            prepared.extend(_prepared_language(prepare, tl))
+        scope = Scope()
+        for where, name, member in prepared:
+            scope.set_attr(where, name, member)
+        is_prepared = True
+        return scope
+
+    interpreter._patch_lang = prepare_once
+
+
+def _prepared_language(prepare: Any, tl: Any) -> list[tuple[Any, str, Any]]:
+    """What a kernel finds in the language, by where it lies and its name."""
+    from remembered_builtins import remembered
+
+    everything = SimpleNamespace(__globals__={"language": tl, "core": tl.core})
+    scope = prepare(everything)
+    known = dict[int, Any]()
+    found = list[tuple[Any, str, Any]]()
+    for where, name, before in scope._changes:
+        member = getattr(where, name)
+        if tl.core.is_builtin(before):
+            member = known.setdefault(id(before), remembered(member))
+        found.append((where, name, member))
+    scope.restore()
+    return found
 
 
 def _describe_types_once(interpreter: Any) -> None:
-    """Values of one shape share its description: equal shapes are mostly the same object."""
-    import triton.language.core as core
+    """Types that are equal are one, and values of a type share its description."""
+    import triton.language as tl
+    from triton.language import core
 
-    builder, semantic = interpreter.interpreter_builder, type(interpreter.interpreter_semantic)
+    builder = interpreter.interpreter_builder
     # a check that calls an assertion on the device, which debug mode alone has
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    describe, broadcast = core.block_type.__init__, semantic.broadcast_impl_value
+    describe = core.block_type.__init__
     numpy_dtype, numpy_dtypes = interpreter._get_np_dtype, {}
+    blocks = dict[Any, Any]()
 
-    @functools.cache
-    def shape_of_types(*lengths: int) -> tuple[Any, int]:
-        sample = core.block_type.__new__(core.block_type)
-        describe(sample, core.int32, list(lengths))
-        return sample.shape, sample.numel
-
-    @functools.cache
-    def shape_of_values(*lengths: int) -> tuple[Any, Any]:
-        constants = [core.constexpr(length) for length in lengths]
-        return core.tuple(constants), core.constexpr(math.prod(lengths))
-
-    def describe_block(self: Any, element_ty: Any, shape: Any) -> None:
-        lengths = map(core._unwrap_if_constexpr, core._unwrap_if_constexpr(shape))
-        self.element_ty = element_ty
-        self.shape, self.numel = shape_of_types(*lengths)
-        self.name = f"<{self.shape.values}, {element_ty}>"
+    def make_block(cls: Any, element_ty: Any, shape: Any) -> Any:
+        lengths = tuple(map(core._unwrap_if_constexpr, core._unwrap_if_constexpr(shape)))
+        key = cls, id(element_ty), lengths
+        if key not in blocks:
+            block = object.__new__(cls)
+            describe(block, element_ty, shape)
+            blocks[key] = block
+        return blocks[key]
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shape_of_values(*(type.shape.values if type.is_block() else ()))
-
-    def broadcast_what_differs(self: Any, lhs: Any, rhs: Any) -> Any:
-        shapes = getattr(lhs.type, "shape", None), getattr(rhs.type, "shape", None)
-        return (lhs, rhs) if shapes[0] is shapes[1] else broadcast(self, lhs, rhs)
+        self.handle, self.type = handle, type
+        try:
+            self.dtype, self.shape, self.numel = type.of_tensors
+        except AttributeError:
+            lengths = [core.constexpr(length) for length in type.shape] if type.is_block() else []
+            numel = core.constexpr(math.prod(length.value for length in lengths))
+            type.of_tensors = type.scalar, core.tuple(lengths), numel
+            self.dtype, self.shape, self.numel = type.of_tensors
 
     def numpy_dtype_of(dtype: Any) -> Any:
         name = dtype.scalar.name
@@ -137,9 +139,11 @@ def _describe_types_once(interpreter: Any) -> None:
             numpy_dtypes[name] = numpy_dtype(dtype.scalar)
         return numpy_dtypes[name]
 
-    core.block_type.__init__, core.tensor.__init__ = describe_block, make_tensor
-    semantic.broadcast_impl_value = broadcast_what_differs
+    core.block_type.__new__ = make_block
+    core.block_type.__init__ = lambda self, element_ty, shape: None
+    core.tensor.__init__ = make_tensor
     interpreter._get_np_dtype = numpy_dtype_of
+    tl.str_to_ty = functools.cache(tl.str_to_ty)
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
