@@ -8,12 +8,11 @@ and what it asked for is asked for again.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import triton.language.core as core
+from triton.language import core
 from triton.runtime import interpreter
 
 # what makes constants of constants
@@ -24,16 +23,17 @@ class _Plan(NamedTuple):
     """Calls of a builder, in order.
 
     Attributes:
-        constants: handles that are the same at every call; those of the operands follow.
+        constants: what is the same at every call; the operands' handles follow, then the results.
         steps: functions, and what takes their arguments from all that is known so far.
-        finish: makes the builtin's result of all that is known in the end.
-        types: those of the operands, which live as long as their addresses stand for them.
+        place: of the handle of the builtin's result, whose type is ``type``.
+        operands: their types, which must live as long as their addresses stand for them.
     """
 
     constants: list[Any]
     steps: list[tuple[Callable[..., Any], Callable[[list[Any]], Any]]]
-    finish: Callable[[list[Any]], Any]
-    types: list[Any]
+    place: int
+    type: Any
+    operands: list[Any]
 
 
 class _NoPlanError(Exception):
@@ -62,34 +62,33 @@ class _WatchedBuilder:
 def remembered(member: Callable[..., Any]) -> Callable[..., Any]:
     """A builtin, as the interpreter has prepared it, that is worked out once for every kind."""
     plans: dict[tuple[Any, ...], _Plan | None] = {}
+    semantic, tensor = interpreter.interpreter_semantic, core.tensor
 
-    @functools.wraps(member)
     def call(*args: Any, **kwargs: Any) -> Any:
-        semantic = interpreter.interpreter_semantic
-        if type(semantic.builder) is _WatchedBuilder:
+        if semantic.builder.__class__ is _WatchedBuilder:
             return member(*args, **kwargs)
         handles, kind = list[Any](), list[Any](kwargs)
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            if value.__class__ is core.tensor:
-                handles.append(value.handle)
-                kind.append(id(value.type))
-            else:
-                try:
-                    kind.append(_kind_of(value))
-                except _NoPlanError:
-                    return member(*args, **kwargs)
-        key = tuple(kind)
         try:
-            plan = plans[key]
-        except KeyError:
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                if value.__class__ is tensor:
+                    handles.append(value.handle)
+                    kind.append(id(value.type))
+                else:
+                    kind.append(_kind_of(value))
+        except _NoPlanError:
+            return member(*args, **kwargs)
+        key = tuple(kind)
+        if key not in plans:
             result, plans[key] = _watch(member, args, kwargs)
             return result
+        plan = plans[key]
         if plan is None:
             return member(*args, **kwargs)
-        known = plan.constants + handles
-        for function, arguments in plan.steps:
+        constants, steps, place, type, _ = plan
+        known = constants + handles
+        for function, arguments in steps:
             known.append(function(*arguments(known)))
-        return plan.finish(known)
+        return tensor(known[place], type)
 
     return call
 
@@ -121,8 +120,8 @@ def _watch(
     def apart(value: Any) -> Any:  # what is given twice may differ the next time
         if value.__class__ is not core.tensor:
             return value
-        handle = value.handle
-        operands.append(core.tensor(interpreter.TensorHandle(handle.data, handle.dtype), value.type))
+        handle = interpreter.TensorHandle(value.handle.data, value.handle.dtype)
+        operands.append(core.tensor(handle, value.type))
         return operands[-1]
 
     args, kwargs = tuple(map(apart, args)), {name: apart(value) for name, value in kwargs.items()}
@@ -140,66 +139,49 @@ def _watch(
 
 
 def _plan(calls: list[Any], operands: list[Any], result: Any) -> _Plan:
-    given = {id(operand.handle) for operand in operands}
-    varying, constants, steps = set(given), list[Any](), list[Any]()
-    for call in calls:
-        _, name, args, returned = call
-        is_constant = name.startswith("get_") or name in _FOLDED
-        if is_constant and varying.isdisjoint(map(id, args)):
-            if isinstance(returned, interpreter.TensorHandle):  # and no type
-                returned.data.flags.writeable = False
-        else:
-            varying.add(id(returned))
-            steps.append(call)
-    places = dict[int, int]()
-
-    def place_of(value: Any) -> int:
-        if id(value) not in places:
-            if id(value) in varying or _holds_handles(value):
-                raise _NoPlanError
-            places[id(value)] = ~len(constants)
-            constants.append(value)
-        return places[id(value)]
-
-    places.update((id(operand.handle), number) for number, operand in enumerate(operands))
-    planned = []
-    for number, (function, _, args, returned) in enumerate(steps, len(operands)):
-        planned.append((function, [*map(place_of, args)]))
-        if not isinstance(returned, interpreter.TensorHandle) and returned is not None:
-            raise _NoPlanError
-        if returned is not None:
-            places[id(returned)] = number
-    if result is None:
-        finish: Callable[[list[Any]], Any] = _nothing
-    elif result.__class__ is core.tensor and isinstance(result.handle, interpreter.TensorHandle):
-        place = _settle([place_of(result.handle)], constants)[0]
-        finish = functools.partial(_tensor, place, result.type)
-    else:
+    if result.__class__ is not core.tensor:
         raise _NoPlanError
-    found = [(function, _taking(_settle(where, constants))) for function, where in planned]
-    return _Plan(constants, found, finish, [operand.type for operand in operands])
+    varying = {id(operand.handle): number for number, operand in enumerate(operands)}
+    constants, steps = list[Any](), list[tuple[Any, list[tuple[bool, int]]]]()
 
+    def place_of(value: Any) -> tuple[bool, int]:
+        """Whether it is a constant, and its number among those or among what varies."""
+        if id(value) in varying:
+            return False, varying[id(value)]
+        if isinstance(value, (list, tuple, core.tuple)) and any(map(_is_handle, value)):
+            raise _NoPlanError
+        constants.append(value)
+        return True, len(constants) - 1
 
-def _holds_handles(value: Any) -> bool:
-    return isinstance(value, (list, tuple, core.tuple)) and any(
-        isinstance(each, interpreter.TensorHandle) for each in value
+    for function, name, args, returned in calls:
+        is_folded = name.startswith("get_") or name in _FOLDED
+        if is_folded and varying.keys().isdisjoint(map(id, args)):
+            if _is_handle(returned):  # and no type
+                returned.data.flags.writeable = False
+            continue
+        steps.append((function, [*map(place_of, args)]))
+        if _is_handle(returned):
+            varying[id(returned)] = len(operands) + len(steps) - 1
+        elif returned is not None:
+            raise _NoPlanError
+    place = place_of(result.handle)
+
+    def settled(is_constant: bool, number: int) -> int:
+        return number if is_constant else len(constants) + number
+
+    taking = [_taking([settled(*where) for where in places]) for _, places in steps]
+    functions = [function for function, _ in steps]
+    types = [operand.type for operand in operands]
+    return _Plan(
+        constants, [*zip(functions, taking, strict=True)], settled(*place), result.type, types
     )
 
 
-def _settle(places: list[int], constants: list[Any]) -> list[int]:
-    """Places where all constants lie before what is not: theirs are counted by complements."""
-    return [~place if place < 0 else len(constants) + place for place in places]
+def _is_handle(value: Any) -> bool:
+    return isinstance(value, interpreter.TensorHandle)
 
 
 def _taking(places: list[int]) -> Callable[[list[Any]], Any]:
     if len(places) > 1:
         return itemgetter(*places)
     return lambda known: [known[place] for place in places]
-
-
-def _nothing(known: list[Any]) -> None:
-    """The result of what stores."""
-
-
-def _tensor(place: int, type: Any, known: list[Any]) -> Any:
-    return core.tensor(known[place], type)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -52,53 +54,48 @@ def repair_interpreter() -> None:
     builder.bf16_is_repaired = True
     _prepare_the_language_once(interpreter)
     _describe_types_once(interpreter)
+    _launch_on_the_host(interpreter)
 
 
 def _prepare_the_language_once(interpreter: Any) -> None:
-    """For all functions of a kernel, and from one launch to the next."""
+    """For all kernels, whatever names they know it by."""
     import triton.language as tl
-
-    prepare, scope_type = interpreter._patch_lang, interpreter._LangPatchScope
-    untouched = scope_type()
-    prepared = list[tuple[Any, str, Any]]()
-    is_prepared = False
-
-    class Scope(scope_type):
-        def restore(self) -> None:
-            nonlocal is_prepared
-            super().restore()
-            is_prepared = False
-
-    def prepare_once(fn: Any) -> Any:
-        nonlocal is_prepared
-        if is_prepared:
-            return untouched
-        if not prepared:
-            prepared.extend(_prepared_language(prepare, tl))
-        scope = Scope()
-        for where, name, member in prepared:
-            scope.set_attr(where, name, member)
-        is_prepared = True
-        return scope
-
-    interpreter._patch_lang = prepare_once
-
-
-def _prepared_language(prepare: Any, tl: Any) -> list[tuple[Any, str, Any]]:
-    """What a kernel finds in the language, by where it lies and its name."""
     from remembered_builtins import remembered
 
     everything = SimpleNamespace(__globals__={"language": tl, "core": tl.core})
-    scope = prepare(everything)
-    known = dict[int, Any]()
-    found = list[tuple[Any, str, Any]]()
-    for where, name, before in scope._changes:
-        member = getattr(where, name)
+    builtins = dict[int, Any]()
+    for where, name, before in interpreter._patch_lang(everything)._changes:
         if tl.core.is_builtin(before):
-            member = known.setdefault(id(before), remembered(member))
-        found.append((where, name, member))
-    scope.restore()
-    return found
+            prepared = builtins.setdefault(id(before), remembered(getattr(where, name)))
+            setattr(where, name, prepared)
+    nothing_to_restore = interpreter._LangPatchScope()
+    interpreter._patch_lang = lambda fn: nothing_to_restore
+
+
+def _launch_on_the_host(interpreter: Any) -> None:
+    """Without copies of arguments, which lie there already."""
+    convert, builder = interpreter._implicit_cvt, interpreter.interpreter_builder
+    signature = functools.cache(inspect.signature)
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = signature(self.fn).parameters
+        kwargs = {name: value for name, value in kwargs.items() if name in names}
+        bound = signature(self.fn).bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = {
+            name: value if name in self.constexprs else convert(value)
+            for name, value in bound.arguments.items()
+        }
+        grid = self.grid(arguments) if callable(self.grid) else self.grid
+        builder.set_grid_dim(*grid, *(1,) * (3 - len(grid)))
+        try:
+            for place in itertools.product(*map(range, builder.grid_dim)):
+                builder.set_grid_idx(*place)
+                self.fn(**arguments)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.GridExecutor.__call__ = launch
 
 
 def _describe_types_once(interpreter: Any) -> None:
@@ -139,6 +136,12 @@ def _describe_types_once(interpreter: Any) -> None:
             numpy_dtypes[name] = numpy_dtype(dtype.scalar)
         return numpy_dtypes[name]
 
+    def make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > 1 and data.itemsize * 8 > getattr(dtype, "primitive_bitwidth", 64):
+            raise ValueError(f"{data.dtype} is wider than {dtype}")
+
+    interpreter.TensorHandle.__init__ = make_handle
     core.block_type.__new__ = make_block
     core.block_type.__init__ = lambda self, element_ty, shape: None
     core.tensor.__init__ = make_tensor
