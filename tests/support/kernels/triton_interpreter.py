@@ -1,10 +1,10 @@
 """Repairs to Triton's interpreter, which multiplies bf16 as if it were integers and truncates it.
 
 Hardware does neither: products of bf16 are exact in fp32, and conversions round to nearest even.
-It also prepares the language anew for every call of a function by another, describes the shape of
+It also prepares the language anew for every launch and for every call of a function by another,
+works out at every call what a builtin does with the types of its operands, describes the type of
 every value anew, and computes sums of integers a second time for a check that it leaves out. That
-takes longer than what most functions compute; here it is done once for a kernel, once for a shape,
-and not at all.
+takes far longer than what most functions compute; here it is done once, or not at all.
 """
 
 from __future__ import annotations
