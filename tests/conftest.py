@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -29,6 +30,10 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(_CACHE.name, "torchinductor
 # Set by CI for the tools it calls; the scripts in benchmarks/, which some tests start, import their
 # neighbours.
 os.environ.pop("PYTHONSAFEPATH", None)
+# Where no bytecode is kept, every process of the suite, and every program that a test starts,
+# compiles this project and its tests anew: that takes as long as most of the tests do.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A suite that a shell runs in the background ignores Ctrl-C, and so would the programs that tests
 # start to interrupt them: what is ignored stays ignored in them, what is handled does not.
@@ -142,7 +147,6 @@ def pytest_collection_finish() -> None:
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Start every test from the same random state, whatever ran before it."""
     import random
-    import sys
 
     random.seed(0)
     # Tests of the light rooms must not pay for importing these.
