@@ -1,7 +1,4 @@
-"""transformers with accelerate: layers that do not fit in memory are read from disk at each use.
-
-RAM for weights is what ``cap_bytes`` leaves, or half of the checkpoint; beside a GPU's, all of it.
-"""
+"""transformers with accelerate: layers that do not fit in memory are read from disk at each use."""
 
 import tempfile
 from importlib import import_module
@@ -22,17 +19,19 @@ class Peer:
         self._torch, self._api = map(import_module, ("torch", "transformers"))
         self._torch.set_num_threads(settings["num_threads"])
         self._api.utils.logging.disable_progress_bar()
-        self._settings, self._folder = settings, tempfile.TemporaryDirectory()
-        self._device = settings.get("device", "cpu")
+        self._settings, self._device = settings, settings.get("device", "cpu")
+        self._folder = tempfile.TemporaryDirectory()
 
     def load(self) -> None:
         """Loads what fits; the rest stays in the checkpoint, or is written to a folder."""
-        path, cap, wanted = (self._settings.get(n) for n in ("model", "cap_bytes", "device_memory"))
+        path, cap = self._settings["model"], self._settings["cap_bytes"]
         sizes = (file.stat().st_size for file in Path(path).glob("*.safetensors"))
-        memory: dict[Any, int] = {"cpu": sum(sizes) // 2}
+        # without a cap a half, so that the others are read; beside a GPU, all RAM
+        memory: dict[Any, Any] = {"cpu": sum(sizes) // 2}
         if self._device != "cpu":
-            memory = import_module("accelerate.utils").get_max_memory()
-            share = 0.9 if wanted == "auto" else wanted
+            memory = import_module("accelerate").utils.get_max_memory()
+            wanted = self._settings["device_memory"]
+            share = 0.9 if wanted == "auto" else wanted  # else a share of what is free, or bytes
             memory[0] = int(share * memory[0]) if isinstance(share, float) else share
         memory["cpu"] = memory["cpu"] if cap is None else max(0, cap - _RESERVED_BYTES)
         options = {"device_map": "auto", "max_memory": memory, "offload_folder": self._folder.name}
@@ -49,8 +48,8 @@ class Peer:
 
     def close(self) -> None:
         """Frees the weights and what was written."""
-        self._model, self._cache = None, {}
         self._folder.cleanup()
+        vars(self).clear()
 
     def _forward(self, rows: list[list[int]]) -> list[int]:
         tokens = self._torch.tensor(rows, device=self._device)

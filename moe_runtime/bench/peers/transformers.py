@@ -47,7 +47,7 @@ class Peer:
 
     def close(self) -> None:
         """Frees the weights."""
-        self._model, self._cache = None, {}
+        vars(self).clear()
 
     def _forward(self, tokens: Any) -> list[int]:
         more = {}
