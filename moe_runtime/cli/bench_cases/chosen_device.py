@@ -37,7 +37,7 @@ class ChosenDevice(NamedTuple):
         return [replace(one, gpus=self.gpus) for one in programs]
 
 
-def choose_device(ctx: typer.Context, device: str, device_memory: str, misses: str) -> ChosenDevice:
+def choose_device(ctx: typer.Context, device: str, device_memory: str) -> ChosenDevice:
     """What ``--device`` and ``--device-memory`` name, ``auto`` as for ``run``.
 
     Raises:

@@ -71,7 +71,7 @@ def bench_latency(
     session.begin(debug=debug, as_json=as_json)
     require_one_model(model, shape, layers, keep=keep_shape)
     parse_budget(host_memory, name="--host-memory")
-    place = choose_device(ctx, device, device_memory, misses)
+    place = choose_device(ctx, device, device_memory)
     if prompts is not None:
         refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
     texts = None if prompts is None else read_prompts(None, None, prompts)
