@@ -245,7 +245,8 @@ def load(
     for listener in (TokenLimit(max_tokens), times, PolicyListener(stores), learning):
         if listener is not None:
             listeners.add(listener)
-    is_auto = policy == choosing.AUTO
+    # where every expert has a slot there is nothing to choose
+    is_auto = policy == choosing.AUTO and fastest.num_slots < len(experts.layouts)
     if is_first and (is_auto or trace is not None):
         recorder = options.open_record(listeners, signature, folder, trace, keeps_recent=is_auto)
     if guessers.reader is not None:

@@ -36,7 +36,6 @@ class RoutingRecord(Listener):
         self, recorders: Sequence[Recorder], signature: ModelSignature, listeners: Listeners
     ) -> None:
         self.recorders = list(recorders)
-        self._listeners = listeners
         listeners.add(self)
         self._num_experts = signature.num_experts
         self._open: list[Recorder] = []
@@ -50,10 +49,7 @@ class RoutingRecord(Listener):
             for recorder in self.recorders:
                 recorder.begin_request(num_sequences=len(step.begun))
         self._open = [recorder for recorder in self.recorders if recorder.wants_step()]
-        if self.hears_routing != bool(self._open):
-            self._listeners.remove(self)
-            self.hears_routing = bool(self._open)
-            self._listeners.add(self)
+        self.hears_routing = bool(self._open)
         for recorder in self._open:
             recorder.begin_step(
                 phase=step.phase,

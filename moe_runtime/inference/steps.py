@@ -111,7 +111,7 @@ class Listener:
 
     Attributes:
         hears_routing: whether ``routed`` is called; a layer to which nobody listens is quicker.
-        hears_demands: whether ``demanded`` is called.
+        hears_demands: whether ``demanded`` is. Both are asked once a pass has begun.
         follows_requests: whether it has to know which requests a step belongs to.
     """
 
@@ -146,10 +146,8 @@ class Listeners:
     """
 
     def __init__(self) -> None:
-        self._all: tuple[Listener, ...] = ()
         self._requests = RequestNumbers()
-        self.routed: tuple[Listener, ...] = ()
-        self.demanded: tuple[Listener, ...] = ()
+        self._set(())
 
     def add(self, listener: Listener) -> None:
         """Tells somebody of all passes that begin from now on."""
@@ -195,10 +193,12 @@ class Listeners:
         step = Step(inputs, tokens.shape[:2])
         for listener in self._all:
             listener.allow(step)
-        if any(listener.follows_requests for listener in self._all):
+        # a device has to say how many tokens a decode step finds
+        if step.num_new > 1 or self._following:
             self._requests.begin(step)
         for listener in self._all:
             listener.begin(step)
+        self._set(self._all)
 
     def end(self) -> None:
         """The pass came to its end."""
@@ -212,8 +212,9 @@ class Listeners:
 
     def _set(self, listeners: tuple[Listener, ...]) -> None:
         self._all = listeners
-        self.routed = tuple(one for one in listeners if one.hears_routing)
-        self.demanded = tuple(one for one in listeners if one.hears_demands)
+        self._following = [one for one in listeners if one.follows_requests]
+        self.routed = tuple([one for one in listeners if one.hears_routing])
+        self.demanded = tuple([one for one in listeners if one.hears_demands])
 
 
 class Steps:

@@ -4,9 +4,11 @@ Nothing here changes what is computed: a guess only changes when an expert is re
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from moe_runtime.config import PrefetchMode
 from moe_runtime.memory.link_meter import LinkState
@@ -183,10 +185,14 @@ class Prefetcher:
             return f"auto, {self._controller.verdict}; in use for {share}"
         return self.mode.value
 
-    def step(self, event: StepBegins) -> None:
-        """A forward pass begins: the last one is judged, and its first layers are guessed."""
+    def step(self, sequences: np.ndarray, token_ids: Callable[[], np.ndarray]) -> None:
+        """A forward pass begins: the last one is judged, and its first layers are guessed.
+
+        Args:
+            sequences: as of ``StepBegins``.
+            token_ids: gives those of ``StepBegins``, for which a device has to be waited.
+        """
         start_s = time.perf_counter()
-        sequences = event.sequences
         is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
         if is_prompt:
             # before a prompt nobody may have computed for hours: the last step has no end
@@ -205,7 +211,7 @@ class Prefetcher:
         if self._token_look_ahead is not None and self._predicts:
             self._token_look_ahead.begin_step()
         if self.wants_layers:
-            self._predictor.observe(event)
+            self._predictor.observe(StepBegins(sequences=sequences, token_ids=token_ids()))
             self._guess(-1, start_s)
 
     def routed(self, event: LayerRouted, keys: Collection[ExpertKey]) -> None:

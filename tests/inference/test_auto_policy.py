@@ -67,6 +67,29 @@ def test_auto_learns_from_the_run_before(tmp_path: Path, monkeypatch: pytest.Mon
     assert summary.choice_for(SLOTS).policy == knowing.policy
 
 
+def test_layers_are_heard_of_only_where_somebody_may_learn_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who listens costs a layer more than its experts, where all of them are resident."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    summary = inspect_checkpoint(pocket_path(), max_tokens=64)
+    few = summary.smallest_budget_bytes + 4 * summary.slot_bytes
+    for budget, prefetch, heard in (
+        ("1GiB", "auto", (0, 0)),
+        ("1GiB", "enforce", (0, 1)),
+        (few, "enforce", (1, 1)),
+    ):
+        options: Any = {"policy": "auto", "prefetch": prefetch, "host_memory": budget}
+        model: Any = moe_runtime.load(pocket_path(), device="cpu", max_tokens=64, **options)
+        with model.moe:
+            model.generate(torch.arange(5, 9)[None], max_new_tokens=4, min_new_tokens=4)
+            listeners = model._steps.listeners
+            assert (len(listeners.routed), len(listeners.demanded)) == heard
+    kept = read_recent(inspect_checkpoint(pocket_path()).signature, pocket_path())
+    assert kept is not None
+    assert kept.num_steps == 3  # of the last one
+
+
 def test_eviction_by_predictions_changes_no_bit(expected: torch.Tensor) -> None:
     predicted, stats = generate(policy="predicted", predictor="previous-token")
     assert torch.equal(predicted, expected)

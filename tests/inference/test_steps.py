@@ -9,7 +9,7 @@ import torch
 
 import moe_runtime
 from moe_runtime.errors import CapacityError
-from moe_runtime.inference.steps import Listener, RequestNumbers, Step
+from moe_runtime.inference.steps import Listener, Listeners, RequestNumbers, Step
 from moe_runtime.lab.traces.format import read_trace
 from moe_runtime.models.pocket import pocket_path
 
@@ -72,6 +72,24 @@ def test_all_listeners_hear_of_steps_that_are_allowed_and_of_their_end() -> None
         *[("prefill", 2, [1], [0, 1, 2, 3]), "end"],
     ]
     assert heard.told.count("forget") >= 2  # of the refused step, and of the failed one
+
+
+def test_a_pass_asks_who_hears_of_its_layers_once_it_has_begun() -> None:
+    listeners, heard = Listeners(), list[str]()
+
+    class Every(Listener):
+        """Hears of every second pass."""
+
+        def begin(self, step: Step) -> None:
+            self.hears_routing = not self.hears_routing
+            self.hears_demands = not self.hears_routing
+
+    listeners.add(one := Every())
+    for _ in range(4):
+        listeners.begin({"input_ids": torch.zeros(1, 1, dtype=torch.long)})
+        assert (listeners.routed, listeners.demanded).count((one,)) == 1
+        heard.append("routed" if listeners.routed else "demanded")
+    assert heard == ["routed", "demanded"] * 2
 
 
 def test_requests_end_when_their_thread_begins_others_or_has_ended() -> None:

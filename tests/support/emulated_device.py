@@ -174,7 +174,7 @@ class EmulatedDevice:
             return EmulatedEvent(self, end)
 
     def record(self) -> EmulatedRecorder:
-        return EmulatedRecorder()
+        return EmulatedRecorder(self)
 
     def drain(self) -> None:
         self.num_drains += 1

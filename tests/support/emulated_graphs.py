@@ -16,6 +16,8 @@ from accelerator import WAITS
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from moe_runtime.memory.device.device import NOT_TOLD
+
 # whose name in its package is that of a function
 launching = import_module("moe_runtime.kernels.triton_support.launch")
 
@@ -31,11 +33,47 @@ class EmulatedGraph:
             each()
 
 
+class EmulatedTold:
+    """Tells as late as it may: when somebody waits."""
+
+    def __init__(self, device: Any, numbers: torch.Tensor, *values: torch.Tensor) -> None:
+        self._device, self._sources = device, (numbers, *values)
+        self.numbers, *self.values = map(torch.zeros_like, self._sources)
+        self._pending: list[Any] = []
+
+    def begin(self) -> None:
+        self._pending = [self._device.download(source) for source in self._sources]
+
+    def query(self) -> bool:
+        if not all(event.query() for _, event in self._pending):
+            return False
+        for there, (found, _) in zip((self.numbers, *self.values), self._pending, strict=False):
+            there.copy_(found)
+        self._pending = []
+        return NOT_TOLD not in self.numbers.flatten().tolist()
+
+    def synchronize(self) -> None:
+        for _, event in self._pending:
+            event.synchronize()
+        assert self.query(), "waits for what no graph tells"
+
+    def settle(self) -> None:
+        if self._pending:
+            self.synchronize()
+
+    def forget(self) -> None:
+        assert not self._pending, "a replay may write here still"
+        self.numbers.fill_(NOT_TOLD)
+        for value in self.values:
+            value.fill_(torch.nan if value.is_floating_point() else 0)
+
+
 class EmulatedRecorder(TorchDispatchMode):
     """Records what is computed within a ``with`` block."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Any) -> None:
         super().__init__()
+        self._device = device
         self._graph = EmulatedGraph()
         self._made: dict[int, torch.Tensor] = {}  # by the addresses of their memory
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -56,6 +94,12 @@ class EmulatedRecorder(TorchDispatchMode):
             there.copy_(before)
         for made in self._made.values():
             made.fill_(torch.nan if made.is_floating_point() else 0)
+
+    def tell(self, *sources: torch.Tensor) -> EmulatedTold:
+        with _disable_current_modes():
+            told = EmulatedTold(self._device, *sources)
+        self._graph.work.append(told.begin)
+        return told
 
     def cut(self) -> EmulatedGraph:
         done = self.end()

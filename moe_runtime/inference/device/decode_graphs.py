@@ -2,14 +2,16 @@
 
 A step of one token a sequence is some fifty launches a layer, which take the host longer than the
 GPU computes. With a static cache every step is the same work on the same memory. Where all experts
-are resident, it is one graph. Otherwise it is recorded in parts: one ends where a layer has chosen
-its experts, one has those that are resident, and the next begins with the sums. What a layer lacks
-is queued before that, as without a recording, and joins the same sums: the same bits.
+are resident, it is one graph. Otherwise it is recorded in parts: one ends with the experts of a
+layer that are resident, and tells the host of its choices before them; the next begins with the
+sums. What a layer lacks is queued in between, as without a recording, and joins the same sums: the
+same bits.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,7 +40,10 @@ class RecordedLayer:
         sums: queues the sums of all experts.
         takes_rows: as of `SlottedProducts`.
         arrived_E: where the slots are of those that arrived.
+        following: the next layer, which is prepared while the device computes this one.
     """
+
+    following: RecordedLayer | None = None
 
     def __init__(
         self,
@@ -64,7 +69,9 @@ class RecordedLayer:
         self.sums, self.takes_rows = self._products.sums, self._products.takes_rows
         self.give = self._products.give
         stack_over = partial(experts.store.stacks.stack_over, experts.layer)
-        self._before = recorder.cut()
+        may_plan = experts.misses is not None and self.takes_rows
+        self._told = recorder.tell(routed.ids_TK, *[routed.hidden_TD][:may_plan])
+        self._is_counted = True
         self._products.add(stack_over(self._residents_E))
         self._at_once = recorder.cut()
         self._products.add(stack_over(self.arrived_E))
@@ -75,7 +82,7 @@ class RecordedLayer:
         self._arrivals.replay()
 
     def replay(self) -> bool:
-        """Replays the part that ends with this layer's choices, and queues its experts.
+        """Replays the part with this layer's choices and residents, and queues what it lacks.
 
         Returns:
             Whether the whole layer was resident.
@@ -83,11 +90,23 @@ class RecordedLayer:
         self._experts.complete(self, self._routed, self._launch)
         return self._listed is not None and self._listed.are_all
 
+    def prepare(self) -> None:
+        """To be called before each replay: forgets the choices of the step before."""
+        self._told.settle()
+        while not self._is_counted and self._store.count_one():
+            """They are still to be counted."""
+        self._told.forget()
+        self._is_counted = False
+
     def _launch(self) -> tuple[Residents, Found]:
-        self._before.replay()
-        found = self._experts.download(self, self._routed)
-        # while the choices are on their way to the host
-        return self._store.with_residents(self._experts.layer, self._list_and_replay), found
+        residents = self._store.with_residents(self._experts.layer, self._list_and_replay)
+        if self.following is not None:
+            self.following.prepare()
+        return residents, self._experts.found(self, self._routed, self._told, self._used)
+
+    def _used(self) -> list[ExpertKey]:
+        self._is_counted = True
+        return self._experts.keys_of_rows(self._told.numbers)
 
     def _list_and_replay(self, residents: Residents) -> None:
         if residents is not self._listed:
@@ -150,6 +169,8 @@ class RecordedStep:
                 self._recorder = None
                 for module in modules:
                     module.recording = None
+        for layer, following in itertools.pairwise(self._layers):
+            layer.following = following
         self._structure = Structure(model)
         self._memory = memory_of(call.cache)
         self._kind = type(output)
@@ -209,6 +230,7 @@ class RecordedStep:
         """
         _copy([*self._inputs.values()], [call.tensors[name] for name in self._inputs])
         if self._residents is None:
+            self._layers[0].prepare()
             are_all = [layer.replay() for layer in self._layers]
             self._last.replay()
             if all(are_all) and all(map(self._is_quiet, self._modules, self._found())):

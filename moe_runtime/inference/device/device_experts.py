@@ -17,7 +17,7 @@ from moe_runtime.inference.expert_layer import OffloadedExperts, is_kernels
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
-from moe_runtime.memory.device.device import Event
+from moe_runtime.memory.device.device import Event, Told
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.device.residents import Residents
 from moe_runtime.types import ExpertKey
@@ -41,11 +41,13 @@ class Found(NamedTuple):
         ids_TK: experts of each token.
         values_TD: what they are given; None where the CPU computes nothing.
         copied: behind which both are there.
+        used: who was chosen, to be counted; the tensors may be others' when that is done.
     """
 
     ids_TK: torch.Tensor
     values_TD: torch.Tensor | None
     copied: Event
+    used: Callable[[], Sequence[ExpertKey]]
 
 
 class Sums(Protocol):
@@ -112,9 +114,11 @@ class DeviceExperts(OffloadedExperts):
         if self.recording is not None:
             return self.recording.record_layer(self, routed)
         assert isinstance(self.store, DeviceStore)
-        early, copied = self.store.device.download(top_k_index)
-        products = self.products(routed)
-        found = self._found(products, routed, early, copied)
+        ids_TK, copied = self.store.device.download(top_k_index)
+        products, values_TD = self.products(routed), None
+        if self._plans(products, hidden_states, top_k_weights):
+            values_TD, copied = self.store.device.download(hidden_states)
+        found = Found(ids_TK, values_TD, copied, partial(self.keys_of_rows, ids_TK))
         launch = partial(self.store.launch_residents, self.layer, products.add)
         self.complete(products, routed, lambda: (launch(), found))
         return products.sums()
@@ -135,17 +139,12 @@ class DeviceExperts(OffloadedExperts):
         assert is_kernels(activation)
         return SlottedProducts(*routed, self.num_experts, activation)
 
-    def download(self, products: Sums, routed: Routed) -> Found:
-        """Copies to the host what it has to know of a step, behind what is queued."""
-        assert isinstance(self.store, DeviceStore)
-        return self._found(products, routed, *self.store.device.download(routed.ids_TK))
-
-    def _found(self, products: Sums, routed: Routed, ids_TK: torch.Tensor, copied: Event) -> Found:
-        values_TD = None
-        if self._plans(products, routed.hidden_TD, routed.weights_TK):
-            assert isinstance(self.store, DeviceStore)
-            values_TD, copied = self.store.device.download(routed.hidden_TD)
-        return Found(ids_TK, values_TD, copied)
+    def found(
+        self, products: Sums, routed: Routed, told: Told, used: Callable[[], Sequence[ExpertKey]]
+    ) -> Found:
+        """What a recorded step tells of its choices, and of what they are given."""
+        plans = self._plans(products, routed.hidden_TD, routed.weights_TK)
+        return Found(told.numbers, told.values[0] if plans else None, told, used)
 
     def complete(
         self,
@@ -169,7 +168,7 @@ class DeviceExperts(OffloadedExperts):
                 self.misses.goes_on(self.layer)
             listens = self.listeners.routed or self.listeners.demanded
             if residents.are_all and not listens and store.listener is None:
-                store.count_later(found.copied, partial(self._keys_of_rows, found.ids_TK))
+                store.count_later(found.copied, found.used)
                 is_done = True
                 return
             is_done = True
@@ -179,13 +178,14 @@ class DeviceExperts(OffloadedExperts):
         while not found.copied.query() and store.count_one():
             """The host has nothing better to do."""
         found.copied.synchronize()
-        if not listens and found.ids_TK.numel() <= _FEW_CHOICES:
+        if self.listeners.routed:
+            told = routed._replace(ids_TK=found.ids_TK.clone())  # which they may keep
+            self._announce(self.experts_of(found.ids_TK), *told)
+        if not self.listeners.demanded and found.ids_TK.numel() <= _FEW_CHOICES:
             ids = found.ids_TK.flatten().tolist()
-            used = partial(self._keys_of_rows, found.ids_TK)
-            if store.count_residents(residents, ids, found.copied, used):
+            if store.count_residents(residents, ids, found.copied, found.used):
                 return
         experts = self.experts_of(found.ids_TK)
-        self._announce(experts, *routed)
         keys = [self._keys[expert] for expert in experts]
         routing = LayerRouting(self.layer, keys, *routed)
         if found.values_TD is not None:
@@ -196,7 +196,8 @@ class DeviceExperts(OffloadedExperts):
                 self.misses.speeds.rested()
             self._compute(routing, partial(self._add, store, products, residents.experts))
 
-    def _keys_of_rows(self, ids_TK: torch.Tensor) -> list[ExpertKey]:
+    def keys_of_rows(self, ids_TK: torch.Tensor) -> list[ExpertKey]:
+        """The experts of a step, those wanted most last."""
         return [self._keys[expert] for expert in self.experts_of(ids_TK)]
 
     def experts_of(self, ids_TK: torch.Tensor) -> list[int]:

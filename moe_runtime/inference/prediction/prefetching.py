@@ -22,7 +22,6 @@ from moe_runtime.policies.prediction import (
     LayerRouted,
     NextGate,
     Predictor,
-    StepBegins,
     make_predictor,
 )
 from moe_runtime.policies.prefetch import PrefetchRules
@@ -69,9 +68,7 @@ def _bind_ranker(
 
 
 class PrefetchListener(Listener):
-    """Tells a prefetcher of steps and of the routing of layers."""
-
-    hears_demands = True
+    """Tells a prefetcher of steps, and of the routing of layers while it wants to hear of them."""
 
     def __init__(
         self,
@@ -100,13 +97,12 @@ class PrefetchListener(Listener):
         """Ends what ended, and has the first layers guessed."""
         for request in step.ended:
             self._prefetcher.finish(request)
-        self._prefetcher.step(StepBegins(sequences=step.requests, token_ids=step.token_ids))
+        self._prefetcher.step(step.requests, lambda: step.token_ids)
+        self.hears_demands = self.follows_requests = self._prefetcher.wants_layers
 
     def demanded(self, routing: LayerRouting) -> None:
         """Has the next layers guessed."""
         prefetcher, look_ahead = self._prefetcher, self._look_ahead
-        if not prefetcher.wants_layers:
-            return
         layer, keys, hidden_TD, ids_TK, weights_TK = routing
         if look_ahead is not None and look_ahead.takes(ids_TK, hidden_TD):
             prefetcher.tokens_routed(layer, keys, ids_TK, hidden_TD)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,14 @@ import torch
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError
-from moe_runtime.memory.device.device import Device
+from moe_runtime.memory.device.device import NOT_TOLD, Device
 from moe_runtime.memory.io_queue import Priority
 
 PAGE_BYTES = 4096
 _ANY_WAY = 4
 """`cudaMemcpyDefault`: addresses say which way it goes."""
+_LOOKS = 256
+"""Looks at what a graph tells, between two questions whether it has ended."""
 PIN_BYTES = 2**30
 """Host memory is registered in parts of about this size, which fail early and name a limit."""
 
@@ -47,14 +51,55 @@ class CudaCopy:
         return max(0.0, took_ms) / 1e3
 
 
+class CudaTold:
+    """Locked memory that a graph copies to; the host looks at it, which takes it less than an event
+    and needs no call of CUDA's."""
+
+    def __init__(self, device: CudaDevice, *sources: torch.Tensor) -> None:
+        with ThreadPoolExecutor(1) as other:  # a thread that records must not allocate
+            found = [other.submit(_locked_like, source).result() for source in sources]
+        self.numbers, *self.values = found
+        self._looked_at = self.numbers.zero_().view(-1).numpy()
+        self._device = device
+        self._stream = torch.cuda.current_stream(device.place)
+
+    def query(self) -> bool:
+        """As ``Event.query``."""
+        return NOT_TOLD not in self._looked_at.tolist()
+
+    def synchronize(self) -> None:
+        """As ``Event.synchronize``."""
+        self.settle()
+        if not self.query():
+            raise RuntimeError("a graph has ended and did not tell the host what it had to")
+
+    def settle(self) -> None:
+        """As ``Told.settle``."""
+        num_looks = 0
+        while not self.query():
+            num_looks += 1
+            if num_looks % _LOOKS == 0 and self._stream.query():
+                return  # whatever was queued has ended
+            time.sleep(0)  # threads that copy have their turn
+
+    def forget(self) -> None:
+        """As ``Told.forget``."""
+        self._stream = self._device.computing_here()
+        self._looked_at.fill(NOT_TOLD)
+
+
 class CudaRecorder:
     """CUDA graphs with memory of their own."""
 
-    def __init__(self, place: torch.device, stream: torch.cuda.Stream) -> None:
-        self._place = place
+    def __init__(
+        self, device: CudaDevice, stream: torch.cuda.Stream, beside: torch.cuda.Stream
+    ) -> None:
+        self._device, self._place = device, device.place
         self._pool = torch.cuda.graph_pool_handle()
         self._within = torch.cuda.stream(stream)
+        self._stream, self._beside = stream, beside
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._tells = False
 
     def __enter__(self) -> CudaRecorder:
         torch.cuda.synchronize(self._place)
@@ -69,6 +114,17 @@ class CudaRecorder:
         finally:
             self._within.__exit__(None, None, None)
 
+    def tell(self, numbers: torch.Tensor, *values: torch.Tensor) -> CudaTold:
+        """As ``GraphRecorder.tell``."""
+        told = CudaTold(self._device, numbers, *values)
+        self._beside.wait_stream(self._stream)
+        self._tells = True
+        with torch.cuda.stream(self._beside):
+            for there, source in zip(told.values, values, strict=True):
+                there.copy_(source, non_blocking=True)
+            told.numbers.copy_(numbers, non_blocking=True)  # last: the host looks at these
+        return told
+
     def cut(self) -> torch.cuda.CUDAGraph:
         """As ``GraphRecorder.cut``."""
         done = self.end()
@@ -79,6 +135,9 @@ class CudaRecorder:
         """As ``GraphRecorder.end``."""
         graph = self._graph
         assert graph is not None
+        if self._tells:
+            self._stream.wait_stream(self._beside)
+            self._tells = False
         graph.capture_end()
         self._graph = None
         return graph
@@ -102,19 +161,19 @@ class CudaDevice:
     """A CUDA or ROCm device.
 
     Copies run on four streams, demands, read-aheads, those back to the host and of numbers there,
-    which are made once, as that of recordings: cuBLAS keeps memory for each stream that it was ever
-    used on.
+    which are made once, as the two of recordings: cuBLAS keeps memory for each stream that it was
+    ever used on.
     Nothing here waits for the computation: the copies do, on the device.
     """
 
     def __init__(self, place: torch.device) -> None:
-        self._place = place
+        self.place = place
         self._copies = {
             priority: torch.cuda.Stream(place, priority=-(priority is Priority.DEMAND))
             for priority in Priority
         }
         self._back, self._down = torch.cuda.Stream(place), torch.cuda.Stream(place)
-        self._recording = torch.cuda.Stream(place)
+        self._recording, self._telling = torch.cuda.Stream(place), torch.cuda.Stream(place)
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
         self._allocated: list[weakref.ref[torch.Tensor]] = []
         self._index = place.index if place.index is not None else torch.cuda.current_device()
@@ -124,10 +183,10 @@ class CudaDevice:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """As ``Device.allocate``."""
         try:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
         except torch.OutOfMemoryError:
             size = format_bytes(num_bytes)
-            raise CapacityError(f"cannot allocate {size} on {self._place}") from None
+            raise CapacityError(f"cannot allocate {size} on {self.place}") from None
         # torch gives the memory to others when it goes, once these streams have come so far
         for stream in (*self._copies.values(), self._back, *self._computing.values()):
             memory.record_stream(stream)
@@ -142,7 +201,7 @@ class CudaDevice:
         """As ``Device.compute_here``."""
         number: int = torch._C._cuda_getCurrentRawStream(self._index)
         if number not in self._computing:
-            stream = torch.cuda.current_stream(self._place)
+            stream = torch.cuda.current_stream(self.place)
             for memory in [ref() for ref in self._allocated]:
                 if memory is not None:
                     memory.record_stream(stream)
@@ -156,7 +215,7 @@ class CudaDevice:
         source = torch.from_numpy(numbers)
         pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source)
         if into is None:
-            return pinned.to(self._place, non_blocking=True)
+            return pinned.to(self.place, non_blocking=True)
         return into.copy_(pinned, non_blocking=True)
 
     def download(
@@ -164,7 +223,7 @@ class CudaDevice:
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
         """As ``Device.download``."""
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        copied, here = torch.cuda.Event(), self._here()
+        copied, here = torch.cuda.Event(), self.computing_here()
         if not is_kept:
             found.copy_(numbers, non_blocking=True)
             copied.record(here)
@@ -179,11 +238,11 @@ class CudaDevice:
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """As ``Device.send``."""
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        return pinned.copy_(values).to(self._place, non_blocking=True)
+        return pinned.copy_(values).to(self.place, non_blocking=True)
 
     def wait_here(self, event: CudaCopy) -> None:
         """As ``Device.wait_here``."""
-        self._here().wait_event(event.done)
+        self.computing_here().wait_event(event.done)
 
     def vacate(self, *slots: torch.Tensor, still: Sequence[Any] = ()) -> list[Any]:
         """As ``Device.vacate``."""
@@ -208,7 +267,7 @@ class CudaDevice:
     def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
         """As ``Device.copy_back``."""
         done = torch.cuda.Event(blocking=True)
-        self._back.wait_stream(self._here())
+        self._back.wait_stream(self.computing_here())
         self._queue(parts, self._back)
         done.record(self._back)
         return done
@@ -218,7 +277,7 @@ class CudaDevice:
         for stream in (*self._copies.values(), self._back):
             stream.synchronize()
 
-    def _here(self) -> torch.cuda.Stream:
+    def computing_here(self) -> torch.cuda.Stream:
         """The caller's current stream, which takes torch long to make anew."""
         return self._computing[self.compute_here()]
 
@@ -234,7 +293,11 @@ class CudaDevice:
 
     def record(self) -> CudaRecorder:
         """As ``Device.record``."""
-        return CudaRecorder(self._place, self._recording)
+        return CudaRecorder(self, self._recording, self._telling)
+
+
+def _locked_like(source: torch.Tensor) -> torch.Tensor:
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
 
 
 def _find_runtime() -> Any:

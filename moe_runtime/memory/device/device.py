@@ -11,6 +11,9 @@ import torch
 
 from moe_runtime.memory.io_queue import Priority
 
+NOT_TOLD = -(2**31)
+"""In place of a number that a graph has yet to tell."""
+
 
 class Event(Protocol):
     """A place in a stream of a device's work."""
@@ -36,6 +39,26 @@ class Copy(Event, Protocol):
         ...
 
 
+class Told(Event, Protocol):
+    """What a graph tells the host in the middle of each replay: the event is that it has.
+
+    Attributes:
+        numbers: host memory, integers; valid from the event until ``forget``.
+        values: likewise, of any type.
+    """
+
+    numbers: torch.Tensor
+    values: Sequence[torch.Tensor]
+
+    def settle(self) -> None:
+        """Returns when no replay that was queued before will write here."""
+        ...
+
+    def forget(self) -> None:
+        """To be called before a replay, once it has settled."""
+        ...
+
+
 class Graph(Protocol):
     """Work of a device that was recorded, and is computed when it is replayed."""
 
@@ -53,6 +76,15 @@ class GraphRecorder(Protocol):
     def __enter__(self) -> GraphRecorder: ...
 
     def __exit__(self, *failure: object) -> None: ...
+
+    def tell(self, numbers: torch.Tensor, *values: torch.Tensor) -> Told:
+        """Has the graph tell the host numbers and values of the device, beside what follows.
+
+        Args:
+            numbers: integers above ``NOT_TOLD``; they and the values stay until the graph ends.
+            values: of any type.
+        """
+        ...
 
     def cut(self) -> Graph:
         """Ends a graph, and begins the next one."""

@@ -1,0 +1,66 @@
+"""What the host hears of a recorded step whose experts may be missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_models import emulated, load_on_emulated_device
+from tiny_checkpoints import PROMPT
+from transformers import StaticCache
+
+from moe_runtime.inference.steps import LayerRouting, Listener
+
+pytest.importorskip("triton")
+NUM_EXPERTS, STEPS = 6, 5
+
+
+class Heard(Listener):
+    hears_routing = True
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, torch.Tensor]] = []
+
+    def routed(self, routing: LayerRouting) -> None:
+        assert [key.layer for key in routing.keys] == [routing.layer] * len(routing.keys)
+        assert {key.expert for key in routing.keys} == {*routing.ids_TK.flatten().tolist()}
+        self.told.append((routing.layer, routing.ids_TK))  # and keeps it
+
+
+def decode(checkpoint: Path, slots: int, misses: str, *, is_recorded: bool) -> tuple[Any, ...]:
+    """Logits of steps of two sequences, what a listener heard of them, and counted uses."""
+    model = load_on_emulated_device(checkpoint, slots_a_layer=slots, misses=misses)
+    if not is_recorded:
+        model.forward = model.forward.__wrapped__
+    with model.moe, torch.no_grad():
+        cache, heard = StaticCache(model.config, max_cache_len=20), Heard()
+        ids = PROMPT[:, :3].repeat(2, 1)
+        ids[1] = ids[1].flip(0)
+        logits = []
+        with model._steps.listeners.also(heard):
+            for step in range(STEPS):
+                found = model(ids, past_key_values=cache, use_cache=True).logits
+                ids = torch.full((2, 1), 40 + step)  # known without a look at the last step
+                logits.append(found[:, -1])
+        # nobody listens any more: uses are counted when there is time
+        for step in range(STEPS):
+            ids = torch.full((2, 1), 50 + step)
+            logits.append(model(ids, past_key_values=cache, use_cache=True).logits[:, -1])
+        model.moe.check()
+        stats = model.moe.stats()
+        told = [(layer, ids_TK.tolist()) for layer, ids_TK in heard.told]
+        return torch.stack(logits), told, (stats.hits + stats.late_hits, stats.misses)
+
+
+@emulated
+@pytest.mark.parametrize(("slots", "misses"), [(3, "device"), (3, "cpu"), (NUM_EXPERTS, "device")])
+def test_listeners_and_counters_are_told_what_they_are_without_a_recording(
+    checkpoint: Path, slots: int, misses: str
+) -> None:
+    ways = [decode(checkpoint, slots, misses, is_recorded=one) for one in (True, False)]
+    assert torch.equal(ways[0][0], ways[1][0])
+    assert ways[0][1] == ways[1][1]
+    assert len(ways[0][1]) == 2 * STEPS
+    assert ways[0][2] == ways[1][2]
