@@ -60,7 +60,7 @@ def rotary_step_fwd(
     query_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, place_ptr, query_weight_ptr, key_weight_ptr,
     out_ptr, keys_ptr, values_ptr,
     num_heads, num_key_heads, dim, value_dim, num_angles, num_turned, num_places,
-    query_eps, key_eps, stride_angles,
+    query_eps, key_eps, stride_angles, stride_place,
     QUERY_FORM: tl.constexpr, KEY_FORM: tl.constexpr,
     IS_QUERY_WHOLE: tl.constexpr, IS_KEY_WHOLE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, IS_CHAINED: tl.constexpr,
@@ -70,7 +70,7 @@ def rotary_step_fwd(
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
-    place = tl.load(place_ptr)
+    place = tl.load(place_ptr + sequence * stride_place)
     is_there = (place >= 0) & (place < num_places)
     cos_ptr += sequence * stride_angles
     sin_ptr += sequence * stride_angles
@@ -111,6 +111,7 @@ def _prepare(
     num_angles: int,
     num_turned: int,
     stride_angles: int,
+    stride_place: int,
     norms: tuple[tuple[str, float, bool], tuple[str, float, bool]],
     device: torch.device,
 ) -> PreparedLaunch:
@@ -121,6 +122,7 @@ def _prepare(
         num_heads=num_heads, num_key_heads=num_key_heads, dim=dim, value_dim=value_dim,
         num_angles=num_angles, num_turned=num_turned, num_places=num_places,
         query_eps=query_eps, key_eps=key_eps, stride_angles=stride_angles,
+        stride_place=stride_place,
         QUERY_FORM=query_form, KEY_FORM=key_form,
         IS_QUERY_WHOLE=is_query_whole, IS_KEY_WHOLE=is_key_whole,
         BLOCK_D=power_of_2(dim), BLOCK_V=power_of_2(value_dim), BLOCK_N=_BLOCK_N,
@@ -150,12 +152,12 @@ def launch_rotary_step(
     query_norm, key_norm = norms
     prepared = _prepare(
         num_heads, (*keys_BGSD.shape,), values_BGSV.shape[-1], max(num_angles, 1), num_turned,
-        num_angles if len(cos_AR) > 1 else 0, (_numbers(query_norm, dim), _numbers(key_norm, dim)),
-        query_BN.device,
+        num_angles if len(cos_AR) > 1 else 0, place.ndim,
+        (_numbers(query_norm, dim), _numbers(key_norm, dim)), query_BN.device,
     )  # fmt: skip
     prepared(
         query_ptr=query_BN, key_ptr=key_BN, value_ptr=value_BN, cos_ptr=cos_AR, sin_ptr=sin_AR,
-        place_ptr=place,
+        place_ptr=place.contiguous(),
         query_weight_ptr=query_BN if query_norm is None else query_norm.weight.contiguous(),
         key_weight_ptr=key_BN if key_norm is None else key_norm.weight.contiguous(),
         out_ptr=out, keys_ptr=keys_BGSD, values_ptr=values_BGSV,

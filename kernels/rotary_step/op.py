@@ -37,7 +37,8 @@ def rotary_step(
             sequence, all of one dtype.
         angles: Cosines and sines, `[A, R]` each, in that dtype; A is B, or 1 for all sequences.
         cache: Keys `[B, G, S, D]` and values `[B, G, S, V]`, contiguous, in that dtype.
-        place: int64, without dimensions: where in S the token goes. It is read on the device.
+        place: int64: where in S the token goes, without dimensions for all sequences, or `[B]` for
+            each. It is read on the device.
         norms: Of queries and of keys, before they are turned.
         pairs_share: Whether angles come once for the two values of a pair, so that 2 R values are
             turned.
@@ -82,10 +83,11 @@ def rotary_step(
     weights = [norm.weight for norm in norms if norm is not None]
     for tensor in (key_BN, value_BN, *angles, *cache, *weights):
         check_like("every tensor", tensor, query_BN, "the queries")
-    if place.shape or place.dtype != torch.int64 or place.device != query_BN.device:
+    is_known = place.dtype == torch.int64 and place.device == query_BN.device
+    if place.shape not in ((), (batch,)) or not is_known:
         raise ValueError(
-            f"place must be one int64 on {query_BN.device}, got {place.dtype} {list(place.shape)} "
-            f"on {place.device}"
+            f"place must be one int64 on {query_BN.device} or [{batch}], got {place.dtype} "
+            f"{list(place.shape)} on {place.device}"
         )
     if resolve_impl(impl, query_BN.device, ("auto", "triton", "reference")) != "triton":
         return rotary_step_reference(qkv, angles, cache, place, norms, pairs_share=pairs_share)

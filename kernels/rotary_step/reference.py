@@ -44,7 +44,7 @@ def rotary_step_reference(
         qkv: `[B, H * D]`, `[B, G * D]` and `[B, G * V]`.
         angles: Cosines and sines, `[A, R]`.
         cache: `[B, G, S, D]` and `[B, G, S, V]`, which are changed.
-        place: One int64.
+        place: One int64, or `[B]`.
         norms: Of queries and of keys.
         pairs_share: As of `rotary_step`.
     """
@@ -56,8 +56,11 @@ def rotary_step_reference(
         for row_BN, norm in zip((query_BN, key_BN), norms, strict=True)
     )
     value_BGV = value_BN.unflatten(1, (-1, values_BGSV.shape[-1]))
-    keys_BGSD.index_copy_(2, place.view(1), key_BGD.unsqueeze(2))
-    values_BGSV.index_copy_(2, place.view(1), value_BGV.unsqueeze(2))
+    for cached, new in ((keys_BGSD, key_BGD), (values_BGSV, value_BGV)):
+        if place.ndim:
+            cached[torch.arange(len(cached), device=place.device), :, place] = new
+        else:
+            cached.index_copy_(2, place.view(1), new.unsqueeze(2))
     return query_BHD.unsqueeze(2)
 
 

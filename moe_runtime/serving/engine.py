@@ -15,7 +15,13 @@ from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.caches.kv_account import PIECE, KVAccount
 from moe_runtime.serving.caches.prefix_files import PrefixDisk
 from moe_runtime.serving.caches.sequence_cache import keeps_every_token, set_room
-from moe_runtime.serving.engine_options import EngineOptions, capacity_of, rows_of_logits
+from moe_runtime.serving.decode_rows import DecodeRows, InRow
+from moe_runtime.serving.engine_options import (
+    EngineOptions,
+    capacity_of,
+    check_request,
+    rows_of_logits,
+)
 from moe_runtime.serving.expert_statistics import expert_statistics
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.prefixes import Prefixes
@@ -28,7 +34,6 @@ from moe_runtime.serving.requests import (
     NewToken,
     OnEvent,
     QueueFullError,
-    RequestTooLongError,
 )
 from moe_runtime.serving.sampling import Sampler
 from moe_runtime.serving.scheduling import Scheduler, beside_prompts, groups_of
@@ -94,9 +99,10 @@ class Engine:
             self._scheduler = Scheduler(
                 self._account, most_running=self._options.most_running, adapters=self._adapters
             )
+            self._rows = DecodeRows(self._passes, self._scheduler, self._options)
             positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
             known = positions if isinstance(positions, int) else capacity
-            self.most_request_tokens = min(capacity // PIECE * PIECE, known)
+            self.most_request_tokens = min(self._rows.most_request_tokens, known)
             undo.pop_all()
         self._changed = threading.Condition()
         self._arrived: deque[Sequence] = deque()
@@ -109,7 +115,12 @@ class Engine:
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> EngineHandle:
         """Takes a request; see `TokenEngine.submit`."""
-        self._check(request)
+        check_request(
+            request,
+            most_tokens=self.most_request_tokens,
+            capacity=self._account.capacity,
+            vocab_size=self._passes.vocab_size,
+        )
         root = -self._adapters.number(request.adapter)
         # several rows of an adapter's products have other bits than one
         is_apart = self._adapters.goes_alone(request.adapter) or (
@@ -141,7 +152,7 @@ class Engine:
         return EngineStatistics(
             running=len(self._scheduler.running),
             waiting=self._num_waiting(),
-            kv_tokens=account.sequence_tokens + account.prefix_tokens,
+            kv_tokens=account.sequence_tokens + account.prefix_tokens - self._rows.idle_tokens,
             kv_capacity=account.capacity,
             prefix_tokens=account.prefix_tokens,
             steps=counts["steps"],
@@ -179,7 +190,8 @@ class Engine:
         Raises:
             AssertionError: they do not.
         """
-        self._scheduler.check()
+        self._rows.check()
+        self._scheduler.check(self._rows.room)
         self._adapters.check()
 
     def __enter__(self) -> Engine:
@@ -198,24 +210,6 @@ class Engine:
         with self._changed:
             sequence.is_cancelled = True
             self._changed.notify_all()
-
-    def _check(self, request: GenerationRequest) -> None:
-        """Refuses what cannot be answered."""
-        num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
-        num_tokens = num_prompt + num_new
-        # a prompt alone has room for one token more, which nobody is told
-        is_too_long = num_prompt >= self._account.capacity
-        if num_tokens > self.most_request_tokens or is_too_long:
-            raise RequestTooLongError(
-                f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
-                f"but a request may have {self.most_request_tokens} in all",
-                num_tokens=num_tokens,
-                most_tokens=self.most_request_tokens,
-            )
-        size = self._passes.vocab_size
-        for token in (*request.prompt_ids, *request.sampling.logit_bias, *request.stop_ids):
-            if not 0 <= token < size:
-                raise ValueError(f"token {token} is none of the model's vocabulary of {size}")
 
     def _num_waiting(self) -> int:
         return len(self._arrived) + len(self._scheduler.waiting)
@@ -252,6 +246,7 @@ class Engine:
                 self._scheduler.add(self._arrived.popleft())
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
             self._finish(sequence, Finished(reason, "the engine was closed"))
+        self._rows.close()
         with self._changed:
             self._changed.notify_all()
 
@@ -266,16 +261,19 @@ class Engine:
                 self._start(sequence)
             if failure.has_failed:
                 self._finish(sequence, failure.finished)
-        decoding = self._scheduler.make_room(self._scheduler.decoding())
+        in_rows, decoding = self._rows.divide()
+        num_decoding = len(decoding) + sum(map(len, in_rows))
         divides = self._options.exact or not self._passes.reads_together
-        chosen = self._scheduler.prompts(*self._prompt_sizes(bool(decoding)), exact=divides)
+        chosen = self._scheduler.prompts(*self._prompt_sizes(bool(num_decoding)), exact=divides)
         num_prompt = sum(num_new for _, num_new in chosen)
-        with self._sizes.timed(num_prompt=num_prompt, num_decoding=len(decoding)):
+        with self._sizes.timed(num_prompt=num_prompt, num_decoding=num_decoding):
             beside = [] if divides else beside_prompts(decoding, chosen)
             rest = [sequence for sequence in decoding if sequence not in beside]
             most = self._passes.most_together(exact=self._options.exact)
+            for group in in_rows:
+                self._decode(group, self._rows.decode)
             for group in groups_of(rest, most):
-                self._decode(group)
+                self._decode(group, self._passes.decode)
             if chosen:
                 self._read([*chosen, *((sequence, 1) for sequence in beside)])
 
@@ -305,9 +303,10 @@ class Engine:
         sequence.room = room if num_found else 0
         self._counts["prefix_hit_tokens"] += min(num_found, len(prompt))
 
-    def _decode(self, group: list[Sequence]) -> None:
-        chosen = [(sequence, 1) for sequence in group]
-        self._pass(chosen, lambda: self._passes.decode(group))
+    def _decode(
+        self, group: list[Sequence], compute: Callable[[list[Sequence]], torch.Tensor]
+    ) -> None:
+        self._pass([(sequence, 1) for sequence in group], lambda: compute(group))
 
     def _read(self, chosen: list[tuple[Sequence, int]]) -> None:
         self._pass(chosen, lambda: self._passes.read(chosen))
@@ -373,11 +372,13 @@ class Engine:
                 self._finish(sequence, failure.finished)
             else:
                 sequence.is_alone = True
-                self._scheduler.preempt(sequence)
+                if not isinstance(sequence.cache, InRow):  # which is as it was
+                    self._scheduler.preempt(sequence)
 
     def _finish(self, sequence: Sequence, finished: Finished) -> None:
         if finished.reason != "error" and not self._is_closed:
             with Failure():
+                self._rows.look_into(sequence)
                 self._prefixes.take_over(sequence, lambda: self._account.release(sequence))
         self._scheduler.remove(sequence)
         self._passes.requests.end(sequence.number)

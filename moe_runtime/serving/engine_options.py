@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from moe_runtime.inference.budget import bytes_per_token
+from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
 from moe_runtime.serving.caches.kv_account import PIECE
+from moe_runtime.serving.requests import GenerationRequest, RequestTooLongError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +29,9 @@ class EngineOptions:
         exact: gives a request the bits that it would get alone, whatever runs beside it and ran
             before: prompts go through the model one at a time and share no pass with answers,
             always in pieces of ``prompt_tokens``, and only whole pieces are reused.
+        decode_rows: sequences that decode in recorded steps on a GPU, at most, up to 16; what they
+            keep takes half of the memory for tokens, in rows of equal length. 0 for none. With
+            ``exact`` there are rows for all who run, or none.
     """
 
     most_waiting: int = 256
@@ -36,6 +41,7 @@ class EngineOptions:
     idle_prompt_tokens: int = 2048
     reuses_prefixes: bool = True
     exact: bool = False
+    decode_rows: int = 4
 
     def __post_init__(self) -> None:
         """Refuses numbers with which nothing would go on.
@@ -46,6 +52,8 @@ class EngineOptions:
         for name in ("most_waiting", "most_running", "prompt_tokens", "idle_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.decode_rows <= MAX_TOKENS:
+            raise ValueError(f"decode_rows must be 0 to {MAX_TOKENS}, got {self.decode_rows}")
         if not self.max_slowdown > 1:
             raise ValueError(f"max_slowdown must be above 1, got {self.max_slowdown}")
 
@@ -67,6 +75,35 @@ def capacity_of(model: Any, max_tokens: int | None) -> int:
     if found < PIECE:
         raise ValueError(f"max_tokens must be at least {PIECE}, got {found}")
     return int(found)
+
+
+def check_request(
+    request: GenerationRequest, *, most_tokens: int, capacity: int, vocab_size: int
+) -> None:
+    """Refuses what cannot be answered.
+
+    Args:
+        request: what is asked.
+        most_tokens: of a request, its answer included.
+        capacity: tokens of all caches together.
+        vocab_size: of the model.
+
+    Raises:
+        RequestTooLongError: it has more tokens.
+        ValueError: it names a token that the model does not know.
+    """
+    num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
+    # a prompt alone has room for one token more, which nobody is told
+    if num_prompt + num_new > most_tokens or num_prompt >= capacity:
+        raise RequestTooLongError(
+            f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
+            f"but a request may have {most_tokens} in all",
+            num_tokens=num_prompt + num_new,
+            most_tokens=most_tokens,
+        )
+    for token in (*request.prompt_ids, *request.sampling.logit_bias, *request.stop_ids):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token {token} is none of the model's vocabulary of {vocab_size}")
 
 
 def rows_of_logits(config: Any, dtype: torch.dtype, max_tokens: int) -> int:

@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -30,6 +30,7 @@ from moe_runtime.inference.cpu.attention import (
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import Adapters
+from moe_runtime.serving.caches.kv_account import PIECE
 from moe_runtime.serving.caches.running_states import (
     have_close_states,
     own_states,
@@ -45,6 +46,10 @@ from moe_runtime.serving.request_numbers import EngineRequests
 from moe_runtime.serving.requests import TokenLogprob
 from moe_runtime.serving.sampling import token_logprobs
 from moe_runtime.serving.sequences import Failure, Sequence
+
+if TYPE_CHECKING:
+    from moe_runtime.inference.device.decode_graphs import DecodeGraphs
+    from moe_runtime.serving.caches.row_memory import RowMemory
 
 LOGPROB_ROWS = 32
 """Rows of which log-probabilities are computed at once."""
@@ -63,6 +68,7 @@ class ModelPasses:
         most_exact: sequences up to which one token each, together, have the bits of each alone.
         reads_in_pieces: whether a prompt may go through the model piece by piece.
         state_tokens: tokens whose room the running states of a sequence need.
+        can_have_rows: whether steps of sequences in rows of a static cache are recorded.
         requests: their numbers for the model's listeners.
     """
 
@@ -104,7 +110,16 @@ class ModelPasses:
         self.reads_in_pieces = True
         self.state_tokens = 0
         self._has_states = keeps_states(config)
+        self._graphs = _graphs_of(model)
+        self.can_have_rows = (
+            self._graphs is not None
+            and self._keeps_rows
+            and "position_ids" in known
+            and can_share_a_pass(config)
+        )
         with self._trial():
+            if self.can_have_rows:
+                self._try_rows()
             if self.can_join:
                 self._try_joining()
             if self._has_states or not can_share_a_pass(config):
@@ -154,6 +169,27 @@ class ModelPasses:
         self.requests.name(cache, numbers, [1] * len(numbers))
         with self._adapted([(sequence, 1) for sequence in sequences]):
             return self._step(last, cache, places)
+
+    def new_rows(self, like: DynamicCache, num_rows: int, num_tokens: int) -> RowMemory:
+        """Rows of places for tokens, as a cache with tokens in it has them."""
+        from moe_runtime.serving.caches.row_memory import RowMemory
+
+        assert self._graphs is not None
+        return RowMemory(self._model.config, self._graphs.device, like, num_rows, num_tokens)
+
+    def step_of_rows(
+        self, cache: Any, inputs: dict[str, Any], sequences: Items[Sequence]
+    ) -> torch.Tensor:
+        """As ``decode``, for sequences in rows.
+
+        Args:
+            cache: of their rows.
+            inputs: what the model is called with beside it.
+            sequences: of the rows.
+        """
+        numbers = [sequence.number for sequence in sequences]
+        self.requests.name(cache, numbers, [1] * len(numbers))
+        return self._row_logits(cache, inputs)
 
     def read(self, chosen: Items[tuple[Sequence, int]]) -> torch.Tensor:
         """Computes the next tokens of prompts; the caches have them afterwards.
@@ -246,6 +282,29 @@ class ModelPasses:
             return out
         return out[:, -keep:] if isinstance(keep, int) else out[:, keep]
 
+    def _row_logits(self, cache: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        options = {**inputs, self._cache_name: cache, "logits_to_keep": 1}
+        return self._model(**options, use_cache=True, return_dict=True).logits[:, -1]
+
+    def _try_rows(self) -> None:
+        """Has rows only if two sequences in them get what each gets alone."""
+        ids = [[index % self.vocab_size for index in row] for row in ((5, 7, 3), (11, 2))]
+        caches = [self.new_cache() for _ in ids]
+        for row, cache in zip(ids, caches, strict=True):
+            self._call([row], cache, keep=1)
+        with Failure() as failure:  # as of joined ones
+            places = [len(row) for row in ids]
+            rows = self.new_rows(caches[0], len(ids), 2 * PIECE)
+            for index, (cache, place) in enumerate(zip(caches, places, strict=True)):
+                rows.write(index, cache, place)
+            together = self._row_logits(*rows.step(0, [9, 9], places))
+            alone = [self._step([9], cache, [0]) for cache in caches]
+            self.can_have_rows = torch.allclose(
+                together.float(), torch.cat(alone).float(), rtol=TOLERANCE, atol=TOLERANCE
+            )
+        if failure.has_failed:
+            self.can_have_rows = False
+
     def _try_joining(self) -> None:
         """Joins two sequences only if that gives what each gives alone."""
         ids = [[index % self.vocab_size for index in row] for row in ((5, 7, 3), (11, 2))]
@@ -283,6 +342,17 @@ class ModelPasses:
             )
         if failure.has_failed:
             self.reads_in_pieces = False
+
+
+def _graphs_of(model: Any) -> DecodeGraphs | None:
+    """What records the steps of a model with a static cache of all tokens, if anything does."""
+    if inspect.ismethod(model.forward):
+        return None
+    from moe_runtime.inference.device.decode_graphs import DecodeGraphs
+    from moe_runtime.inference.device.static_caches import static_cache
+
+    is_known = isinstance(model.forward, DecodeGraphs) and static_cache(model.config, 1) is not None
+    return model.forward if is_known else None
 
 
 def _keeps_attention(model: Any) -> bool:

@@ -152,7 +152,8 @@ class Prefixes:
             return
         tokens, root = self._computed(sequence), sequence.root
         count, known = len(tokens) // size, len(self._account.find(tokens, root))
-        if count * size <= self._account.available:
+        # a row's room is nobody's who ends
+        if count * size <= self._account.available or not self._account.room_of(sequence):
             self.keep(sequence)
             return
         self._write(cache, tokens, root)

@@ -140,7 +140,9 @@ class Scheduler:
                 if self.account.reserve(sequence, sequence.num_computed + 1):
                     ready.append(sequence)
                     break
-                self.preempt(self.running[-1])
+                # one in a row of `DecodeRows` has no room to give
+                has_room = (s for s in self.running if s is sequence or self.account.room_of(s))
+                self.preempt([*has_room][-1])
                 self.num_preemptions += 1
         return [sequence for sequence in ready if sequence.cache is not None]
 
@@ -207,8 +209,11 @@ class Scheduler:
         """The sequences that go on by one token."""
         return [sequence for sequence in self.running if not sequence.is_reading]
 
-    def check(self) -> None:
+    def check(self, room_of_rows: int = 0) -> None:
         """Proves that lists and room agree.
+
+        Args:
+            room_of_rows: tokens that have room in rows, of whoever is there.
 
         Raises:
             AssertionError: they do not.
@@ -219,10 +224,10 @@ class Scheduler:
         for sequence in self.waiting:
             assert sequence.cache is None
             assert not self.account.room_of(sequence)
-        held = 0
+        held = room_of_rows
         for sequence in self.running:
             room = self.account.room_of(sequence)
-            assert sequence.num_computed <= room
+            assert sequence.num_computed <= room or (room_of_rows and not room)
             assert sequence not in self.waiting
             held += room
         assert held == self.account.sequence_tokens

@@ -66,6 +66,7 @@ CASES = {
             "step_tokens": ("--step-tokens 241", ("prompt_tokens", 241)),
             "max_slowdown": ("--max-slowdown 2.25", ("max_slowdown", 2.25)),
             "exact": ("--exact", ("exact", True)),
+            "decode_rows": ("--decode-rows 7", ("decode_rows", 7)),
             "prefix_cache": ("--no-prefix-cache", ("reuses_prefixes", False)),
             "prefix_disk": ("--prefix-disk 7MiB", ("prefix_disk_bytes", 7 * MIB)),
             "max_body": ("--max-body 5MiB", 5 * MIB),

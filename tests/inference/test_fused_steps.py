@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from emulated_layers import use_device_layers
 from emulated_models import emulated, experts_modules_of, load_on_emulated_device
 from moe_families import Family
 from tiny_checkpoints import PROMPT, save, tiny_model
@@ -22,12 +23,9 @@ from triton_interpreter import repair_interpreter
 
 import moe_runtime
 from moe_runtime.checkpoints.transformers_private import cache_name
-from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm
-from moe_runtime.inference.device import decoding_model, router_choice
+from moe_runtime.inference.device import decoding_model
 from moe_runtime.inference.device.decoding_model import fuse_steps
 from moe_runtime.inference.device.static_caches import static_cache
-from moe_runtime.kernels.linear import linear
-from moe_runtime.kernels.rms_norm import rms_norm
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,26 +78,9 @@ def _start(prepared: Any, **tensors: torch.Tensor) -> None:
     launching.launch(prepared._kernel, prepared._grid, **tensors, **prepared._numbers)
 
 
-def by_triton(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """What a normalisation does on a GPU."""
-    return rms_norm(x, norm.weight, norm.eps, form=norm.form, impl="triton")
-
-
-def product_by_triton(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """What a linear layer does on a GPU."""
-    is_row = x.numel() == x.shape[-1] and not torch.is_grad_enabled()
-    return linear(x, layer.weight, layer.bias, impl="triton" if is_row else "torch")
-
-
 @pytest.fixture(autouse=True)
 def _layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SmallBatchRMSNorm, "forward", by_triton)
-    monkeypatch.setattr(SmallBatchLinear, "forward", product_by_triton)
-    monkeypatch.setattr(router_choice, "linear", product_of_router)
-
-
-def product_of_router(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
-    return linear(x, weight, bias, impl="triton" if len(x) == 1 else "torch")
+    use_device_layers(monkeypatch)
 
 
 def pair(family: Family, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:

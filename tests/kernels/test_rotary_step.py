@@ -133,6 +133,25 @@ def test_the_specification_has_the_bits_of_transformers(dtype, turn, num_angles,
     assert found[1].isnan().sum() == 8 * key.numel()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_sequence_has_a_place_of_its_own(dtype):
+    given = draw(Sizes(batch=3, value_dim=10), dtype, "rounded")
+    places = [7, 0, 8]
+    together = triton(given | {"place": torch.tensor(places)})
+    exact = reference(given | {"place": torch.tensor(places)})
+    for row, place in enumerate(places):
+        alone = triton(given | {"place": torch.tensor(place)})
+        for ours, expected, own in zip(together, exact, alone, strict=True):
+            torch.testing.assert_close(ours[row], own[row], rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(ours[row].isnan(), expected[row].isnan())
+    strided = torch.tensor([[7, 1], [0, 1], [8, 1]])[:, 0]
+    for ours, expected in zip(triton(given | {"place": strided}), together, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+    query, keys, _ = triton(given | {"place": torch.tensor([7, 9, -1])})
+    assert [row.isnan().all().item() for row in query] == [False, True, True]
+    assert [row.isnan().all().item() for row in keys] == [False, True, True]
+
+
 def test_a_place_behind_the_end_leaves_the_cache_alone_and_shows():
     given = draw(Sizes(batch=2), torch.float32, "rounded")
     for place in (9, -1, 2**40):
@@ -151,7 +170,8 @@ def test_what_does_not_fit_is_refused():
         ("angles", tuple(part[:, :7] for part in given["angles"]), "an even number of up to 16"),
         ("angles", (given["angles"][0], key), r"must be \[1, R\] or \[2, R\]"),
         ("norms", (RowNorm(key[0, :3], 1e-5), None), r"norm of queries must be \[16\] or \[64\]"),
-        ("place", torch.zeros(1), "place must be one int64 on cpu, got torch.float32"),
+        ("place", torch.zeros(2), r"place must be one int64 on cpu or \[2\], got torch.float32"),
+        ("place", torch.zeros(1, dtype=torch.int64), r"or \[2\], got torch.int64 \[1\]"),
     ):
         with pytest.raises(ValueError, match=message):
             rotary_step(**(given | {name: bad}))

@@ -65,7 +65,12 @@ def map_of(checkpoint: Path, dtype: str = "auto") -> ExpertMap:
 
 
 def load_on_emulated_device(
-    checkpoint: Path, *, slots_a_layer: int, dtype: str = "auto", misses: str = "device"
+    checkpoint: Path,
+    *,
+    slots_a_layer: int,
+    dtype: str = "auto",
+    misses: str = "device",
+    max_tokens: int = 64,
 ) -> Any:
     """A model on the CPU whose experts are computed from slots of an emulated device.
 
@@ -80,7 +85,7 @@ def load_on_emulated_device(
         ):
             # other layers are transformers' own on a device
             patches.enter_context(patch.object(loading, name, lambda model: None))
-        model: Any = moe_runtime.load(checkpoint, device="cpu", dtype=dtype, max_tokens=64)
+        model: Any = moe_runtime.load(checkpoint, device="cpu", dtype=dtype, max_tokens=max_tokens)
     facts = model.moe.facts
     model.moe.close()
     experts, device = map_of(checkpoint, dtype), EagerDevice()

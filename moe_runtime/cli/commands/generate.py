@@ -150,8 +150,10 @@ def generate(
             "predictor": predictor,
         },
         max_tokens=max_tokens,
-        # nobody waits for a text's next token
-        engine=EngineOptions(most_running=max_running, max_slowdown=math.inf, exact=exact),
+        # nobody waits for a text's next token, and all share a pass
+        engine=EngineOptions(
+            most_running=max_running, max_slowdown=math.inf, exact=exact, decode_rows=0
+        ),
     )
     with contextlib.ExitStack() as shown:
         bar = _Bar(shown)

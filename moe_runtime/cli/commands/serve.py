@@ -110,6 +110,16 @@ Exact = Annotated[
         help="A request gets the bits that it would get alone, whatever runs beside it; slower.",
     ),
 ]
+DecodeRows = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=16,
+        help="On a GPU, answers at a time whose steps are recorded and replayed; what they keep "
+        "takes half of --max-tokens, a row each. Fewer rows are longer: an answer that outgrows "
+        "its row, or has none, goes on in steps that are not recorded. 0 records none.",
+    ),
+]
 PrefixCache = Annotated[
     bool, typer.Option(help="Keep what was computed of prompts for those that begin alike.")
 ]
@@ -170,6 +180,7 @@ def serve(
     step_tokens: StepTokens = 256,
     max_slowdown: MaxSlowdown = 3.0,
     exact: Exact = False,
+    decode_rows: DecodeRows = 4,
     prefix_cache: PrefixCache = True,
     prefix_disk: PrefixDisk = None,
     max_body: MaxBody = "1MiB",
@@ -257,6 +268,7 @@ def serve(
             max_slowdown=max_slowdown,
             reuses_prefixes=prefix_cache,
             exact=exact,
+            decode_rows=decode_rows,
         ),
         limits=Limits(body_bytes=body_bytes, seconds=max_seconds),
         # Without a key, pages of other sites whose names were made to lead here must not ask.

@@ -70,7 +70,7 @@ class FusedAttention:
     def __init__(self, module: Any) -> None:
         """Takes the place of the method; the layer's own stays in its class."""
         self._module = module
-        self._attention = getattr(module.config, ATTENTION_SETTING)
+        self._attention = self._served = getattr(module.config, ATTENTION_SETTING)
         self._names = parts.names_of(module)
         self._parts = [module.get_submodule(name) for name in self._names]
         # not the function around it that takes the older name of the cache
@@ -133,9 +133,8 @@ class FusedAttention:
         """Whether the layer trains, is looked into, or is not made of what it was made of."""
         module = self._module
         # past the method of configurations that looks each name up in a table first
-        if object.__getattribute__(module.config, ATTENTION_SETTING) != self._attention:
-            return True
-        if module.training:
+        name = object.__getattribute__(module.config, ATTENTION_SETTING)
+        if name not in (self._attention, self._served) or module.training:
             return True
         if self._attention == self.shows_weights and module._forward_hooks:
             return True

@@ -17,11 +17,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
+from moe_runtime.inference.device.recordings import put_first, recording_of
 from moe_runtime.inference.device.static_caches import StaticCaches
 from moe_runtime.inference.device.step_calls import StepCall, read_step
 from moe_runtime.inference.device.structure import Structure, is_own, memory_of
@@ -120,6 +122,7 @@ class RecordedStep:
 
     Attributes:
         key: of the calls that it stands for.
+        others: as of `Recording`.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class RecordedStep:
         """
         store = modules[0].store
         assert isinstance(store, DeviceStore)
-        self.key = call.key
+        self.key, self.others = call.key, WeakKeyDictionary[Any, Any]()
         self._store, self._modules = store, modules
         self._cache = weakref.ref(call.cache)
         self._kept = call.cache if keeps_cache else None
@@ -209,7 +212,7 @@ class RecordedStep:
             call: what is asked for.
             looks: at the model and the cache: somebody may have changed them since the last call.
         """
-        if call.key != self.key or not self.is_of(call.cache):
+        if call.key != self.key or self.cache is not call.cache:
             return False
         return not looks or (memory_of(call.cache) == self._memory and self._structure.holds())
 
@@ -217,9 +220,10 @@ class RecordedStep:
         """Whether it alone holds the memory of another cache than this one, beside it."""
         return self._kept not in (None, cache) and not caches.is_in_use(self._kept)
 
-    def is_of(self, cache: Any) -> bool:
-        """Whether it is a step with this cache."""
-        return self._cache() is cache
+    @property
+    def cache(self) -> Any:
+        """As of `Recording`."""
+        return self._cache()
 
     def replay(self, call: StepCall) -> Any:
         """Computes the step for the tokens of a call.
@@ -286,7 +290,8 @@ class DecodeGraphs:
     16 tokens, layers without a stack, and models into which somebody looks.
 
     A cache of `generate` that a step was recorded for is kept with the recording, until the model
-    is called with another one.
+    is called with another one. Recordings of other caches stay as long as these, sixteen beside the
+    last one: a server has one for each number of sequences.
     """
 
     def __init__(self, model: Any, modules: Sequence[DeviceExperts], caches: StaticCaches) -> None:
@@ -295,7 +300,7 @@ class DecodeGraphs:
         self._forward: Forward = model.forward
         self.__wrapped__ = self._forward  # whose signature it has
         self._names = [*inspect.signature(self._forward).parameters]
-        self._seen: Any = None
+        self._seen: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the last call of a cache
         self._is_refused = self._is_torn = False
         self._caches = caches
         self._trusted: RecordedStep | None = None
@@ -307,21 +312,20 @@ class DecodeGraphs:
         for module in self._modules if self._is_torn else ():  # a recording was not ended
             module.recording = None
         self._is_torn = False
-        store, recorded = self._store, self._store.recorded
+        store = self._store
+        recorded = recording_of(store, cache_of(kwargs), self._caches)
         is_trusted = recorded is self._trusted
         self._trusted, self._is_looked_at = None, False
-        if recorded is not None and recorded.keeps_other(cache_of(kwargs), self._caches):
-            store.recorded = recorded = None
         call = None if self._is_refused else read_step(self._model, kwargs)
         if call is None:
             return self._forward(**kwargs)
-        if recorded is None or not recorded.stands_for(call, looks=not is_trusted):
+        if recorded is not None and not recorded.stands_for(call, looks=not is_trusted):
             store.recorded = recorded = None
-            seen = call.key, id(call.cache)
-            is_repeated = self._seen == seen
+        if recorded is None:
+            is_repeated = self._seen.get(call.cache) == call.key
             if not is_repeated or not all(m.has_stack(self._model.dtype) for m in self._modules):
                 found = self._forward(**kwargs)
-                self._seen = seen
+                self._seen[call.cache] = call.key
                 return found
             try:
                 self._is_torn = True  # by what strikes until it is made
@@ -334,13 +338,13 @@ class DecodeGraphs:
                 )
                 self._is_torn = False
             except RuntimeError as error:
-                self._is_refused = True
+                self._is_refused, store.recorded = True, None
                 warnings.warn(
                     f"decode steps of this model are not recorded as CUDA graphs: {error}",
                     stacklevel=2,
                 )
                 return self._forward(**kwargs)
-            store.recorded = recorded
+            put_first(store, recorded)
         else:
             self._is_looked_at = True
         found = recorded.replay(call)
@@ -354,7 +358,7 @@ class DecodeGraphs:
         into whose modules somebody looks is recorded at every call.
         """
         recorded = self._store.recorded
-        is_ours = self._is_looked_at and recorded is not None and recorded.is_of(cache)
+        is_ours = self._is_looked_at and recorded is not None and recorded.cache is cache
         return recorded if is_ours else None
 
     def trust(self, recorded: RecordedStep | None) -> None:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.inference.cpu import attention_parts as parts
-from moe_runtime.inference.cpu.attention import CHANGING_OPTIONS
+from moe_runtime.inference.cpu.attention import ATTENTION, CHANGING_OPTIONS, attend
 from moe_runtime.inference.cpu.fused_attention import FusedAttention, has_usual_parts, same_bits
 from moe_runtime.inference.cpu.stand_ins import Asked, call_on_stand_ins
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
@@ -101,6 +101,8 @@ class DeviceAttention(FusedAttention):
         known = eager if self._attention == _EAGER else private.sdpa_attention_forward
         self.is_known = self._attend is not None and self._attend is known
         self._pairs_share = False
+        if self._attention == _SDPA:  # a server's is the same for keys that are tensors
+            self._served = ATTENTION
 
     def _functions_now(self) -> list[Any]:
         """As of any layer, and its attention."""
@@ -161,9 +163,11 @@ class DeviceAttention(FusedAttention):
             pairs_share=self._pairs_share,
             impl="reference" if is_sample else "triton",
         )
-        layer.cumulative_length.add_(1)
+        if not layer.cumulative_length.ndim:  # rows have what the caller says
+            layer.cumulative_length.add_(1)
         if is_sample or self._attention == _EAGER:
-            mixed, _ = self._attend(
+            is_served = is_sample and getattr(module.config, private.ATTENTION_SETTING) == ATTENTION
+            mixed, _ = (attend if is_served else self._attend)(
                 module, query, layer.keys, layer.values, mask, dropout=0.0, scaling=module.scaling
             )
         else:
@@ -232,6 +236,10 @@ def _static_layer(cache: Any, index: int) -> Any:
     """A layer of a static cache that has its memory, or None."""
     from transformers.cache_utils import StaticCache, StaticLayer
 
+    from moe_runtime.inference.device.row_cache import RowCache
+
+    if type(cache) is RowCache:
+        return cache.layers[index]
     if type(cache) is not StaticCache or cache.offloading:
         return None
     layer = cache.layers[index]

@@ -91,7 +91,11 @@ def is_static(cache: Any) -> bool:
 
 
 def is_filled(cache: Any) -> bool:
-    """Whether it is a static cache that has its memory."""
+    """Whether it is a static cache that has its memory, or one of rows, which always has it."""
+    from moe_runtime.inference.device.row_cache import RowCache
+
+    if type(cache) is RowCache:
+        return True
     return is_static(cache) and all(layer.is_initialized for layer in cache.layers)
 
 

@@ -251,7 +251,7 @@ class BatchCache(Cache):
         self,
         layer_idx: int,
         hidden: torch.Tensor,
-        weights: AttentionWeights,
+        weights: AttentionWeights | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor | None:
@@ -260,7 +260,7 @@ class BatchCache(Cache):
         Args:
             layer_idx: the layer.
             hidden: what goes into it.
-            weights: its weights.
+            weights: its weights; None where they are in no such form.
             cos: of each row's position, ``[B, 1, R]``.
             sin: likewise.
 
@@ -268,7 +268,7 @@ class BatchCache(Cache):
             None, with nothing appended, where the layer has to go its own way.
         """
         layer: Any = self.layers[layer_idx]
-        if not isinstance(layer, _BatchLayer) or len(cos) != len(hidden):
+        if weights is None or not isinstance(layer, _BatchLayer) or len(cos) != len(hidden):
             return None
         if {hidden.dtype, cos.dtype, sin.dtype} != {weights.dtype}:
             return None

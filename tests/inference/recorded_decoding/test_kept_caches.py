@@ -18,6 +18,7 @@ from moe_families import Family
 from tiny_checkpoints import PROMPT, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, StaticCache, StoppingCriteria
 
+from moe_runtime.inference.device import decode_graphs
 from moe_runtime.inference.device.static_caches import StaticCaches
 from moe_runtime.inference.device.structure import Structure
 
@@ -219,3 +220,44 @@ def test_a_static_cache_that_is_asked_for_is_kept_too(checkpoint: Path, by: str)
         assert recorded(model) is not recordings[0]
     expected = alone(checkpoint, PROMPTS[0]).argmax(-1).T
     assert all(torch.equal(one[:, PROMPTS[0].shape[1] :], expected) for one in found)
+
+
+@emulated
+def test_recordings_of_several_caches_stay_until_their_caches_or_an_expert_goes(
+    checkpoint: Path,
+) -> None:
+    """As a server has them, one for each number of sequences; `generate` between their steps."""
+    made: list[Any] = []
+    replay = decode_graphs.RecordedStep.replay
+
+    def watch(self: Any, call: Any) -> Any:
+        made.extend([self] if self not in made else ())
+        return replay(self, call)
+
+    with loaded(checkpoint) as model, patch.object(decode_graphs.RecordedStep, "replay", watch):
+        caches = [StaticCache(model.config, max_cache_len=40) for _ in range(2)]
+
+        def step(number: int, num_tokens: int = 1) -> None:
+            with torch.no_grad():
+                model(PROMPTS[0][:, :num_tokens], past_key_values=caches[number], use_cache=True)
+
+        for number in (0, 1):
+            step(number, 2)
+        for number in (0, 1, 0, 1, 1, 0):
+            step(number)
+        assert len(made) == 2
+        assert {recorded(model), *recorded(model).others.values()} == {*made}
+        generated(model, PROMPTS[0])
+        assert len(made) == 3
+        for number in (1, 0):
+            step(number)
+        assert len(made) == 3
+        assert made[2] not in {recorded(model), *recorded(model).others.values()}
+        gone = weakref.ref(caches.pop())
+        gc.collect()
+        assert gone() is None
+        assert not recorded(model).others
+        store: Any = experts_modules_of(model)[0].store
+        store.recorded = None  # as where an expert leaves
+        step(0)
+        assert recorded(model) is made[3]

@@ -69,7 +69,8 @@ def _between_products() -> None:
         widths = (heads * dim, key_heads * dim) if is_whole else (dim, dim)
         query_norm, key_norm = (RowNorm(meta(width, dtype=dtype), 1e-6) for width in widths)
         angles, cache = meta(8, dim, dtype=dtype), meta(8, key_heads, 4096, dim, dtype=dtype)
-        rotary_kernel.launch_rotary_step(
-            (query, key, key), (angles, angles), (cache, cache), meta(dtype=torch.int64),
-            (query_norm, key_norm), dim,
-        )  # fmt: skip
+        for place in (meta(dtype=torch.int64), meta(8, dtype=torch.int64)):
+            rotary_kernel.launch_rotary_step(
+                (query, key, key), (angles, angles), (cache, cache), place,
+                (query_norm, key_norm), dim,
+            )  # fmt: skip

@@ -1,0 +1,228 @@
+"""Who decodes in rows on a GPU, where a step is recorded once and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from moe_runtime.serving.caches.kv_account import PIECE, rounded_up
+from moe_runtime.serving.caches.row_memory import RowMemory
+from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.passes import ModelPasses
+from moe_runtime.serving.scheduling import Scheduler
+from moe_runtime.serving.sequences import Failure, Sequence
+
+LEAST_TOKENS = 64
+"""Places of a row; shorter ones are not worth their memory."""
+
+
+class InRow(DynamicCache):
+    """Stands for the cache of a sequence whose keys and values are in a row.
+
+    A sequence is in a row for just as long as this is its cache.
+
+    Attributes:
+        row: where they are.
+    """
+
+    def __init__(self, row: int) -> None:
+        """In a row."""
+        super().__init__()
+        self.row = row
+
+
+def size_of_rows(options: EngineOptions, capacity: int) -> tuple[int, int]:
+    """Rows, and places of each, that take half of the memory for tokens at most.
+
+    Args:
+        options: of the engine.
+        capacity: tokens of all sequences and prefixes.
+
+    Returns:
+        None and none where rows would be too short.
+    """
+    num_rows = min(options.decode_rows, options.most_running, capacity // 2 // LEAST_TOKENS)
+    # exact bits must not depend on who came first
+    if not num_rows or (options.exact and num_rows < options.most_running):
+        return 0, 0
+    return num_rows, capacity // 2 // num_rows // PIECE * PIECE
+
+
+class DecodeRows:
+    """Rows for sequences that decode, with room of their own in the account.
+
+    A sequence whose prompt was read gets a row if one is free, and gives its own room back. It
+    stays there until it ends, loses its cache, or has more tokens than the row has places. Those in
+    rows go on in one pass, the first rows without a gap between them.
+    """
+
+    def __init__(self, passes: ModelPasses, scheduler: Scheduler, options: EngineOptions) -> None:
+        """Takes the room; memory is allocated for the first sequence.
+
+        Args:
+            passes: of the model.
+            scheduler: of the engine.
+            options: likewise.
+        """
+        self._passes, self._scheduler, self._account = passes, scheduler, scheduler.account
+        self._exact = options.exact
+        self._num_rows = self._num_tokens = 0
+        if passes.can_have_rows:
+            self._num_rows, self._num_tokens = size_of_rows(options, self._account.capacity)
+        self._memory: RowMemory | None = None
+        self._held: list[tuple[Sequence, InRow]] = []
+        self._open()
+
+    @property
+    def room(self) -> int:
+        """Tokens that rows take of the account."""
+        return self._account.room_of(self)
+
+    @property
+    def most_request_tokens(self) -> int:
+        """Tokens that a request may have: rows make way for one, unless bits depend on them."""
+        left = self._account.capacity - (self.room if self._exact else 0)
+        return left // PIECE * PIECE
+
+    @property
+    def idle_tokens(self) -> int:
+        """Those of them that are of no sequence."""
+        return max(0, self.room - len(self._held) * self._num_tokens)
+
+    def close(self) -> None:
+        """Gives memory and room back; nobody may be in a row."""
+        self._memory = None
+        self._held.clear()
+        self._account.release(self)
+
+    def divide(self) -> tuple[list[list[Sequence]], list[Sequence]]:
+        """Gives those who decode a row, as far as there are any, or room for one token more.
+
+        Returns:
+            Those in rows, as they go on together, and the others.
+        """
+        waiting = self._scheduler.waiting
+        if not waiting:
+            self._open()
+        elif self.room and not self._exact:
+            self._make_way(rounded_up(len(waiting[0].tokens) + 1))
+        self._admit(self._scheduler.decoding())
+        others = [each for each in self._scheduler.decoding() if not self._has_place_for(each)]
+        others = self._scheduler.make_room(others)
+        for sequence in others:
+            with Failure() as failure:
+                self._take_out(sequence)
+            if failure.has_failed:
+                self._scheduler.preempt(sequence)
+        return self._groups(), [each for each in others if each.cache is not None]
+
+    def look_into(self, sequence: Sequence) -> None:
+        """Has a sequence that ends look at its row as its cache."""
+        if isinstance(sequence.cache, InRow):
+            assert self._memory is not None
+            cache = self._passes.new_cache()
+            row, num_tokens = sequence.cache.row, sequence.num_computed
+            sequence.cache = self._memory.look_into(row, num_tokens, cache)
+
+    def decode(self, group: Items[Sequence]) -> torch.Tensor:
+        """As `ModelPasses.decode`, for neighbouring rows."""
+        assert self._memory is not None
+        assert isinstance(group[0].cache, InRow)
+        tokens = [sequence.tokens[sequence.num_computed] for sequence in group]
+        places = [sequence.num_computed for sequence in group]
+        cache, inputs = self._memory.step(group[0].cache.row, tokens, places)
+        return self._passes.step_of_rows(cache, inputs, group)
+
+    def check(self) -> None:
+        """Proves that rows and sequences agree.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        self._tidy()
+        assert self.room in (0, self._num_rows * self._num_tokens)
+        assert len(self._held) <= (self._num_rows if self.room else 0)
+        for row, (sequence, own) in enumerate(self._held):
+            assert own.row == row
+            assert not self._account.room_of(sequence)
+            assert sequence.num_computed <= self._num_tokens
+
+    def _open(self) -> None:
+        """Takes the room for the rows, if it is free and they have none."""
+        if self._num_rows:
+            self._account.reserve(self, self._num_rows * self._num_tokens)
+
+    def _make_way(self, num_tokens: int) -> None:
+        """Gives all back for one that waits, if it needs more room than is left beside rows."""
+        if num_tokens > self._account.capacity - self.room:
+            self._tidy()
+            for sequence, _ in self._held:
+                self._scheduler.preempt(sequence)
+                self._scheduler.num_preemptions += 1
+            self.close()
+
+    def _admit(self, sequences: Items[Sequence]) -> None:
+        self._tidy()
+        for sequence in sequences:
+            if not self.room or len(self._held) == self._num_rows:
+                return
+            if self._may_enter(sequence):
+                with Failure():  # it stays in its own cache
+                    self._enter(sequence)
+                if self._memory is None:  # there was none
+                    self._num_rows = 0
+                    self.close()
+
+    def _has_place_for(self, sequence: Sequence) -> bool:
+        """Whether a sequence is in a row that has a place for its next token."""
+        return isinstance(sequence.cache, InRow) and sequence.num_computed < self._num_tokens
+
+    def _take_out(self, sequence: Sequence) -> None:
+        """Gives a sequence in a row a cache of its own; nothing happens if it has one."""
+        if isinstance(sequence.cache, InRow):
+            assert self._memory is not None
+            cache = self._passes.new_cache()
+            row, num_tokens = sequence.cache.row, sequence.num_computed
+            sequence.cache = self._memory.read(row, num_tokens, cache)
+
+    def _groups(self) -> list[list[Sequence]]:
+        self._tidy()
+        together = [sequence for sequence, _ in self._held]
+        if self._exact or any(sequence.is_alone for sequence in together):
+            return [[sequence] for sequence in together]
+        return [together] if together else []
+
+    def _tidy(self) -> None:
+        """Frees the rows of those that have left; the last ones move into their places."""
+        for row in reversed(range(len(self._held))):
+            sequence, own = self._held[row]
+            if sequence.cache is own:
+                continue
+            last = self._held[-1]
+            if row < len(self._held) - 1:
+                assert self._memory is not None
+                self._memory.move(last[1].row, row)
+                last[1].row, self._held[row] = row, last
+            self._held.pop()
+
+    def _may_enter(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        whole = len(request.prompt_ids) + request.max_new_tokens
+        return (
+            not isinstance(sequence.cache, InRow)
+            and request.adapter is None
+            and min(whole, sequence.num_computed + PIECE) <= self._num_tokens
+        )
+
+    def _enter(self, sequence: Sequence) -> None:
+        cache = sequence.cache
+        assert cache is not None
+        if self._memory is None:
+            self._memory = self._passes.new_rows(cache, self._num_rows, self._num_tokens)
+        own = InRow(len(self._held))
+        self._memory.write(own.row, cache, sequence.num_computed)
+        self._held.append((sequence, own))
+        sequence.cache, sequence.room = own, 0
+        self._account.release(sequence)
