@@ -1,11 +1,12 @@
 """Tests and measures on a GPU in nine minutes: what `make gpu` runs, in the order of its worth.
 
 One command: `python benchmarks/on_a_gpu.py --results FOLDER`. Tests marked `gpu` come first, then
-decoding and fine-tuning of whole layers, the tests of kernels, layers of experts beside
-transformers', and tiles for this model of GPU. Each part is ended when its time is over, and what
-one leaves of its own is the next one's; whoever has more gives `--times`. Logs, results and tiles
-lie in the folder as soon as a part is over, and a part that fails keeps no other from its turn: the
-exit code is 1 then, and no figure counts before it is known why. `--only` runs some parts.
+decoding of whole layers, the same beside transformers by the suite, fine-tuning, the tests of
+kernels, layers of experts beside transformers', and tiles for this model of GPU. Each part is ended
+when its time is over, and what one leaves of its own is the next one's; whoever has more gives
+`--times`. Logs, results and tiles lie in the folder as soon as a part is over, and a part that
+fails keeps no other from its turn: the exit code is 1 then, and no figure counts before it is known
+why. `--only` runs some parts.
 """
 
 from __future__ import annotations
@@ -54,20 +55,32 @@ def decoding(shape: str, layers: int, seconds: float) -> list[str]:
     return script("device_decode", *words, "--seconds", f"{0.9 * seconds:.0f}")
 
 
+def bench(case: str, *words: str) -> list[str]:
+    """The command of a case of the suite."""
+    return [str(Path(sys.executable).with_name("moe-runtime")), "bench", case, *words]
+
+
+def beside_transformers(shape: str, layers: int) -> list[str]:
+    """The command that measures first tokens and steps on a card of 12 GB."""
+    file = f"benchmarks/results/latency-{shape}-{layers}-layers-cuda.json"
+    words = ("--shape", shape, "--layers", str(layers), "--device", "cuda", "--quick")
+    peer = ("--device-memory", "12GiB", "--peer", "transformers:grouped_mm", "--time", "20")
+    return bench("latency", *words, *peer, "-o", file)
+
+
 def tuning() -> list[str]:
     """The command that chooses tiles."""
-    program = str(Path(sys.executable).with_name("moe-runtime"))
-    words = [word for shape in SHAPES for word in ("--shape", shape)]
-    return [program, "bench", "kernels", "--tune", *words]
+    return bench("kernels", "--tune", *(word for one in SHAPES for word in ("--shape", one)))
 
 
 PARTS = (
     Part("tests-marked-gpu", 85, lambda _: tests("gpu", MARKED)),
-    Part("decode-olmoe-1b-7b", 140, lambda s: decoding("olmoe-1b-7b", 16, s)),
-    Part("decode-qwen3-30b-a3b", 95, lambda s: decoding("qwen3-30b-a3b", 12, s)),
+    Part("decode-olmoe-1b-7b", 95, lambda s: decoding("olmoe-1b-7b", 16, s)),
+    Part("decode-qwen3-30b-a3b", 80, lambda s: decoding("qwen3-30b-a3b", 12, s)),
+    Part("latency-olmoe-1b-7b", 70, lambda _: beside_transformers("olmoe-1b-7b", 4)),
     Part("training", 55, lambda _: script("device_training", "--layers", "2", "--tokens", "8192")),
     Part("tests-of-kernels", 50, lambda _: tests("not gpu", COMPUTING)),
-    Part("kernels", 70, lambda _: script("kernels")),
+    Part("kernels", 60, lambda _: script("kernels")),
     Part("tiles", 25, lambda _: tuning()),
 )
 

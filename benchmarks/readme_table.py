@@ -34,7 +34,9 @@ CAPS = {
     "7GiB": ("llama_cpp",),
 }
 """What is measured beside this project under each cap."""
-OPTIONS = ("--prompt-tokens", "256", "-n", "9", "--time", "1500", "--keep-shape")
+OPTIONS = (
+    *("--device", "cpu", "--prompt-tokens", "256", "-n", "9", "--time", "1500", "--keep-shape"),
+)
 
 Results = dict[str, Any]
 

@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -29,6 +30,10 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(_CACHE.name, "torchinductor
 # Set by CI for the tools it calls; the scripts in benchmarks/, which some tests start, import their
 # neighbours.
 os.environ.pop("PYTHONSAFEPATH", None)
+# Where no bytecode is kept, every process of the suite, and every program that a test starts,
+# compiles this project and its tests anew: that takes as long as most of the tests do.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A suite that a shell runs in the background ignores Ctrl-C, and so would the programs that tests
 # start to interrupt them: what is ignored stays ignored in them, what is handled does not.
@@ -42,6 +47,12 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+# Without a GPU the Triton kernels run in Triton's interpreter, on CPU tensors. Triton looks at this
+# when it is imported, which settings of a folder may do.
+if not _has_cuda():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 # What else chooses by the processor, so that a forced instruction set stands for a machine that has
@@ -103,10 +114,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("suite")
     if config.getoption("--isa") is not None:
         _force_isa(config.getoption("--isa"))
-    # Without a GPU the Triton kernels run in Triton's interpreter, on CPU tensors. Triton looks at
-    # this when it is imported.
-    if not _has_cuda():
-        os.environ["TRITON_INTERPRET"] = "1"
     if not hasattr(config, "workerinput"):
         from warm_python import warm_python_server
 
@@ -140,7 +147,6 @@ def pytest_collection_finish() -> None:
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Start every test from the same random state, whatever ran before it."""
     import random
-    import sys
 
     random.seed(0)
     # Tests of the light rooms must not pay for importing these.

@@ -10,8 +10,8 @@ from typing import Any
 
 from moe_runtime.config import format_bytes
 
-_LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype")
-_TEXT = ("model", "layers", "weights", "prompt_tokens", "new_tokens")
+_LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype", "device")
+_TEXT = ("model", "layers", "weights", "prompt_tokens", "new_tokens", "device")
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "latency": _TEXT,
     "throughput": (*_TEXT, "batch"),
@@ -28,6 +28,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "serve": ("model", "prompt_tokens", "output_tokens", "chat", "ignore_eos"),
 }
 """By case, the settings that say what was measured; other numbers of tokens are in metrics."""
+_CPU = "the CPU"
 _WORDS = {
     "weights": "{} weights",
     "prompt_tokens": "prompts of {} tokens",
@@ -43,6 +44,7 @@ _WORDS = {
     "dim_model": "D={}",
     "dim": "D={}",
     "dim_hidden": "F={}",
+    "device": "on {}",
     "layers": "{} layers",
     "sequences": "{} sequences",
     "context": "of {} tokens",
@@ -67,6 +69,8 @@ def work_of(results: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that say what a results file measured; of several lengths each one once."""
     settings = results["settings"]
     found = {name: settings.get(name) for name in _SETTINGS.get(results["case"], ())}
+    if "device" in found:  # which GPU is the machine's
+        found["device"] = "a GPU" if _is_on_gpu(settings) else _CPU
     return {
         name: _each_once(value) if isinstance(value, list) else value
         for name, value in found.items()
@@ -81,7 +85,7 @@ def work_words(results: Mapping[str, Any]) -> str:
     for name, value in work_of(results).items():
         if name == "layers" and value is not None:
             words.append(_layers(results["settings"]))
-        elif value not in (None, False, []):
+        elif value not in (None, False, [], _CPU):
             shown = " and ".join(map(str, value)) if isinstance(value, list) else str(value)
             words.append(counted(known.get(name, "{}"), shown))
     return ", ".join(words)
@@ -100,6 +104,14 @@ def cap_words(settings: Mapping[str, Any]) -> list[str]:
         return []
     is_size = isinstance(cap, int) and 0 <= cap < 1 << 63  # in a file that somebody wrote, anything
     return [f"memory capped at {format_bytes(cap) if is_size else cap}"]
+
+
+def device_words(results: Mapping[str, Any]) -> str:
+    """Where systems computed."""
+    settings, gpu = results["settings"], results["machine"].get("gpu")
+    if not _is_on_gpu(settings):
+        return f"on {_CPU}"
+    return f"on {settings['device']}" + (f", {gpu}" if gpu else "")
 
 
 def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -131,6 +143,10 @@ def _each_once(values: list[Any]) -> list[Any]:
     """Numbers in their order, each once; of a file that somebody wrote, whatever it has."""
     by_text = {repr(one): one for one in values}
     return [by_text[text] for text in sorted(by_text, key=lambda text: (len(text), text))]
+
+
+def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
+    return str(settings.get("device") or "cpu").partition(":")[0] != "cpu"
 
 
 def _layers(settings: Mapping[str, Any]) -> str:

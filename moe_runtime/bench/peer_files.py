@@ -22,7 +22,12 @@ EXPORTED_PEERS = ("openvino",)
 """Peers that read a folder which another program makes of a checkpoint."""
 TEXT_CASES = ("latency", "throughput")
 """What a peer takes part in that names nothing else."""
-_OPTIONAL: dict[str, Any] = {"VARIANTS": (), "CASES": TEXT_CASES, "FORMATS": ("bf16",)}
+_OPTIONAL: dict[str, Any] = {
+    "VARIANTS": (),
+    "CASES": TEXT_CASES,
+    "FORMATS": ("bf16",),
+    "DEVICES": ("cpu",),
+}
 _WORD = re.compile(r"[\w.-]+")
 
 
@@ -59,7 +64,8 @@ def peer_file(name: str, case: str | None = None) -> Path:
 def describe_peer(file: Path) -> dict[str, Any]:
     """``INSTALL``, ``PACKAGES`` and other constants of a peer's file, which is not run.
 
-    ``VARIANTS``, ``CASES`` and ``FORMATS`` (of experts) are what it has where it says nothing.
+    ``VARIANTS``, ``CASES``, ``FORMATS`` (of experts) and ``DEVICES`` (``cpu``, ``cuda``) are what
+    it has where it says nothing.
 
     Also ``METHODS``, the names of its methods; empty where it inherits some.
 
@@ -101,7 +107,8 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
         case: what it shall take part in.
 
     Raises:
-        ValueError: there is no such peer, variant, interpreter or model.
+        ValueError: there is no such peer, variant, interpreter or model, or it does not compute
+            on the device of the run.
     """
     name, variant, python, model = split_peer(asked)
     file = peer_file(name, case)
@@ -112,6 +119,12 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
         raise ValueError(f"--peer {asked}: takes part in {cases}, not in bench {case}{why}")
     if variant:
         require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
+    device = settings.get("device", "cpu")
+    if device.partition(":")[0] not in described["DEVICES"]:
+        raise ValueError(
+            f"--peer {asked}: computes on {' and '.join(described['DEVICES'])} alone (its DEVICES),"
+            f" and all systems of this run on {device}; leave it out, or give another --device"
+        )
     if python and not Path(python).is_file():
         raise ValueError(f"--peer {asked}: no interpreter {python}")
     if python and not os.access(python, os.X_OK):

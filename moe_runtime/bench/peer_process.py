@@ -36,6 +36,7 @@ class PeerProgram:
         cap_bytes: of all its memory, page cache included; None for no cap.
         failure: why it cannot run, where that is known before it is asked to; else None.
         cache: the folder in the place of the user's for caches; None for the user's.
+        gpus: which ones it sees, as CUDA counts or names them here; None for those of this process.
     """
 
     name: str
@@ -45,6 +46,7 @@ class PeerProgram:
     cap_bytes: int | None = None
     failure: str | None = None
     cache: Path | None = None
+    gpus: str | None = None
 
 
 class PeerProcess:
@@ -141,6 +143,7 @@ def started(
     threads = program.settings["num_threads"]
     command = ["env", f"OMP_NUM_THREADS={threads}", "HF_HUB_OFFLINE=1"]
     command += [] if program.cache is None else [f"XDG_CACHE_HOME={program.cache}"]
+    command += [] if program.gpus is None else [f"CUDA_VISIBLE_DEVICES={program.gpus}"]
     # -P: the folder of host.py is no place to import from.
     command += [str(program.python), "-P", str(_HOST), str(program.file)]
     if not program.python.is_file():

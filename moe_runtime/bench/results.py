@@ -120,9 +120,17 @@ def describe_own_systems(
 
 
 def make_results(
-    case: str, settings: Mapping[str, Any], ended: str, measurements: Sequence[dict[str, Any]]
+    case: str,
+    settings: Mapping[str, Any],
+    ended: str,
+    measurements: Sequence[dict[str, Any]],
+    *,
+    gpu: str | None = None,
 ) -> dict[str, Any]:
-    """The content of a results file; ``command`` is added by whoever knows it."""
+    """The content of a results file; ``command`` is added by whoever knows it.
+
+    ``machine`` says which ``gpu`` systems computed on, where they did.
+    """
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -130,7 +138,7 @@ def make_results(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": "",
         "commit": package_commit(),
-        "machine": describe_machine(),
+        "machine": describe_machine() | ({"gpu": gpu} if gpu else {}),
         "versions": versions(),
         "settings": dict(settings),
         "ended": ended,

@@ -14,6 +14,8 @@ import torch
 from gpu_parts import timed_parts
 from gpu_parts.timed_parts import LATE, Part, run_parts
 
+from moe_runtime.cli.main import main
+
 TESTS = Path(__file__).resolve().parents[1]
 NINE_MINUTES, SETTING_UP = 540, 20
 LONG = 1e9  # seconds: nothing here depends on how fast this machine is
@@ -57,6 +59,17 @@ def test_all_parts_fit_into_nine_minutes() -> None:
         assert not script.startswith("benchmarks/") or (TESTS.parent / script).is_file()
     decode = on_a_gpu.PARTS[names.index("decode-qwen3-30b-a3b")].command(100.0)
     assert decode[decode.index("--seconds") + 1] == "90"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_the_suite_is_called_with_words_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    """All are read before it says that there is no GPU."""
+    commands = [part.command(LONG) for part in on_a_gpu.PARTS]
+    suite = [words[1:] for words in commands if words[1] == "bench"]
+    assert [words[1] for words in suite] == ["latency", "kernels"]
+    for words in suite:
+        assert main(words) == 2
+        assert "torch sees no" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -45,6 +45,9 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
         elif action < 0.4:
             with contextlib.suppress(MoERuntimeError), tiers.device.stream(drawn.randrange(3)):
                 tiers.use_residents(layer)
+        elif action < 0.6:
+            with contextlib.suppress(MoERuntimeError, Interrupted):
+                tiers.use_step(wanted[:3], is_cut=drawn.random() < 0.1)
         else:
             streaming, cut_at = drawn.random() < 0.5, drawn.choice([-1, -1, 1, 2])
             here = tiers.device.stream(drawn.randrange(3))

@@ -45,6 +45,7 @@ BENCH_CASES = {
             "agreement": ("--agreement 0.375", ("agreement", 0.375)),
         },
         dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py")
+        | dict.fromkeys(("device", "device_memory", "misses"), "tests/bench/test_bench_devices.py")
         | dict.fromkeys(("shape", "layers", "keep_shape"), "tests/bench/test_shape_checkpoint.py")
         | {"cap": "tests/bench/test_memory_cap.py"},
     ),
@@ -70,6 +71,7 @@ BENCH_CASES = {
             "agreement": ("--agreement 0.375", ("agreement", 0.375)),
         },
         dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_throughput.py")
+        | dict.fromkeys(("device", "device_memory", "misses"), "tests/bench/test_bench_devices.py")
         | dict.fromkeys(("shape", "layers", "keep_shape"), "tests/bench/test_shape_checkpoint.py")
         | {"cap": "tests/bench/test_memory_cap.py"},
     ),

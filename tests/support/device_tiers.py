@@ -10,6 +10,7 @@ import torch
 from emulated_device import POISON, EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content
 
+from moe_runtime.memory.device.arrivals import use_arriving
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.device.returning import LowerStore, ReturningSource
 from moe_runtime.memory.slab import Slab
@@ -89,6 +90,33 @@ class Tiers:
                     self.device.compute(partial(self._look, ExpertKey(layer, expert), memory))
 
         self.store.launch_residents(layer, launch)
+
+    def use_step(self, wanted: Sequence[ExpertKey], *, is_cut: bool = False) -> list[ExpertKey]:
+        """What a decode step does: residents at once, what is missing behind one copy, and what
+        cannot be had so by a lease. Returns those that were leased."""
+        store = self.store
+
+        def queue(keys: Sequence[ExpertKey]) -> None:
+            for key in keys:
+                memory = store._slab.slot(store._entries[key].slot)
+                self.device.compute(partial(self._look, key, memory))
+                if is_cut:
+                    raise Interrupted
+
+        is_done = False
+        try:
+            found = store.with_residents(
+                wanted[0].layer,
+                lambda found: queue([key for key in wanted if key.expert in found.experts]),
+            )
+            left = [*use_arriving(store, wanted, found, queue)]
+            is_done = True
+        finally:
+            if not is_done:
+                store.let_go()
+        if left:
+            self.use(left, streaming=False)
+        return left
 
     def _look(self, key: ExpertKey, slot: torch.Tensor) -> None:
         self.seen.append((key, slot.unique().tolist()))

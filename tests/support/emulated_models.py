@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference import loading
 from moe_runtime.inference.cpu_misses.computing import open_misses
+from moe_runtime.inference.device.decode_graphs import RecordedStep
 from moe_runtime.inference.device.decoding_model import record_decoding
 from moe_runtime.inference.device.device_experts import DeviceExperts
 from moe_runtime.inference.device.device_stores import experts_on_device, open_device_stores
@@ -42,6 +44,19 @@ class EagerDevice(EmulatedDevice):
     def wait_here(self, event: Any) -> None:
         super().wait_here(event)
         getattr(event, "event", event).synchronize()
+
+
+@contextmanager
+def counted_recordings() -> Iterator[list[int]]:
+    """Has a number for each step that is recorded."""
+    made, make = list[int](), RecordedStep.__init__
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        made.append(len(made))
+        make(*args, **kwargs)
+
+    with patch.object(RecordedStep, "__init__", noted):
+        yield made
 
 
 def map_of(checkpoint: Path, dtype: str = "auto") -> ExpertMap:

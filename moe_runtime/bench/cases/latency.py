@@ -16,9 +16,8 @@ from moe_runtime.bench.cases.text_systems import (
     TextSystem,
     likeliest,
     measure_in_turn,
-    memory_numbers,
 )
-from moe_runtime.bench.peer_process import PeerProcess, PeerProgram, started
+from moe_runtime.bench.peer_process import PeerProcess, PeerProgram
 from moe_runtime.bench.results import Metric
 from moe_runtime.bench.runner import Number, Rules
 
@@ -62,21 +61,12 @@ class LatencySystem(TextSystem):
         Raises:
             PeerFailedError: it ended, or its text differs.
         """
-        plan, given = self._plan, self._given
-        with started(self.program, plan.timeout_s) as process:
-            begun = process.ask("start", settings=self.program.settings)
-            self.versions = begun["versions"]
-            loaded = process.ask("load")
-            _answer(process, plan, 0, given[0])
-            with self.energy.measured() as joules:
-                answers = [_answer(process, plan, n, ids) for n, ids in enumerate(given)]
-            ended = process.ask("end")
+        answers, numbers = self.answers(self._plan, self._given, _answer)
         self.require_same_text([answer["ids"] for answer in answers])
         return {
             "first_token_s": [answer["first_token_s"] for answer in answers],
             "between_tokens_s": [s for answer in answers for s in answer["between_tokens_s"]],
-            **memory_numbers(begun, loaded, answers, ended),
-            **joules,
+            **numbers,
         }
 
 

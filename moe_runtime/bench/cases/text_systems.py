@@ -13,6 +13,7 @@ MEMORY_METRICS = {
     "load_s": Metric("s", is_judged=False),
     "import_s": Metric("s", is_judged=False),
     "peak_rss_bytes": Metric("bytes"),
+    "peak_device_bytes": Metric("bytes"),
     "rss_after_imports_bytes": Metric("bytes", is_judged=False),
     "read_call_bytes": Metric("bytes", is_judged=False),
     "storage_bytes": Metric("bytes", is_judged=False),
@@ -21,6 +22,7 @@ MEMORY_METRICS = {
     **JOULES,
 }
 """What is measured besides speed."""
+_PEAKS = ("peak_rss_bytes", "peak_device_bytes")
 _KERNEL_COUNTS = ("read_call_bytes", "storage_bytes", "major_faults")
 
 
@@ -30,6 +32,7 @@ class TextSystem(ABC):
     Attributes:
         name: the peer's.
         versions: of its packages, once it ran.
+        gpu: that it computed on, once it ran; None for none, or one of which it does not say.
         compared, equal: likeliest tokens in the latest repetition, and how many were as expected.
         energy: measures that of the machine while it answers.
     """
@@ -46,6 +49,7 @@ class TextSystem(ABC):
         """
         self.name = program.name
         self.versions: dict[str, str] = {}
+        self.gpu: str | None = None
         self.compared = self.equal = 0
         self.program, self._expected, self._agreement = program, expected, agreement
         self.energy = EnergyMeter()
@@ -57,6 +61,33 @@ class TextSystem(ABC):
         Raises:
             PeerFailedError: it ended, or its text differs.
         """
+
+    def answers(
+        self, plan: Any, given: Sequence[Any], answer: Callable[..., dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], dict[str, Number]]:
+        """Runs the peer once: it reads the first text untimed, then all of them.
+
+        Args:
+            plan: of the case.
+            given: the texts.
+            answer: as of `likeliest`.
+
+        Returns:
+            What it answered to each, and numbers of memory and energy.
+
+        Raises:
+            PeerFailedError: it ended.
+        """
+        with started(self.program, plan.timeout_s) as process:
+            begun = process.ask("start", settings=self.program.settings)
+            self.versions = begun["versions"]
+            loaded = process.ask("load")
+            answer(process, plan, 0, given[0])
+            with self.energy.measured() as joules:
+                found = [answer(process, plan, number, text) for number, text in enumerate(given)]
+            ended = process.ask("end")
+        self.gpu = ended.get("device_name")
+        return found, {**memory_numbers(begun, loaded, found, ended), **joules}
 
     def require_same_text(self, found: Sequence[list[int]]) -> None:
         """Compares its likeliest tokens with those expected.
@@ -114,7 +145,7 @@ def memory_numbers(
     return {
         "load_s": loaded["load_s"],
         "import_s": begun["start_s"] + loaded["import_s"],
-        "peak_rss_bytes": ended["peak_rss_bytes"],
+        **{name: ended[name] for name in _PEAKS if name in ended},
         "rss_after_imports_bytes": begun["rss_after_imports_bytes"],
         **counts,
         # What was read by calls and did not come from the disk was in the kernel's page cache.
@@ -142,6 +173,7 @@ def measure_in_turn(
         settings,
         ended,
         [_describe(system, found[system.name], metrics) for system in systems],
+        gpu=next((system.gpu for system in systems if system.gpu), None),
     )
 
 

@@ -14,9 +14,8 @@ from moe_runtime.bench.cases.text_systems import (
     TextSystem,
     likeliest,
     measure_in_turn,
-    memory_numbers,
 )
-from moe_runtime.bench.peer_process import PeerProcess, PeerProgram, started
+from moe_runtime.bench.peer_process import PeerProcess, PeerProgram
 from moe_runtime.bench.results import Metric
 from moe_runtime.bench.runner import Number, Rules
 
@@ -72,15 +71,8 @@ class ThroughputSystem(TextSystem):
         Raises:
             PeerFailedError: it ended, reads one sequence at a time, or its text differs.
         """
-        plan, given = self._plan, self._given
-        with started(self.program, plan.timeout_s) as process:
-            begun = process.ask("start", settings=self.program.settings)
-            self.versions = begun["versions"]
-            loaded = process.ask("load")
-            _answer(process, plan, 0, given[0])
-            with self.energy.measured() as joules:
-                answers = [_answer(process, plan, n, ids) for n, ids in enumerate(given)]
-            ended = process.ask("end")
+        plan = self._plan
+        answers, numbers = self.answers(plan, self._given, _answer)
         self.require_same_text([ids for answer in answers for ids in answer["ids"]])
         prompts_s = sum(answer["prompts_s"] for answer in answers)
         steps_s = sum(sum(answer["steps_s"]) for answer in answers)
@@ -93,8 +85,7 @@ class ThroughputSystem(TextSystem):
                 for batch, answer in zip(plan.batches, answers, strict=True)
                 for s in answer["steps_s"]
             ],
-            **memory_numbers(begun, loaded, answers, ended),
-            **joules,
+            **numbers,
         }
 
 

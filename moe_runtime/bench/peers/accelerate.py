@@ -1,59 +1,58 @@
-"""transformers with accelerate: layers that do not fit in memory are read from disk at each use.
-
-Memory for weights is what ``cap_bytes`` leaves, and half of the checkpoint's without one.
-"""
+"""transformers with accelerate: layers that do not fit in memory are read from disk at each use."""
 
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 INSTALL = "pip install torch transformers accelerate"
 PACKAGES = ("torch", "transformers", "accelerate")
+DEVICES = ("cpu", "cuda")
 _CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
-# Interpreter, libraries, and one layer's experts twice, as read and as fused.
-_RESERVED_BYTES = 5 << 29
+_RESERVED_BYTES = 5 << 29  # interpreter, libraries, one layer's experts as read and as fused
 
 
 class Peer:
-    """Needs ``model``, ``num_threads`` and ``cap_bytes``."""
+    """Needs ``model``, ``num_threads``, ``cap_bytes`` and, on a GPU, ``device_memory``."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        import torch
-        import transformers
-
-        torch.set_num_threads(settings["num_threads"])
-        transformers.utils.logging.disable_progress_bar()
-        self._torch, self._settings = torch, settings
-        self._model_class: Any = transformers.AutoModelForCausalLM
+        self._torch, self._api = map(import_module, ("torch", "transformers"))
+        self._torch.set_num_threads(settings["num_threads"])
+        self._api.utils.logging.disable_progress_bar()
+        self._settings, self._device = settings, settings.get("device", "cpu")
         self._folder = tempfile.TemporaryDirectory()
-        self._model: Any = None
-        self._cache: dict[str, Any] = {}
 
     def load(self) -> None:
         """Loads what fits; the rest stays in the checkpoint, or is written to a folder."""
         path, cap = self._settings["model"], self._settings["cap_bytes"]
-        files = Path(path).glob("*.safetensors")
-        room = sum(file.stat().st_size for file in files) // 2 if cap is None else cap
-        room = room if cap is None else max(0, cap - _RESERVED_BYTES)
-        options = {"device_map": "auto", "offload_folder": self._folder.name, "dtype": "auto"}
-        memory = {"cpu": room}
-        self._model = self._model_class.from_pretrained(path, max_memory=memory, **options).eval()
+        sizes = (file.stat().st_size for file in Path(path).glob("*.safetensors"))
+        # without a cap a half, so that the others are read; beside a GPU, all RAM
+        memory: dict[Any, Any] = {"cpu": sum(sizes) // 2}
+        if self._device != "cpu":
+            memory = import_module("accelerate").utils.get_max_memory()
+            wanted = self._settings["device_memory"]
+            share = 0.9 if wanted == "auto" else wanted  # else a share of what is free, or bytes
+            memory[0] = int(share * memory[0]) if isinstance(share, float) else share
+        memory["cpu"] = memory["cpu"] if cap is None else max(0, cap - _RESERVED_BYTES)
+        options = {"device_map": "auto", "max_memory": memory, "offload_folder": self._folder.name}
+        self._model = self._api.AutoModelForCausalLM.from_pretrained(path, dtype="auto", **options)
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
         """Forgets everything, reads prompts of one length, returns the likeliest next ids."""
-        self._cache = {}
-        return self._forward(self._torch.tensor(prompts))
+        self._cache: dict[str, Any] = {}
+        return self._forward(prompts)
 
     def step_batch(self, tokens: list[int]) -> list[int]:
         """Appends a token to each sequence, returns the likeliest next ones."""
-        return self._forward(self._torch.tensor(tokens)[:, None])
+        return self._forward([[token] for token in tokens])
 
     def close(self) -> None:
         """Frees the weights and what was written."""
-        self._model, self._cache = None, {}
         self._folder.cleanup()
+        vars(self).clear()
 
-    def _forward(self, tokens: Any) -> list[int]:
+    def _forward(self, rows: list[list[int]]) -> list[int]:
+        tokens = self._torch.tensor(rows, device=self._device)
         with self._torch.inference_mode():
             output = self._model(tokens, use_cache=True, **self._cache)
         self._cache = {name: output[name] for name in output.keys() & _CACHE_NAMES}

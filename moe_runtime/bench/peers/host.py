@@ -11,7 +11,7 @@ Requests, each answered by one line:
     {"do": "load_experts", "folder": F}                     hands it a layer of experts
     {"do": "experts", "folder": F, "tokens": T, "block_s": S}    times calls, or writes a result
     {"do": "train", "windows": [[...], ...]}                an optimizer step, timed
-    {"do": "end"}                                           its peak of memory; frees the model
+    {"do": "end"}                                           its peaks of memory; frees the model
 An error is answered as {"error": "..."}, and ends it.
 """
 
@@ -95,7 +95,7 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
             loss = float(peer.train(asked["windows"]))
             found = {"loss": loss, "seconds": time.perf_counter() - begin}
         else:
-            found = {"peak_rss_bytes": _status_bytes("VmHWM")}
+            found = {"peak_rss_bytes": _status_bytes("VmHWM"), **device_facts()}
             peer.close()
         answers.write(json.dumps(found) + "\n")
         answers.flush()
@@ -250,6 +250,18 @@ def time_block(run: Callable[[int], object], block_s: float) -> list[float]:
         run(index + 1)
         samples.append(time.perf_counter() - start)
     return samples
+
+
+def device_facts() -> dict[str, Any]:
+    """``device_name`` of the GPU that torch computed on in this process, ``peak_device_bytes`` of
+    its tensors there; nothing where it did not."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return {}
+    peaks = {cuda.max_memory_allocated(index): index for index in range(cuda.device_count())}
+    peak = max(peaks, default=0)
+    name = cuda.get_device_name(peaks[peak]) if peak else None
+    return {"device_name": name, "peak_device_bytes": peak} if peak else {}
 
 
 def _read(peer_file: str) -> Any:

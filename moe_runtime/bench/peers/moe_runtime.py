@@ -1,10 +1,12 @@
 """This project: experts stream from the checkpoint; as a peer, another version or a packed copy."""
 
+from importlib import import_module
 from typing import Any
 
 INSTALL = "pip install moe-runtime"
 PACKAGES = ("moe-runtime", "torch", "transformers")
 VARIANTS = ("int8", "planes")
+DEVICES = ("cpu", "cuda")
 _OPTIONS = {"int8": {"activations": "int8"}, "planes": {"cache_code": "planes"}, None: {}}
 _CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
 
@@ -13,34 +15,32 @@ class Peer:
     """Needs ``model`` and ``num_threads``; what else it is given goes to ``moe_runtime.load``."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        import torch
-
-        import moe_runtime
-
-        names = ("model", "num_threads", "cap_bytes", "variant")
-        given = {name: value for name, value in settings.items() if name not in names}
-        self._options = given | _OPTIONS[settings.get("variant")]
-        torch.set_num_threads(settings["num_threads"])
-        self._torch, self._load, self._model_path = torch, moe_runtime.load, settings["model"]
-        self._model: Any = None
-        self._cache: dict[str, Any] = {}
-        self._mask: Any = None
+        self._torch, self._api = map(import_module, ("torch", "moe_runtime"))
+        names = settings.keys() - {"model", "num_threads", "cap_bytes", "variant"}
+        self._options = {name: settings[name] for name in names} | _OPTIONS[settings.get("variant")]
+        self._torch.set_num_threads(settings["num_threads"])
+        self._path, self._cache = settings["model"], dict[str, Any]()
 
     def load(self) -> None:
         """Loads what is resident; experts come when they are routed to."""
-        self._model = self._load(self._model_path, **self._options)
+        self._model = self._api.load(self._path, **self._options)
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
         """Forgets everything, reads prompts side by side, returns the likeliest next ids."""
         width = max(map(len, prompts))  # shorter ones are filled up in front
         rows = [[-1] * (width - len(ids)) + ids for ids in prompts]
         tokens = self._torch.tensor(rows, device=self._model.device)
-        self._cache, self._mask = {}, (tokens >= 0).long()
+        self._mask = (tokens >= 0).long() if min(map(len, prompts)) < width else None
+        room, count = self._options["max_tokens"] // len(prompts), len(prompts)
+        on_gpu = getattr(self._model, "new_cache", None)  # a static one: its steps are recorded
+        with self._torch.inference_mode():
+            self._cache = on_gpu(count, room, self._cache) if on_gpu else {}
         return self._forward(tokens.clamp(min=0))
 
     def step_batch(self, tokens: list[int]) -> list[int]:
         """Appends a token to each sequence, returns the likeliest next ones."""
-        self._mask = self._torch.nn.functional.pad(self._mask, (0, 1), value=1)
+        if self._mask is not None:
+            self._mask = self._torch.nn.functional.pad(self._mask, (0, 1), value=1)
         return self._forward(self._torch.tensor(tokens, device=self._model.device)[:, None])
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Peer:
 
     def _forward(self, tokens: Any) -> list[int]:
         more = {}
-        if not self._mask.all():
+        if self._mask is not None:
             places = (self._mask.cumsum(-1) - 1).clamp(min=0)
             more = {"attention_mask": self._mask, "position_ids": places[:, -tokens.shape[1] :]}
         with self._torch.inference_mode():

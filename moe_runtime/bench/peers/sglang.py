@@ -10,6 +10,7 @@ from typing import Any
 
 INSTALL = "pip install sglang"
 PACKAGES = ("sglang", "torch")
+DEVICES = ("cpu", "cuda")
 
 
 class Peer:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-INSTALL = "pip install torch transformers"
+INSTALL = "pip install torch transformers accelerate"  # accelerate: on a GPU alone
 PACKAGES = ("torch", "transformers")
 VARIANTS = ("eager", "grouped_mm")
+DEVICES = ("cpu", "cuda")
 _CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
 
 
@@ -17,13 +18,12 @@ class Peer:
 
         torch.set_num_threads(settings["num_threads"])
         transformers.utils.logging.disable_progress_bar()
-        variant = settings["variant"]
+        variant, self._device = settings["variant"], settings.get("device", "cpu")
         self._options = {} if variant is None else {"experts_implementation": variant}
+        if self._device != "cpu":
+            self._options["device_map"] = self._device
         self._torch, self._model_path = torch, settings["model"]
         self._model_class: Any = transformers.AutoModelForCausalLM
-        self._model: Any = None
-        self._cache: dict[str, Any] = {}
-        self._mask: Any = None
 
     def load(self) -> None:
         """Loads all weights in the type of the checkpoint."""
@@ -32,25 +32,26 @@ class Peer:
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
         """Forgets everything, reads prompts side by side, returns the likeliest next ids."""
-        # Shorter ones are filled up in front.
-        width = max(map(len, prompts))
+        width = max(map(len, prompts))  # shorter ones are filled up in front
         rows = [[-1] * (width - len(ids)) + ids for ids in prompts]
-        tokens = self._torch.tensor(rows)
-        self._cache, self._mask = {}, (tokens >= 0).long()
+        tokens = self._torch.tensor(rows, device=self._device)
+        self._mask = (tokens >= 0).long() if min(map(len, prompts)) < width else None
+        self._cache: dict[str, Any] = {}
         return self._forward(tokens.clamp(min=0))
 
     def step_batch(self, tokens: list[int]) -> list[int]:
         """Appends a token to each sequence, returns the likeliest next ones."""
-        self._mask = self._torch.nn.functional.pad(self._mask, (0, 1), value=1)
-        return self._forward(self._torch.tensor(tokens)[:, None])
+        if self._mask is not None:
+            self._mask = self._torch.nn.functional.pad(self._mask, (0, 1), value=1)
+        return self._forward(self._torch.tensor(tokens, device=self._device)[:, None])
 
     def close(self) -> None:
         """Frees the weights."""
-        self._model, self._cache = None, {}
+        vars(self).clear()
 
     def _forward(self, tokens: Any) -> list[int]:
         more = {}
-        if not self._mask.all():
+        if self._mask is not None:
             places = (self._mask.cumsum(-1) - 1).clamp(min=0)
             more = {"attention_mask": self._mask, "position_ids": places[:, -tokens.shape[1] :]}
         with self._torch.inference_mode():

@@ -10,6 +10,7 @@ from typing import Any
 
 INSTALL = "pip install vllm"
 PACKAGES = ("vllm", "torch")
+DEVICES = ("cpu", "cuda")
 
 
 class Peer:

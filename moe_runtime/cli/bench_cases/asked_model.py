@@ -228,6 +228,7 @@ def common_settings(
     prompts: Sequence[list[int]],
     num_new: int,
     cap: int | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Settings of every system."""
     from moe_runtime.lab.this_machine import num_usable_cores
@@ -237,18 +238,16 @@ def common_settings(
         "num_threads": threads or num_usable_cores(),
         "max_tokens": max(map(len, prompts)) + num_new,
         "cap_bytes": cap,
+        "device": device,
     }
 
 
-def own_settings(
-    of_all: Mapping[str, Any], host_memory: str, policy: str, prefetch: str
-) -> dict[str, Any]:
+def own_settings(of_all: Mapping[str, Any], **options: int | float | str) -> dict[str, Any]:
     """Settings of this project: those of every system that it takes, and its options.
 
     Args:
         of_all: as ``common_settings`` returns them.
-        host_memory, policy, prefetch: see the options.
+        options: of ``moe_runtime.load``.
     """
-    taken = {name: of_all[name] for name in ("model", "num_threads", "max_tokens")}
-    options = {"host_memory": host_memory, "policy": policy, "prefetch": prefetch}
-    return {**taken, **options, "device": "cpu"}
+    taken = ("model", "num_threads", "max_tokens", "device")
+    return {**{name: of_all[name] for name in taken}, **options}

@@ -11,6 +11,7 @@ MEMORY_ROWS = {
     "load without imports": "load_s",
     "imports": "import_s",
     "peak memory": "peak_rss_bytes",
+    "peak memory of the GPU": "peak_device_bytes",
     "after imports": "rss_after_imports_bytes",
     "read by calls": "read_call_bytes",
     "of these from the page cache": "page_cache_bytes",

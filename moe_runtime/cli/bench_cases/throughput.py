@@ -17,6 +17,7 @@ from moe_runtime.cli.bench_cases.asked_model import (
     require_one_model,
     split_off,
 )
+from moe_runtime.cli.bench_cases.chosen_device import choose_device
 from moe_runtime.cli.bench_cases.tables import MEMORY_ROWS, show_systems
 from moe_runtime.cli.console import Session, quiet_transformers
 from moe_runtime.cli.prompts import read_prompts
@@ -54,7 +55,10 @@ def bench_throughput(
     prompts: shared.Prompts = None,
     prompt_tokens: shared.PromptTokens = 64,
     max_new_tokens: NewTokens = None,
+    device: options.Device = "auto",
     host_memory: options.HostMemory = "auto",
+    device_memory: options.DeviceMemory = "auto",
+    misses: options.Misses = "device",
     policy: options.Policy = "auto",
     prefetch: options.Prefetch = "auto",
     threads: shared.Threads = None,
@@ -78,6 +82,7 @@ def bench_throughput(
     session.begin(debug=debug, as_json=as_json)
     require_one_model(model, shape, layers, keep=keep_shape)
     parse_budget(host_memory, name="--host-memory")
+    place = choose_device(ctx, device, device_memory)
     if prompts is not None:
         words = "has no effect where --prompts says what to ask"
         refuse_given(ctx, {"prompt_tokens", "batches"}, words)
@@ -86,7 +91,7 @@ def bench_throughput(
     from moe_runtime.bench.peer_files import find_peers, our_program
 
     # Who is unknown is refused before anything is read.
-    peers = find_peers(peer or (), {}, "throughput")
+    peers = place.seen_by(find_peers(peer or (), {"device": place.setting}, "throughput"))
     shared.check_results(output, peers)
     quiet_transformers(session)
     from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
@@ -112,11 +117,18 @@ def bench_throughput(
             agreement=agreement,
             continuations=None if after is None else in_batches(after, batch),
         )
-        of_all = common_settings(asked.path, threads, given, num_new, limit)
+        of_all = common_settings(asked.path, threads, given, num_new, limit, place.setting)
         of_all["max_tokens"] *= min(batch, len(given))
-        ours = own_settings(of_all, host_memory, policy, prefetch)
+        ours = own_settings(
+            of_all,
+            host_memory=host_memory,
+            device_memory=place.memory,
+            misses=misses,
+            policy=policy,
+            prefetch=prefetch,
+        )
         programs = [our_program(ours, limit), *find_peers(peer or (), of_all | ours, "throughput")]
-        measured, *beside = asked.with_files(programs)
+        measured, *beside = asked.with_files(place.seen_by(programs))
         with stop_on_signals(shared.STOPPING) as stop:
             results = measure_throughput(
                 measured,
@@ -127,6 +139,7 @@ def bench_throughput(
                 settings={
                     **{name: value for name, value in ours.items() if name != "model"},
                     **asked.facts,
+                    "device": place.name,
                     "cap_bytes": limit,
                     "batch": batch,
                     "prompt_tokens": [len(one) for one in given],
@@ -148,10 +161,10 @@ def in_batches(ids: Sequence[list[int]], size: int) -> list[list[list[int]]]:
 
 def show_throughput(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
-    from moe_runtime.bench.measured_work import cap_words, counted, model_words
+    from moe_runtime.bench.measured_work import cap_words, counted, device_words, model_words
 
     settings = results["settings"]
     batch = counted("{} sequences", settings["batch"])
     title = f"throughput of {model_words(settings)}, {batch} side by side"
-    title = ", ".join([title, *cap_words(settings)])
+    title = ", ".join([title, device_words(results), *cap_words(settings)])
     show_systems(results, title, _SPREADS, _SINGLES, "likeliest tokens equal")

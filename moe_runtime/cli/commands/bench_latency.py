@@ -16,6 +16,7 @@ from moe_runtime.cli.bench_cases.asked_model import (
     require_one_model,
     split_off,
 )
+from moe_runtime.cli.bench_cases.chosen_device import choose_device
 from moe_runtime.cli.bench_cases.tables import MEMORY_ROWS, show_systems
 from moe_runtime.cli.console import Session, quiet_transformers
 from moe_runtime.cli.prompts import read_prompts
@@ -42,7 +43,10 @@ def bench_latency(
     prompts: shared.Prompts = None,
     prompt_tokens: shared.PromptTokens = 64,
     max_new_tokens: NewTokens = None,
+    device: options.Device = "auto",
     host_memory: options.HostMemory = "auto",
+    device_memory: options.DeviceMemory = "auto",
+    misses: options.Misses = "device",
     policy: options.Policy = "auto",
     prefetch: options.Prefetch = "auto",
     threads: shared.Threads = None,
@@ -67,6 +71,7 @@ def bench_latency(
     session.begin(debug=debug, as_json=as_json)
     require_one_model(model, shape, layers, keep=keep_shape)
     parse_budget(host_memory, name="--host-memory")
+    place = choose_device(ctx, device, device_memory)
     if prompts is not None:
         refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
     texts = None if prompts is None else read_prompts(None, None, prompts)
@@ -74,7 +79,7 @@ def bench_latency(
     from moe_runtime.bench.peer_files import find_peers, our_program
 
     # Who is unknown is refused before anything is read.
-    peers = find_peers(peer or (), {})
+    peers = place.seen_by(find_peers(peer or (), {"device": place.setting}))
     shared.check_results(output, peers)
     quiet_transformers(session)
     from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
@@ -95,10 +100,17 @@ def bench_latency(
     with about_model as asked:
         given, after = split_off(asked.ids, num_after) if shape else (asked.ids, None)
         plan = LatencyPlan(prompts=given, num_new=num_new, agreement=agreement, continuations=after)
-        of_all = common_settings(asked.path, threads, plan.prompts, num_new, limit)
-        ours = own_settings(of_all, host_memory, policy, prefetch)
+        of_all = common_settings(asked.path, threads, plan.prompts, num_new, limit, place.setting)
+        ours = own_settings(
+            of_all,
+            host_memory=host_memory,
+            device_memory=place.memory,
+            misses=misses,
+            policy=policy,
+            prefetch=prefetch,
+        )
         programs = [our_program(ours, limit), *find_peers(peer or (), of_all | ours)]
-        measured, *beside = asked.with_files(programs)
+        measured, *beside = asked.with_files(place.seen_by(programs))
         with stop_on_signals(shared.STOPPING) as stop:
             results = measure_latency(
                 measured,
@@ -109,6 +121,7 @@ def bench_latency(
                 settings={
                     **{name: value for name, value in ours.items() if name != "model"},
                     **asked.facts,
+                    "device": place.name,
                     "cap_bytes": limit,
                     "prompt_tokens": [len(ids) for ids in plan.prompts],
                     "new_tokens": plan.num_new,
@@ -124,8 +137,9 @@ def bench_latency(
 
 def show_latency(results: dict[str, Any]) -> None:
     """Prints a column for each system."""
-    from moe_runtime.bench.measured_work import cap_words, model_words
+    from moe_runtime.bench.measured_work import cap_words, device_words, model_words
 
     settings = results["settings"]
-    title = ", ".join([f"latency of {model_words(settings)}", *cap_words(settings)])
+    words = [f"latency of {model_words(settings)}", device_words(results), *cap_words(settings)]
+    title = ", ".join(words)
     show_systems(results, title, _SPREADS, MEMORY_ROWS, "likeliest tokens equal")

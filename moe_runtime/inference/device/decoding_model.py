@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -188,6 +188,31 @@ class RecordedDecoding:
             and not any(getattr(config, name) for name in _NOT_AHEAD)
             and not given.get("synced_gpus")
         )
+
+    def new_cache(
+        self, num_sequences: int, num_tokens: int, last: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A static cache as `generate` takes it, for who calls the model in a loop of their own.
+
+        Steps with it are recorded. Tensors of inference mode are used again within it alone.
+
+        Args:
+            num_sequences: that it is filled for.
+            num_tokens: of each, those to come included.
+            last: what was returned before, whose tokens are no longer wanted: where it is as large,
+                its memory and what was recorded with it are used again.
+
+        Returns:
+            The cache, by the name of the argument; nothing where a model keeps something else than
+            keys and values of all tokens, or cannot have them in one place.
+        """
+        name = cache_name(cast(Any, self).forward)
+        self._caches.give_back(last.get(name))
+        if not getattr(self, "_can_compile_fullgraph", False):
+            return {}
+        most = cast(Any, self)._max_tokens // num_sequences
+        cache = self._caches.take(cast(Any, self).config, num_sequences, num_tokens, most)
+        return {} if cache is None else {name: cache}
 
     def knows_positions(self, cache: Any) -> bool:
         """Whether steps of this cache, which is static, need nothing but the last tokens."""

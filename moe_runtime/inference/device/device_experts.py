@@ -17,6 +17,7 @@ from moe_runtime.inference.expert_layer import OffloadedExperts, is_kernels
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
+from moe_runtime.memory.device.arrivals import use_arriving
 from moe_runtime.memory.device.device import Event, Told
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.device.residents import Residents
@@ -186,7 +187,7 @@ class DeviceExperts(OffloadedExperts):
             if store.count_residents(residents, ids, found.copied, found.used):
                 return
         experts = self.experts_of(found.ids_TK)
-        keys = [self._keys[expert] for expert in experts]
+        keys: Sequence[ExpertKey] = [self._keys[expert] for expert in experts]
         routing = LayerRouting(self.layer, keys, *routed)
         if found.values_TD is not None:
             rows = self.rows_of(found.ids_TK)
@@ -194,7 +195,14 @@ class DeviceExperts(OffloadedExperts):
         elif keys:
             if self.misses is not None and not residents.experts.issuperset(experts):
                 self.misses.speeds.rested()
-            self._compute(routing, partial(self._add, store, products, residents.experts))
+            if not self.listeners.demanded and (
+                len(found.ids_TK) == 1 or len(keys) <= store.share(self.layer)
+            ):
+                queue = partial(self._launch_arrived, store, products)
+                keys = use_arriving(store, keys, residents, queue)
+            if keys:
+                add = partial(self._add, store, products, residents.experts)
+                self._compute(routing._replace(keys=keys), add)
 
     def keys_of_rows(self, ids_TK: torch.Tensor) -> list[ExpertKey]:
         """The experts of a step, those wanted most last."""
@@ -236,7 +244,12 @@ class DeviceExperts(OffloadedExperts):
     ) -> None:
         arrived = [key for key, _ in group if key.expert not in residents]
         if arrived:
-            products.add(store.stack_of(arrived, products.arrived_E))
+            self._launch_arrived(store, products, arrived)
+
+    def _launch_arrived(
+        self, store: DeviceStore[ExpertWeights], products: Sums, arrived: Sequence[ExpertKey]
+    ) -> None:
+        products.add(store.stack_of(arrived, products.arrived_E))
 
     def _compute_planned(
         self,

@@ -62,9 +62,10 @@ class DeviceStacks:
 
     def stack(
         self, layer: int, slots: Slots, into: Tensor | None = None
-    ) -> StackedExperts | QuantizedExperts:
+    ) -> StackedExperts | QuantizedExperts | None:
         """As ``SlotStacks.stack``."""
-        return self.stack_over(layer, self._device.upload(slots, into))
+        table = self._device.upload(slots, into)
+        return self.stack_over(layer, table) if into is None else None
 
     def stack_over(self, layer: int, table: Tensor) -> StackedExperts | QuantizedExperts:
         """As ``SlotStacks.stack_over``."""

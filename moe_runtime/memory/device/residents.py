@@ -32,7 +32,8 @@ class SlotStacks(Protocol):
         Args:
             layer: of the experts.
             slots: of each expert of the layer.
-            into: memory of the device for them, ``[E]`` int32; new memory if omitted.
+            into: memory of the device for them, ``[E]`` int32, over which a stack was made before
+                and none is now; new memory if omitted.
         """
         ...
 

@@ -15,11 +15,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from emulated_models import bring_all, emulated, load_on_emulated_device
+from emulated_models import (
+    bring_all,
+    counted_recordings,
+    emulated,
+    load_on_emulated_device,
+)
 from tiny_checkpoints import PROMPT
 from transformers.generation.streamers import BaseStreamer
 
-from moe_runtime.inference.device.decode_graphs import RecordedStep
 from moe_runtime.inference.device.decode_loop import _TokenSelection
 from moe_runtime.inference.device.static_caches import StaticCaches
 from moe_runtime.memory.changes import Changes
@@ -41,18 +45,6 @@ def loaded(checkpoint: Path, slots: int, *, is_recorded: bool = True) -> Iterato
             bring_all(model)
         yield model
         model.moe.check()
-
-
-@contextmanager
-def counted_recordings() -> Iterator[list[int]]:
-    made, make = list[int](), RecordedStep.__init__
-
-    def noted(*args: Any, **kwargs: Any) -> None:
-        made.append(len(made))
-        make(*args, **kwargs)
-
-    with patch.object(RecordedStep, "__init__", noted):
-        yield made
 
 
 def flip_logits(model: Any) -> None:

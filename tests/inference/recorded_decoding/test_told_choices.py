@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from emulated_models import emulated, load_on_emulated_device
+from emulated_models import (
+    emulated,
+    experts_modules_of,
+    load_on_emulated_device,
+    settle,
+)
 from tiny_checkpoints import PROMPT
 from transformers import StaticCache
 
+from moe_runtime.inference.device import device_experts
 from moe_runtime.inference.steps import LayerRouting, Listener
+from moe_runtime.memory.device.arrivals import use_arriving
 
 pytest.importorskip("triton")
 NUM_EXPERTS, STEPS = 6, 5
@@ -64,3 +72,28 @@ def test_listeners_and_counters_are_told_what_they_are_without_a_recording(
     assert ways[0][1] == ways[1][1]
     assert len(ways[0][1]) == 2 * STEPS
     assert ways[0][2] == ways[1][2]
+
+
+@emulated
+def test_a_step_that_lacks_experts_leases_none_that_lie_in_the_host_s_memory(
+    checkpoint: Path,
+) -> None:
+    """Two layers of six experts, four of which have slots, and five a place below."""
+    model = load_on_emulated_device(checkpoint, slots_a_layer=4)
+    store: Any = experts_modules_of(model)[0].store
+    outcomes = list[tuple[int, int]]()
+
+    def noted(store: Any, keys: Any, residents: Any, launch: Any) -> Any:
+        left = use_arriving(store, keys, residents, launch)
+        outcomes.append((len({key.expert for key in keys} - residents.experts), len(left)))
+        return left
+
+    with model.moe, torch.no_grad(), patch.object(device_experts, "use_arriving", noted):
+        cache = StaticCache(model.config, max_cache_len=40)
+        model(PROMPT[:, :3], past_key_values=cache, use_cache=True)
+        for step in range(20):
+            model(torch.full((1, 1), step), past_key_values=cache, use_cache=True)
+            settle(model)
+        assert any(num_missing and not num_left for num_missing, num_left in outcomes)
+        model.moe.check()
+        assert store.stats().misses >= sum(num_missing for num_missing, _ in outcomes)

@@ -1,10 +1,10 @@
 """Repairs to Triton's interpreter, which multiplies bf16 as if it were integers and truncates it.
 
 Hardware does neither: products of bf16 are exact in fp32, and conversions round to nearest even.
-It also prepares the language anew for every call of a function by another, describes the shape of
+It also prepares the language anew for every launch and for every call of a function by another,
+works out at every call what a builtin does with the types of its operands, describes the type of
 every value anew, and computes sums of integers a second time for a check that it leaves out. That
-takes longer than what most functions compute; here it is done once for a kernel, once for a shape,
-and not at all.
+takes far longer than what most functions compute; here it is done once, or not at all.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,83 +54,81 @@ def repair_interpreter() -> None:
     builder.bf16_is_repaired = True
     _prepare_the_language_once(interpreter)
     _describe_types_once(interpreter)
+    _launch_on_the_host(interpreter)
 
 
 def _prepare_the_language_once(interpreter: Any) -> None:
-    """In calls between functions of one kernel, for each module that they know it by."""
-    prepare, call = interpreter._patch_lang, interpreter.InterpretedFunction.__call__
-    prepared: set[ModuleType] = set()
-
-    def begin(fn: Any) -> Any:
-        prepared.clear()
-        prepared.update(_languages_of(fn))
-        return prepare(fn)
-
-    def prepare_what_is_not(fn: Any) -> None:
-        found = _languages_of(fn)
-        if not found <= prepared:
-            prepare(fn)
-            prepared.update(found)
-
-    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # what the interpreter's own call would prepare for itself
-        interpreter._patch_lang = prepare_what_is_not
-        try:
-            return call(self, *args, **kwargs)
-        finally:
-            interpreter._patch_lang = begin
-
-    interpreter._patch_lang = begin
-    interpreter.InterpretedFunction.__call__ = call_function
-
-
-@functools.cache
-def _languages_of(fn: Any) -> frozenset[ModuleType]:
-    """The modules of the language that a function knows."""
+    """For all kernels, whatever names they know it by."""
     import triton.language as tl
+    from remembered_builtins import remembered
 
-    return frozenset(
-        value
-        for value in fn.__globals__.values()
-        if inspect.ismodule(value) and value in (tl, tl.core)
-    )
+    everything = SimpleNamespace(__globals__={"language": tl, "core": tl.core})
+    builtins = dict[int, Any]()
+    for where, name, before in interpreter._patch_lang(everything)._changes:
+        if tl.core.is_builtin(before):
+            prepared = builtins.setdefault(id(before), remembered(getattr(where, name)))
+            setattr(where, name, prepared)
+    nothing_to_restore = interpreter._LangPatchScope()
+    interpreter._patch_lang = lambda fn: nothing_to_restore
+
+
+def _launch_on_the_host(interpreter: Any) -> None:
+    """Without copies of arguments, which lie there already."""
+    convert, builder = interpreter._implicit_cvt, interpreter.interpreter_builder
+    signature = functools.cache(inspect.signature)
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = signature(self.fn).parameters
+        kwargs = {name: value for name, value in kwargs.items() if name in names}
+        bound = signature(self.fn).bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = {
+            name: value if name in self.constexprs else convert(value)
+            for name, value in bound.arguments.items()
+        }
+        grid = self.grid(arguments) if callable(self.grid) else self.grid
+        builder.set_grid_dim(*grid, *(1,) * (3 - len(grid)))
+        try:
+            for place in itertools.product(*map(range, builder.grid_dim)):
+                builder.set_grid_idx(*place)
+                self.fn(**arguments)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.GridExecutor.__call__ = launch
 
 
 def _describe_types_once(interpreter: Any) -> None:
-    """Values of one shape share its description: equal shapes are mostly the same object."""
-    import triton.language.core as core
+    """Types that are equal are one, and values of a type share its description."""
+    import triton.language as tl
+    from triton.language import core
 
-    builder, semantic = interpreter.interpreter_builder, type(interpreter.interpreter_semantic)
+    builder = interpreter.interpreter_builder
     # a check that calls an assertion on the device, which debug mode alone has
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    describe, broadcast = core.block_type.__init__, semantic.broadcast_impl_value
+    describe = core.block_type.__init__
     numpy_dtype, numpy_dtypes = interpreter._get_np_dtype, {}
+    blocks = dict[Any, Any]()
 
-    @functools.cache
-    def shape_of_types(*lengths: int) -> tuple[Any, int]:
-        sample = core.block_type.__new__(core.block_type)
-        describe(sample, core.int32, list(lengths))
-        return sample.shape, sample.numel
-
-    @functools.cache
-    def shape_of_values(*lengths: int) -> tuple[Any, Any]:
-        constants = [core.constexpr(length) for length in lengths]
-        return core.tuple(constants), core.constexpr(math.prod(lengths))
-
-    def describe_block(self: Any, element_ty: Any, shape: Any) -> None:
-        lengths = map(core._unwrap_if_constexpr, core._unwrap_if_constexpr(shape))
-        self.element_ty = element_ty
-        self.shape, self.numel = shape_of_types(*lengths)
-        self.name = f"<{self.shape.values}, {element_ty}>"
+    def make_block(cls: Any, element_ty: Any, shape: Any) -> Any:
+        lengths = tuple(map(core._unwrap_if_constexpr, core._unwrap_if_constexpr(shape)))
+        key = cls, id(element_ty), lengths
+        if key not in blocks:
+            block = object.__new__(cls)
+            describe(block, element_ty, shape)
+            blocks[key] = block
+        return blocks[key]
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shape_of_values(*(type.shape.values if type.is_block() else ()))
-
-    def broadcast_what_differs(self: Any, lhs: Any, rhs: Any) -> Any:
-        shapes = getattr(lhs.type, "shape", None), getattr(rhs.type, "shape", None)
-        return (lhs, rhs) if shapes[0] is shapes[1] else broadcast(self, lhs, rhs)
+        self.handle, self.type = handle, type
+        try:
+            self.dtype, self.shape, self.numel = type.of_tensors
+        except AttributeError:
+            lengths = [core.constexpr(length) for length in type.shape] if type.is_block() else []
+            numel = core.constexpr(math.prod(length.value for length in lengths))
+            type.of_tensors = type.scalar, core.tuple(lengths), numel
+            self.dtype, self.shape, self.numel = type.of_tensors
 
     def numpy_dtype_of(dtype: Any) -> Any:
         name = dtype.scalar.name
@@ -137,9 +136,17 @@ def _describe_types_once(interpreter: Any) -> None:
             numpy_dtypes[name] = numpy_dtype(dtype.scalar)
         return numpy_dtypes[name]
 
-    core.block_type.__init__, core.tensor.__init__ = describe_block, make_tensor
-    semantic.broadcast_impl_value = broadcast_what_differs
+    def make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > 1 and data.itemsize * 8 > getattr(dtype, "primitive_bitwidth", 64):
+            raise ValueError(f"{data.dtype} is wider than {dtype}")
+
+    interpreter.TensorHandle.__init__ = make_handle
+    core.block_type.__new__ = make_block
+    core.block_type.__init__ = lambda self, element_ty, shape: None
+    core.tensor.__init__ = make_tensor
     interpreter._get_np_dtype = numpy_dtype_of
+    tl.str_to_ty = functools.cache(tl.str_to_ty)
 
 
 def widen(bits: np.ndarray) -> np.ndarray:

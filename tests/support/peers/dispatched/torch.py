@@ -1,11 +1,17 @@
 """Stands in for torch where a peer only hands lists to a model and takes the largest logit."""
 
 from contextlib import nullcontext as inference_mode
+from typing import Any
 
-from numpy import array as tensor
+import numpy as np
 from recorded_calls import note
 
 __all__ = ["inference_mode", "set_num_threads", "tensor"]
+
+
+def tensor(values: list[Any], device: str) -> Any:
+    note("tensor", device)
+    return np.array(values)
 
 
 def set_num_threads(count: int) -> None:

@@ -21,9 +21,6 @@ class AutoModelForCausalLM:
         note("from_pretrained", path, **options)
         return cls()
 
-    def eval(self) -> "AutoModelForCausalLM":
-        return self
-
     def __call__(self, tokens: Any, *, cache: Any = None, use_cache: bool) -> Any:
         assert use_cache
         count, width = tokens.shape

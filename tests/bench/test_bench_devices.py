@@ -1,0 +1,320 @@
+"""`bench latency` and `throughput` on a GPU: which one, who takes part, and what is said of it."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
+from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
+from moe_runtime.bench.peer_files import find_peer
+from moe_runtime.bench.peer_process import started
+from moe_runtime.bench.results import read_results, write_results
+from moe_runtime.bench.runner import PeerFailedError, Rules
+from moe_runtime.cli.commands.bench_latency import show_latency
+from moe_runtime.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_INS = ROOT / "tests" / "support" / "peers"
+POCKET = str(ROOT / "models" / "pocket")
+CASES = pytest.mark.parametrize("case", ["latency", "throughput"])
+# Its likeliest token is the number of the GPU that it sees; torch there is one that has computed.
+COUNTING = """
+import os, sys
+from types import SimpleNamespace
+INSTALL = "pip install nothing"
+PACKAGES = ()
+DEVICES = ("cpu", "cuda")
+PEAKS = [300, 7000]
+class Peer:
+    def __init__(self, settings):
+        self.seen = int(os.environ["CUDA_VISIBLE_DEVICES"] or 96)
+        if settings["device"] != "cpu":
+            sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(
+                is_initialized=lambda: True, device_count=lambda: len(PEAKS),
+                max_memory_allocated=lambda index: PEAKS[index],
+                get_device_name=lambda index: f"GPU {index}",
+            ))
+    def load(self):
+        pass
+    def prefill_batch(self, prompts):
+        return [self.seen for _ in prompts]
+    def step_batch(self, tokens):
+        return [self.seen for _ in tokens]
+    def close(self):
+        pass
+"""
+
+
+def counting(folder: Path, *without: str) -> str:
+    lines = [line for line in COUNTING.splitlines() if not line.startswith(without or "#")]
+    (folder / "counting.py").write_text("\n".join(lines) + "\n")
+    return str(folder / "counting.py")
+
+
+def measured(folder: Path, device: str, gpus: str) -> dict[str, Any]:
+    peer = find_peer(counting(folder), {"num_threads": 1, "device": device})
+    rules = Rules(judged=("first_token_s",), least=1, most=1)
+    return measure_latency(
+        replace(peer, gpus=gpus),
+        [],
+        LatencyPlan(prompts=[[3, 5]], num_new=3, timeout_s=60),
+        rules,
+        lambda: 0.0,
+        settings={"model": "m", "device": device},
+    )
+
+
+@CASES
+@pytest.mark.parametrize(
+    ("count", "words", "complaint"),
+    [
+        (0, ["--device", "cuda"], "--device cuda: torch sees no GPU here; use cpu or auto"),
+        (2, ["--device", "cuda:2"], "--device cuda:2: torch sees GPUs up to cuda:1 here"),
+        (0, ["--device-memory", "3GiB"], "--device-memory is about a GPU"),
+        (2, ["--misses", "cpu", "--device", "cpu"], "--misses is about a GPU"),
+        (2, ["--device-memory", "lots"], "--device-memory must be a size"),
+        (2, ["--device", "mps"], "--device must be auto, cpu or cuda"),
+        (2, ["--peer", "openvino"], "--peer openvino: computes on cpu alone"),
+    ],
+)
+def test_what_is_not_there_is_refused_before_anything_is_written(
+    case: str,
+    count: int,
+    words: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    output = ["-o", str(tmp_path / "r.json")]
+    assert main(["bench", case, "--shape", "olmoe-tiny", *words, *output]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_peer_that_says_nothing_of_devices_is_one_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    file = counting(tmp_path, "DEVICES")
+    assert main(["bench", "latency", POCKET, "--peer", file]) == 2
+    err = capsys.readouterr().err
+    assert f"--peer {file}: computes on cpu alone" in err
+    assert "this run on cuda" in err
+    assert err.count("\n") == 1
+    assert find_peer(file, {"device": "cpu"}).name == "counting"
+    (tmp_path / "counting.py").write_text(Path(file).read_text() + 'DEVICES = ("cuda",)\n')
+    assert find_peer(file, {"device": "cuda:0"}).name == "counting"
+    with pytest.raises(ValueError, match="computes on cuda alone"):
+        find_peer(file, {"device": "cpu"})
+
+
+@CASES
+@pytest.mark.parametrize(
+    ("device", "visible", "name", "gpus"),
+    [
+        ("cuda:1", None, "cuda:1", "1"),
+        ("auto", "4,7", "cuda:0", "4"),
+        ("cuda:1", "4,7", "cuda:1", "7"),
+    ],
+)
+def test_settings_reach_every_system(
+    case: str,
+    device: str,
+    visible: str | None,
+    name: str,
+    gpus: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each sees one GPU, which is its first; results say which of this machine it was."""
+    given: list[Any] = []
+
+    def record(ours: Any, peers: Any, *_: Any, settings: Any, **__: Any) -> None:
+        given.extend([settings, ours, *peers])
+        raise ValueError("this is where it ends")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(f"moe_runtime.bench.cases.{case}.measure_{case}", record)
+    words = ["--device", device, "--device-memory", "3GiB", "--misses", "auto"]
+    assert main(["bench", case, POCKET, *words, "--peer", "transformers"]) == 2
+    settings, *programs = given
+    assert settings["device"] == name
+    assert [one.name for one in programs] == ["moe_runtime", "transformers"]
+    for one in programs:
+        assert one.gpus == gpus
+        assert one.settings["device"] == "cuda:0"
+        assert one.settings["device_memory"] == settings["device_memory"] == 3 << 30
+        assert one.settings["misses"] == settings["misses"] == "auto"
+
+
+def test_without_a_gpu_systems_see_none(tmp_path: Path) -> None:
+    """Also where the machine has some: all of a run compute on the same device."""
+    results = measured(tmp_path, "cpu", "")
+    (one,) = results["measurements"]
+    assert one["failure"] is None
+    assert "peak_device_bytes" not in one["summary"]
+    assert "gpu" not in results["machine"]
+    with started(
+        replace(find_peer(counting(tmp_path), {"num_threads": 1}), gpus=""), 60
+    ) as process:
+        process.ask("start", settings={"device": "cpu"})
+        process.ask("load")
+        assert process.ask("measure", ids=[3], num_new=2, given=None)["ids"] == [96, 96]
+
+
+def test_results_say_which_gpu_and_its_peak(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = measured(tmp_path, "cuda:0", "5")
+    path = tmp_path / "r.json"
+    write_results(path, results)
+    assert read_results(path)["machine"]["gpu"] == "GPU 1"
+    (one,) = results["measurements"]
+    assert one["repetitions"][0]["peak_device_bytes"] == 7000
+    show_latency(results)
+    shown = capsys.readouterr().out
+    assert "latency of m, on cuda:0, GPU 1" in shown
+    assert "peak memory of the GPU" in shown
+    plan = ThroughputPlan(batches=[[[3], [5]]], num_new=2, timeout_s=60)
+    peer = replace(find_peer(counting(tmp_path), {"num_threads": 1, "device": "cuda:0"}), gpus="5")
+    rules = Rules(judged=("new_tokens_per_s",), least=1, most=1)
+    batches = measure_throughput(peer, [], plan, rules, lambda: 0.0, settings={})
+    assert batches["machine"]["gpu"] == "GPU 1"
+    assert batches["measurements"][0]["summary"]["peak_device_bytes"]["median"] == 7000
+
+
+def test_runs_of_different_devices_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two GPUs as of two processors: that is what may be compared, and it is said."""
+    on_gpu = measured(tmp_path, "cuda:0", "5")
+    others = {
+        "gpu": on_gpu,
+        "other": on_gpu | {"machine": {**on_gpu["machine"], "gpu": "GPU 2"}},
+        "cpu": measured(tmp_path, "cpu", ""),
+        "old": on_gpu | {"settings": {"model": "m"}},  # before there was a choice
+    }
+    files = {name: str(tmp_path / f"{name}.json") for name in others}
+    for name, results in others.items():
+        write_results(Path(files[name]), results)
+    assert main(["bench", "compare", files["gpu"], files["other"]]) == 0
+    captured = capsys.readouterr()
+    assert "machine: gpu: 'GPU 1' before, 'GPU 2' after" in captured.err
+    assert "m, on a GPU" in " ".join(captured.out.split())
+    assert main(["bench", "compare", files["cpu"], files["old"]]) == 0
+    capsys.readouterr()
+    for name in ("cpu", "old"):
+        assert main(["bench", "compare", files[name], files["gpu"]]) == 2
+        assert "device 'the CPU' before, 'a GPU' after" in capsys.readouterr().err
+    table = tmp_path / "t.csv"
+    words = ["-o", str(tmp_path / "p.html"), "--csv", str(table)]
+    assert main(["bench", "report", files["cpu"], files["gpu"], *words]) == 0
+    assert {"latency,m,counting", 'latency,"m, on a GPU",counting'} == {
+        line.partition(",first_token_s,")[0] for line in table.read_text().splitlines()
+        if "first_token_s" in line
+    }  # fmt: skip
+
+
+class StandIns:
+    """Peers whose packages are stand-ins, and what these are called with."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log, self.model = folder / "calls.jsonl", folder / "model.gguf"
+        self.model.write_bytes(b"")
+        monkeypatch.setenv("PYTHONPATH", f"{folder}:{STAND_INS}:{STAND_INS / 'dispatched'}")
+        monkeypatch.setenv("RECORDED_CALLS", str(self.log))
+
+    def answer(self, name: str, **settings: Any) -> list[int]:
+        common = {"num_threads": 3, "max_tokens": 9, "cap_bytes": None, "device": "cuda:0"}
+        given = common | {"device_memory": "auto"} | settings
+        program = find_peer(f"{name}@{sys.executable}={self.model}", given)
+        with started(program, 60) as process:
+            process.ask("start", settings=program.settings)
+            process.ask("load")
+            found = process.ask("measure", ids=[3, 5], num_new=3, given=None)
+            process.ask("end")
+        return found["ids"]
+
+    def calls(self, name: str) -> list[tuple[list[Any], dict[str, Any]]]:
+        lines = map(json.loads, self.log.read_text().splitlines())
+        return [(args, options) for found, args, options in lines if found == name]
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
+    return StandIns(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("asked", "cap", "memory"),
+    [
+        # 10,000 bytes are free on the GPU, 7,000 in RAM
+        ("auto", None, {"0": 9_000, "cpu": 7_000}),
+        (0.25, None, {"0": 2_500, "cpu": 7_000}),
+        (1.0, None, {"0": 10_000, "cpu": 7_000}),
+        (6_000, None, {"0": 6_000, "cpu": 7_000}),
+        (6_000, 3 << 30, {"0": 6_000, "cpu": 1 << 29}),
+    ],
+)
+def test_accelerate_has_the_gpu_s_memory_first(
+    asked: Any, cap: int | None, memory: dict[str, int], stand_ins: StandIns
+) -> None:
+    assert stand_ins.answer("accelerate", device_memory=asked, cap_bytes=cap) == [8, 16, 32]
+    ((_, options),) = stand_ins.calls("from_pretrained")
+    assert options["max_memory"] == memory
+    assert {tuple(args) for args, _ in stand_ins.calls("tensor")} == {("cuda:0",)}
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "layers"),
+    [("cuda:0", "auto", [0, 999]), ("cuda:0", 4_500, [0, 4]), ("cpu", "auto", [0])],
+)
+def test_llama_cpp_gives_a_gpu_as_many_layers_as_there_is_room_for(
+    device: str, asked: Any, layers: list[int], stand_ins: StandIns
+) -> None:
+    assert stand_ins.answer("llama_cpp", device=device, device_memory=asked) == [8, 16, 32]
+    loads = [args for args, _ in stand_ins.calls("load")]
+    assert loads == [[str(stand_ins.model), True, number] for number in layers]
+    assert stand_ins.calls("context") == [([9, 9, 3, 3], {})]
+    freed = [what for (what,), _ in stand_ins.calls("free")]
+    assert freed == ["model"] * (len(layers) - 1) + ["context", "model"]
+
+
+def test_llama_cpp_without_a_gpu_in_its_build_says_so(stand_ins: StandIns, tmp_path: Path) -> None:
+    source = (STAND_INS / "llama_cpp.py").read_text().replace("return True", "return False")
+    (tmp_path / "llama_cpp.py").write_text(source)
+    with pytest.raises(PeerFailedError, match="built without a GPU"):
+        stand_ins.answer("llama_cpp")
+    assert stand_ins.answer("llama_cpp", device="cpu") == [8, 16, 32]
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_engines_of_a_gpu_take_part(name: str, stand_ins: StandIns) -> None:
+    assert stand_ins.answer(name) == [8, 16, 32]
+
+
+@pytest.mark.gpu
+def test_the_command_measures_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shape", "olmoe-tiny", "--device", "cuda", "--device-memory", "0.5", "--json"]
+    output = ["-o", str(tmp_path / "r.json")]
+    assert main(["bench", "latency", *words, "--quick", "--time", "1", *output]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == read_results(tmp_path / "r.json")
+    assert found["settings"]["device"] == "cuda:0"
+    assert found["machine"]["gpu"] == torch.cuda.get_device_name(0)
+    (ours,) = found["measurements"]
+    assert ours["failure"] is None
+    assert ours["summary"]["peak_device_bytes"]["median"] > 0
