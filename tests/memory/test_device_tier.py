@@ -45,14 +45,11 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
         elif action < 0.4:
             with contextlib.suppress(MoERuntimeError), tiers.device.stream(drawn.randrange(3)):
                 tiers.use_residents(layer)
-        elif action < 0.6:
-            with contextlib.suppress(MoERuntimeError, Interrupted):
-                tiers.use_step(wanted[:3], is_cut=drawn.random() < 0.1)
         else:
-            streaming, cut_at = drawn.random() < 0.5, drawn.choice([-1, -1, 1, 2])
-            here = tiers.device.stream(drawn.randrange(3))
+            cut_at, here = drawn.choice([-1, -1, 1, 2]), tiers.device.stream(drawn.randrange(3))
+            use = partial(tiers.use, wanted, streaming=drawn.random() < 0.5, cut_at=cut_at)
             with contextlib.suppress(MoERuntimeError, Interrupted), here:
-                tiers.use(wanted, streaming=streaming, cut_at=cut_at)
+                tiers.use_step(wanted[:3], is_cut=cut_at == 1) if action < 0.6 else use()
         tiers.check()
         if drawn.random() < 0.2:
             tiers.device.finish()
