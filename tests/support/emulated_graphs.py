@@ -38,7 +38,8 @@ class EmulatedTold:
 
     def __init__(self, device: Any, numbers: torch.Tensor, *values: torch.Tensor) -> None:
         self._device, self._sources = device, (numbers, *values)
-        self.numbers, *self.values = map(torch.zeros_like, self._sources)
+        with torch.inference_mode(False):  # any thread may look
+            self.numbers, *self.values = map(torch.zeros_like, self._sources)
         self._pending: list[Any] = []
 
     def begin(self) -> None:
