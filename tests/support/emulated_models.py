@@ -71,10 +71,11 @@ def load_on_emulated_device(
     dtype: str = "auto",
     misses: str = "device",
     max_tokens: int = 64,
+    **options: Any,
 ) -> Any:
     """A model on the CPU whose experts are computed from slots of an emulated device.
 
-    Its ``moe`` is the handle of the two stores.
+    Other options of ``load`` say who listens to it. Its ``moe`` is the handle of the two stores.
     """
     with ExitStack() as patches:
         patches.enter_context(patch.object(loading, "OffloadedExperts", DeviceExperts))
@@ -85,7 +86,8 @@ def load_on_emulated_device(
         ):
             # other layers are transformers' own on a device
             patches.enter_context(patch.object(loading, name, lambda model: None))
-        model: Any = moe_runtime.load(checkpoint, device="cpu", dtype=dtype, max_tokens=max_tokens)
+        options |= {"dtype": dtype, "max_tokens": max_tokens}
+        model: Any = moe_runtime.load(checkpoint, device="cpu", **options)
     facts = model.moe.facts
     model.moe.close()
     experts, device = map_of(checkpoint, dtype), EagerDevice()

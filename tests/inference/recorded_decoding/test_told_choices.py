@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from emulated_models import (
+    bring_all,
     emulated,
     experts_modules_of,
     load_on_emulated_device,
@@ -97,3 +98,18 @@ def test_a_step_that_lacks_experts_leases_none_that_lie_in_the_host_s_memory(
         assert any(num_missing and not num_left for num_missing, num_left in outcomes)
         model.moe.check()
         assert store.stats().misses >= sum(num_missing for num_missing, _ in outcomes)
+
+
+@emulated
+def test_the_commands_defaults_leave_a_step_one_graph(checkpoint: Path) -> None:
+    """Those are `--policy auto --prefetch auto`, which listen to what is not all resident."""
+    found = []
+    for options in ({"policy": "auto", "prefetch": "auto"}, {}):
+        model = load_on_emulated_device(checkpoint, slots_a_layer=NUM_EXPERTS, **options)
+        with model.moe:
+            bring_all(model)
+            found.append(model.generate(PROMPT, max_new_tokens=6, do_sample=False))
+            store: Any = experts_modules_of(model)[0].store
+            assert store.recorded is not None
+            assert store.recorded.is_whole
+    assert torch.equal(*found)
