@@ -97,3 +97,39 @@ def test_a_step_that_lacks_experts_leases_none_that_lie_in_the_host_s_memory(
         assert any(num_missing and not num_left for num_missing, num_left in outcomes)
         model.moe.check()
         assert store.stats().misses >= sum(num_missing for num_missing, _ in outcomes)
+
+
+class OfAnotherStream:
+    """A place that the device reaches when somebody waits for it."""
+
+    is_reached = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+
+@emulated
+@pytest.mark.parametrize("slots", [2, 3])
+def test_uses_that_are_counted_late_are_those_of_their_step(checkpoint: Path, slots: int) -> None:
+    """What another stream has yet to tell is counted before: a step must not tell anew meanwhile,
+    nor must a lease wait for a layer that is yet to come."""
+    found = list[tuple[Any, ...]]()
+    for is_late in (False, True):
+        model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
+        store: Any = experts_modules_of(model)[0].store
+        with model.moe, torch.no_grad():
+            cache, logits = StaticCache(model.config, max_cache_len=40), []
+            model(PROMPT[:, :3], past_key_values=cache, use_cache=True)
+            for step in range(30):
+                if is_late and step % 3 == 2:
+                    store.count_later(OfAnotherStream(), list)
+                ids = torch.full((1, 1), step)
+                logits.append(model(ids, past_key_values=cache, use_cache=True).logits)
+            model.moe.check()
+            stats = model.moe.stats()
+        found.append((logits, stats.hits + stats.late_hits + stats.misses))
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert found[0][1] == found[1][1]
