@@ -89,7 +89,8 @@ class RowDecoding:
     @property
     def idle_tokens(self) -> int:
         """Those of them that are of no sequence."""
-        return max(0, self.room - len(self._held) * self._num_tokens)
+        num_held = sum(sequence.cache is own for sequence, own in tuple(self._held))
+        return max(0, self.room - num_held * self._num_tokens)
 
     def close(self) -> None:
         """Gives memory and room back; nobody may be in a row."""

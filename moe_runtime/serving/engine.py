@@ -118,7 +118,7 @@ class Engine:
         check_request(
             request,
             most_tokens=self.most_request_tokens,
-            capacity=self._account.capacity,
+            most_room=self._rows.most_request_tokens,
             vocab_size=self._passes.vocab_size,
         )
         root = -self._adapters.number(request.adapter)

@@ -78,14 +78,14 @@ def capacity_of(model: Any, max_tokens: int | None) -> int:
 
 
 def check_request(
-    request: GenerationRequest, *, most_tokens: int, capacity: int, vocab_size: int
+    request: GenerationRequest, *, most_tokens: int, most_room: int, vocab_size: int
 ) -> None:
     """Refuses what cannot be answered.
 
     Args:
         request: what is asked.
         most_tokens: of a request, its answer included.
-        capacity: tokens of all caches together.
+        most_room: tokens that a request can be given room for.
         vocab_size: of the model.
 
     Raises:
@@ -94,7 +94,7 @@ def check_request(
     """
     num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
     # a prompt alone has room for one token more, which nobody is told
-    if num_prompt + num_new > most_tokens or num_prompt >= capacity:
+    if num_prompt + num_new > most_tokens or num_prompt >= most_room:
         raise RequestTooLongError(
             f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
             f"but a request may have {most_tokens} in all",

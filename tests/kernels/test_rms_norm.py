@@ -11,6 +11,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_native = pytest.mark.skipif(
     native_library() is None, reason="the native CPU library was not built (needs gcc)"
 )
+IMPLS = ["reference", pytest.param("native", marks=needs_native), "triton"]
 
 
 def operands(rows: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,9 +21,7 @@ def operands(rows: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "impl", ["reference", pytest.param("native", marks=needs_native), "triton"]
-)
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "dim"), [(1, 1), (1, 64), (3, 65), (2, 127), (5, 2048), (1, 5003)]
@@ -41,6 +40,28 @@ def test_against_fp64(rows, dim, dtype, impl, form):
     relative = kind.eps + 100 * torch.finfo(torch.float32).eps
     bound = relative * exact.abs() + kind.smallest_normal * kind.eps * (1 + weight.double().abs())
     assert bool(((got.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_added_to_the_mean_of_small_rows(impl):
+    place = DEVICE if impl == "triton" else "cpu"
+    x = torch.full((2, 64), 2.0**-10, device=place)
+    got = rms_norm(x, torch.ones(64, device=place), 3 * 2.0**-20, impl=impl)
+    assert got.cpu().sub(0.5).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_is_rounded_before_it_meets_its_weights(dtype, impl):
+    """The mean of its squares is nine."""
+    place = DEVICE if impl == "triton" else "cpu"
+    x = torch.tensor([1.0, 5.0, -3.0, 1.0]).repeat(24).to(dtype)
+    weight = operands(1, 96, dtype)[1]
+    normed = x.double() / 3
+    expected = (normed.to(dtype).double() * weight.double()).to(dtype)
+    assert not torch.equal(expected, (normed * weight.double()).to(dtype))
+    got = rms_norm(x[None].to(place), weight.to(place), 1e-12, impl=impl).cpu()
+    assert torch.equal(got[0], expected)
 
 
 @needs_native

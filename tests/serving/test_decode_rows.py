@@ -25,7 +25,7 @@ from moe_runtime.inference.device.decoding_model import fuse_steps
 from moe_runtime.serving import passes
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.requests import NewToken, SamplingOptions
+from moe_runtime.serving.requests import NewToken, RequestTooLongError, SamplingOptions
 
 pytest.importorskip("triton")
 NUM_EXPERTS, CAPACITY = 6, 512
@@ -142,10 +142,10 @@ def come_and_go(model: Any, options: EngineOptions, **more: Any) -> list[list[in
         first.wait()
         texts = [first.ids, *(answer.wait().ids for answer in first.asked)]
         assert engine.drain(10.0)
-        engine.check()
         account = engine._account
         assert account.sequence_tokens == engine._rows.room
         assert engine.statistics().kv_tokens == account.prefix_tokens
+        engine.check()
     return texts
 
 
@@ -224,6 +224,23 @@ def test_rows_make_way_for_one_that_needs_their_memory(checkpoint: Path) -> None
         engine.check()
         assert engine._rows.room == 80
     assert [first.ids, second.ids, third.ids] == texts_of(checkpoint, asked)
+
+
+@emulated
+def test_the_longest_prompt_of_which_nothing_but_numbers_is_asked_has_room(
+    checkpoint: Path,
+) -> None:
+    """With exact bits no rows make way for it."""
+    options = EngineOptions(decode_rows=1, most_running=1, exact=True)
+    with (
+        loaded(checkpoint, is_fused=False, tokens=192) as model,
+        Engine(model, options) as engine,
+    ):
+        most = engine.most_request_tokens
+        assert most == 192 - engine._rows.room
+        with pytest.raises(RequestTooLongError, match=f"may have {most}"):
+            ask(engine, request_of(prompt_of(most), 0))
+        assert ask(engine, request_of(prompt_of(most - 1), 0))[0].wait().ids == []
 
 
 @emulated

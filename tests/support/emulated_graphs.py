@@ -97,7 +97,8 @@ class EmulatedRecorder(TorchDispatchMode):
             made.fill_(torch.nan if made.is_floating_point() else 0)
 
     def tell(self, *sources: torch.Tensor) -> EmulatedTold:
-        with _disable_current_modes():
+        # whoever looks may do so outside of inference mode
+        with _disable_current_modes(), torch.inference_mode(False):
             told = EmulatedTold(self._device, *sources)
         self._graph.work.append(told.begin)
         return told

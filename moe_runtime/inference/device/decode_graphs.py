@@ -95,8 +95,8 @@ class RecordedLayer:
     def prepare(self) -> None:
         """To be called before each replay: forgets the choices of the step before."""
         self._told.settle()
-        while not self._is_counted and self._store.count_one():
-            """They are still to be counted."""
+        if not self._is_counted:
+            self._store.count_behind(self._told)
         self._told.forget()
         self._is_counted = False
 

@@ -37,7 +37,7 @@ class CacheRecording(Protocol):
 def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> Any:
     """The recording of a cache, the store's from then on; None where there is none.
 
-    Those go that alone hold another cache.
+    Those go that alone hold another cache, and those whose cache is gone.
 
     Args:
         store: whose slots they are of.
@@ -48,7 +48,7 @@ def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> A
     if first is None or (not first.others and first.cache is cache):
         return first
     there = [*first.others.values(), first]
-    left = [recorded for recorded in there if not recorded.keeps_other(cache, caches)]
+    left = [one for one in there if one.cache is not None and not one.keeps_other(cache, caches)]
     if len(left) < len(there):
         store.recorded = None
         for recorded in left:

@@ -33,7 +33,7 @@ def use_arriving(
 
     Returns:
         Those that are still to be leased: all where one is on its way or lies on the disk, or
-        where the policy decides after the use.
+        where the policy decides after the use, and those for which there are no slots now.
 
     Raises:
         MoERuntimeError: a copy failed that earlier work was queued behind.
@@ -67,12 +67,12 @@ def use_arriving(
         # one read, or of each its own where the device refused the copy of all
         reads = {entries[key].read: None for key in started}
         copies = [fetcher.queued[read] for read in reads if read in fetcher.queued]
-        if started != missing or len(copies) < len(reads):  # slots are lacking, or threads copy
+        if not started or len(copies) < len(reads):  # slots are lacking, or threads copy
             return missing
-        store._counters.misses += len(missing)
+        store._counters.misses += len(started)
         for copy in copies:
             copy.has_users = True
             store.device.wait_here(copy.event)
-        launch(missing)
+        launch(started)
     fetcher.tell_ends()
-    return ()
+    return [key for key in missing if key not in started]

@@ -102,7 +102,7 @@ class CudaRecorder:
         self._within = torch.cuda.stream(stream)
         self._stream, self._beside = stream, beside
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._tells = False
+        self._sources: list[torch.Tensor] = []  # of what the running graph tells
 
     def __enter__(self) -> CudaRecorder:
         torch.cuda.synchronize(self._place)
@@ -119,13 +119,13 @@ class CudaRecorder:
 
     def tell(self, numbers: torch.Tensor, *values: torch.Tensor) -> CudaTold:
         """As ``GraphRecorder.tell``."""
+        self._sources += (sources := [one.contiguous() for one in (*values, numbers)])
         told = CudaTold(self._device, numbers, *values)
         self._beside.wait_stream(self._stream)
-        self._tells = True
-        with torch.cuda.stream(self._beside):
-            for there, source in zip(told.values, values, strict=True):
-                there.copy_(source, non_blocking=True)
-            told.numbers.copy_(numbers, non_blocking=True)  # last: the host looks at these
+        # numbers come last: the host looks at these
+        pairs = zip(sources, (*told.values, told.numbers), strict=True)
+        parts = [(one.view(torch.uint8), there.view(torch.uint8)) for one, there in pairs]
+        self._device.queue(parts, self._beside)
         return told
 
     def cut(self) -> torch.cuda.CUDAGraph:
@@ -138,9 +138,9 @@ class CudaRecorder:
         """As ``GraphRecorder.end``."""
         graph = self._graph
         assert graph is not None
-        if self._tells:
+        if self._sources:
             self._stream.wait_stream(self._beside)
-            self._tells = False
+            self._sources.clear()
         graph.capture_end()
         self._graph = None
         return graph
@@ -263,7 +263,7 @@ class CudaDevice:
         for event in after:
             stream.wait_event(event)
         begun.record(stream)
-        self._queue(parts, stream)
+        self.queue(parts, stream)
         done.record(stream)
         return CudaCopy(begun, done)
 
@@ -271,7 +271,7 @@ class CudaDevice:
         """As ``Device.copy_back``."""
         done = torch.cuda.Event(blocking=True)
         self._back.wait_stream(self.computing_here())
-        self._queue(parts, self._back)
+        self.queue(parts, self._back)
         done.record(self._back)
         return done
 
@@ -284,9 +284,10 @@ class CudaDevice:
         """The caller's current stream, which takes torch long to make anew."""
         return self._computing[self.compute_here()]
 
-    def _queue(
+    def queue(
         self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream
     ) -> None:
+        """Queues copies of contiguous bytes on a stream; the memory must outlive them."""
         if self._runtime is not None:
             queue_copies(self._runtime, parts, stream.cuda_stream)
             return

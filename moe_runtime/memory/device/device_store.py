@@ -205,10 +205,17 @@ class DeviceStore(TierStore[W]):
         with self._changed:
             if not self._uncounted or not self._uncounted[0][0].query():
                 return False
-            for key in self._uncounted[0][1]():
+            # first: what an exception cuts short is not counted twice
+            for key in self._uncounted.popleft()[1]():
                 self._count_use(key)
-            self._uncounted.popleft()
             return True
+
+    def count_behind(self, event: Event) -> None:
+        """Counts what waits for an event that is about to be used anew, and all before it."""
+        with self._changed:
+            while any(waited_for is event for waited_for, _ in self._uncounted):
+                self._uncounted[0][0].synchronize()
+                self.count_one()
 
     def count_residents(
         self, residents: Residents, ids: Sequence[int], event: Event, keys: Callable[[], Any]

@@ -261,3 +261,24 @@ def test_recordings_of_several_caches_stay_until_their_caches_or_an_expert_goes(
         store.recorded = None  # as where an expert leaves
         step(0)
         assert recorded(model) is made[3]
+
+
+@emulated
+def test_a_recording_whose_cache_is_gone_is_let_go_beside_others(checkpoint: Path) -> None:
+    with loaded(checkpoint) as model, torch.no_grad():
+        own = model.new_cache(1, 20, {})["past_key_values"]
+        caches = [own, *(StaticCache(model.config, max_cache_len=20) for _ in range(2))]
+        for cache in caches:  # the first one is in use meanwhile
+            model(PROMPTS[0], past_key_values=cache, use_cache=True)
+            for _ in range(2):
+                model(PROMPT[:, :1], past_key_values=cache, use_cache=True)
+        step = recorded(model)
+        assert len(step.others) == 2
+        model._caches.give_back(own)
+        gone = weakref.ref(step)
+        del caches[2], cache, step
+        gc.collect()
+        assert gone() is not None
+        model(PROMPT[:, :1], past_key_values=caches[1], use_cache=True)
+        assert gone() is None
+        assert recorded(model).cache is caches[1]

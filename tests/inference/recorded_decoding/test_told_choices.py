@@ -113,3 +113,39 @@ def test_the_commands_defaults_leave_a_step_one_graph(checkpoint: Path) -> None:
             assert store.recorded is not None
             assert store.recorded.is_whole
     assert torch.equal(*found)
+
+
+class OfAnotherStream:
+    """A place that the device reaches when somebody waits for it."""
+
+    is_reached = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+
+@emulated
+@pytest.mark.parametrize("slots", [2, 3])
+def test_uses_that_are_counted_late_are_those_of_their_step(checkpoint: Path, slots: int) -> None:
+    """What another stream has yet to tell is counted before: a step must not tell anew meanwhile,
+    nor must a lease wait for a layer that is yet to come."""
+    found = list[tuple[Any, ...]]()
+    for is_late in (False, True):
+        model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
+        store: Any = experts_modules_of(model)[0].store
+        with model.moe, torch.no_grad():
+            cache, logits = StaticCache(model.config, max_cache_len=40), []
+            model(PROMPT[:, :3], past_key_values=cache, use_cache=True)
+            for step in range(30):
+                if is_late and step % 3 == 2:
+                    store.count_later(OfAnotherStream(), list)
+                ids = torch.full((1, 1), step)
+                logits.append(model(ids, past_key_values=cache, use_cache=True).logits)
+            model.moe.check()
+            stats = model.moe.stats()
+        found.append((logits, stats.hits + stats.late_hits + stats.misses))
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert found[0][1] == found[1][1]
