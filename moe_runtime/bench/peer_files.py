@@ -70,7 +70,8 @@ def describe_peer(file: Path) -> dict[str, Any]:
     Also ``METHODS``, the names of its methods; empty where it inherits some.
 
     Raises:
-        ValueError: it is not Python, or ``INSTALL`` or ``PACKAGES`` is missing.
+        ValueError: it is not Python, ``INSTALL`` or ``PACKAGES`` is missing, or another constant
+            than ``INSTALL`` is no tuple of texts.
     """
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -85,6 +86,11 @@ def describe_peer(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: not the file of a peer: {error}") from None
     if missing := [name for name in ("INSTALL", "PACKAGES") if name not in found]:
         raise ValueError(f"{file}: not the file of a peer: it says no {' and no '.join(missing)}")
+    for name, value in found.items():
+        texts = [value] if name == "INSTALL" else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+            expected = "a text" if name == "INSTALL" else "a tuple of texts"
+            raise ValueError(f"{file}: {name} must be {expected}, got {value!r}")
     made = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Peer"]
     methods = [
         part.name
@@ -119,8 +125,8 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
         raise ValueError(f"--peer {asked}: takes part in {cases}, not in bench {case}{why}")
     if variant:
         require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
-    device = settings.get("device", "cpu")
-    if device.partition(":")[0] not in described["DEVICES"]:
+    device = settings.get("device")
+    if device and device.partition(":")[0] not in described["DEVICES"]:
         raise ValueError(
             f"--peer {asked}: computes on {' and '.join(described['DEVICES'])} alone (its DEVICES),"
             f" and all systems of this run on {device}; leave it out, or give another --device"

@@ -66,7 +66,7 @@ def announce(ready: Ready, settings: ServeSettings, *, as_json: bool) -> None:
             ),
             (
                 "requests",
-                f"{model.engine.most_request_tokens} tokens each, {working.kv_capacity} at a time",
+                f"{model.engine.most_request_tokens} tokens each, {working.kv_capacity} together",
             ),
         ]
         if working.adapter_bytes:

@@ -129,6 +129,28 @@ def test_every_peer_of_the_package_says_how_to_install_it_in_60_lines() -> None:
 
 
 @pytest.mark.parametrize(
+    "line",
+    ["DEVICES = 7", 'DEVICES = "cuda"', "VARIANTS = (1,)", 'PACKAGES = "torch"', "INSTALL = 3"],
+)
+def test_a_constant_of_another_type_is_refused_by_its_name(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f'INSTALL = "pip install mine"\nPACKAGES = ("mine",)\n{line}\n')
+    name = line.partition(" ")[0]
+    with pytest.raises(ValueError, match=rf"mine\.py: {name} must be a "):
+        find_peer(str(file), {"device": "cpu"})
+
+
+def test_devices_are_asked_for_where_all_systems_compute_on_one(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text('INSTALL = "pip install mine"\nPACKAGES = ()\nDEVICES = ("cuda",)\n')
+    with pytest.raises(ValueError, match="computes on cuda alone"):
+        find_peer(str(file), {"device": "cpu"})
+    assert find_peer(str(file), {"device": "cuda:0"}).name == "mine"
+    file.write_text(file.read_text() + 'CASES = ("experts",)\n')
+    assert find_peer(str(file), {}, "experts").name == "mine"
+
+
+@pytest.mark.parametrize(
     ("words", "complaint"),
     [
         (["--peer", "vlllm"], "unknown peer 'vlllm'"),

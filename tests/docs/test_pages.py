@@ -36,6 +36,11 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("page", sorted(set(PAGES)), ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_has_marks_of_a_merge(page: Path) -> None:
+    assert re.findall(r"^(?:<{7}|>{7}).*$", page.read_text(encoding="utf-8"), re.M) == []
+
+
 def test_wrong_links_are_found() -> None:
     text = "# One `two` three---four\n[a](b.md#c) `[no](code)`\n```\n[no](fenced)\n```\n"
     assert list(targets_of(text)) == ["b.md#c"]

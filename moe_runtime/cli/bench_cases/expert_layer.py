@@ -33,16 +33,15 @@ Shape = Annotated[
 ]
 Tokens = Annotated[
     str | None,
-    typer.Option(
-        help="Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256; of formats: 1,16]"
-    ),
+    typer.Option(help="Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256]"),
 ]
 Formats = Annotated[
     str | None,
     typer.Option(
         help="Instead of transformers' implementations: experts computed from their codes, beside "
         "a plain read of as many bytes. With commas, of bf16, fp8, mxfp4, int4, q8_0, q4_k, q6_k; "
-        "with -int8 behind any but the first two, activations are rounded to int8."
+        "with -int8 behind any but the first two, activations are rounded to int8. Without "
+        "--tokens a call has 1 and 16 of them."
     ),
 ]
 Memory = Annotated[
@@ -65,7 +64,7 @@ Peers = Annotated[
 ]
 Training = Annotated[bool, typer.Option("--training", help="Calls with backward, too.")]
 Dtype = Annotated[
-    str, typer.Option(help="Type of weights and tokens; auto is the checkpoint's, or bfloat16.")
+    str, typer.Option(help="Type of weights and tokens; auto is the checkpoint's, else bfloat16.")
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter calls, about a minute.")]
 

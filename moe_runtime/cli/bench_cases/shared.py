@@ -22,7 +22,8 @@ STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
 Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL", help="Folder of a safetensors checkpoint, or a name on the hub."
+        metavar="MODEL",
+        help="Folder of a safetensors checkpoint, a GGUF file, or a name on the hub.",
     ),
 ]
 Shape = Annotated[
@@ -68,7 +69,9 @@ Time = Annotated[
 Precision = Annotated[
     float,
     typer.Option(
-        min=0.0001, max=1.0, help="Half of the confidence interval that is narrow enough."
+        min=0.0001,
+        max=1.0,
+        help="Half of the 95 % confidence interval that is narrow enough, as a share of the mean.",
     ),
 ]
 Cap = Annotated[

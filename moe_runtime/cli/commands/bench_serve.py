@@ -11,7 +11,7 @@ import typer
 
 from moe_runtime.bench.figures import figure, unit_for
 from moe_runtime.cli import options
-from moe_runtime.cli.bench_cases.shared import Cap, cap_bytes, keep_results
+from moe_runtime.cli.bench_cases.shared import cap_bytes, keep_results
 from moe_runtime.cli.bench_cases.tables import JOULE_ROWS, MEMORY_ROWS
 from moe_runtime.cli.commands.serve import read_keys
 from moe_runtime.cli.console import Session, print_json, print_table, say_line
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from moe_runtime.serving.load.client import TimedAnswer
     from moe_runtime.serving.load.generator import Level, Meter
 
+Cap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="With --start: cap the server's memory, page cache included, as in 7GiB: by a control "
+        "group or systemd. The page cache is emptied before, where that is allowed.",
+    ),
+]
 _LINES = 10
 """Lines of progress of a level."""
 _MOST_CLIENTS = 4096
