@@ -1,16 +1,33 @@
-"""What a decode step lacks, where it lies in the tier below: one copy, and no lease."""
+"""What a decode step lacks: one copy and no lease where it lies in the tier below."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_runtime.memory.device.residents import Residents
+from moe_runtime.memory.io_queue import Read
 from moe_runtime.memory.tier_fetcher import is_resident
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
     from moe_runtime.memory.device.device_store import DeviceStore
+
+
+class Planned(NamedTuple):
+    """Misses of a layer whose copies may be under way still.
+
+    Attributes:
+        seconds: predicted.
+        begun_s: when the copies were asked for.
+        host_s: when the CPU had done its part.
+        reads: the copies.
+    """
+
+    seconds: float
+    begun_s: float
+    host_s: float
+    reads: Sequence[Read]
 
 
 def use_arriving(

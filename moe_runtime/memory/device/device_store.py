@@ -6,11 +6,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from moe_runtime.memory.device.arrivals import Planned
 from moe_runtime.memory.device.device import Device, Event
 from moe_runtime.memory.device.device_lease import DeviceLease
 from moe_runtime.memory.device.residents import Residents, Slots, SlotStacks
@@ -25,22 +26,6 @@ W = TypeVar("W")
 R = TypeVar("R")
 _MOST_UNCOUNTED = 64
 """Uses of residents that wait to be counted, of a layer or of a whole step each."""
-
-
-class Planned(NamedTuple):
-    """Misses of a layer whose copies may be under way still.
-
-    Attributes:
-        seconds: predicted.
-        begun_s: when the copies were asked for.
-        host_s: when the CPU had done its part.
-        reads: the copies.
-    """
-
-    seconds: float
-    begun_s: float
-    host_s: float
-    reads: Sequence[Read]
 
 
 class DeviceStore(TierStore[W]):
