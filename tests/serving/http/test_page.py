@@ -29,6 +29,7 @@ setTimeout(async () => {
     if (text === "one") {
       while (!document.querySelector(".assistant")) await fetch("/ping");
       $("clear").click();
+      $("most").value = "6";  // the other one ends while the browser looks
     }
     await answered();
     said.push(history.map(message => message.role).join());
