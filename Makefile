@@ -48,6 +48,7 @@ DEMO_PROMPT ?= The for statement
 # Where pip offers torch both with and without CUDA, a machine without an NVIDIA GPU gets the build
 # without it ("+cpu"), which is ten times smaller. An index that has no such build is no obstacle:
 # the plain version of the same number is installed instead, and runs on a CPU as well.
+# Bytecode of what is installed is made where it is imported: of most files, never.
 # A build for a CPU brings no Triton; this one was tried in its place.
 TORCH ?= $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TRITON ?= triton==3.9.0
@@ -55,10 +56,10 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 # Into the environment that is named: make's own, and those of other Pythons.
 ifeq ($(HAS_GPU),yes)
-install_torch = $(1)/bin/pip install --quiet "$(TORCH)"
+install_torch = $(1)/bin/pip install --quiet --no-compile "$(TORCH)"
 else
-install_torch = $(1)/bin/pip install --quiet "$(TORCH)+cpu" "$(TRITON)" 2>/dev/null \
-  || $(1)/bin/pip install --quiet "$(TORCH)"
+install_torch = $(1)/bin/pip install --quiet --no-compile "$(TORCH)+cpu" "$(TRITON)" 2>/dev/null \
+  || $(1)/bin/pip install --quiet --no-compile "$(TORCH)"
 endif
 
 INSTALLED := $(VENV)/.installed
@@ -93,7 +94,7 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(BIN)/python
 	$(call install_torch,$(VENV))
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	@# as pip does for what is not editable: otherwise, where Python is told to write no bytecode,
 	@# every process compiles all that it imports
 	@$(BIN)/python -P -m compileall -q $(PACKAGES)
@@ -129,7 +130,7 @@ test-versions: $(INSTALLED)
 	  site="import sysconfig; print(sysconfig.get_path('purelib'))"; \
 	  echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
 	    > $$($$other/bin/python -c "$$site")/base.pth; \
-	  install="$$other/bin/pip install --quiet"; \
+	  install="$$other/bin/pip install --quiet --no-compile"; \
 	  case $$pinned in \
 	    torch*) $$install $$pinned+cpu $(OLDEST_NUMPY) 2>/dev/null || $$install $$pinned $(OLDEST_NUMPY);; \
 	    *) $$install $$pinned $(OLDEST_NUMPY);; \
@@ -145,8 +146,8 @@ test-pythons: wheel
 	  $$python -m venv $$other || exit 1; \
 	  { $(call install_torch,$$other); } || exit 1; \
 	  wheel=$$(ls -t dist/*.whl | head -n 1); \
-	  $$other/bin/pip install --quiet --constraint constraints.txt "$$wheel[dev]" || exit 1; \
-	  $$other/bin/pip install --quiet --no-deps --force-reinstall $$wheel || exit 1; \
+	  $$other/bin/pip install --quiet --no-compile --constraint constraints.txt "$$wheel[dev]" || exit 1; \
+	  $$other/bin/pip install --quiet --no-compile --no-deps --force-reinstall $$wheel || exit 1; \
 	  site=$$($$other/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
 	  cp models/pocket/*.safetensors $$site/moe_runtime/models/pocket/ || exit 1; \
 	  $$other/bin/python -P -m pytest $(PYTEST_ARGS) $(PYTHONS_ROOMS) || exit 1; \
@@ -155,7 +156,7 @@ test-pythons: wheel
 # Programs of others against the server, in an environment of their own, as their users have them.
 test-clients: $(INSTALLED)
 	$(PYTHON) -m venv $(VENV)/clients
-	$(VENV)/clients/bin/pip install --quiet $(CLIENTS)
+	$(VENV)/clients/bin/pip install --quiet --no-compile $(CLIENTS)
 	PATH="$(CURDIR)/$(VENV)/clients/bin:$$PATH" $(BIN)/pytest -rs $(CLIENTS_TESTS)
 
 test-long: $(INSTALLED)
@@ -200,7 +201,7 @@ check: $(INSTALLED)
 # Links and headings that lead nowhere, and docstrings that do not fit their signatures, are errors.
 docs: $(INSTALLED)
 	@$(BIN)/python -P -c 'import material, mkdocs, mkdocstrings' 2>/dev/null \
-	  || $(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	  || $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[docs]"
 	$(BIN)/python docs/site/build_site.py
 
 bench: $(INSTALLED)
