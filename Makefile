@@ -48,8 +48,8 @@ DEMO_PROMPT ?= The for statement
 # Where pip offers torch both with and without CUDA, a machine without an NVIDIA GPU gets the build
 # without it ("+cpu"), which is ten times smaller. An index that has no such build is no obstacle:
 # the plain version of the same number is installed instead, and runs on a CPU as well.
-# Bytecode of what is installed is made where it is imported: of most files, never.
 # A build for a CPU brings no Triton; this one was tried in its place.
+# Bytecode of packages is made where they are imported: of most files, never.
 TORCH ?= $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TRITON ?= triton==3.9.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -95,8 +95,8 @@ $(BIN)/python:
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(BIN)/python
 	$(call install_torch,$(VENV))
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
-	@# as pip does for what is not editable: otherwise, where Python is told to write no bytecode,
-	@# every process compiles all that it imports
+	@# otherwise, where Python is told to write no bytecode, every process compiles all that it
+	@# imports of this project
 	@$(BIN)/python -P -m compileall -q $(PACKAGES)
 	@touch $@
 
