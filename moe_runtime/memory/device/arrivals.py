@@ -38,8 +38,9 @@ def use_arriving(
 ) -> Sequence[ExpertKey]:
     """Copies the missing experts of a layer, and queues work on them behind the copy.
 
-    A lease is several operations, between which other threads may take slots. Here all is one, which
-    takes the host less time: who takes a slot after it fills it behind the work that is queued now.
+    A lease is several operations, between which other threads may take slots. Here all is one,
+    which takes the host less time: who takes a slot after it fills it behind the work that is
+    queued now.
 
     Args:
         store: of the experts; nobody listens to it.
