@@ -12,8 +12,8 @@ from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.device.copy_speed import CopySpeed
 from moe_runtime.memory.device.device import Copy, Device, Event
 from moe_runtime.memory.device.device_layout import CopyPart
+from moe_runtime.memory.device.residents import is_resident
 from moe_runtime.memory.device.returning import LowerStore
-from moe_runtime.memory.entries import Entry
 from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.lease import Lease
 from moe_runtime.memory.residency import ExpertStore
@@ -341,11 +341,6 @@ def _part(memory: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
 
 def _num_bytes(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
     return sum(len(source) for source, _ in parts)
-
-
-def is_resident(entry: Entry[Any] | None) -> bool:
-    """Whether an expert is in its slot, as a look without the lock has it."""
-    return entry is not None and entry.arrived and entry.read.error is None
 
 
 def _entered(lease: Lease[torch.Tensor]) -> dict[ExpertKey, torch.Tensor] | None:

@@ -14,7 +14,8 @@ from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, keys
 from injection import lines_of, raise_on
 
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
-from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice, pin_in_parts
+from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice
+from moe_runtime.memory.device.cuda_runtime import pin_in_parts
 from moe_runtime.memory.device.device import Device
 from moe_runtime.memory.io_queue import Priority
 from moe_runtime.memory.slab import Slab, aligned_bytes

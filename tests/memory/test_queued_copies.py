@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_runtime.memory.device.cuda_device import queue_copies
+from moe_runtime.memory.device.cuda_runtime import queue_copies
 
 
 class RefusingRuntime:

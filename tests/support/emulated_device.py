@@ -79,6 +79,9 @@ class EmulatedDevice:
     def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
         self.pinned.append(range(memory.data_ptr(), memory.data_ptr() + memory.numel()))
 
+    def reads_host(self, memory: torch.Tensor) -> bool:
+        return any(memory.data_ptr() in pinned for pinned in self.pinned)
+
     @contextlib.contextmanager
     def stream(self, number: int) -> Iterator[None]:
         """Makes a stream this thread's current one."""

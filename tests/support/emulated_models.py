@@ -71,11 +71,12 @@ def load_on_emulated_device(
     dtype: str = "auto",
     misses: str = "device",
     max_tokens: int = 64,
+    host_slots: int | None = None,
     **options: Any,
 ) -> Any:
     """A model on the CPU whose experts are computed from slots of an emulated device.
 
-    Other options of ``load`` say who listens to it. Its ``moe`` is the handle of the two stores.
+    The host has two slots more than the device unless it is said how many. Other options of ``load`` say who listens to it. Its ``moe`` is the handle of the two stores.
     """
     with ExitStack() as patches:
         patches.enter_context(patch.object(loading, "OffloadedExperts", DeviceExperts))
@@ -95,7 +96,10 @@ def load_on_emulated_device(
     num_slots = slots_a_layer * len(experts.modules)
     plans = {
         place: dataclasses.replace(facts.host_plan, num_slots=number, slot_bytes=part.slot_bytes)
-        for place, part, number in (("device", there, num_slots), ("host", experts, num_slots + 2))
+        for place, part, number in (
+            ("device", there, num_slots),
+            ("host", experts, host_slots or num_slots + 2),
+        )
     }
     stores = open_device_stores(
         ExpertSource(experts.layouts, io_threads=2),

@@ -86,7 +86,7 @@ def decode_ahead(
                 given = model._update_model_kwargs_for_generation(output, given)
             ids_BT = selection.select(ids_BT, output.logits)
             output = None
-            if graphs.is_whole and ids_BT.shape[1] <= most_before:
+            if graphs.is_one_graph and ids_BT.shape[1] <= most_before:
                 output, is_ahead = step(ids_BT, next_sequence_length=1), True
             tokens_B, is_over = selection.wait()
             if streamer is not None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moe_runtime.memory.device.residents import Residents
+from moe_runtime.memory.device.residents import Residents, is_resident
 from moe_runtime.memory.io_queue import Read
-from moe_runtime.memory.tier_fetcher import is_resident
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import math
 import select
 import weakref
 from collections.abc import Sequence
@@ -17,16 +15,17 @@ import torch
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError
+from moe_runtime.memory.device.cuda_runtime import (
+    find_runtime,
+    is_mapped,
+    pin_in_parts,
+    queue_copies,
+)
 from moe_runtime.memory.device.device import NOT_TOLD, Device
 from moe_runtime.memory.io_queue import Priority
 
-PAGE_BYTES = 4096
-_ANY_WAY = 4
-"""`cudaMemcpyDefault`: addresses say which way it goes."""
 _LOOKS = 256
 """Looks at what a graph tells, between two questions whether it has ended."""
-PIN_BYTES = 2**30
-"""Host memory is registered in parts of about this size, which fail early and name a limit."""
 
 
 class CudaCopy:
@@ -180,7 +179,7 @@ class CudaDevice:
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
         self._allocated: list[weakref.ref[torch.Tensor]] = []
         self._index = place.index if place.index is not None else torch.cuda.current_device()
-        self._runtime = _find_runtime()
+        self._runtime = find_runtime()
         self.compute_here()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -199,6 +198,10 @@ class CudaDevice:
     def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
         """As ``Device.pin``."""
         pin_in_parts(torch.cuda.cudart(), memory, slot_bytes)
+
+    def reads_host(self, memory: torch.Tensor) -> bool:
+        """As ``Device.reads_host``."""
+        return self._runtime is not None and is_mapped(self._runtime, memory)
 
     def compute_here(self) -> int:
         """As ``Device.compute_here``."""
@@ -304,41 +307,6 @@ def _locked_like(source: torch.Tensor) -> torch.Tensor:
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
 
 
-def _find_runtime() -> Any:
-    """The runtime of CUDA that torch has loaded; None where it has another one."""
-    try:
-        # its calls here do not wait, so other threads need not have their turn meanwhile
-        runtime = ctypes.PyDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
-        copy, _ = runtime.cudaMemcpyAsync, runtime.cudaGetLastError
-    except (OSError, AttributeError):
-        return None
-    address = ctypes.c_void_p
-    copy.argtypes = [address, address, ctypes.c_size_t, ctypes.c_int, address]
-    return runtime
-
-
-def queue_copies(
-    runtime: Any, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int
-) -> None:
-    """Queues copies of contiguous bytes.
-
-    Torch's own copies look for what a tensor may be, which takes the host longer than the call.
-
-    Args:
-        runtime: of CUDA.
-        parts: sources and targets.
-        stream: its handle.
-
-    Raises:
-        RuntimeError: the runtime refuses one.
-    """
-    for source, target in parts:
-        addresses = target.data_ptr(), source.data_ptr()
-        if status := runtime.cudaMemcpyAsync(*addresses, source.numel(), _ANY_WAY, stream):
-            runtime.cudaGetLastError()  # else this thread's next launch of a kernel tells of it
-            raise RuntimeError(f"cudaMemcpyAsync failed with error {status}")
-
-
 def open_device(place: torch.device) -> Device:
     """The device of a place that is not the CPU.
 
@@ -348,41 +316,3 @@ def open_device(place: torch.device) -> Device:
     if place.type != "cuda":
         raise ValueError(f"experts are computed on the CPU or on a CUDA device, not on {place}")
     return CudaDevice(place)
-
-
-def pin_in_parts(
-    runtime: Any, memory: torch.Tensor, slot_bytes: int, *, part_bytes: int = PIN_BYTES
-) -> None:
-    """Registers host memory with CUDA until the tensor goes, and then gives it back.
-
-    A copy must not cross two registrations, nor may these share a page: a part is a number of whole
-    slots that ends with a page.
-
-    Args:
-        runtime: ``torch.cuda.cudart()``, or what has its functions.
-        memory: page-aligned, ``uint8``.
-        slot_bytes: copies begin and end in one slot.
-        part_bytes: how much is registered at once, about.
-
-    Raises:
-        CapacityError: the system does not allow so much; nothing is registered then.
-    """
-    unit = math.lcm(slot_bytes, PAGE_BYTES)
-    parts = memory.split(max(1, part_bytes // unit) * unit)
-    held: list[int] = []
-    # the tensor itself must not be held: its memory goes with it
-    weakref.finalize(memory.untyped_storage(), _unregister, runtime, held)
-    for part in parts:
-        if int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), 0)) != 0:
-            _unregister(runtime, held)
-            size = format_bytes(memory.numel())
-            raise CapacityError(
-                f"cannot lock {size} of host memory for the GPU; raise the limit of locked memory "
-                "(ulimit -l) or lower host_memory"
-            )
-        held.append(part.data_ptr())
-
-
-def _unregister(runtime: Any, held: list[int]) -> None:
-    while held:
-        runtime.cudaHostUnregister(held.pop())

@@ -121,6 +121,10 @@ class Device(Protocol):
         """
         ...
 
+    def reads_host(self, memory: torch.Tensor) -> bool:
+        """Whether kernels can read pinned host memory at the addresses that it has on the host."""
+        ...
+
     def compute_here(self) -> int:
         """The caller's current stream computes from slots from now on; returns its number."""
         ...

@@ -14,11 +14,11 @@ import torch
 from moe_runtime.memory.device.arrivals import Planned
 from moe_runtime.memory.device.device import Device, Event
 from moe_runtime.memory.device.device_lease import DeviceLease
-from moe_runtime.memory.device.residents import Residents, Slots, SlotStacks
+from moe_runtime.memory.device.residents import Residents, Slots, SlotStacks, is_resident
 from moe_runtime.memory.device.returning import LowerStore
 from moe_runtime.memory.entries import Entry
 from moe_runtime.memory.io_queue import Priority, Read
-from moe_runtime.memory.tier_fetcher import TierFetcher, is_resident
+from moe_runtime.memory.tier_fetcher import TierFetcher
 from moe_runtime.memory.tiers import TierStore
 from moe_runtime.types import ExpertKey, StoreStats
 
@@ -38,6 +38,7 @@ class DeviceStore(TierStore[W]):
         device: whose slots they are.
         stacks: how kernels take them, if they do.
         recorded: a step that is replayed over these slots, which goes with them.
+        host_tables: of experts that steps read in the host's memory, where they do.
     """
 
     def __init__(self, device: Device, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
@@ -46,6 +47,7 @@ class DeviceStore(TierStore[W]):
         self.device = device
         self.stacks: SlotStacks | None = None
         self.recorded: Any = None
+        self.host_tables: Any = None
         self._residents: dict[int, Residents] = {}
         self._slots: dict[int, Slots] = {}  # by layers; of who is in a slot
         self._planned: deque[Planned] = deque()
@@ -279,7 +281,7 @@ class DeviceStore(TierStore[W]):
         """As ``ExpertStore.close``; what kernels take lives on with who still has it."""
         self._residents.clear()
         self._slots.clear()
-        self.stacks = self.recorded = None
+        self.stacks = self.recorded = self.host_tables = None
         super().close()
 
     def _count_uses(self, *, waits: bool) -> None:

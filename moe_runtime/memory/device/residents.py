@@ -9,8 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_runtime.memory.entries import Entry
+
 Slots = npt.NDArray[np.int32]
 """``[E]``: of each expert of a layer, below 0 for none."""
+
+
+def is_resident(entry: Entry[Any] | None) -> bool:
+    """Whether an expert is in its slot, as a look without the lock has it."""
+    return entry is not None and entry.arrived and entry.read.error is None
 
 
 class SlotStacks(Protocol):

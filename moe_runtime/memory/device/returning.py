@@ -17,6 +17,7 @@ import torch
 from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.device.device import Device, Event
 from moe_runtime.memory.device.device_layout import CopyPart
+from moe_runtime.memory.device.residents import is_resident
 from moe_runtime.memory.entries import Fetcher
 from moe_runtime.memory.io_queue import OnDone, Priority, Read, ReadQueue
 from moe_runtime.memory.residency import ExpertStore
@@ -45,6 +46,7 @@ class ReturningSource:
 
     Attributes:
         changed: as of ``Fetcher``.
+        is_read_in_place: whether kernels of the device read the host's slots.
     """
 
     def __init__(self, source: Fetcher, device: Device) -> None:
@@ -54,9 +56,11 @@ class ReturningSource:
         self._device = device
         self._returns = ReadQueue(1)
         self._leaving: dict[int, Event] = {}  # by addresses of slots of the device
+        self.is_read_in_place = False
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """As ``Fetcher.fetch``."""
+        self._wait_for_kernels()
         offer = None
         if isinstance(read, Return):
             offer, read.offer = read.offer, None  # the device's memory is not held by it any more
@@ -95,8 +99,15 @@ class ReturningSource:
 
     def close(self) -> None:
         """As ``Fetcher.close``."""
+        if not self.changed.is_forked:
+            self._wait_for_kernels()
         self._returns.close()
         self._source.close()
+
+    def _wait_for_kernels(self) -> None:
+        """Returns when no kernel that was queued before reads the host's memory."""
+        for event in self._device.vacate() if self.is_read_in_place else ():
+            event.synchronize()
 
     def _copy_back(
         self, memory: torch.Tensor, moves: Sequence[CopyPart], slot: torch.Tensor, read: Read
@@ -126,6 +137,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
         is_above: whether an expert lies on the device, so that it leaves the host first.
         spares: experts that were copied there from here, some of which may have left either tier.
         asked: experts that the device is about to copy; others leave before them.
+        moved_layers: those of which somebody came or went, until who keeps tables takes note.
     """
 
     _fetcher: ReturningSource
@@ -136,6 +148,22 @@ class LowerStore(ExpertStore[torch.Tensor]):
         self.is_above: Callable[[ExpertKey], bool] = lambda _: False
         self.spares: dict[ExpertKey, None] = {}
         self.asked: Collection[ExpertKey] = ()
+        self.moved_layers: set[int] = set()
+
+    def has(self, key: ExpertKey) -> bool:
+        """Whether an expert is in a slot."""
+        return is_resident(self._entries.get(key))
+
+    def is_read_in_place(self) -> None:
+        """From now on slots are overwritten only behind kernels that may read them."""
+        self._fetcher.is_read_in_place = True
+
+    def has_spare(self, layer: int) -> bool:
+        """Whether an expert of a layer can come without one leaving both memories."""
+        return bool(self._free) or any(
+            key.layer == layer and self.has(key) and self.is_above(key) and self._is_idle(key)
+            for key in self.spares
+        )
 
     def take_back(self, key: ExpertKey, memory: torch.Tensor, moves: Sequence[CopyPart]) -> None:
         """Keeps an expert that leaves the device, if it is not here and the policy has room for it.
@@ -186,8 +214,14 @@ class LowerStore(ExpertStore[torch.Tensor]):
             if isinstance(read, Return) and entry is not None and entry.read is read:
                 self._link.beside -= not entry.arrived
             super()._arrive(key, read)
+            self.moved_layers.add(key.layer)
+
+    def _drop(self, key: ExpertKey) -> None:
+        super()._drop(key)
+        self.moved_layers.add(key.layer)
 
     def _mend(self) -> None:
+        self.moved_layers |= {*range(len(self._policy.layers))}
         super()._mend()
         reads = (entry.read for entry in self._entries.values() if not entry.arrived)
         self._link.beside = sum(isinstance(read, Return) for read in reads)

@@ -111,7 +111,7 @@ def test_the_commands_defaults_leave_a_step_one_graph(checkpoint: Path) -> None:
             found.append(model.generate(PROMPT, max_new_tokens=6, do_sample=False))
             store: Any = experts_modules_of(model)[0].store
             assert store.recorded is not None
-            assert store.recorded.is_whole
+            assert store.recorded.is_one_graph
     assert torch.equal(*found)
 
 

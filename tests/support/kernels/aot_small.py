@@ -14,6 +14,8 @@ import moe_runtime.kernels.rms_norm.kernel as norm_kernel
 import moe_runtime.kernels.rotary_step.kernel as rotary_kernel
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.expert_choice import ChoiceForm
+from moe_runtime.kernels.expert_fetch import FetchTables
+from moe_runtime.kernels.expert_fetch.kernel import launch_fetch_experts
 from moe_runtime.kernels.grouped_gemm.backward import bias_grad
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.rms_norm.gpu import MOST_COLUMNS
@@ -37,6 +39,13 @@ def small_kernels() -> None:
     )
     groups = Groups(meta(129, dtype=torch.int64), 4096 * 8, None, order, num_choices=8)
     bias_grad(y, groups, out_SN=meta(128, 2048))
+    for num_parts, word_bytes in ((1, 8), (9, 2)):
+        slots_E, landing = meta(128, dtype=torch.int32), meta(8, dtype=torch.int32)
+        sources = meta(128, num_parts, dtype=torch.int64)
+        parts = meta(2, num_parts, dtype=torch.int64)
+        tables = FetchTables(slots_E, sources, parts, landing)
+        slots = meta(1024, 9437184, dtype=torch.uint8)
+        launch_fetch_experts(ids[:16], tables, slots, slots_E, 8, word_bytes)
 
 
 def between_products(*, is_chained: bool) -> None:

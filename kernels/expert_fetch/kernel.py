@@ -1,0 +1,102 @@
+"""The Triton kernel of `fetch_experts`: a program a chunk of a chosen expert.
+
+It is launched behind the end of the kernel before it, which may read what lies in landing slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_runtime.kernels.expert_fetch.reference import FetchTables
+from moe_runtime.kernels.triton_support import cdiv, launch, power_of_2
+
+BLOCK_W = 2048
+"""Words of a program: 16 KiB where they have 8 bytes. A link of 55 GB/s is busy with some 80 kB on
+their way."""
+LINE_BYTES = tl.constexpr(128)
+_BLOCK_E = 32
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@triton.jit
+def _first_place(ids_ptr, expert, num_ids, BLOCK_R: tl.constexpr):
+    """The first place that names an expert."""
+    offs_r = tl.arange(0, BLOCK_R)
+    ids = tl.load(ids_ptr + offs_r, mask=offs_r < num_ids, other=-1).to(tl.int64)
+    return tl.min(tl.where(ids == expert, offs_r, BLOCK_R), axis=0)
+
+
+@triton.jit
+def fetch_experts_fwd(
+    ids_ptr, residents_ptr, sources_ptr, parts_ptr, landing_ptr, words_ptr, slots_ptr,
+    num_ids, num_experts, first, num_landing, slot_words,
+    NUM_PARTS: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """`slots[landing] = host[expert]`; the first program writes `slots_E`."""
+    own, chunk = tl.program_id(0), tl.program_id(1)
+    if (own == 0) & (chunk == 0):
+        offs_r = tl.arange(0, BLOCK_R)
+        ids = tl.load(ids_ptr + offs_r, mask=offs_r < num_ids, other=-1).to(tl.int64)
+        for begin in range(0, num_experts, BLOCK_E):
+            offs_e = begin + tl.arange(0, BLOCK_E)
+            mask_e = offs_e < num_experts
+            resident = tl.load(residents_ptr + offs_e, mask=mask_e, other=0)
+            source = tl.load(sources_ptr + offs_e.to(tl.int64) * NUM_PARTS, mask=mask_e, other=0)
+            named = ids[None, :] == offs_e[:, None]
+            place = tl.min(tl.where(named, offs_r[None, :], BLOCK_R), axis=1) - first
+            is_fetched = (resident < 0) & (source != 0) & (place >= 0) & (place < num_landing)
+            slot = tl.load(landing_ptr + place, mask=is_fetched, other=-1)
+            slot = tl.where((resident >= 0) & (first == 0), resident, slot)
+            tl.store(slots_ptr + offs_e, slot, mask=mask_e)
+    place = first + own
+    if place >= num_ids:
+        return
+    expert = tl.load(ids_ptr + place).to(tl.int64)
+    if (expert < 0) | (expert >= num_experts):
+        return
+    if tl.load(residents_ptr + expert) >= 0:
+        return
+    if _first_place(ids_ptr, expert, num_ids, BLOCK_R) != place:
+        return
+    slot_ptr = words_ptr + tl.load(landing_ptr + own).to(tl.int64) * slot_words
+    before = 0
+    for part in tl.static_range(NUM_PARTS):  # type: ignore[attr-defined]
+        num_words = tl.load(parts_ptr + NUM_PARTS + part) // WORD_BYTES
+        source = tl.load(sources_ptr + expert * NUM_PARTS + part)
+        # loads begin with a line, whose rest belongs to what lies before the part
+        lead = (source % LINE_BYTES) // WORD_BYTES
+        offs = (chunk - before).to(tl.int64) * BLOCK_W + tl.arange(0, BLOCK_W) - lead
+        mask = (offs >= 0) & (offs < tl.where(source != 0, num_words, 0))
+        words = tl.load(source.to(words_ptr.dtype) + offs, mask=mask)
+        begin = tl.load(parts_ptr + part) // WORD_BYTES
+        tl.store(slot_ptr + begin + offs, words, mask=mask)
+        before += (num_words + LINE_BYTES // WORD_BYTES + BLOCK_W - 1) // BLOCK_W
+
+
+def launch_fetch_experts(
+    ids_TK: Tensor,
+    tables: FetchTables,
+    slots: Tensor,
+    slots_E: Tensor,
+    first: int,
+    word_bytes: int,
+) -> None:
+    """As `fetch_experts`, for what it has checked."""
+    num_experts, num_parts = tables.sources_EP.shape
+    num_landing = min(len(tables.landing_L), ids_TK.numel() - first)
+    # every part may begin in the midst of a line
+    num_chunks = cdiv(slots.shape[1], BLOCK_W * word_bytes) + 2 * num_parts
+    launch(
+        fetch_experts_fwd, (num_landing, num_chunks),
+        ids_ptr=ids_TK.contiguous(), residents_ptr=tables.residents_E,
+        sources_ptr=tables.sources_EP, parts_ptr=tables.parts_2P, landing_ptr=tables.landing_L,
+        words_ptr=slots.view(_WORDS[word_bytes]), slots_ptr=slots_E,
+        num_ids=ids_TK.numel(), num_experts=num_experts, first=first, num_landing=num_landing,
+        slot_words=slots.shape[1] // word_bytes,
+        NUM_PARTS=num_parts, WORD_BYTES=word_bytes, BLOCK_R=power_of_2(ids_TK.numel()),
+        BLOCK_E=_BLOCK_E, BLOCK_W=BLOCK_W,
+    )  # fmt: skip
