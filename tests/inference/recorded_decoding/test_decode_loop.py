@@ -247,7 +247,7 @@ def test_a_gpu_is_not_waited_for_in_a_step_that_is_one_graph(checkpoint: Path) -
                 ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert model.forward.is_whole
+        assert model.forward.is_one_graph
 
 
 def check_refusal(checkpoint: Path, *, do_sample: bool) -> None:
@@ -343,7 +343,7 @@ def test_a_cache_has_nothing_of_a_step_that_an_exception_made_vain(checkpoint: P
         settings = {"max_new_tokens": NEW_TOKENS, cache_name(model.forward): cache}
         with pytest.raises(KeyboardInterrupt):
             model.generate(THREE[:1], do_sample=False, streamer=Calls(fail), **settings)
-        assert model.forward.is_whole
+        assert model.forward.is_one_graph
         assert cache.get_seq_length() == 3 + 4  # the fifth token was shown, not computed with
 
 

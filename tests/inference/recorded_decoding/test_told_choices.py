@@ -60,7 +60,8 @@ def decode(checkpoint: Path, slots: int, misses: str, *, is_recorded: bool) -> t
         model.moe.check()
         stats = model.moe.stats()
         told = [(layer, ids_TK.tolist()) for layer, ids_TK in heard.told]
-        return torch.stack(logits), told, (stats.hits + stats.late_hits, stats.misses)
+        # when an expert arrives decides who may leave next, and so which of them are misses
+        return torch.stack(logits), told, stats.hits + stats.late_hits + stats.misses
 
 
 @emulated
