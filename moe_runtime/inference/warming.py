@@ -25,7 +25,8 @@ MOST_PROMPT_TOKENS = 8192
 def warm_up(
     model: Any, modules: Sequence[OffloadedExperts], max_tokens: int, progress: Progress | None
 ) -> None:
-    """Reads experts as far as every layer has slots, then computes a few tokens.
+    """Reads experts as far as every layer has slots, on a device and in the host's memory below it,
+    then computes a few tokens.
 
     Nobody who records or learns hears of it, and counters begin at zero behind it.
 
@@ -68,15 +69,31 @@ def _unheard(model: Any) -> Iterator[None]:
 def _read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None) -> None:
     store = modules[0].store
     assert store is not None, "the model is loaded"
-    wanted = [_own_experts(module)[: store.share(module.layer)] for module in modules]
+    lower = store.fetcher.lower if isinstance(store, TierStore) else None
+    wanted = [_own_experts(module) for module in modules]
+    shares = [store.share(module.layer) for module in modules]
+    rest = [
+        share + (lower.share(m.layer) if lower else 0)
+        for m, share in zip(modules, shares, strict=True)
+    ]
     slot_bytes, num_done = store.stats().slot_bytes, 0
-    total_bytes = sum(map(len, wanted)) * slot_bytes
-    for module, experts in zip(modules, wanted, strict=True):
-        with closing(module.each(experts, num_tokens=1)) as arriving:
+    total_bytes = sum(len(own[:most]) for own, most in zip(wanted, rest, strict=True)) * slot_bytes
+
+    def count() -> None:
+        nonlocal num_done
+        num_done += 1
+        if progress is not None:
+            progress("warming up", num_done * slot_bytes, total_bytes)
+
+    for module, experts, share, most in zip(modules, wanted, shares, rest, strict=True):
+        with closing(module.each(experts[:share], num_tokens=1)) as arriving:
             for _ in arriving:
-                num_done += 1
-                if progress is not None:
-                    progress("warming up", num_done * slot_bytes, total_bytes)
+                count()
+        for expert in experts[share:most]:
+            assert lower is not None, "there is a share below"
+            with lower.lease([ExpertKey(module.layer, expert)]) as lease:
+                for _ in lease:
+                    count()
 
 
 def _own_experts(module: OffloadedExperts) -> list[int]:

@@ -76,7 +76,8 @@ def load_on_emulated_device(
 ) -> Any:
     """A model on the CPU whose experts are computed from slots of an emulated device.
 
-    The host has two slots more than the device unless it is said how many. Other options of ``load`` say who listens to it. Its ``moe`` is the handle of the two stores.
+    The host has two slots more than the device unless it is said how many. Other options of
+    ``load`` say who listens to it. Its ``moe`` is the handle of the two stores.
     """
     with ExitStack() as patches:
         patches.enter_context(patch.object(loading, "OffloadedExperts", DeviceExperts))

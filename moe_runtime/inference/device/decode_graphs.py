@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
+from moe_runtime.config import PrefetchMode
 from moe_runtime.inference.budget import experts_per_token
 from moe_runtime.inference.device.device_experts import DeviceExperts, Routed
 from moe_runtime.inference.device.recordings import put_first, recording_of
@@ -61,8 +62,13 @@ class RecordedStep:
         self._cache = weakref.ref(call.cache)
         self._kept = call.cache if keeps_cache else None
         self._inputs = {name: tensor.clone() for name, tensor in call.tensors.items()}
-        num_choices = experts_per_token(model.config)
-        self._experts = experts_of_step(store, modules, num_choices)
+        prefetcher = model.moe.prefetcher
+        self._experts = experts_of_step(
+            store,
+            modules,
+            experts_per_token(model.config),
+            reads_ahead=prefetcher is not None and prefetcher.mode is not PrefetchMode.OBSERVE,
+        )
         given = {**call.arguments(self._inputs), cache_name(forward): call.cache}
         with store.device.record() as recorder:
             self._recorder: GraphRecorder | None = recorder

@@ -20,7 +20,12 @@ from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Ro
 from moe_runtime.kernels.expert_fetch import fetch_experts
 from moe_runtime.memory.device.device import Graph, GraphRecorder
 from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.memory.device.host_tables import HostTables, open_host_tables
+from moe_runtime.memory.device.host_tables import (
+    HostTables,
+    has_room,
+    open_host_tables,
+    read_rest,
+)
 from moe_runtime.memory.device.residents import Residents
 from moe_runtime.types import ExpertKey
 
@@ -58,7 +63,11 @@ class StepExperts(Protocol):
 
 
 def experts_of_step(
-    store: DeviceStore[Any], modules: Sequence[DeviceExperts], num_choices: int
+    store: DeviceStore[Any],
+    modules: Sequence[DeviceExperts],
+    num_choices: int,
+    *,
+    reads_ahead: bool,
 ) -> StepExperts:
     """How a step is to be recorded now.
 
@@ -66,6 +75,7 @@ def experts_of_step(
         store: of the experts.
         modules: all layers.
         num_choices: experts of a token.
+        reads_ahead: whether experts may be read that nobody has asked for.
     """
     # their stacks are made now: not what is recorded
     found = {m.layer: store.with_residents(m.layer, lambda r: r.stack) for m in modules}
@@ -74,7 +84,7 @@ def experts_of_step(
     tables = _tables(store, modules, num_choices)
     if tables is not None:
         return FetchedExperts(store, modules, tables)
-    return ExpertsInParts(store, modules, num_choices)
+    return ExpertsInParts(store, modules, num_choices, reads_ahead=reads_ahead)
 
 
 def _tables(
@@ -214,9 +224,17 @@ class ExpertsInParts:
     is_over = False
 
     def __init__(
-        self, store: DeviceStore[Any], modules: Sequence[DeviceExperts], num_choices: int
+        self,
+        store: DeviceStore[Any],
+        modules: Sequence[DeviceExperts],
+        num_choices: int,
+        *,
+        reads_ahead: bool,
     ) -> None:
         self._store, self._modules, self._num_choices = store, modules, num_choices
+        keys = [key for m in modules for key in m.keys_of(range(m.num_experts))]
+        reads_ahead = reads_ahead and has_room(store, len(keys), num_choices)
+        self._unread = keys if reads_ahead else []
         self._layers: list[RecordedLayer] = []
         self._num_replays = 0
         upload = store.device.upload
@@ -240,6 +258,8 @@ class ExpertsInParts:
         self._layers[0].prepare()
         are_all = [layer.replay() for layer in self._layers]
         last.replay()
+        if self._unread:
+            read_rest(self._store, self._unread)
         self._num_replays += 1
         if all(are_all) and all(map(_is_quiet, self._modules)):
             self.is_over = all(each.are_all for each in self._found())

@@ -182,12 +182,9 @@ def open_host_tables(
         slots are few, or not every expert has a place in one of the two memories.
     """
     lower = store.fetcher.lower
-    num_experts = sum(map(len, layers.values()))
     if (
         not isinstance(lower, LowerStore)
-        or store.num_slots >= num_experts
-        or num_choices > store.num_slots // LANDING_SHARE
-        or store.num_slots - num_choices + lower.num_slots < num_experts
+        or not has_room(store, sum(map(len, layers.values())), num_choices)
         or not store.device.reads_host(lower._slab.bytes)
         or not all(store.has(key) or lower.has(key) for keys in layers.values() for key in keys)
     ):
@@ -210,6 +207,28 @@ def open_host_tables(
     lower.is_read_in_place()
     store.host_tables = HostTables(store, lower, places, slots_E)
     return store.host_tables
+
+
+def has_room(store: DeviceStore[Any], num_experts: int, num_choices: int) -> bool:
+    """Whether the two memories have slots for all experts, but the device's alone has not."""
+    num_slots = store.num_slots
+    return (
+        num_slots < num_experts <= num_slots - num_choices + store.fetcher.lower.num_slots
+        and num_choices <= num_slots // LANDING_SHARE
+    )
+
+
+def read_rest(store: DeviceStore[Any], keys: list[ExpertKey]) -> None:
+    """Begins to read experts that are in neither memory, for which nobody has to leave both.
+
+    Args:
+        store: of the device, with ``has_room`` for all experts.
+        keys: of the experts; those that are there or on their way are taken out of it.
+    """
+    lower = store.fetcher.lower
+    assert isinstance(lower, LowerStore), "it has room for the others"
+    while keys and lower.read_spare(keys[-1], is_above=store.has(keys[-1])):
+        keys.pop()
 
 
 def _places(

@@ -23,6 +23,9 @@ from moe_runtime.memory.io_queue import OnDone, Priority, Read, ReadQueue
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.types import ExpertKey
 
+MOST_AHEAD = 4
+"""Experts that are read at a time while nobody has asked for them."""
+
 
 class Return(Read):
     """An expert on its way back from a device; none of its bytes count as read.
@@ -184,6 +187,26 @@ class LowerStore(ExpertStore[torch.Tensor]):
                 self._enter(key, slot, read, keep=True)
                 self._link.beside += 1
                 self._fetcher.fetch(key, self._slab.slot(slot), read)
+
+    def read_spare(self, key: ExpertKey, *, is_above: bool) -> bool:
+        """Begins to read an expert behind all demands, if that takes no other one's only slot.
+
+        Args:
+            key: of the expert.
+            is_above: whether it is on the device, so that nothing is to be done.
+
+        Returns:
+            Whether it is here or there, or on its way.
+        """
+        with self._changed:
+            if is_above or key in self._entries:
+                return True
+            if self._link.under_way >= MOST_AHEAD or not self.has_spare(key.layer):
+                return False
+            slot = self._take_slot(key, keep=True)
+            if slot is not None:
+                self._start(key, slot, keep=True, priority=Priority.READAHEAD)
+            return slot is not None
 
     @property
     def lock_of_returns(self) -> Changes:
