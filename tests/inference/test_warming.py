@@ -115,15 +115,18 @@ def test_ctrl_c_lets_go_of_the_outputs(checkpoint: Path, tmp_path: Path) -> None
 
 
 @emulated
-def test_a_device_computes_steps_as_one_graph_from_the_first_request_on(checkpoint: Path) -> None:
+@pytest.mark.parametrize("slots", [6, 4])
+def test_a_device_computes_steps_as_one_graph_from_the_first_request_on(
+    checkpoint: Path, slots: int
+) -> None:
     pytest.importorskip("triton")
     repair_interpreter()
-    model = load_on_emulated_device(checkpoint, slots_a_layer=6)
+    model = load_on_emulated_device(checkpoint, slots_a_layer=slots, host_slots=12)
     with model.moe:
         warming.warm_up(model, experts_modules_of(model), 64, None)
         model.generate(PROMPT, max_new_tokens=4, do_sample=False)
-        assert model.forward.is_whole
-        assert model.moe.stats().misses == 0
+        assert model.forward.is_one_graph
+        assert (model.moe.stats().misses == 0) == (slots == 6)
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (64, 8), (32, 4), (60, 7)])
@@ -173,5 +176,5 @@ def test_a_gpu_computes_steps_as_one_graph_from_the_first_request_on(checkpoint:
     model: Any = moe_runtime.load(checkpoint, device="cuda", max_tokens=64, warm_up=True)
     with model.moe:
         model.generate(PROMPT.to("cuda"), max_new_tokens=4, do_sample=False)
-        assert model.forward.is_whole
+        assert model.forward.is_one_graph
         assert model.moe.stats().misses == 0

@@ -95,10 +95,13 @@ def _tables(
     if not all(map(_is_quiet, modules)) or any(m.misses is not None for m in modules):
         return None
     if store.host_tables is None:
-        layers = {m.layer: m.keys_of(range(m.num_experts)) for m in modules}
-        open_host_tables(store, layers, num_choices)
+        open_host_tables(store, _keys_of(modules), num_choices)
     tables: HostTables | None = store.host_tables
     return tables if tables is not None and tables.launch(lambda: None) is not None else None
+
+
+def _keys_of(modules: Sequence[DeviceExperts]) -> dict[int, list[ExpertKey]]:
+    return {m.layer: m.keys_of(range(m.num_experts)) for m in modules}
 
 
 def _is_quiet(experts: DeviceExperts) -> bool:
@@ -232,9 +235,8 @@ class ExpertsInParts:
         reads_ahead: bool,
     ) -> None:
         self._store, self._modules, self._num_choices = store, modules, num_choices
-        keys = [key for m in modules for key in m.keys_of(range(m.num_experts))]
-        reads_ahead = reads_ahead and has_room(store, len(keys), num_choices)
-        self._unread = keys if reads_ahead else []
+        self._reads_ahead = reads_ahead and has_room(store, _keys_of(modules), num_choices)
+        self._unread: list[ExpertKey] = []
         self._layers: list[RecordedLayer] = []
         self._num_replays = 0
         upload = store.device.upload
@@ -258,13 +260,15 @@ class ExpertsInParts:
         self._layers[0].prepare()
         are_all = [layer.replay() for layer in self._layers]
         last.replay()
+        if all(are_all) and all(map(_is_quiet, self._modules)):
+            self.is_over = all(each.are_all for each in self._found())
+        elif self._num_replays % MOST_REFUSED == MOST_REFUSED - 1:
+            self.is_over = _tables(self._store, self._modules, self._num_choices) is not None
+        elif self._num_replays % MOST_REFUSED == 0 and self._reads_ahead:
+            self._unread = [*itertools.chain(*_keys_of(self._modules).values())]
         if self._unread:
             read_rest(self._store, self._unread)
         self._num_replays += 1
-        if all(are_all) and all(map(_is_quiet, self._modules)):
-            self.is_over = all(each.are_all for each in self._found())
-        elif self._num_replays % MOST_REFUSED == 0:
-            self.is_over = _tables(self._store, self._modules, self._num_choices) is not None
         return True
 
     def _found(self) -> list[Residents]:

@@ -184,11 +184,13 @@ def open_host_tables(
     lower = store.fetcher.lower
     if (
         not isinstance(lower, LowerStore)
-        or not has_room(store, sum(map(len, layers.values())), num_choices)
+        or not has_room(store, layers, num_choices)
         or not store.device.reads_host(lower._slab.bytes)
-        or not all(store.has(key) or lower.has(key) for keys in layers.values() for key in keys)
     ):
         return None
+    with lower._changed:  # who takes it hears of what has been read
+        if not all(store.has(key) or lower.has(key) for keys in layers.values() for key in keys):
+            return None
     slot = store._slab.slot(0)
     find = store.fetcher._moves_of
     moves = {layer: [find(key, slot) for key in keys] for layer, keys in layers.items()}
@@ -209,13 +211,18 @@ def open_host_tables(
     return store.host_tables
 
 
-def has_room(store: DeviceStore[Any], num_experts: int, num_choices: int) -> bool:
-    """Whether the two memories have slots for all experts, but the device's alone has not."""
-    num_slots = store.num_slots
-    return (
-        num_slots < num_experts <= num_slots - num_choices + store.fetcher.lower.num_slots
-        and num_choices <= num_slots // LANDING_SHARE
-    )
+def has_room(
+    store: DeviceStore[Any], layers: Mapping[int, Sequence[ExpertKey]], num_choices: int
+) -> bool:
+    """Whether the two memories have slots for all experts, but the device's alone has not.
+
+    In every layer one may be in both: it was copied before the one that left was given back.
+    """
+    # among them those that hold what is fetched, once there are tables
+    num_slots, num_experts = store._slab.num_slots, sum(map(len, layers.values()))
+    num_places = num_slots - num_choices + store.fetcher.lower.num_slots
+    is_enough = num_experts + len(layers) <= num_places
+    return num_slots < num_experts and is_enough and num_choices <= num_slots // LANDING_SHARE
 
 
 def read_rest(store: DeviceStore[Any], keys: list[ExpertKey]) -> None:
@@ -227,8 +234,9 @@ def read_rest(store: DeviceStore[Any], keys: list[ExpertKey]) -> None:
     """
     lower = store.fetcher.lower
     assert isinstance(lower, LowerStore), "it has room for the others"
-    while keys and lower.read_spare(keys[-1], is_above=store.has(keys[-1])):
-        keys.pop()
+    with lower._changed:
+        while keys and (store.has(keys[-1]) or lower.read_spare(keys[-1])):
+            keys.pop()
 
 
 def _places(

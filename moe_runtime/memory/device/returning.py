@@ -188,18 +188,14 @@ class LowerStore(ExpertStore[torch.Tensor]):
                 self._link.beside += 1
                 self._fetcher.fetch(key, self._slab.slot(slot), read)
 
-    def read_spare(self, key: ExpertKey, *, is_above: bool) -> bool:
+    def read_spare(self, key: ExpertKey) -> bool:
         """Begins to read an expert behind all demands, if that takes no other one's only slot.
 
-        Args:
-            key: of the expert.
-            is_above: whether it is on the device, so that nothing is to be done.
-
         Returns:
-            Whether it is here or there, or on its way.
+            Whether it is here or on its way.
         """
         with self._changed:
-            if is_above or key in self._entries:
+            if key in self._entries:
                 return True
             if self._link.under_way >= MOST_AHEAD or not self.has_spare(key.layer):
                 return False

@@ -1,0 +1,379 @@
+"""Steps that read missing experts in host memory by themselves, with an emulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import quantized_checkpoints
+import torch
+from emulated_device import EmulatedDevice
+from emulated_models import emulated, experts_modules_of, load_on_emulated_device
+from moe_families import Family
+from tiny_checkpoints import PROMPT, save, tiny_model
+from transformers import StaticCache
+
+import moe_runtime
+from moe_runtime.config import PrefetchMode
+from moe_runtime.errors import CapacityError, MoERuntimeError
+from moe_runtime.inference import warming
+from moe_runtime.inference.device.step_experts import MOST_REFUSED, FetchedExperts
+from moe_runtime.inference.steps import Listener
+from moe_runtime.memory.device import host_tables
+from moe_runtime.types import ExpertKey
+
+pytest.importorskip("triton")
+LAYERS, NUM_EXPERTS = 2, 6
+SLOTS = 4
+"""Of a layer: as many as leave a quarter for what is fetched."""
+ENOUGH = LAYERS * (NUM_EXPERTS - SLOTS) + 2 + 2 * LAYERS
+"""Slots of the host, so that every expert is in one memory, and those of a step in both."""
+EVERY = LAYERS * NUM_EXPERTS
+MOST_STEPS = 8 * MOST_REFUSED
+THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :2]
+TWO = {"num_hidden_layers": LAYERS}
+FAMILIES = [
+    Family("mixtral", "MixtralForCausalLM", TWO | {"sliding_window": None}),
+    # gate and up in turn, with biases
+    Family("gpt_oss", "GptOssForCausalLM", TWO | {"layer_types": ["full_attention"] * LAYERS}),
+]
+
+
+@contextmanager
+def warmed(
+    checkpoint: Path, slots: int = SLOTS, host_slots: int = EVERY, **options: Any
+) -> Iterator[Any]:
+    """A model that has every expert in memory, and may read again who leaves it."""
+    model = load_on_emulated_device(
+        checkpoint, slots_a_layer=slots, host_slots=host_slots, max_tokens=256, **options
+    )
+    with model.moe:
+        warming.warm_up(model, experts_modules_of(model), 256, None)
+        with patch.object(model.moe, "prefetcher", Mock(mode=PrefetchMode.ENFORCE)):
+            yield model
+
+
+def store_of(model: Any) -> Any:
+    return experts_modules_of(model)[0].store
+
+
+def is_fetched(model: Any) -> bool:
+    recorded = store_of(model).recorded
+    return recorded is not None and isinstance(recorded._experts, FetchedExperts)
+
+
+def in_both(model: Any) -> list[set[ExpertKey]]:
+    """Who is on the device, and who in the host's memory."""
+    store = store_of(model)
+    keys = [key for module in experts_modules_of(model) for key in module._keys]
+    return [{key for key in keys if each.has(key)} for each in (store, store.fetcher.lower)]
+
+
+class Request:
+    """Greedy decoding of one or several prompts with a static cache."""
+
+    def __init__(self, model: Any, prompt: torch.Tensor = THREE[:1]) -> None:
+        self.model, self.logits, self._ids = model, list[torch.Tensor](), prompt
+        self.cache = StaticCache(model.config, max_cache_len=MOST_STEPS + 8)
+        self.steps(1)
+
+    def steps(self, number: int) -> list[torch.Tensor]:
+        for _ in range(number):
+            with torch.no_grad():
+                found = self.model(self._ids, past_key_values=self.cache, use_cache=True).logits
+            self._ids = found[:, -1:].argmax(-1)
+            self.logits.append(found[:, -1])
+        return self.logits
+
+    def until_fetched(self) -> Request:
+        """Experts that are on their way between the memories are waited for in parts."""
+        while not is_fetched(self.model):
+            assert len(self.logits) < MOST_STEPS, "one graph was never recorded"
+            self.steps(1)
+        return self
+
+
+@cache
+def resident(
+    checkpoint: Path, num_sequences: int, dtype: str, num_steps: int
+) -> list[torch.Tensor]:
+    """What all experts in slots give, without a recording."""
+    model = load_on_emulated_device(
+        checkpoint, slots_a_layer=NUM_EXPERTS, max_tokens=256, dtype=dtype
+    )
+    with model.moe:
+        model.forward = model.forward.__wrapped__
+        return Request(model, THREE[:num_sequences]).steps(num_steps)
+
+
+def assert_expected(checkpoint: Path, request: Request, dtype: str = "auto") -> None:
+    num_steps = -(-len(request.logits) // 16) * 16  # the same for most tests
+    wanted = resident(checkpoint, len(request.logits[0]), dtype, num_steps)
+    assert all(map(torch.equal, request.logits, wanted))
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("num_sequences", "host_slots", "margin"),
+    [(1, ENOUGH, 2.0), (1, ENOUGH, -1.0), (3, EVERY, 2.0), (3, EVERY, -1.0)],
+)
+def test_one_graph_gives_the_bits_of_resident_experts(
+    checkpoint: Path,
+    num_sequences: int,
+    host_slots: int,
+    margin: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where everybody who was missing comes to stay."""
+    monkeypatch.setattr(host_tables, "MARGIN", margin)
+    with warmed(checkpoint, host_slots=host_slots) as model:
+        request = Request(model, THREE[:num_sequences]).until_fetched()
+        model.moe.reset_stats()
+        for _ in range(6):
+            request.steps(1)
+            model.moe.stats()  # who was chosen is heard
+        assert is_fetched(model)
+        assert model.forward.is_one_graph
+        above, below = in_both(model)
+        assert len(above | below) == EVERY
+        assert len(above) <= LAYERS * SLOTS - 2
+        model.moe.check()
+        stats = model.moe.stats()
+        assert stats.hits + stats.misses >= 6 * LAYERS * 2
+        assert stats.misses > 0
+    assert_expected(checkpoint, request)
+
+
+@emulated
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.folder)
+def test_other_families(family: Family, tmp_path: Path) -> None:
+    checkpoint = save(tiny_model(family).bfloat16(), tmp_path, sharded=True)
+    with warmed(checkpoint) as model:
+        request = Request(model).until_fetched()
+        model.moe.reset_stats()
+        request.steps(3)
+        assert is_fetched(model)
+        assert model.moe.stats().misses > 0
+    assert_expected(checkpoint, request)
+
+
+@emulated
+def test_quantised_experts_are_fetched_packed(tmp_path: Path) -> None:
+    sample = next(s for s in quantized_checkpoints.SAMPLES if s.name == "deepseek_v3-int4")
+    family = replace(sample.family, config=sample.family.config | {"num_hidden_layers": 3})
+    checkpoint = quantized_checkpoints.write(replace(sample, family=family), tmp_path).folder
+    with warmed(checkpoint, host_slots=EVERY, dtype="float32") as model:
+        request = Request(model).until_fetched()
+        request.steps(1)
+    assert_expected(checkpoint, request, dtype="float32")
+
+
+@emulated
+def test_who_is_wanted_comes_to_stay_and_who_leaves_is_given_back_first(checkpoint: Path) -> None:
+    """With one prompt again and again, what it wants is on the device in the end."""
+    misses, requests = [], []
+    with warmed(checkpoint, host_slots=ENOUGH) as model:
+        Request(model).until_fetched()
+        for _ in range(6):
+            model.moe.reset_stats()
+            requests.append(Request(model))
+            requests[-1].steps(8)
+            misses.append(model.moe.stats().misses)
+            assert is_fetched(model)
+            model.moe.check()
+    assert misses[-1] < misses[0]
+    for request in requests:
+        assert_expected(checkpoint, request)
+
+
+@emulated
+def test_a_host_slot_is_overwritten_behind_kernels_that_may_read_it(checkpoint: Path) -> None:
+    with warmed(checkpoint) as model:
+        request = Request(model).until_fetched()
+        store, seen = store_of(model), []
+        lower, device = store.fetcher.lower, store.device
+        vacate = device.vacate
+        victim = min(in_both(model)[1])
+        with lower._changed:
+            lower._drop(victim)
+        device.vacate = lambda *slots, **still: (seen.append(slots), vacate(*slots, **still))[1]
+        with lower.lease([victim]) as lease:
+            assert len([*lease]) == 1
+        assert seen[0] == ()  # all kernels, whatever slots they read
+        request.steps(3)
+        assert is_fetched(model)
+    assert_expected(checkpoint, request)
+
+
+@emulated
+def test_steps_are_in_parts_while_an_expert_is_nowhere(checkpoint: Path) -> None:
+    with warmed(checkpoint) as model:
+        request, refused = Request(model).until_fetched(), 0
+        with patch.object(store_of(model).host_tables, "_list", return_value=False):
+            while is_fetched(model):
+                request.steps(1)  # by the way without graphs
+                refused += 1
+                model.moe.check()
+            assert MOST_REFUSED <= refused <= MOST_REFUSED + 1
+            request.steps(2 * MOST_REFUSED)
+            assert not is_fetched(model)
+            assert not model.forward.is_one_graph
+        request.until_fetched()
+        model.moe.check()
+    assert_expected(checkpoint, request)
+
+
+@emulated
+@pytest.mark.parametrize("mode", [None, PrefetchMode.OBSERVE, PrefetchMode.AUTO])
+def test_who_left_both_memories_is_read_unless_nothing_is_prefetched(
+    checkpoint: Path, mode: PrefetchMode | None
+) -> None:
+    with warmed(checkpoint, host_slots=ENOUGH) as model:
+        model.moe.prefetcher = mode and Mock(mode=mode)
+        store = store_of(model)
+        lower = store.fetcher.lower
+        with lower._changed:
+            for key in [key for key in lower._entries if not store.has(key)]:
+                lower._drop(key)
+        request = Request(model)
+        with patch.object(lower, "read_spare", wraps=lower.read_spare) as read:
+            request.steps(MOST_REFUSED)
+        assert read.called == (mode is PrefetchMode.AUTO)
+        if mode is PrefetchMode.AUTO:
+            request.until_fetched()
+        model.moe.check()
+    assert_expected(checkpoint, request)
+
+
+class Heard(Listener):
+    """Hears of every layer while it is computed."""
+
+    hears_routing = True
+
+    def __init__(self) -> None:
+        self.num_layers = 0
+
+    def routed(self, routing: object) -> None:
+        self.num_layers += 1
+
+
+@emulated
+def test_what_has_to_be_heard_within_a_step_leaves_it_in_parts(checkpoint: Path) -> None:
+    with warmed(checkpoint) as model:
+        request, heard = Request(model).until_fetched(), Heard()
+        with experts_modules_of(model)[0].listeners.also(heard):
+            request.steps(3)
+            assert not is_fetched(model)
+        assert heard.num_layers == 3 * LAYERS
+        request.until_fetched()
+    assert_expected(checkpoint, request)
+    with warmed(checkpoint, misses="cpu") as model:
+        request = Request(model)
+        request.steps(2 * MOST_REFUSED)
+        assert store_of(model).recorded is not None
+        assert not is_fetched(model)
+        assert store_of(model).host_tables is None
+
+
+@emulated
+@pytest.mark.parametrize("slots", [3, NUM_EXPERTS])
+def test_few_slots_and_enough_of_them_have_other_ways(checkpoint: Path, slots: int) -> None:
+    """A quarter of six slots is less than two; where all are resident there is nothing to fetch."""
+    with warmed(checkpoint, slots=slots) as model:
+        request = Request(model)
+        request.steps(2 * MOST_REFUSED)
+        assert store_of(model).recorded is not None
+        assert not is_fetched(model)
+        assert model.forward.is_one_graph == (slots == NUM_EXPERTS)
+        assert store_of(model).host_tables is None
+    assert_expected(checkpoint, request)
+
+
+@emulated
+def test_a_device_that_cannot_read_the_host(checkpoint: Path) -> None:
+    with patch.object(EmulatedDevice, "reads_host", lambda *_: False), warmed(checkpoint) as model:
+        request = Request(model)
+        request.steps(2 * MOST_REFUSED)
+        assert not is_fetched(model)
+    assert_expected(checkpoint, request)
+
+
+def decode_and_count(model: Any) -> None:
+    """With nobody on the device who is in the host's memory, too."""
+    request = Request(model).until_fetched()
+    store = store_of(model)
+    with store._changed:
+        for key in set.intersection(*in_both(model)):
+            store._drop(key)
+    request.steps(4)
+    model.moe.stats()
+
+
+@emulated
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("unplugged")])
+def test_a_step_that_fails_leaves_the_next_request_right(
+    checkpoint: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_tables, "MARGIN", -1.0)
+    with warmed(checkpoint) as model:
+        Request(model).until_fetched()
+        store = store_of(model)
+        for name in ("_list", "count", "_admit"):
+            failing = patch.object(store.host_tables, name, side_effect=error)
+            with failing, pytest.raises((type(error), MoERuntimeError)):
+                decode_and_count(model)
+            request = Request(model)
+            request.steps(4)
+            model.moe.check()
+            assert_expected(checkpoint, request)
+        for faults in (store.device.faults, store.device.late_faults):
+            faults.append(error)
+            with suppress(type(error), MoERuntimeError):
+                Request(model).steps(2 * MOST_REFUSED)
+            faults.clear()  # nobody may have come to stay
+            with suppress(MoERuntimeError):
+                Request(model)
+            request = Request(model).until_fetched()
+            model.moe.check()
+            assert_expected(checkpoint, request)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_a_gpu_reads_experts_in_host_memory(checkpoint: Path, num_sequences: int) -> None:
+    prompt, found = THREE[:num_sequences].to("cuda"), []
+    for num_slots in (EVERY, LAYERS * SLOTS):
+        model = load_with_slots(checkpoint, num_slots)
+        with model.moe:
+            request = Request(model, prompt)
+            request.steps(3 * MOST_REFUSED)
+            assert is_fetched(model) == (num_slots < EVERY)
+            model.moe.reset_stats()
+            found.append(request.steps(8))
+            assert (model.moe.stats().misses > 0) == (num_slots < EVERY)
+            model.moe.check()
+    assert all(map(torch.equal, *found))
+
+
+def load_with_slots(checkpoint: Path, num_slots: int) -> Any:
+    """On the GPU, with the least memory that gives so many slots."""
+    budget = 1
+    while True:
+        try:
+            model: Any = moe_runtime.load(
+                checkpoint, device="cuda", max_tokens=256, device_memory=budget, warm_up=True
+            )
+        except CapacityError as refused:
+            budget = refused.smallest_bytes or 0
+            continue
+        missing = num_slots - model.moe.facts.device_plan.num_slots
+        if missing <= 0:
+            return model
+        budget += missing * model.moe.facts.device_plan.slot_bytes
+        model.moe.close()
