@@ -290,13 +290,12 @@ class Ours:
                 budgets = {"host_memory": host, "device_memory": budget, "misses": misses}
         elif device == "cuda":
             budgets = {"host_memory": PASSING_EXPERTS * 2 * bench.shape.expert_bytes}
-        budgets["warm_up"] = share == 1.0  # else what no prompt asks for stays missing
-        model: Any = moe_runtime.load(bench.folder, device=device, **budgets)
+        model: Any = moe_runtime.load(bench.folder, device=device, warm_up=True, **budgets)
         facts = model.moe.facts
         if self._plan is None:
             self._plan = facts.device_plan or facts.host_plan
             self._host_slot_bytes = facts.host_plan.slot_bytes
-        slots = model.moe.stats().expert_slots
+        slots = (facts.device_plan or facts.host_plan).num_slots
         assert slots == num_slots, f"{num_slots} slots were asked for, there are {slots}"
         prepare_generation(model)
         return model

@@ -32,7 +32,15 @@ class FetchTables(NamedTuple):
 def fetch_experts_reference(
     ids_TK: Tensor, tables: FetchTables, slots: Tensor, slots_E: Tensor, first: int = 0
 ) -> None:
-    """As `fetch_experts`, for tensors of the CPU; waits for nothing, and reads the addresses."""
+    """As `fetch_experts`, for tensors of the CPU.
+
+    Args:
+        ids_TK: `[T, K]`, as all that follows of `fetch_experts`.
+        tables: Addresses in them are read.
+        slots: `[S, B]` uint8, written.
+        slots_E: `[E]` int32, written.
+        first: Of the flattened ids that are looked at.
+    """
     residents_E, sources_EP, parts_2P, landing_L = tables
     ids = ids_TK.flatten().tolist()
     found = residents_E.clone() if first == 0 else torch.full_like(residents_E, -1)

@@ -28,9 +28,8 @@ from moe_runtime.memory.io_queue import Priority
 from moe_runtime.types import ExpertKey
 
 DECAY, MARGIN = 0.98, 2.0
-"""A use counts half after 34 steps. On a recorded routing of gpt-oss-20b, with slots for a quarter
-and a half of the experts, 4 and 7 % fewer bytes cross the link so than with LRU, and 0.03 experts
-of a layer come to stay in a step."""
+"""A use counts half after 34 steps. Replaying recorded routes chose both: more experts that come to
+stay cross the link twice, fewer leave it to those who are wanted again and again."""
 LANDING_SHARE = 4
 """What is fetched takes at most one of so many slots."""
 
