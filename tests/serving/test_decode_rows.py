@@ -51,7 +51,9 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def loaded(
     checkpoint: Path, slots: int = NUM_EXPERTS, *, is_fused: bool = True, tokens: int = CAPACITY
 ) -> Iterator[Any]:
-    model = load_on_emulated_device(checkpoint, slots_a_layer=slots, max_tokens=tokens)
+    model = load_on_emulated_device(
+        checkpoint, slots_a_layer=slots, host_slots=12, max_tokens=tokens
+    )
     if is_fused:
         fuse_steps(model)
     with model.moe:
@@ -93,7 +95,7 @@ def texts_of(checkpoint: Path, asked: list[tuple[tuple[int, ...], int]]) -> list
 
 
 @emulated
-@pytest.mark.parametrize("slots", [2, NUM_EXPERTS])
+@pytest.mark.parametrize("slots", [2, 4, NUM_EXPERTS])
 def test_one_sequence_after_another_replays_the_steps_of_a_row(
     checkpoint: Path, slots: int
 ) -> None:
@@ -106,7 +108,7 @@ def test_one_sequence_after_another_replays_the_steps_of_a_row(
         model.moe.check()
     assert found == expected
     assert set(recordings.replayed) == {1}
-    # one in parts, and one of the whole when every expert has come
+    # one in parts, and one of the whole when every expert has come to the device or the host
     assert len(recordings.recorded) <= 2
     assert len(recordings.replayed) == 5 * len(PROMPTS) - 1
 
@@ -158,6 +160,7 @@ def come_and_go(model: Any, options: EngineOptions, **more: Any) -> list[list[in
         (NUM_EXPERTS, False, 5, False),
         (NUM_EXPERTS, False, 2, False),
         (2, False, 4, True),
+        (4, True, 4, False),
     ],
 )
 def test_sequences_come_and_go(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,19 +31,21 @@ from moe_runtime.inference.generation import FiniteLogits
 
 pytest.importorskip("triton")
 NUM_EXPERTS, NEW_TOKENS = 6, 7
+FETCHED = 4
+"""Slots of a layer with which a step reads in the host's memory who is missing."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :3].to(DEVICE)
 
 
 @contextmanager
 def loaded(checkpoint: Path, slots: int = NUM_EXPERTS) -> Iterator[Any]:
-    """A model of which all experts are in their slots, if there are as many."""
+    """A model of which all experts are in their slots, if there are as many, or in the host's."""
     if DEVICE == "cpu":
-        model: Any = load_on_emulated_device(checkpoint, slots_a_layer=slots)
+        model: Any = load_on_emulated_device(checkpoint, slots_a_layer=slots, host_slots=12)
     else:
         model = moe_runtime.load(checkpoint, device="cuda", max_tokens=64)
     with model.moe:
-        if slots == NUM_EXPERTS:
+        if slots >= FETCHED:
             bring_all(model)
         yield model
 
@@ -139,7 +142,7 @@ CASES = {
 
 
 @emulated
-@pytest.mark.parametrize("slots", [NUM_EXPERTS, 3])
+@pytest.mark.parametrize("slots", [NUM_EXPERTS, FETCHED, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_all_is_as_by_the_loop_of_transformers(checkpoint: Path, case: str, slots: int) -> None:
     with loaded(checkpoint, slots) as model:
@@ -174,7 +177,7 @@ def test_a_gpu_pads_sequences_that_have_ended(checkpoint: Path) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("slots", [NUM_EXPERTS, 3])
+@pytest.mark.parametrize("slots", [NUM_EXPERTS, FETCHED, 3])
 def test_a_step_that_is_one_graph_is_queued_before_the_token_is_known(
     checkpoint: Path, slots: int
 ) -> None:
@@ -198,7 +201,7 @@ def test_a_step_that_is_one_graph_is_queued_before_the_token_is_known(
         with patch.object(DecodeGraphs, "__call__", noted):
             model.generate(THREE[:1], streamer=Order(), max_new_tokens=NEW_TOKENS, do_sample=False)
     text = "".join(name[0] for name in order)
-    if slots < NUM_EXPERTS:
+    if slots < FETCHED:
         assert text == "t" + "st" * NEW_TOKENS
     else:
         assert "ss" in text
@@ -206,13 +209,16 @@ def test_a_step_that_is_one_graph_is_queued_before_the_token_is_known(
 
 
 @emulated
-def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(checkpoint: Path) -> None:
+@pytest.mark.parametrize("slots", [NUM_EXPERTS, FETCHED])
+def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(
+    checkpoint: Path, slots: int
+) -> None:
     """From the third step on, which replays: the model, its cache and the choice included."""
     waits, counts = list[str](), list[tuple[int, int, int]]()
     synchronize, download = EmulatedEvent.synchronize, EmulatedDevice.download
 
     def counted(event: EmulatedEvent) -> None:
-        if not event.query():
+        if not event.query() and threading.current_thread() is threading.main_thread():
             waits.append(sys._getframe(1).f_code.co_name)
         synchronize(event)
 
@@ -222,7 +228,7 @@ def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(checkpoint: P
         return found, event
 
     with (
-        loaded(checkpoint) as model,
+        loaded(checkpoint, slots) as model,
         patch.object(EmulatedEvent, "synchronize", counted),
         patch.object(EmulatedDevice, "download", noted),
         Asked() as asked,
@@ -233,7 +239,10 @@ def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(checkpoint: P
         model.generate(THREE[:1], streamer=note, **given)
         assert len(asked.on_host) > len(counts)  # who was used is counted, too
     first, last = counts[4], counts[-1]
-    assert waits[first[0] : last[0]] == ["wait"] * (len(counts) - 5)
+    found, num_tokens = waits[first[0] : last[0]], len(counts) - 5
+    assert {*found} == {"wait"}
+    # where experts come to stay a thread waits for them, which takes the device's time further
+    assert len(found) == num_tokens or (slots == FETCHED and len(found) < num_tokens)
     assert last[1:] == first[1:]
 
 
