@@ -37,7 +37,7 @@ def fetch_experts_fwd(
     BLOCK_E: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """`slots[landing] = host[expert]`; the first program writes `slots_E`."""
-    own, chunk = tl.program_id(0), tl.program_id(1)
+    chunk, own = tl.program_id(0), tl.program_id(1)
     if (own == 0) & (chunk == 0):
         offs_r = tl.arange(0, BLOCK_R)
         ids = tl.load(ids_ptr + offs_r, mask=offs_r < num_ids, other=-1).to(tl.int64)
@@ -91,7 +91,7 @@ def launch_fetch_experts(
     # every part may begin in the midst of a line
     num_chunks = cdiv(slots.shape[1], BLOCK_W * word_bytes) + 2 * num_parts
     launch(
-        fetch_experts_fwd, (num_landing, num_chunks),
+        fetch_experts_fwd, (num_chunks, num_landing),
         ids_ptr=ids_TK.contiguous(), residents_ptr=tables.residents_E,
         sources_ptr=tables.sources_EP, parts_ptr=tables.parts_2P, landing_ptr=tables.landing_L,
         words_ptr=slots.view(_WORDS[word_bytes]), slots_ptr=slots_E,
