@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moe_runtime.cli.config_file import apply_config
-from moe_runtime.cli.console import require_address_space
+from moe_runtime.cli.console import TRANSFORMERS_BYTES, require_address_space
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
@@ -47,6 +47,18 @@ def _shaped(option: str, expected: str, pattern: str) -> Callable[[str], str]:
         return text
 
     return check
+
+
+def _device(name: str) -> str:
+    """Refuses a GPU that is not here, before a model is opened; torch is imported for it."""
+    pattern = r"auto|cpu|cuda(:(0|[1-9]\d?))?"
+    _shaped("--device", "auto, cpu, cuda or cuda:N", pattern)(name)
+    if name.isprintable() and name.startswith("cuda"):
+        require_address_space(TRANSFORMERS_BYTES)
+        from moe_runtime.kernels.operands import find_device
+
+        find_device(name, "--device")
+    return name
 
 
 def bytes_of(text: str, option: str) -> int:
@@ -204,7 +216,7 @@ Predictor = Annotated[
 Device = Annotated[
     str,
     typer.Option(
-        callback=_shaped("--device", "auto, cpu or cuda", r"auto|(cpu|cuda)(:\d{1,3})?"),
+        callback=_device,
         help="auto, cpu, cuda or cuda:N.",
     ),
 ]

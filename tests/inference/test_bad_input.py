@@ -321,7 +321,7 @@ def test_a_tokenizer_of_another_model(checkpoint):
     [
         ({"policy": "lru2"}, "did you mean 'lru'"),
         ({"device": "tpu"}, "device must be"),
-        ({"device": "cuda"}, "no GPU"),
+        ({"device": "cuda:3"}, "device cuda:3: torch sees no GPU here; use cpu or auto"),
         ({"dtype": "int3"}, "dtype must be"),
         ({"dtype": "float64"}, "dtype must be auto, float32, bfloat16 or float16, got float64"),
         ({"dtype": torch.float64}, "dtype must be auto, float32"),
@@ -335,7 +335,7 @@ def test_a_tokenizer_of_another_model(checkpoint):
     ],
 )
 def test_options(checkpoint, option, text):
-    if option == {"device": "cuda"} and torch.cuda.is_available():
+    if option == {"device": "cuda:3"} and torch.cuda.is_available():
         pytest.skip("needs a machine without a CUDA device")
     assert text in refused(checkpoint, ValueError, **option)
 
