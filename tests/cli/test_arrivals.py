@@ -80,7 +80,7 @@ CASES = {
             "misses": ("--misses auto", ("misses", "auto")),
             "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
             "predictor": ("--predictor previous-token", ("predictor", "previous-token")),
-            "device": ("--device cpu", ("device", "cpu")),
+            "device": ("--device cuda", ("device", "cuda")),
             "dtype": ("--dtype float16", ("dtype", "float16")),
             "warm_up": ("--warm-up", ("warm_up", True)),
         },
