@@ -184,7 +184,8 @@ def encode_messages(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str,
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
-            "this model's tokenizer has no chat template; give a plain prompt, as to moe-runtime run without --chat"
+            "this model's tokenizer has no chat template; give a plain prompt, as to moe-runtime "
+            "run without --chat"
         )
     with blamed_on("this model's chat template cannot be used; give a plain prompt"):
         encoded = tokenizer.apply_chat_template(

@@ -275,7 +275,7 @@ def test_options_arrive(
     [
         (
             "/bogus",
-            "/bogus is no command; /help lists them, and a space before it makes the line a",
+            "/bogus is no command; /help lists them, and a space before it makes",
         ),
         ("/undo", "/undo: there is no message to take back"),
         ("/save", "/save: is empty, expected the name of a file"),
