@@ -92,8 +92,9 @@ def test_a_config_that_is_no_json(checkpoint):
 
 
 def test_an_unknown_architecture(checkpoint):
-    change_config(checkpoint, model_type="telepathy")
-    assert "unknown architecture" in refused(checkpoint, UnsupportedModelError)
+    change_config(checkpoint, model_type="olmo_e")
+    message = refused(checkpoint, UnsupportedModelError)
+    assert "knows no model_type 'olmo_e'; did you mean 'olmoe'? or install" in message
 
 
 def test_code_of_the_checkpoint_is_not_run(checkpoint):
@@ -204,6 +205,8 @@ def test_a_config_that_describes_no_model(checkpoint):
         ("num_attention_heads", {}),
         ("num_key_value_heads", 0),
         ("vocab_size", -1),
+        ("num_experts", 10**9),
+        ("model_type", None),
         ("architectures", 7),
         ("architectures", [None]),
         ("rope_parameters", "lots"),
