@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moe_runtime.bench.experts.layer_shapes import LAYER_SHAPES, LayerSizes, sizes_of_shape
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.bench_cases.expert_formats import parse_formats, show_formats
@@ -27,8 +28,9 @@ Model = Annotated[
 Shape = Annotated[
     str | None,
     typer.Option(
+        callback=options.named("shape", lambda: LAYER_SHAPES),
         help="Instead of MODEL: olmoe-1b-7b, qwen3-30b-a3b, mixtral-8x7b or gpt-oss-20b, "
-        "without any file."
+        "without any file.",
     ),
 ]
 Tokens = Annotated[
@@ -118,11 +120,9 @@ def bench_experts(
 
     from moe_runtime.bench.experts.layers import (
         PEERS,
-        LayerSizes,
         kinds_of_calls,
         layer_of_model,
         sizes_of_model,
-        sizes_of_shape,
         synthetic_layer,
     )
     from moe_runtime.bench.runner import Rules

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_runtime.bench.experts.layer_shapes import TRAINING_SHAPES
 from moe_runtime.bench.figures import figure
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
@@ -26,8 +27,9 @@ _FURTHER = {
 Shape = Annotated[
     str | None,
     typer.Option(
+        callback=options.named("shape", lambda: TRAINING_SHAPES),
         help="Instead of MODEL, without any file: pocket, small, 300m, qwen3-30b-a3b, or for "
-        "--host-memory many and few (tokens an expert)."
+        "--host-memory many and few (tokens an expert).",
     ),
 ]
 Peers = Annotated[
@@ -100,7 +102,7 @@ def bench_training(
     quiet_transformers(session)
     import torch
 
-    from moe_runtime.bench.cases.training_plan import METRIC, TrainingPlan, sizes_of_training_shape
+    from moe_runtime.bench.cases.training_plan import METRIC, TrainingPlan
     from moe_runtime.bench.cases.training_steps import TOLERANCE, measure_training
     from moe_runtime.bench.experts.layers import sizes_of_model
     from moe_runtime.bench.runner import Rules
@@ -117,7 +119,7 @@ def bench_training(
     num_threads = threads or num_usable_cores()
     torch.set_num_threads(num_threads)
     if shape is not None:
-        sizes = sizes_of_training_shape(shape)
+        sizes = TRAINING_SHAPES[shape]
     else:
         assert model is not None
         sizes, _ = sizes_of_model(model, "auto")
