@@ -74,7 +74,7 @@ def describe_peer(file: Path) -> dict[str, Any]:
             than ``INSTALL`` is no tuple of texts.
     """
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = ast.parse(file.read_text(encoding="utf-8"), file.name)
         found = {
             node.targets[0].id: ast.literal_eval(node.value)
             for node in tree.body
@@ -123,6 +123,8 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
         cases = " and ".join(f"bench {one}" for one in described["CASES"])
         why = " (it reads one sequence at a time)" if case == "throughput" else ""
         raise ValueError(f"--peer {asked}: takes part in {cases}, not in bench {case}{why}")
+    if lacking := _lacking(described["METHODS"], case):
+        raise ValueError(f"--peer {asked}: its class Peer has no {' and no '.join(lacking)}")
     if variant:
         require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
     device = settings.get("device")
@@ -145,6 +147,15 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
         settings={**settings, **own, "variant": variant or None},
         cap_bytes=settings.get("cap_bytes"),
     )
+
+
+def _lacking(methods: Sequence[str], case: str) -> list[str]:
+    """Methods that a case calls and a peer does not have, as far as its file says."""
+    if not methods or case not in TEXT_CASES:
+        return []
+    ways = [["stream"], ["prefill_batch", "step_batch"], ["prefill", "step"]]
+    meant = next((way for way in ways if way[0] in methods), ways[-1])
+    return [name for name in ("load", *meant, "close") if name not in methods]
 
 
 def find_peers(
