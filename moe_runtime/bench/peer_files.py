@@ -92,12 +92,10 @@ def describe_peer(file: Path) -> dict[str, Any]:
             expected = "a text" if name == "INSTALL" else "a tuple of texts"
             raise ValueError(f"{file}: {name} must be {expected}, got {value!r}")
     made = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Peer"]
-    methods = [
-        part.name
-        for peer in made
-        for part in peer.body
-        if isinstance(part, ast.FunctionDef) and not peer.bases
-    ]
+    parts = [part for peer in made for part in peer.body if not peer.bases]
+    methods = [part.name for part in parts if isinstance(part, ast.FunctionDef)]
+    assigned = [target for part in parts if isinstance(part, ast.Assign) for target in part.targets]
+    methods += [target.id for target in assigned if isinstance(target, ast.Name)]
     reads_batches = not methods or "prefill_batch" in methods
     cases = TEXT_CASES if reads_batches else ("latency",)
     return {**_OPTIONAL, "CASES": cases, **found, "METHODS": methods}
