@@ -1,4 +1,4 @@
-"""What every op asks of its operands, and what it computes sums in."""
+"""What every op asks of its operands, what it computes sums in, and devices by name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ from torch import Tensor
 def precise_dtype(x: Tensor) -> torch.dtype:
     """What sums over values of the dtype of `x` are kept in: fp32, fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def find_device(device: str | torch.device, name: str = "device") -> torch.device:
+    """The device that an option of that name says; "auto" is a GPU where there is one.
+
+    Raises:
+        ValueError: It is no device, or a GPU that torch does not see here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"{name} must be auto, cpu, cuda or cuda:N, got {device!r}") from None
+    if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
+        here = f"GPUs up to cuda:{count - 1}" if count else "no GPU"
+        raise ValueError(f"{name} {device}: torch sees {here} here; use cpu or auto")
+    return place
 
 
 def check_choice(impl: str, impls: Sequence[str]) -> None:

@@ -74,7 +74,7 @@ def describe_peer(file: Path) -> dict[str, Any]:
             than ``INSTALL`` is no tuple of texts.
     """
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = ast.parse(file.read_text(encoding="utf-8"), file.name)
         found = {
             node.targets[0].id: ast.literal_eval(node.value)
             for node in tree.body
@@ -92,12 +92,10 @@ def describe_peer(file: Path) -> dict[str, Any]:
             expected = "a text" if name == "INSTALL" else "a tuple of texts"
             raise ValueError(f"{file}: {name} must be {expected}, got {value!r}")
     made = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Peer"]
-    methods = [
-        part.name
-        for peer in made
-        for part in peer.body
-        if isinstance(part, ast.FunctionDef) and not peer.bases
-    ]
+    parts = [part for peer in made for part in peer.body if not peer.bases]
+    methods = [part.name for part in parts if isinstance(part, ast.FunctionDef)]
+    assigned = [target for part in parts if isinstance(part, ast.Assign) for target in part.targets]
+    methods += [target.id for target in assigned if isinstance(target, ast.Name)]
     reads_batches = not methods or "prefill_batch" in methods
     cases = TEXT_CASES if reads_batches else ("latency",)
     return {**_OPTIONAL, "CASES": cases, **found, "METHODS": methods}
@@ -123,6 +121,8 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
         cases = " and ".join(f"bench {one}" for one in described["CASES"])
         why = " (it reads one sequence at a time)" if case == "throughput" else ""
         raise ValueError(f"--peer {asked}: takes part in {cases}, not in bench {case}{why}")
+    if lacking := _lacking(described["METHODS"], case):
+        raise ValueError(f"--peer {asked}: its class Peer has no {' and no '.join(lacking)}")
     if variant:
         require_known(f"variant of {file.stem}", variant, described["VARIANTS"])
     device = settings.get("device")
@@ -145,6 +145,15 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
         settings={**settings, **own, "variant": variant or None},
         cap_bytes=settings.get("cap_bytes"),
     )
+
+
+def _lacking(methods: Sequence[str], case: str) -> list[str]:
+    """Methods that a case calls and a peer does not have, as far as its file says."""
+    if not methods or case not in TEXT_CASES:
+        return []
+    ways = [["stream"], ["prefill_batch", "step_batch"], ["prefill", "step"]]
+    meant = next((way for way in ways if way[0] in methods), ways[-1])
+    return [name for name in ("load", *meant, "close") if name not in methods]
 
 
 def find_peers(

@@ -17,6 +17,7 @@ from moe_runtime.checkpoints.settings_check import (
     check_generation_settings,
 )
 from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
+from moe_runtime.config import nearest
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.places import require_whole
 from moe_runtime.reading import read_bounded
@@ -83,22 +84,20 @@ def read_config(folder: Path) -> PreTrainedConfig:
         CheckpointError: it is missing, damaged, or has sizes that no model has.
         UnsupportedModelError: transformers does not know the architecture.
     """
-    from transformers import AutoConfig
+    import transformers
 
     file = folder / "config.json"
     if not os.path.lexists(file):
         raise CheckpointError(f"{folder} has no config.json; expected a Hugging Face checkpoint")
-    check_config(_read_object(file), file)
-    try:
-        with blamed_on(f"{file} cannot be read"):
-            return AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
-    except CheckpointError as error:
-        reason = str(error)
-        if "model_type" in reason or "model type" in reason or "custom code" in reason:
-            raise UnsupportedModelError(f"{file}: unknown architecture: {reason}") from None
-        raise
+    check_config(values := _read_object(file), file)
+    if (name := values["model_type"]) not in transformers.CONFIG_MAPPING:
+        close = nearest(name, transformers.CONFIG_MAPPING).partition("known:")[0]
+        why = f"transformers {transformers.__version__} knows no model_type {clipped(name)}"
+        raise UnsupportedModelError(f"{file}: {why}; {close}or install one that does")
+    with blamed_on(f"{file} cannot be read"):
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
 
 
 def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str, Any] | None, str]:

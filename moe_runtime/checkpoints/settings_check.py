@@ -15,7 +15,7 @@ from moe_runtime.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_MOST_LAYERS = 10_000
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 50_000
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -60,8 +60,8 @@ def check_config(values: dict[str, Any], file: Path) -> None:
     Raises:
         CheckpointError: names the key, what was expected and what came.
     """
-    if not isinstance(values.get("model_type", ""), str):
-        _refuse(file, "model_type", "the name of an architecture", values["model_type"])
+    if not isinstance(kind := values.get("model_type"), str):
+        _refuse(file, "model_type", "the name of an architecture, such as 'olmoe'", kind)
     for part in _parts(values):
         for name in _TEXTS:
             if not isinstance(part.get(name), str | None):
@@ -80,8 +80,9 @@ def check_config(values: dict[str, Any], file: Path) -> None:
             for size in _each(value):
                 if size is not None and (type(size) is not int or size < smallest):
                     _refuse(file, name, f"a whole number of at least {smallest}", value)
-            if name in _LAYERS and isinstance(value, int) and value > _MOST_LAYERS:
-                _refuse(file, name, f"at most {_MOST_LAYERS}", value)
+            most = _MOST_LAYERS if name in _LAYERS else _MOST_EXPERTS
+            if name in (*_LAYERS, *_EXPERTS) and max(_counts(part, (name,)), default=0) > most:
+                _refuse(file, name, f"at most {most}", value)
         classes = part.get("architectures") or []
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             _refuse(file, "architectures", "a list of class names", classes)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _NUMPY_BYTES = 512 << 20
-_TRANSFORMERS_BYTES = 3 << 29
+TRANSFORMERS_BYTES = 3 << 29
 """Address space of a process that has imported numpy, and torch with transformers."""
 
 _LONGEST_LINE = 1000
@@ -129,7 +129,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 def quiet_transformers(session: Session) -> None:
     """Keeps the log lines and bars of transformers and huggingface_hub out of our output."""
-    require_address_space(_TRANSFORMERS_BYTES)
+    require_address_space(TRANSFORMERS_BYTES)
     if session.debug:
         return
     import huggingface_hub.utils as hub

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from moe_runtime.cli.config_file import apply_config
-from moe_runtime.cli.console import require_address_space
+from moe_runtime.cli.console import TRANSFORMERS_BYTES, require_address_space
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
@@ -20,11 +20,17 @@ from moe_runtime.config import (
 )
 
 
-def _named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[str], str]:
-    """Refuses other names while the command line is read, before a model's library is imported."""
+def named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[Any], Any]:
+    """Refuses other names while the command line is read, before a model's library is imported.
 
-    def check(name: str) -> str:
-        if name.isprintable():  # bytes that are no text are refused with the option's name
+    Args:
+        what: has such names.
+        known: gives all of them.
+    """
+
+    def check(name: str | None) -> str | None:
+        # bytes that are no text are refused with the option's name
+        if name is not None and name.isprintable():
             require_known(what, name, known())
         return name
 
@@ -47,6 +53,18 @@ def _shaped(option: str, expected: str, pattern: str) -> Callable[[str], str]:
         return text
 
     return check
+
+
+def _device(name: str) -> str:
+    """Refuses a GPU that is not here, before a model is opened; torch is imported for it."""
+    pattern = r"auto|cpu|cuda(:(0|[1-9]\d?))?"
+    _shaped("--device", "auto, cpu, cuda or cuda:N", pattern)(name)
+    if name.isprintable() and name.startswith("cuda"):
+        require_address_space(TRANSFORMERS_BYTES)
+        from moe_runtime.kernels.operands import find_device
+
+        find_device(name, "--device")
+    return name
 
 
 def bytes_of(text: str, option: str) -> int:
@@ -149,7 +167,7 @@ PlacementFile = Annotated[
 Policy = Annotated[
     str,
     typer.Option(
-        callback=_named("policy", _policies),
+        callback=named("policy", _policies),
         help="Which expert leaves memory first: a policy's name, or auto, which replays what this "
         "model did lately and takes the policy that misses least.",
     ),
@@ -157,14 +175,14 @@ Policy = Annotated[
 Shares = Annotated[
     str,
     typer.Option(
-        callback=_named("shares", lambda: SHARES),
+        callback=named("shares", lambda: SHARES),
         help="Memory of each layer: even, adaptive (to where misses cost most), auto.",
     ),
 ]
 CacheCode = Annotated[
     str,
     typer.Option(
-        callback=_named("cache_code", lambda: CACHE_CODES),
+        callback=named("cache_code", lambda: CACHE_CODES),
         help="How bf16 experts lie in memory: none (as in the files), or planes, a code that loses "
         "nothing, so that a budget holds 1.4 times as many; on a CPU.",
     ),
@@ -172,7 +190,7 @@ CacheCode = Annotated[
 Activations = Annotated[
     str,
     typer.Option(
-        callback=_named("activations", lambda: ACTIVATIONS),
+        callback=named("activations", lambda: ACTIVATIONS),
         help="What is multiplied by quantised weights: exact, or int8, rounded to 8 bits, which is "
         "faster and loses digits; on a CPU.",
     ),
@@ -180,7 +198,7 @@ Activations = Annotated[
 Misses = Annotated[
     str,
     typer.Option(
-        callback=_named("misses", lambda: MISSES),
+        callback=named("misses", lambda: MISSES),
         help="Who computes experts that a GPU lacks: device (once they are copied); cpu (where "
         "they lie in RAM, for a few tokens) or auto (what is faster), with which the last bits of "
         "a result depend on the experts that were there.",
@@ -189,7 +207,7 @@ Misses = Annotated[
 Prefetch = Annotated[
     str,
     typer.Option(
-        callback=_named("prefetch mode", lambda: list(PrefetchMode)),
+        callback=named("prefetch mode", lambda: list(PrefetchMode)),
         help="Read experts before they are asked for: off, observe (only count), enforce, or auto "
         "(as long as it is faster).",
     ),
@@ -204,7 +222,7 @@ Predictor = Annotated[
 Device = Annotated[
     str,
     typer.Option(
-        callback=_shaped("--device", "auto, cpu or cuda", r"auto|(cpu|cuda)(:\d{1,3})?"),
+        callback=_device,
         help="auto, cpu, cuda or cuda:N.",
     ),
 ]

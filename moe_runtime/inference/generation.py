@@ -183,7 +183,10 @@ def encode_messages(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str,
         ValueError: there is none, or the conversation has no tokens.
     """
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("this model's tokenizer has no chat template; give a plain prompt")
+        raise ValueError(
+            "this model's tokenizer has no chat template; give a plain prompt, as to moe-runtime "
+            "run without --chat"
+        )
     with blamed_on("this model's chat template cannot be used; give a plain prompt"):
         encoded = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

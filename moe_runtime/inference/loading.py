@@ -40,6 +40,7 @@ from moe_runtime.inference.libraries import set_up_libraries
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
 from moe_runtime.kernels.expert_mlp import ExpertWeights
+from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.prefault import touched_meanwhile
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
@@ -126,8 +127,7 @@ def load(
             load the same model with the same options and then make the same calls; the output has
             the bits of a single process. Shares of memory and ``"auto"`` are of what is free when
             the processes of one machine have divided it equally.
-        placement: a placement map, the file that says which of the processes have which experts;
-            equal runs of experts by default.
+        placement: the file that says which process has which experts; equal runs when omitted.
 
     Returns:
         The model, in evaluation mode and frozen, with a ``RuntimeHandle`` as its ``moe``. What it
@@ -151,11 +151,11 @@ def load(
     if io_threads < 1:
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
     mode = parse_mode(prefetch)
-    place = _resolve_device(device)
+    place = find_device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     if place.type == "cpu" and budgets["device"] != Budget():
-        raise ValueError(
-            f"device_memory is for models on a GPU; this one is on the CPU, got {device_memory!r}"
-        )
+        raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
     if misses != "device":
         options.check_misses(misses, place, is_alone=group is None and placement is None)
     transport = None if group is None and placement is None else options.as_transport(group)
@@ -267,20 +267,6 @@ def load(
     return model
 
 
-def _resolve_device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no GPU; use cpu or auto")
-    if place.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
-    return place
-
-
 def replace_experts(
     model: PreTrainedModel,
     experts: ExpertMap,
@@ -373,10 +359,8 @@ def _open_stores(
     host = plans["host"]
     listeners = tuple(None if times is None else options.StoreTimes(times, n) for n in (0, 1))
     if "device" in plans:
-        device = options.CudaDevice(place)
-        return options.open_device_stores(
-            source, slab, plans, new_policy, cached, listeners, device
-        )
+        gpu = options.CudaDevice(place)
+        return options.open_device_stores(source, slab, plans, new_policy, cached, listeners, gpu)
     bind, code = bind_slots(cached["host"]), cached["host"]
     if experts is not code:
         return options.open_coded_stores(

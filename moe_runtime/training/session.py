@@ -18,6 +18,7 @@ import torch
 
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.files import make_folders
+from moe_runtime.kernels.operands import find_device
 from moe_runtime.models.lm.blocks import check_experts
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.initial import import_hugging_face
@@ -49,7 +50,7 @@ from moe_runtime.training.data.tokens import (
     save_tokenizer,
 )
 from moe_runtime.training.loop import Trainer, TrainingRun
-from moe_runtime.training.machine import require_compiler, resolve_device
+from moe_runtime.training.machine import require_compiler
 from moe_runtime.training.offload.handle import OffloadedTraining
 from moe_runtime.training.offload.offloading import find_sites
 from moe_runtime.training.offload.optimizers.dense_adamw import state_order
@@ -135,7 +136,7 @@ def prepare(
         CheckpointError: the checkpoint to start from does not fit the model.
         OSError: a file cannot be read or written.
     """
-    device = resolve_device(config.run.device or "auto")
+    device = find_device(config.run.device or "auto", "run.device")
     check_experts(config.model)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)

@@ -78,7 +78,7 @@ def measured(folder: Path, device: str, gpus: str) -> dict[str, Any]:
         (0, ["--device-memory", "3GiB"], "--device-memory is about a GPU"),
         (2, ["--misses", "cpu", "--device", "cpu"], "--misses is about a GPU"),
         (2, ["--device-memory", "lots"], "--device-memory must be a size"),
-        (2, ["--device", "mps"], "--device must be auto, cpu or cuda"),
+        (2, ["--device", "mps"], "--device must be auto, cpu, cuda or cuda:N"),
         (2, ["--peer", "openvino"], "--peer openvino: computes on cpu alone"),
     ],
 )

@@ -98,7 +98,7 @@ def test_configurations_of_the_checkout_are_read(name: str) -> None:
     [
         ("{", "no model can be made of it: "),
         ("[]", "no model can be made of it"),
-        ({}, "no model can be made of it: KeyError: 'model_type'"),
+        ({}, "expected model_type to be the name of an architecture"),
         ({"model_type": "none"}, "no model can be made of it: KeyError: 'none'"),
         (QWEN3_NEXT | {"hidden_size": "x"}, "expected hidden_size to be a whole number"),
         (QWEN3_NEXT | {"quantization_config": {}}, "has quantization_config; leave it out"),

@@ -121,7 +121,10 @@ def test_the_command_measures_both_passes(
         (["models/pocket", "--tokens", "1,x"], "--tokens must be whole numbers"),
         (["models/pocket", "--tokens", ""], "--tokens must be whole numbers"),
         (["models/pocket", "--dtype", "int8"], "int8"),
-        (["models/pocket", "--device", "tpu"], "--device must be auto, cpu or cuda, got 'tpu'"),
+        (
+            ["models/pocket", "--device", "tpu"],
+            "--device must be auto, cpu, cuda or cuda:N, got 'tpu'",
+        ),
     ],
 )
 def test_bad_words_of_experts_are_one_line(
@@ -148,6 +151,6 @@ def test_a_layer_on_a_gpu_is_held_to_the_same(model: Path) -> None:
 def test_without_a_gpu_none_is_used(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["bench", "experts", str(model), "--device", "cuda:1"]) == 2
     assert "--device cuda:1: torch sees no GPU here; use cpu or auto" in capsys.readouterr().err

@@ -93,7 +93,8 @@ def test_peers_compute_the_same_layer_or_have_no_numbers(model: Path, tmp_path: 
     assert len(plain["repetitions"]) == 2
     assert plain["versions"]["numpy"] == np.__version__
     assert doubled["failure"].startswith("6 of 6 tokens differ by more than roundings allow")
-    assert (dies["failure"], dies["repetitions"]) == ("ValueError: no room", [])
+    assert dies["failure"].startswith("ValueError: no room (")
+    assert dies["repetitions"] == []
 
 
 @pytest.mark.skipif(native_library() is None, reason="no native library")
@@ -116,6 +117,7 @@ def test_a_peer_computes_the_formats_that_it_has_from_codes_and_scales(tmp_path:
 
 SPINNING = """
 import os, threading
+CASES = ("experts",)
 INSTALL = "pip install nothing"
 PACKAGES = ()
 def spin():
@@ -131,7 +133,7 @@ class Peer:
 def test_a_peer_stands_still_while_it_is_not_its_turn(tmp_path: Path) -> None:
     file = tmp_path / "spinning.py"
     file.write_text(SPINNING)
-    program = find_peer(str(file), {"num_threads": 1})
+    program = find_peer(str(file), {"num_threads": 1}, "experts")
     with started(program, 60.0, stands_still=True) as peer:
         peer.ask("start", settings={})
         (one,) = (child for child in psutil.Process().children() if str(file) in child.cmdline())

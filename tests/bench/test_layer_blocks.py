@@ -15,7 +15,7 @@ from moe_runtime.bench.cases.layer_blocks import (
     run_block,
     transformers_block,
 )
-from moe_runtime.bench.experts.layers import LayerSizes, sizes_of_shape
+from moe_runtime.bench.experts.layer_shapes import LayerSizes, sizes_of_shape
 from moe_runtime.bench.results import read_results
 from moe_runtime.bench.runner import PeerFailedError
 from moe_runtime.cli.main import main

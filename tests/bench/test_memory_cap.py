@@ -76,6 +76,7 @@ def test_a_peer_over_its_cap_says_so(tmp_path: Path) -> None:
         "class Peer:\n"
         "    def __init__(self, settings):\n        pass\n"
         "    def load(self):\n        self.data = bytearray(300 << 20)\n"
+        "    prefill = step = close = load\n"
     )
     (tmp_path / "model").mkdir()
     settings = {"num_threads": 1, "model": str(tmp_path / "model"), "cap_bytes": 100 << 20}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from bench_commands import BENCH_CASES, Case
 from command_line import all_commands
 from given_values import is_given, parts
@@ -79,7 +80,7 @@ CASES = {
             "misses": ("--misses auto", ("misses", "auto")),
             "prefetch": ("--prefetch enforce", ("prefetch", "enforce")),
             "predictor": ("--predictor previous-token", ("predictor", "previous-token")),
-            "device": ("--device cpu", ("device", "cpu")),
+            "device": ("--device cuda", ("device", "cuda")),
             "dtype": ("--dtype float16", ("dtype", "float16")),
             "warm_up": ("--warm-up", ("warm_up", True)),
         },
@@ -315,6 +316,7 @@ def given_to_callees(
     given: list[tuple[str, Any]] = []
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patches:
+        patches.setattr(torch.cuda, "device_count", lambda: 2)
         for callee in case.callees:
             module, _, function = callee.rpartition(".")
             real = getattr(importlib.import_module(module), function)

@@ -116,7 +116,7 @@ def test_inspect_agrees_with_run_and_with_the_file(
     ("words", "message"),
     [
         (["--policy", "lur"], "did you mean 'lru'"),
-        (["--device", "abacus"], "device must be auto, cpu or cuda"),
+        (["--device", "abacus"], "device must be auto, cpu, cuda or cuda:N"),
         (["--dtype", "float3"], "float3"),
     ],
 )

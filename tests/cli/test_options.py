@@ -277,7 +277,7 @@ def test_a_text_that_is_not_utf8_is_refused_before_anything_is_read(
         ("misses", "unknown misses 'bogus'"),
         ("prefetch", "unknown prefetch mode 'bogus'"),
         ("predictor", "unknown predictor 'bogus'"),
-        ("device", "--device must be auto, cpu or cuda, got 'bogus'"),
+        ("device", "--device must be auto, cpu, cuda or cuda:N, got 'bogus'"),
         ("dtype", "--dtype must be auto, float32, bfloat16 or float16, got 'bogus'"),
     ],
 )

@@ -281,7 +281,7 @@ def test_a_wrong_folder_gets_one_line(
         tmp_path / "file": "is a file",
         tmp_path: "no config.json",
         tmp_path / "damaged": "config.json cannot be read: ",
-        tmp_path / "strange": "config.json: unknown architecture: ",
+        tmp_path / "strange": " knows no model_type 'nobodys'; ",
         tmp_path / "bare": "no tokenizer files",
         tmp_path / "odd": "its files are damaged",
     }

@@ -92,8 +92,9 @@ def test_a_config_that_is_no_json(checkpoint):
 
 
 def test_an_unknown_architecture(checkpoint):
-    change_config(checkpoint, model_type="telepathy")
-    assert "unknown architecture" in refused(checkpoint, UnsupportedModelError)
+    change_config(checkpoint, model_type="olmo_e")
+    message = refused(checkpoint, UnsupportedModelError)
+    assert "knows no model_type 'olmo_e'; did you mean 'olmoe'? or install" in message
 
 
 def test_code_of_the_checkpoint_is_not_run(checkpoint):
@@ -204,6 +205,8 @@ def test_a_config_that_describes_no_model(checkpoint):
         ("num_attention_heads", {}),
         ("num_key_value_heads", 0),
         ("vocab_size", -1),
+        ("num_experts", 10**9),
+        ("model_type", None),
         ("architectures", 7),
         ("architectures", [None]),
         ("rope_parameters", "lots"),
@@ -321,7 +324,7 @@ def test_a_tokenizer_of_another_model(checkpoint):
     [
         ({"policy": "lru2"}, "did you mean 'lru'"),
         ({"device": "tpu"}, "device must be"),
-        ({"device": "cuda"}, "no GPU"),
+        ({"device": "cuda:3"}, "device cuda:3: torch sees no GPU here; use cpu or auto"),
         ({"dtype": "int3"}, "dtype must be"),
         ({"dtype": "float64"}, "dtype must be auto, float32, bfloat16 or float16, got float64"),
         ({"dtype": torch.float64}, "dtype must be auto, float32"),
@@ -335,7 +338,7 @@ def test_a_tokenizer_of_another_model(checkpoint):
     ],
 )
 def test_options(checkpoint, option, text):
-    if option == {"device": "cuda"} and torch.cuda.is_available():
+    if option == {"device": "cuda:3"} and torch.cuda.is_available():
         pytest.skip("needs a machine without a CUDA device")
     assert text in refused(checkpoint, ValueError, **option)
 

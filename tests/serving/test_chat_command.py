@@ -1,5 +1,6 @@
 """`moe-runtime chat`: turns that go on from one another, what can be typed, how answers end."""
 
+import contextlib
 import copy
 import io
 import json
@@ -272,7 +273,10 @@ def test_options_arrive(
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("/bogus", "/bogus is no command; /help lists them"),
+        (
+            "/bogus",
+            "/bogus is no command; /help lists them, and a space before it makes",
+        ),
         ("/undo", "/undo: there is no message to take back"),
         ("/save", "/save: is empty, expected the name of a file"),
         ("/save here.txt", "/save here.txt: is there already; give another name"),
@@ -298,6 +302,27 @@ def test_what_cannot_be_obeyed_is_one_line(
     with pytest.raises(ValueError, match=complaint.replace(".", r"\.").replace("?", r"\?")):
         _Terminal(talking, None).run()
     assert (tmp_path / "here.txt").read_text() == "old"
+
+
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_what_follows_a_conversation_in_a_terminal_begins_a_line(
+    end: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moe_runtime.cli.commands.chat import _lines
+
+    answers = iter(["Hi"])
+
+    def typed(prompt: str) -> str:
+        for line in answers:
+            return line
+        raise end
+
+    monkeypatch.setattr("builtins.input", typed)
+    lines = _lines(is_terminal=True)
+    assert next(lines) == "Hi"
+    with contextlib.suppress(StopIteration, KeyboardInterrupt):
+        next(lines)
+    assert capsys.readouterr().err == "\n"
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])

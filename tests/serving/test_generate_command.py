@@ -9,6 +9,7 @@ import pytest
 
 from moe_runtime.cli.main import main
 from moe_runtime.models.pocket import pocket_path
+from moe_runtime.serving.batches import batch_run
 from moe_runtime.serving.batches.answer_file import AnswerFile
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.sampling import Sampler
@@ -259,3 +260,16 @@ def test_the_table_has_the_reasons_if_asked_and_failures_their_code(
     (record,) = records(output)
     assert record["error"]["code"] == "generation_failed"
     assert "Input/output error" in record["error"]["message"]
+
+
+def test_an_end_before_the_first_answer_promises_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch_run, "answer_all", interrupted)
+    assert generate(write_prompts(tmp_path, TEXTS), tmp_path / "out.jsonl") == 130
+    said = "moe-runtime: nothing was answered yet; the same command goes on from there\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert not (tmp_path / "out.jsonl").exists()

@@ -100,12 +100,11 @@ BENCH_CASES = {
             "tokens": ("--tokens 7", ("tokens", [7])),
             "training": ("--training", ("trains", True)),
             "dtype": ("--dtype float16", ("dtype", "float16")),
-            "device": ("--device cpu:0", ("device", "cpu:0")),
             "threads": ("--threads 1", ("num_threads", 1)),
             "max_s": ("--time 37", ("max_s", 37.0)),
             "precision": ("--precision 0.17", ("precision", 0.17)),
         },
-        dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_expert_backends.py")
+        dict.fromkeys(("shape", "device", "quick", "output"), "tests/bench/test_expert_backends.py")
         | dict.fromkeys(("formats", "memory"), "tests/bench/test_expert_formats.py"),
     ),
     "bench layer": Case(
@@ -153,12 +152,12 @@ BENCH_CASES = {
             "context": ("--context 19", ("context", 19)),
             "dtype": ("--dtype bfloat16", ("dtype", "bfloat16")),
             "host_memory": ("--host-memory 3GiB", ("host_memory", 3 << 30)),
-            "device": ("--device cpu:0", ("device", "cpu:0")),
             "threads": ("--threads 1", ("num_threads", 1)),
             "max_s": ("--time 37", ("max_s", 37.0)),
             "precision": ("--precision 0.17", ("precision", 0.17)),
         },
-        dict.fromkeys(("shape", "isa", "quick", "output"), "tests/bench/test_training_steps.py"),
+        dict.fromkeys(("shape", "isa", "quick", "output"), "tests/bench/test_training_steps.py")
+        | {"device": "tests/cli/test_missing_device.py"},
     ),
     "bench policies": Case(
         (

@@ -272,7 +272,8 @@ def test_the_command_says_both_budgets_and_computes_there(
     words += ["--device", "cuda", "--device-memory", "2GiB", "--lora", "2"]
     device = ForeignDevice()
     with computing_on(NAME, device) as place:
-        monkeypatch.setattr(devices, "resolve_device", lambda name: place)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(devices, "find_device", lambda *_: place)
         assert main([*words, "--dry-run"]) == 0
         rows = capsys.readouterr().out
         assert re.search(r"host memory\s.*1 GiB, .* of it for experts", rows)

@@ -150,7 +150,7 @@ def test_a_device_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     config_of(folder, tmp_path)
     line = ["finetune", str(folder), str(tmp_path / "text.txt"), "-o", str(tmp_path / "out")]
     assert main([*line, "--device", "cuda"]) == 2
-    assert "torch sees no CUDA device" in capsys.readouterr().err
+    assert "--device cuda: torch sees no GPU here; use cpu or auto" in capsys.readouterr().err
     assert main([*line, "--device-memory", "1GiB"]) == 2
     assert "device_memory is for a GPU" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -6,25 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_runtime.bench.experts.layers import LayerSizes
+from moe_runtime.bench.experts.layer_shapes import LayerSizes
 from moe_runtime.bench.runner import Number
-from moe_runtime.config import require_known
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
 
 METRIC = "step_s"
 _CPU = torch.device("cpu")
-SHAPES = {
-    "pocket": LayerSizes(16, 2, 256, 128),
-    "small": LayerSizes(64, 8, 512, 256),
-    "300m": LayerSizes(64, 4, 512, 512),
-    "qwen3-30b-a3b": LayerSizes(128, 8, 2048, 768),
-    # Of which steps of 8 sequences of 256 tokens have 2,000 tokens an expert: products are the
-    # limit of offloaded training. Steps of 32 tokens of the other have 8: the disk is.
-    "many": LayerSizes(32, 28, 128, 384),
-    "few": LayerSizes(16, 4, 256, 1024),
-}
-"""Experts a layer, top-k, model width and expert width."""
 _VOCABULARY = 4096
 # Weight, gradient and two moments in fp32.
 _STATE_BYTES = 16
@@ -104,13 +92,3 @@ class TrainingPlan:
         count = one + (self.layers - 1) * (two - one)
         num_systems = 1 + len(self.peers()) + 2 * num_programs
         return _STATE_BYTES * count * num_systems + (self.host_memory or 0)
-
-
-def sizes_of_training_shape(name: str) -> LayerSizes:
-    """Sizes of a known shape.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    require_known("shape", name, tuple(SHAPES))
-    return SHAPES[name]

@@ -4,11 +4,13 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_runtime.bench.experts.layer_shapes import LAYER_SHAPES
+from moe_runtime.bench.experts.layer_shapes import LayerSizes as LayerSizes
 from moe_runtime.bench.peers.host import time_block as time_block
 from moe_runtime.bench.runner import PeerFailedError
 from moe_runtime.config import require_known
@@ -21,41 +23,12 @@ _BATCHED_BYTES = 2 << 30
 _HANDED = {"gate_up_proj", "down_proj"}
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsShape:
-    """One layer's experts: E, K, D, F, and the transformers model that has them."""
-
-    model_type: str
-    experts_class: str
-    num_experts: int
-    top_k: int
-    dim_model: int
-    dim_hidden: int
-
-
 def kinds_of_calls(tokens: Sequence[int], *, trains: bool) -> Iterator[tuple[str, int, bool]]:
     """Metric, tokens and whether there is a backward pass, of each kind of call to be measured."""
     for has_backward in (False, True)[: 1 + trains]:
         for num_tokens in tokens:
             name = "backward" if has_backward else "forward"
             yield f"{name}_{num_tokens}_s", num_tokens, has_backward
-
-
-class LayerSizes(NamedTuple):
-    """E, K, D and F of a layer."""
-
-    num_experts: int
-    top_k: int
-    dim_model: int
-    dim_hidden: int
-
-
-SHAPES = {
-    "olmoe-1b-7b": ExpertsShape("olmoe", "OlmoeExperts", 64, 8, 2048, 1024),
-    "qwen3-30b-a3b": ExpertsShape("qwen3_moe", "Qwen3MoeExperts", 128, 8, 2048, 768),
-    "mixtral-8x7b": ExpertsShape("mixtral", "MixtralExperts", 8, 2, 4096, 14336),
-    "gpt-oss-20b": ExpertsShape("gpt_oss", "GptOssExperts", 32, 4, 2880, 2880),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +135,8 @@ def synthetic_layer(name: str, dtype: torch.dtype) -> ExpertLayer:
     from transformers import CONFIG_MAPPING
     from transformers.models import gpt_oss, mixtral, olmoe, qwen3_moe
 
-    require_known("shape", name, tuple(SHAPES))
-    shape = SHAPES[name]
+    require_known("shape", name, LAYER_SHAPES)
+    shape = LAYER_SHAPES[name]
     home = {"mixtral": mixtral, "olmoe": olmoe, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}
     config_class: Any = CONFIG_MAPPING[shape.model_type]
     config = config_class(
@@ -204,17 +177,6 @@ def sizes_of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[LayerSi
     """
     module, found_dtype, num_experts, top_k = _of_model(model, dtype)
     return LayerSizes(num_experts, top_k, *_dims(module)), found_dtype
-
-
-def sizes_of_shape(name: str) -> LayerSizes:
-    """Sizes of a known model.
-
-    Raises:
-        ValueError: no model of that name is known.
-    """
-    require_known("shape", name, tuple(SHAPES))
-    shape = SHAPES[name]
-    return LayerSizes(shape.num_experts, shape.top_k, shape.dim_model, shape.dim_hidden)
 
 
 def _of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.dtype, int, int]:

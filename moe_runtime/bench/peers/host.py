@@ -27,7 +27,9 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +104,15 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
 
 
 def answer_error(stream: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Says why the process ends, in one line; libraries may print more when they are unloaded."""
-    lines = str(error).strip().splitlines() or [""]
-    stream.write(json.dumps({"error": f"{kind.__name__}: {lines[0]}"}) + "\n")
+    """Says why the process ends, in one line; libraries may print more when they are unloaded.
+
+    With the line of the peer's file that was running, where one was.
+    """
+    words = [kind.__name__, *str(error).strip().splitlines()[:1]]
+    frames = traceback.extract_tb(trace)
+    lines = [one.lineno for one in frames if one.filename == sys.argv[1]]
+    where = f" ({os.path.basename(sys.argv[1])}, line {lines[-1]})" if lines else ""
+    stream.write(json.dumps({"error": ": ".join(words) + where}) + "\n")
     stream.flush()
     sys.__excepthook__(kind, error, trace)
 
@@ -132,22 +140,43 @@ def measure(peer: Any, ids: list[int], num_new: int, given: list[int] | None) ->
         likeliest.append(token)
     after = _io()
     io = {name: after[name] - before[name] for name in after}
-    return {"first_token_s": first_token_s, "between_tokens_s": between_s, "ids": likeliest, **io}
+    return {
+        "first_token_s": first_token_s,
+        "between_tokens_s": between_s,
+        "ids": _numbers(likeliest),
+        **io,
+    }
 
 
 def _listen(peer: Any, ids: list[int], num_new: int) -> dict[str, Any]:
     """As ``measure``, of a peer that generates by itself: the tokens are its own."""
     before, begin = _io(), time.perf_counter()
     likeliest, at_s = [], []
-    for token in peer.stream(ids, num_new):
+    for token in itertools.islice(peer.stream(ids, num_new), num_new + 1):
         likeliest.append(token)
         at_s.append(time.perf_counter() - begin)
     after = _io()
     if len(likeliest) != num_new:
-        raise RuntimeError(f"{len(likeliest)} tokens came, {num_new} were asked for")
+        came = "more" if len(likeliest) > num_new else len(likeliest)
+        raise RuntimeError(f"{came} tokens came, {num_new} were asked for")
     between_s = [later - sooner for sooner, later in itertools.pairwise(at_s)]
     io = {name: after[name] - before[name] for name in after}
-    return {"first_token_s": at_s[0], "between_tokens_s": between_s, "ids": likeliest, **io}
+    return {
+        "first_token_s": at_s[0],
+        "between_tokens_s": between_s,
+        "ids": _numbers(likeliest),
+        **io,
+    }
+
+
+def _numbers(tokens: Iterable[Any]) -> list[int]:
+    """The numbers of tokens; what a device has not computed yet is none."""
+    found = [*tokens]
+    for token in found:
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            kind = type(token).__name__
+            raise TypeError(f"a token must be its number, an int, got {token!r:.60} ({kind})")
+    return [*map(int, found)]
 
 
 def _of_one(peer: Any) -> tuple[Callable[[list[int]], int], Callable[[int], int]]:
@@ -186,7 +215,12 @@ def measure_batch(
             ids.append(token)
     after = _io()
     io = {name: after[name] - before[name] for name in after}
-    return {"prompts_s": prompts_s, "steps_s": steps_s, "ids": likeliest, **io}
+    return {
+        "prompts_s": prompts_s,
+        "steps_s": steps_s,
+        "ids": [_numbers(ids) for ids in likeliest],
+        **io,
+    }
 
 
 def load_experts(peer: Any, folder: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def read_model(file: Path) -> Checkpoint:
     header = _read_parts(file)
     architecture = architecture_of(header, file)
     values = settings_of(header, architecture, file)
-    check_config(values, file)
+    check_config({"model_type": architecture.model_type, **values}, file)
     entries: dict[str, TensorEntry] = {}
     packed: dict[str, PackedWeight] = {}
     elements: Counter[str] = Counter()

@@ -38,17 +38,14 @@ class ChosenDevice(NamedTuple):
 
 
 def choose_device(ctx: typer.Context, device: str, device_memory: str) -> ChosenDevice:
-    """What ``--device`` and ``--device-memory`` name, ``auto`` as for ``run``.
+    """What ``--device``, which is here, and ``--device-memory`` name, ``auto`` as for ``run``.
 
     Raises:
-        ValueError: there is no such device, or options of a GPU are given without one.
+        ValueError: options of a GPU are given without one.
     """
     budget = parse_budget(device_memory, name="--device-memory")
     kind, _, number = device.partition(":")
     count = 0 if kind == "cpu" else _num_gpus()
-    if kind == "cuda" and int(number or 0) >= count:
-        here = f"GPUs up to cuda:{count - 1}" if count else "no GPU"
-        raise ValueError(f"--device {device}: torch sees {here} here; use cpu or auto")
     if not count:
         why = f"is about a GPU, and this run is on the CPU (--device {device})"
         refuse_given(ctx, {"device_memory", "misses"}, why)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moe_runtime.bench.experts.layer_shapes import LAYER_SHAPES, LayerSizes, sizes_of_shape
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.bench_cases.expert_formats import parse_formats, show_formats
@@ -27,8 +28,9 @@ Model = Annotated[
 Shape = Annotated[
     str | None,
     typer.Option(
+        callback=options.named("shape", lambda: LAYER_SHAPES),
         help="Instead of MODEL: olmoe-1b-7b, qwen3-30b-a3b, mixtral-8x7b or gpt-oss-20b, "
-        "without any file."
+        "without any file.",
     ),
 ]
 Tokens = Annotated[
@@ -118,17 +120,16 @@ def bench_experts(
 
     from moe_runtime.bench.experts.layers import (
         PEERS,
-        LayerSizes,
         kinds_of_calls,
         layer_of_model,
         sizes_of_model,
-        sizes_of_shape,
         synthetic_layer,
     )
     from moe_runtime.bench.runner import Rules
+    from moe_runtime.kernels.operands import find_device
     from moe_runtime.lab.this_machine import num_usable_cores
 
-    asked, place = parse_dtype(dtype), place_of(device)
+    asked, place = parse_dtype(dtype), find_device(device)
     num_threads, block_s = threads or num_usable_cores(), 0.2 if quick else 0.5
     torch.set_num_threads(num_threads)
     if names:
@@ -184,20 +185,6 @@ def bench_experts(
         )
     show = show_formats if names else show_experts
     shared.end_case(results, output, stop, show, as_json=as_json, unasked=PEERS)
-
-
-def place_of(device: str) -> "torch.device":
-    """Where ``--device`` computes.
-
-    Raises:
-        ValueError: there is no GPU.
-    """
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    if device.startswith("cuda") and not has_gpu:
-        raise ValueError(f"--device {device}: torch sees no GPU here; use cpu or auto")
-    return torch.device(device if device != "auto" else "cuda" if has_gpu else "cpu")
 
 
 def parse_dtype(name: str) -> "torch.dtype | None":

@@ -54,7 +54,8 @@ def bench_layer(
     import torch
 
     from moe_runtime.bench.cases.layer_blocks import PEERS, LayerPlan, measure_layer
-    from moe_runtime.bench.experts.layers import sizes_of_model, sizes_of_shape
+    from moe_runtime.bench.experts.layer_shapes import sizes_of_shape
+    from moe_runtime.bench.experts.layers import sizes_of_model
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_runtime.bench.experts.layer_shapes import LAYER_SHAPES, sizes_of_shape
 from moe_runtime.bench.figures import unit_for
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
@@ -23,8 +24,9 @@ from moe_runtime.cli.stopping import stop_on_signals
 Shape = Annotated[
     str | None,
     typer.Option(
+        callback=options.named("shape", lambda: LAYER_SHAPES),
         help="Sizes of a layer of olmoe-1b-7b, qwen3-30b-a3b, mixtral-8x7b or gpt-oss-20b; 32 "
-        "experts of 512 x 1024, 4 a token, when omitted."
+        "experts of 512 x 1024, 4 a token, when omitted.",
     ),
 ]
 
@@ -55,7 +57,7 @@ def bench_ops(
     import torch
 
     from moe_runtime.bench.cases.op_times import SIZES, OpsPlan, measure_ops
-    from moe_runtime.bench.experts.layers import kinds_of_calls, sizes_of_shape
+    from moe_runtime.bench.experts.layers import kinds_of_calls
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.this_machine import num_usable_cores
 

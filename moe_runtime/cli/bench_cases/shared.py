@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import print_json, say_line
+from moe_runtime.cli.console import print_json, require_address_space, say_line
 from moe_runtime.cli.stopping import StopRequest
 from moe_runtime.files import check_output_path
 from moe_runtime.reading import require_not_read
@@ -26,13 +26,27 @@ Model = Annotated[
         help="Folder of a safetensors checkpoint, a GGUF file, or a name on the hub.",
     ),
 ]
+
+
+def _known_shape(name: str | None) -> str | None:
+    """Refuses other shapes than those that are known, and files, before torch is imported."""
+    if name is None or name.endswith(".json"):
+        return name
+    require_address_space()
+    from moe_runtime.bench.synthetic.gguf_shape import GGUF_SHAPES
+    from moe_runtime.bench.synthetic.model_shapes import SHAPES
+
+    return options.named("shape", lambda: (*SHAPES, *GGUF_SHAPES))(name)
+
+
 Shape = Annotated[
     str | None,
     typer.Option(
+        callback=_known_shape,
         help="Instead of MODEL: random weights in the shape of olmoe-1b-7b, qwen3-30b-a3b, "
         "gpt-oss-20b, olmoe-small and others, which a wrong name lists, or of any configuration, "
         "CONFIG.json; written to the user's cache folder and removed afterwards; for llama_cpp as "
-        "a GGUF file, too."
+        "a GGUF file, too.",
     ),
 ]
 Layers = Annotated[

@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_runtime.bench.experts.layer_shapes import TRAINING_SHAPES
 from moe_runtime.bench.figures import figure
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
-from moe_runtime.cli.bench_cases.expert_layer import Model, Quick, place_of
+from moe_runtime.cli.bench_cases.expert_layer import Model, Quick
 from moe_runtime.cli.bench_cases.older_isa import Isa, hold_to
 from moe_runtime.cli.bench_cases.tables import JOULE_ROWS, mean_cell, unit_of
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
@@ -26,8 +27,9 @@ _FURTHER = {
 Shape = Annotated[
     str | None,
     typer.Option(
+        callback=options.named("shape", lambda: TRAINING_SHAPES),
         help="Instead of MODEL, without any file: pocket, small, 300m, qwen3-30b-a3b, or for "
-        "--host-memory many and few (tokens an expert)."
+        "--host-memory many and few (tokens an expert).",
     ),
 ]
 Peers = Annotated[
@@ -100,23 +102,24 @@ def bench_training(
     quiet_transformers(session)
     import torch
 
-    from moe_runtime.bench.cases.training_plan import METRIC, TrainingPlan, sizes_of_training_shape
+    from moe_runtime.bench.cases.training_plan import METRIC, TrainingPlan
     from moe_runtime.bench.cases.training_steps import TOLERANCE, measure_training
     from moe_runtime.bench.experts.layers import sizes_of_model
     from moe_runtime.bench.runner import Rules
     from moe_runtime.inference.budget import available_device_bytes, available_host_bytes
+    from moe_runtime.kernels.operands import find_device
     from moe_runtime.lab.this_machine import num_usable_cores
 
     dtypes = {str(one).removeprefix("torch."): one for one in TOLERANCE}
     if dtype not in dtypes:
         raise ValueError(f"--dtype must be {' or '.join(dtypes)}, got {dtype!r}")
-    place = place_of(device)
+    place = find_device(device)
     if peers and place.type != "cpu":
         raise ValueError(f"--peer {peers[0].name} trains on the CPU; leave --device {device} out")
     num_threads = threads or num_usable_cores()
     torch.set_num_threads(num_threads)
     if shape is not None:
-        sizes = sizes_of_training_shape(shape)
+        sizes = TRAINING_SHAPES[shape]
     else:
         assert model is not None
         sizes, _ = sizes_of_model(model, "auto")

@@ -71,14 +71,14 @@ def bench_latency(
     session.begin(debug=debug, as_json=as_json)
     require_one_model(model, shape, layers, keep=keep_shape)
     parse_budget(host_memory, name="--host-memory")
+    from moe_runtime.bench.peer_files import find_peers, our_program
+
+    find_peers(peer or (), {}, "latency")  # who is unknown is refused before torch is imported
     place = choose_device(ctx, device, device_memory)
     if prompts is not None:
         refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
     texts = None if prompts is None else read_prompts(None, None, prompts)
     limit = shared.cap_bytes(cap)
-    from moe_runtime.bench.peer_files import find_peers, our_program
-
-    # Who is unknown is refused before anything is read.
     peers = place.seen_by(find_peers(peer or (), {"device": place.setting}))
     shared.check_results(output, peers)
     quiet_transformers(session)

@@ -204,7 +204,10 @@ class _Terminal:
         elif command == "/help":
             print_rows("commands", _HELP, to_stderr=True)
         else:
-            raise ValueError(f"{command} is no command; /help lists them")
+            raise ValueError(
+                f"{command} is no command; /help lists them, and a space before it makes the line "
+                "a message"
+            )
         return True
 
     def _show_statistics(self) -> None:
@@ -265,4 +268,9 @@ def _lines(*, is_terminal: bool) -> Iterator[str]:
         import readline  # noqa: F401  gives input() a history
     with contextlib.suppress(EOFError):
         while True:
-            yield input("> ")
+            try:
+                line = input("> ")
+            except (EOFError, KeyboardInterrupt):
+                print(file=sys.stderr)  # what is said next does not stand behind the prompt
+                raise
+            yield line

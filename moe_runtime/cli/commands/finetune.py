@@ -90,6 +90,12 @@ Trace = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen, and stop.")]
+Seed = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Decides the order of the text, adapters' first weights, random directions."
+    ),
+]
 
 
 def finetune(
@@ -115,7 +121,7 @@ def finetune(
     recompute: Recompute = False,
     checkpoint_every: CheckpointEvery = 100,
     export_dtype: ExportDtype = "auto",
-    seed: options.Seed = None,
+    seed: Seed = 0,
     trace: Trace = None,
     resume: options.Resume = False,
     reschedule: options.Reschedule = False,
@@ -152,7 +158,7 @@ def finetune(
         "run": {
             "output": str(output),
             "steps": steps or 1,
-            "seed": seed or 0,
+            "seed": seed,
             "precision": precision,
             "recompute": recompute,
             "host_memory": host_memory,

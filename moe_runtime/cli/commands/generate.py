@@ -166,7 +166,9 @@ def generate(
         )
     _tell(outcome, model, as_json=as_json, verbose=verbose)
     if outcome.is_interrupted:
-        said = f"{output} has the answers so far; the same command goes on from there"
+        has_some = outcome.kept or outcome.answered or outcome.failed
+        so_far = f"{output} has the answers so far" if has_some else "nothing was answered yet"
+        said = f"{so_far}; the same command goes on from there"
     elif outcome.failed:
         said = f"{outcome.failed} of {outcome.requests} requests failed, {output} says why; the "
         said += "same command tries them again"

@@ -233,9 +233,13 @@ def serve(
     quiet_transformers(session)
     from moe_runtime.allocator import use_one_heap
     from moe_runtime.serving.engine_options import EngineOptions
+    from moe_runtime.serving.http.models.dividing import is_on_cpu
     from moe_runtime.serving.http.server import Access, Limits
     from moe_runtime.serving.http.starting import ServeSettings, run_server
 
+    if is_on_cpu({"device": device}):
+        why = "has no effect: steps are recorded on a GPU, and this server computes on the CPU"
+        refuse_given(ctx, {"decode_rows"}, f"{why} (--device {device}); leave it out")
     use_one_heap()
     log = ServerLog(as_json=as_json)
     if as_json:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.kernels.operands import find_device
 from moe_runtime.training.finetune.settings import FinetuneConfig
-from moe_runtime.training.machine import resolve_device
 from moe_runtime.training.offload.memory import TrainingMemory
 
 
@@ -23,7 +23,7 @@ def device_of(config: FinetuneConfig) -> torch.device:
     """
     by_forwards_alone = config.lora is None and not config.method.has_backward
     name = config.run.device or "cpu"
-    place = resolve_device("cpu" if name == "auto" and by_forwards_alone else name)
+    place = find_device("cpu" if name == "auto" and by_forwards_alone else name, "run.device")
     if place.type == "cpu":
         if config.run.device_memory != "auto":
             raise ValueError(

@@ -1,0 +1,47 @@
+"""A GPU that is not there: one line, the same of every command, before anything is opened."""
+
+import pytest
+import torch
+from command_line import all_commands
+
+from moe_runtime.cli.main import main
+
+TAKING = sorted(
+    name
+    for name, command in all_commands().items()
+    if any("--device" in param.opts for param in command.params)
+)
+
+
+def test_commands_that_compute_take_a_device() -> None:
+    bench = {f"bench {case}" for case in ("experts", "latency", "throughput", "training")}
+    assert {*TAKING} == {"run", "chat", "generate", "serve", "finetune", *bench}
+
+
+@pytest.mark.parametrize(("count", "here"), [(0, "no GPU"), (2, "GPUs up to cuda:1")])
+@pytest.mark.parametrize("name", TAKING)
+def test_every_command_says_the_same_and_opens_nothing(
+    name: str,
+    count: int,
+    here: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither the model nor the other words are looked at: none of them is there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    needed = [
+        *(["in.txt", "-o", "out"] if name == "finetune" else []),
+        *(["--prompts", "in.txt", "-o", "out"] if name == "generate" else []),
+    ]
+    assert main([*name.split(), "not-there", *needed, "--device", "cuda:3"]) == 2
+    said = f"moe-runtime: error: --device cuda:3: torch sees {here} here; use cpu or auto\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("device", ["cpu:1", "cuda:", "cuda:01", "cuda:128", "CUDA", ""])
+def test_a_device_is_written_as_the_help_says(
+    device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "not-there", "--prompt", "a", "--device", device]) == 2
+    said = f"--device must be auto, cpu, cuda or cuda:N, got {device!r}\n"
+    assert capsys.readouterr().err == f"moe-runtime: error: {said}"
