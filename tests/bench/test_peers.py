@@ -40,7 +40,7 @@ class Peer:
     def close(self):
         pass
 """
-STREAMING = ("ftllm:disk", "sglang", "vllm")
+STREAMING = ("ftllm:disk", "sglang")
 
 
 class Bench:
@@ -83,7 +83,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("peer", ["accelerate", "openvino", *STREAMING])
+@pytest.mark.parametrize("peer", ["accelerate", "openvino", "vllm", *STREAMING])
 def test_every_token_arrives_once(peer: str, bench: Bench) -> None:
     """Two prompts of five tokens, the first one read twice: once untimed."""
     found = bench.latency(peer)
@@ -94,21 +94,41 @@ def test_every_token_arrives_once(peer: str, bench: Bench) -> None:
     assert (len(repetition["first_token_s"]), len(repetition["between_tokens_s"])) == (2, 8)
 
 
-def test_vllm_is_asked_for_greedy_tokens_without_prefix_cache(bench: Bench) -> None:
+def test_vllm_is_given_each_token_as_a_piece_of_a_resumable_request(bench: Bench) -> None:
     bench.latency("vllm")
     ((_, options),) = bench.calls("EngineArgs")
     assert options == {
         "model": str(bench.model),
         "skip_tokenizer_init": True,
         "max_model_len": 9,
+        "max_num_seqs": 256,
         "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": (1024 + 9) << 18,
     }
-    rules = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, "detokenize": False}
-    assert bench.calls("SamplingParams") == [([], rules)] * 3
-    # The engine refuses a number that it has seen.
-    numbers, prompts = zip(*(args for args, _ in bench.calls("add_request")), strict=True)
-    assert len(set(numbers)) == 3
-    assert [one["prompt_token_ids"] for one in prompts] == [[3, 5], [3, 5], [60, 70]]
+    rules = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
+    assert bench.calls("SamplingParams") == [([], rules)]
+    pieces = [args for args, _ in bench.calls("process_inputs")]
+    assert all(name == "0" and resumable for name, _, resumable in pieces)
+    given = [prompt["prompt_token_ids"] for _, prompt, _ in pieces]
+    said = [[8], [16], [32], [64], [33], [66], [35], [70]]
+    assert given == [[3, 5], *said[:4], [3, 5], *said[:4], [60, 70], *said[4:]]
+    # Nothing is there at first, and each prompt ends the request before it.
+    assert bench.calls("abort_request") == [([names, True], {}) for names in ([], ["0"], ["0"])]
+
+
+def test_vllm_is_not_asked_for_more_sequences_than_it_takes_at_a_time(bench: Bench) -> None:
+    plan = ThroughputPlan(batches=[[[3, 5]] * 257], num_new=2, timeout_s=60)
+    results = measure_throughput(
+        find_peer(str(bench.counting), bench.settings(None)),
+        [find_peer(f"vllm={bench.model}", bench.settings(None))],
+        plan,
+        Rules(judged=("new_tokens_per_s",), least=1, most=1),
+        lambda: 0.0,
+        settings={},
+    )
+    failure = results["measurements"][1]["failure"]
+    assert failure == "ValueError: vLLM is asked for 256 sequences at most, not 257"
 
 
 def test_sglang_is_asked_for_greedy_tokens_and_shut_down(bench: Bench) -> None:
@@ -178,7 +198,7 @@ def test_accelerate_has_the_memory_that_the_cap_leaves(
     assert not Path(options["offload_folder"]).exists()
 
 
-@pytest.mark.parametrize("peer", ["accelerate", "openvino"])
+@pytest.mark.parametrize("peer", ["accelerate", "openvino", "vllm"])
 def test_batches_go_side_by_side(peer: str, bench: Bench) -> None:
     plan = ThroughputPlan(batches=[PROMPTS], num_new=4, timeout_s=60)
     results = measure_throughput(
@@ -293,7 +313,7 @@ def test_an_interpreter_that_is_too_old_is_said_to_be(bench: Bench, tmp_path: Pa
     assert failure == "its interpreter is older than Python 3.11, which peers need"
 
 
-@pytest.mark.parametrize("peer", ["llama_cpp", "vllm", "sglang", "ftllm"])
+@pytest.mark.parametrize("peer", ["llama_cpp", "sglang", "ftllm"])
 def test_peers_of_one_sequence_take_no_part_in_throughput(
     peer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -341,7 +341,7 @@ def noting(given: list[Any], place: str) -> Callable[..., Any]:
     ("peer", "complaint"),
     [
         ("ftllm", "--peer ftllm: writes its own text and cannot be given another"),
-        ("vllm", "it can be measured with MODEL in the place of --shape"),
+        ("sglang", "it can be measured with MODEL in the place of --shape"),
         ("openvino", "name it: --peer openvino=FOLDER"),
     ],
 )

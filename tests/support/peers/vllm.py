@@ -1,4 +1,8 @@
-"""Stands in for vLLM: an engine whose steps give nothing, one token or several of each request."""
+"""Stands in for vLLM: resumable requests, each piece of which is answered with one token.
+
+A step of the engine answers one of the requests that wait, and the first one after each piece none.
+Both of its halves lengthen the prompt that they were handed, as the real ones do in one process.
+"""
 
 from typing import Any
 
@@ -13,7 +17,6 @@ class EngineArgs:
 class SamplingParams:
     def __init__(self, **options: Any) -> None:
         note("SamplingParams", **options)
-        self.max_tokens = options["max_tokens"]
 
 
 class Output:
@@ -22,32 +25,66 @@ class Output:
 
 
 class RequestOutput:
-    def __init__(self, token_ids: list[int]) -> None:
-        self.outputs = [Output(token_ids)]
+    def __init__(self, request_id: str, token_ids: list[int]) -> None:
+        self.request_id, self.outputs = request_id, [Output(token_ids)]
+
+
+class Piece:
+    def __init__(self, request_id: str, ids: list[int]) -> None:
+        self.request_id, self.prompt_token_ids = request_id, ids
+        self.external_req_id: str | None = None
+
+
+class InputProcessor:
+    def process_inputs(
+        self, name: str, prompt: dict[str, Any], params: Any, tasks: Any, *, resumable: bool
+    ) -> Piece:
+        assert isinstance(params, SamplingParams)
+        assert tasks == ("generate",)
+        note("process_inputs", name, prompt, resumable)
+        return Piece(name, prompt["prompt_token_ids"])
+
+
+class Half:
+    """What the output processor and the core have in common: prompts by request."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, list[int]] = {}
+        self.waiting: list[str] = []
+
+    def add_request(self, piece: Piece, prompt: None = None) -> None:
+        assert piece.external_req_id is not None
+        if piece.request_id in self.prompts:
+            self.prompts[piece.request_id].extend(piece.prompt_token_ids)
+        else:
+            self.prompts[piece.request_id] = piece.prompt_token_ids
+        self.waiting.append(piece.request_id)
 
 
 class LLMEngine:
     def __init__(self) -> None:
-        self._said: list[int] = []
-        self._given = 0
+        self.input_processor = InputProcessor()
+        self.output_processor, self.engine_core = Half(), Half()
+        self._begun = False
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
         assert isinstance(args, EngineArgs)
         return cls()
 
-    def add_request(self, number: str, prompt: dict[str, Any], params: SamplingParams) -> None:
-        note("add_request", number, prompt)
-        self._said, self._given = continuation(prompt["prompt_token_ids"], params.max_tokens), 0
-        self._begun = False
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
 
-    def has_unfinished_requests(self) -> bool:
-        return self._given < len(self._said)
+    def abort_request(self, names: list[str], *, internal: bool) -> None:
+        note("abort_request", [*names], internal)
+        for half in (self.output_processor, self.engine_core):
+            for name in names:
+                del half.prompts[name]
 
     def step(self) -> list[RequestOutput]:
-        if not self._begun:
-            self._begun = True
+        self._begun = not self._begun
+        if self._begun:
             return []
-        # All that was said so far, the last two of them new.
-        self._given = min(self._given + 2, len(self._said))
-        return [RequestOutput(self._said[: self._given])]
+        # The last one first: answers come in an order of the engine's own.
+        name = self.engine_core.waiting.pop()
+        return [RequestOutput(name, continuation(self.engine_core.prompts[name], 1))]
