@@ -150,8 +150,7 @@ def load(
     choosing.check_names(policy, shares, predictor, cache_code, activations)
     if io_threads < 1:
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
-    mode = parse_mode(prefetch)
-    place = find_device(device)
+    mode, place = parse_mode(prefetch), find_device(device)
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     if place.type == "cpu" and budgets["device"] != Budget():
@@ -171,8 +170,6 @@ def load(
     experts = map_experts(model, checkpoint)
     if activations != "exact":
         options.round_activations(experts, place)
-    if place.type != "cpu":
-        experts.packed_dense.clear()  # dense layers have no products from codes there
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
     signature = signature_of(checkpoint, experts)
     share = None
@@ -183,6 +180,7 @@ def load(
     if cache_code != "none":
         cached["host"], set_aside_bytes = options.coded_experts(experts, place)
     if place.type != "cpu":
+        experts.packed_dense.clear()  # dense layers have no products from codes there
         cached["device"], set_aside_bytes = options.plan_device(experts)
     kind = OffloadedExperts if place.type == "cpu" else options.DeviceExperts
     modules = replace_experts(
@@ -204,6 +202,8 @@ def load(
     if share is not None:
         share.require_same_model(checkpoint, experts, place)
 
+    if place.type != "cpu" and policy == choosing.AUTO and misses == "device":
+        policy = options.policy_of_device(plans, experts, model.config)
     # Before weights are there: what the choice needs is free again for them.
     fastest = plans.get("device", plans["host"])
     folder, trained = checkpoint.folder, guessers.policy_estimator
@@ -242,9 +242,8 @@ def load(
     if guessers.reader is not None or any(each.watchers for each in stores):
         learning = options.KeptLearning(signature, folder, predictor, writes=is_first)
         learning.keep(*(watcher for each in stores for watcher in each.watchers))
-    for listener in (TokenLimit(max_tokens), times, PolicyListener(stores), learning):
-        if listener is not None:
-            listeners.add(listener)
+    for listener in filter(None, (TokenLimit(max_tokens), times, PolicyListener(stores), learning)):
+        listeners.add(listener)
     # where every expert has a slot there is nothing to choose
     is_auto = policy == choosing.AUTO and fastest.num_slots < len(experts.layouts)
     if is_first and (is_auto or trace is not None):
@@ -367,9 +366,8 @@ def _open_stores(
             source, slab, experts, code, host, new_policy, bind, listeners
         )
     fast, streams = listeners[0], host.stream_slots()
-    return ExpertStore(
-        source, slab, new_policy(host), bind, stream_slots=streams, listener=fast
-    ), None
+    own = ExpertStore(source, slab, new_policy(host), bind, stream_slots=streams, listener=fast)
+    return own, None
 
 
 def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:

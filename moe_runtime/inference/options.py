@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moe_runtime.inference.device.device_experts import DeviceExperts as DeviceExperts
     from moe_runtime.inference.device.device_stores import open_device_stores as open_device_stores
     from moe_runtime.inference.device.device_stores import plan_device as plan_device
+    from moe_runtime.inference.device.device_stores import policy_of_device as policy_of_device
     from moe_runtime.inference.expert_gradients import (
         differentiable_experts as differentiable_experts,
     )
@@ -60,7 +61,8 @@ else:
             "moe_runtime.inference.device.device_experts": "DeviceExperts",
             "moe_runtime.inference.cpu_misses.computing": "open_misses",
             "moe_runtime.inference.cpu_misses.option": "check_misses",
-            "moe_runtime.inference.device.device_stores": "open_device_stores plan_device",
+            "moe_runtime.inference.device.device_stores": "open_device_stores plan_device "
+            "policy_of_device",
             "moe_runtime.memory.device.cuda_device": "CudaDevice",
             "moe_runtime.checkpoints.int8_activations": "round_activations",
             # experts in a code

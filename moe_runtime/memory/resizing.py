@@ -30,7 +30,7 @@ def resize(store: ExpertStore[Any], num_slots: int, *, shared_slots: int, stream
         How many it has now.
     """
     with store._changed:
-        _divide(store._policy, shared_slots)
+        divide(store._policy, shared_slots)
         store._stream_slots = max(1, min(stream_slots, num_slots))
         while store.num_slots > num_slots and _close_one(store):
             pass
@@ -42,7 +42,7 @@ def resize(store: ExpertStore[Any], num_slots: int, *, shared_slots: int, stream
         return store.num_slots
 
 
-def _divide(policy: LayerShares, num_slots: int) -> None:
+def divide(policy: LayerShares, num_slots: int) -> None:
     """Evenly, for a start where shares move; who holds more than its share keeps it so far."""
     policy._shares = even_shares(num_slots, len(policy.layers))
     if isinstance(policy, AdaptiveShares):

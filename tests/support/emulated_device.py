@@ -160,7 +160,8 @@ class EmulatedDevice:
                 assert any(target.data_ptr() in memory for memory in self.pinned)
                 assert source.shape == target.shape
             num_bytes = sum(len(source) for source, _ in parts)
-            begin = max(self.now_s, self._back_s, self._streams_s.get(self._current, 0.0))
+            computing_s = [self._streams_s.get(n, 0.0) for n in {self._current, *self.computing}]
+            begin = max(self.now_s, self._back_s, *computing_s)
             self._back_s = end = begin + self._latency_s + num_bytes / self._bytes_per_s
             for _, target in parts:  # whoever looks too early sees what no gradient is
                 target.fill_(POISON)

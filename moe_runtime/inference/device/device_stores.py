@@ -7,15 +7,17 @@ from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.inference.budget import MemoryPlan
+from moe_runtime.inference.budget import MemoryPlan, experts_per_token
 from moe_runtime.inference.device.device_stacks import DeviceStacks
 from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.device.device import Device
 from moe_runtime.memory.device.device_layout import CopyPart, copy_parts, lay_out_on_device
 from moe_runtime.memory.device.device_store import DeviceStore
+from moe_runtime.memory.device.host_tables import has_room
 from moe_runtime.memory.device.returning import LowerStore, ReturningSource
 from moe_runtime.memory.entries import StoreListener
 from moe_runtime.memory.residency import ExpertStore
@@ -48,6 +50,24 @@ def experts_on_device(experts: ExpertMap) -> ExpertMap:
 def plan_device(experts: ExpertMap) -> tuple[ExpertMap, int]:
     """Experts as they lie on a device, and bytes to set aside there for what libraries keep."""
     return experts_on_device(experts), WORKSPACE_BYTES
+
+
+def policy_of_device(
+    plans: dict[str, MemoryPlan], experts: ExpertMap, config: PreTrainedConfig
+) -> str:
+    """The policy that `auto` is before anything was measured.
+
+    Returns:
+        ``lru`` where steps may read experts that the device lacks where they lie in the host's
+        memory: who comes to stay there is not up to a policy, and to choose one by what is routed
+        somebody would have to hear of it within a step; else ``auto``.
+    """
+    num_layers = len({key.layer for key in experts.layouts})
+    is_read_there = has_room(
+        plans["device"].num_slots, plans["host"].num_slots, num_experts=len(experts.layouts),
+        num_layers=num_layers, num_choices=experts_per_token(config),
+    )  # fmt: skip
+    return "lru" if is_read_there else "auto"
 
 
 def open_device_stores(

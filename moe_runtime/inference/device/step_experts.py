@@ -16,15 +16,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
+from moe_runtime.inference.device.device_experts import DeviceExperts, Routed
+from moe_runtime.inference.device.recorded_layer import RecordedLayer
 from moe_runtime.kernels.expert_fetch import fetch_experts
 from moe_runtime.memory.device.device import Graph, GraphRecorder
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.device.host_tables import (
     HostTables,
-    has_room,
     open_host_tables,
     read_rest,
+    tiers_have_room,
 )
 from moe_runtime.memory.device.residents import Residents
 from moe_runtime.types import ExpertKey
@@ -38,12 +39,15 @@ class StepExperts(Protocol):
     """The experts of one step.
 
     Attributes:
-        is_one_graph: whether the host has nothing to do in the midst of a step.
         is_over: whether the next step is to be recorded anew.
     """
 
-    is_one_graph: bool
     is_over: bool
+
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether the host has probably nothing to do in the midst of the next step."""
+        ...
 
     def record(self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder) -> Any:
         """The sums of a layer's experts ``[T, D]``, which are computed in a replay."""
@@ -83,7 +87,7 @@ def experts_of_step(
         return ResidentExperts(store, modules, found)
     tables = _tables(store, modules, num_choices)
     if tables is not None:
-        return FetchedExperts(store, modules, tables)
+        return FetchedExperts(store, modules, tables, reads_ahead=reads_ahead)
     return ExpertsInParts(store, modules, num_choices, reads_ahead=reads_ahead)
 
 
@@ -104,6 +108,10 @@ def _keys_of(modules: Sequence[DeviceExperts]) -> dict[int, list[ExpertKey]]:
     return {m.layer: m.keys_of(range(m.num_experts)) for m in modules}
 
 
+def _all_keys(modules: Sequence[DeviceExperts]) -> list[ExpertKey]:
+    return [*itertools.chain(*_keys_of(modules).values())]
+
+
 def _is_quiet(experts: DeviceExperts) -> bool:
     """Whether nobody has to hear of a layer within a step."""
     listens = experts.listeners.routed or experts.listeners.demanded
@@ -113,13 +121,17 @@ def _is_quiet(experts: DeviceExperts) -> bool:
 class _OneGraph:
     """What has nothing to ask the host within a step, which hears of the choices afterwards."""
 
-    is_one_graph = True
     is_over = False
 
     def __init__(self, store: DeviceStore[Any], modules: Sequence[DeviceExperts]) -> None:
         self._store, self._modules = store, modules
         self._ids: list[torch.Tensor] = []
         self._ids_LTK: torch.Tensor | None = None
+
+    @property
+    def is_one_graph(self) -> bool:
+        """As ``StepExperts.is_one_graph``."""
+        return True
 
     def end(self) -> None:
         """As ``StepExperts.end``."""
@@ -187,11 +199,21 @@ class FetchedExperts(_OneGraph):
     """Some experts are in host memory, from where the device fetches those that are chosen."""
 
     def __init__(
-        self, store: DeviceStore[Any], modules: Sequence[DeviceExperts], tables: HostTables
+        self,
+        store: DeviceStore[Any],
+        modules: Sequence[DeviceExperts],
+        tables: HostTables,
+        *,
+        reads_ahead: bool,
     ) -> None:
         super().__init__(store, modules)
-        self._tables = tables
+        self._tables, self._reads_ahead = tables, reads_ahead
         self._num_refused = 0
+
+    @property
+    def is_one_graph(self) -> bool:
+        """As ``StepExperts.is_one_graph``: not while experts are found in neither memory."""
+        return self._num_refused == 0
 
     def record(
         self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder
@@ -214,6 +236,8 @@ class FetchedExperts(_OneGraph):
         found = self._tables.launch(last.replay)
         self._num_refused = 0 if found is not None else self._num_refused + 1
         self.is_over = self._num_refused >= MOST_REFUSED
+        if found is None and self._reads_ahead:
+            read_rest(self._store, _all_keys(self._modules))
         return found
 
     def _counting(self, found: Any, ids_LTK: torch.Tensor) -> Callable[[], Sequence[ExpertKey]]:
@@ -223,7 +247,6 @@ class FetchedExperts(_OneGraph):
 class ExpertsInParts:
     """What a layer lacks is queued between two graphs."""
 
-    is_one_graph = False
     is_over = False
 
     def __init__(
@@ -235,7 +258,7 @@ class ExpertsInParts:
         reads_ahead: bool,
     ) -> None:
         self._store, self._modules, self._num_choices = store, modules, num_choices
-        self._reads_ahead = reads_ahead and has_room(store, _keys_of(modules), num_choices)
+        self._reads_ahead = reads_ahead and tiers_have_room(store, _keys_of(modules), num_choices)
         self._unread: list[ExpertKey] = []
         self._layers: list[RecordedLayer] = []
         self._num_replays = 0
@@ -249,6 +272,11 @@ class ExpertsInParts:
         tables_2E = self._tables[experts.layer]
         self._layers.append(RecordedLayer(experts, routed, recorder, tables_2E))
         return self._layers[-1].sums()
+
+    @property
+    def is_one_graph(self) -> bool:
+        """As ``StepExperts.is_one_graph``."""
+        return False
 
     def end(self) -> None:
         """As ``StepExperts.end``."""
@@ -265,7 +293,7 @@ class ExpertsInParts:
         elif self._num_replays % MOST_REFUSED == MOST_REFUSED - 1:
             self.is_over = _tables(self._store, self._modules, self._num_choices) is not None
         elif self._num_replays % MOST_REFUSED == 0 and self._reads_ahead:
-            self._unread = [*itertools.chain(*_keys_of(self._modules).values())]
+            self._unread = _all_keys(self._modules)
         if self._unread:
             read_rest(self._store, self._unread)
         self._num_replays += 1
@@ -273,88 +301,6 @@ class ExpertsInParts:
 
     def _found(self) -> list[Residents]:
         return [self._store.with_residents(m.layer, lambda _: None) for m in self._modules]
-
-
-class RecordedLayer:
-    """The experts of one layer in a recorded step, to which missing ones are added.
-
-    Attributes:
-        sums: queues the sums of all experts.
-        takes_rows: as of `SlottedProducts`.
-        arrived_E: where the slots are of those that arrived.
-        following: the next layer, which is prepared while the device computes this one.
-    """
-
-    following: RecordedLayer | None = None
-
-    def __init__(
-        self,
-        experts: DeviceExperts,
-        routed: Routed,
-        recorder: GraphRecorder,
-        tables_2E: torch.Tensor,
-    ) -> None:
-        """Records the residents and those that arrive, whoever they will be.
-
-        Args:
-            experts: of the layer.
-            routed: what the layer is called with.
-            recorder: of the step; the part before the sums is ended.
-            tables_2E: slots of residents and of those that arrived, filled before a replay.
-        """
-        assert isinstance(experts.store, DeviceStore)
-        assert experts.store.stacks is not None, "the layer has a stack"
-        self._experts, self._routed, self._store = experts, routed, experts.store
-        self._residents_E, self.arrived_E = tables_2E
-        self._listed: Residents | None = None
-        self._products = experts.products(routed)
-        self.sums, self.takes_rows = self._products.sums, self._products.takes_rows
-        self.give = self._products.give
-        stack_over = partial(experts.store.stacks.stack_over, experts.layer)
-        may_plan = experts.misses is not None and self.takes_rows
-        self._told = recorder.tell(routed.ids_TK, *[routed.hidden_TD][:may_plan])
-        self._is_counted = True
-        self._products.add(stack_over(self._residents_E))
-        self._at_once = recorder.cut()
-        self._products.add(stack_over(self.arrived_E))
-        self._arrivals = recorder.cut()
-
-    def add(self, experts: Any) -> None:
-        """As `SlottedProducts.add`, for experts that have arrived, whose slots are in a table."""
-        self._arrivals.replay()
-
-    def replay(self) -> bool:
-        """Replays the part with this layer's choices and residents, and queues what it lacks.
-
-        Returns:
-            Whether the whole layer was resident.
-        """
-        self._experts.complete(self, self._routed, self._launch)
-        return self._listed is not None and self._listed.are_all
-
-    def prepare(self) -> None:
-        """To be called before each replay: forgets the choices of the step before."""
-        self._told.settle()
-        if not self._is_counted:
-            self._store.count_behind(self._told)
-        self._told.forget()
-        self._is_counted = False
-
-    def _launch(self) -> tuple[Residents, Found]:
-        residents = self._store.with_residents(self._experts.layer, self._list_and_replay)
-        if self.following is not None:
-            self.following.prepare()
-        return residents, self._experts.found(self, self._routed, self._told, self._used)
-
-    def _used(self) -> list[ExpertKey]:
-        self._is_counted = True
-        return self._experts.keys_of_rows(self._told.numbers)
-
-    def _list_and_replay(self, residents: Residents) -> None:
-        if residents is not self._listed:
-            self._store.device.upload(residents.slots, self._residents_E)
-            self._listed = residents
-        self._at_once.replay()
 
 
 def _count_fetched(

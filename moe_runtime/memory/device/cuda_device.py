@@ -273,7 +273,9 @@ class CudaDevice:
     def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
         """As ``Device.copy_back``."""
         done = torch.cuda.Event(blocking=True)
-        self._back.wait_stream(self.computing_here())
+        self.compute_here()
+        for event in self.vacate():
+            self._back.wait_event(event)
         self.queue(parts, self._back)
         done.record(self._back)
         return done

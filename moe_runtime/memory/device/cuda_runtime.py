@@ -105,5 +105,7 @@ def pin_in_parts(
 
 
 def _unregister(runtime: Any, held: list[int]) -> None:
+    if held and torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # kernels may read there
     while held:
         runtime.cudaHostUnregister(held.pop())

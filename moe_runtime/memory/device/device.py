@@ -195,11 +195,12 @@ class Device(Protocol):
         ...
 
     def copy_back(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Queues copies to the host behind what the current stream has queued; does not wait.
+        """Queues copies to the host behind all work of streams that compute; does not wait.
 
         Args:
             parts: memory of the device, unchanged until the event, and as many bytes of host memory
-                that was pinned, which nobody touches but behind the event; both ``uint8``.
+                that was pinned, which nobody touches but behind the event, or kernels that are
+                queued already; both ``uint8``.
         """
         ...
 

@@ -19,12 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.expert_fetch import FetchTables
+from moe_runtime.memory.device.device import Event
 from moe_runtime.memory.device.device_layout import CopyPart
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.device.residents import Residents, is_resident
 from moe_runtime.memory.device.returning import LowerStore
-from moe_runtime.memory.io_queue import Priority
+from moe_runtime.memory.io_queue import CLOSED, Priority
+from moe_runtime.memory.resizing import divide
 from moe_runtime.types import ExpertKey
 
 DECAY, MARGIN = 0.98, 2.0
@@ -73,6 +76,8 @@ class HostTables:
         self.slots = store._slab.bytes.view(-1, store._slab.slot_bytes)
         self._store, self._lower = store, lower
         self._listed: dict[int, Residents] = {}
+        self._stream: int | None = None
+        self._kernels: Sequence[Event] = ()
         num_experts = max(len(places.keys) for places in layers.values())
         self._uses_LE = np.zeros((1 + max(layers), num_experts), np.float32)
 
@@ -86,15 +91,26 @@ class HostTables:
             Who is on the device; None where nothing was queued.
 
         Raises:
-            MoERuntimeError: a copy failed that earlier work was queued behind.
+            MoERuntimeError: a copy failed that earlier work was queued behind, or the experts were
+                closed.
         """
-        store = self._store
+        store, lower = self._store, self._lower
         store.fetcher.raise_failure()
         stream = store.device.compute_here()
-        with store._changed, self._lower._changed:
+        with store._changed, lower._changed:
+            if store.is_closed:
+                raise MoERuntimeError(CLOSED)
+            if stream != self._stream:  # tables and landing slots are there once
+                for event in self._kernels:
+                    event.synchronize()
+                self._stream = stream
             if not all(self._list(layer, stream) for layer in self.layers):
                 return None
-            queue()
+            try:
+                queue()
+            finally:
+                self._kernels = store.device.vacate()
+                lower.is_read_by(self._kernels)
             return dict(self._listed)
 
     def count(self, listed: Mapping[int, Residents], ids: Mapping[int, Sequence[int]]) -> None:
@@ -145,25 +161,28 @@ class HostTables:
     def _admit(self, key: ExpertKey) -> None:
         """Begins to copy an expert that is to stay, unless who would go is wanted as much."""
         store, lower = self._store, self._lower
-        if key in store._entries or store.decides_later:
+        if key in store._entries or store.is_closed:
             return
-        if not store._free:
-            victim = store._victim(key)
-            if victim is None:
-                return
-            uses = self._uses_LE[victim.layer, victim.expert]
-            if self._uses_LE[key.layer, key.expert] <= uses + MARGIN:
-                return
-            with lower._changed:
+        with lower._changed:
+            if not store._free:
+                victim = next(filter(store._is_idle, store._streamed), None)
+                if victim is None:
+                    victim = store._victim(key)
+                    if victim is None or not self._is_wanted_more(key, victim):
+                        return
                 if not lower.has(victim):
                     # first: it must not be in neither memory meanwhile
                     if lower.has_spare(victim.layer):
                         slot = store._slab.slot(store._entries[victim].slot)
                         store.fetcher.give_back(victim, slot)
                     return
-        slot = store._take_slot(key, keep=True)
-        if slot is not None:
-            store._start(key, slot, keep=True, priority=Priority.READAHEAD)
+                store._counters.evictions += 1
+                store._drop(victim)
+            store._start(key, store._free.pop(), keep=True, priority=Priority.READAHEAD)
+
+    def _is_wanted_more(self, key: ExpertKey, other: ExpertKey) -> bool:
+        uses = self._uses_LE[other.layer, other.expert]
+        return bool(self._uses_LE[key.layer, key.expert] > uses + MARGIN)
 
 
 def open_host_tables(
@@ -178,64 +197,82 @@ def open_host_tables(
 
     Returns:
         None where the device cannot read the host's memory, experts of a layer lie too differently,
-        slots are few, or not every expert has a place in one of the two memories.
+        slots are few, not every expert has a place in one of the two memories, or a policy decides
+        after each use who stays.
     """
     lower = store.fetcher.lower
     if (
         not isinstance(lower, LowerStore)
-        or not has_room(store, layers, num_choices)
+        or store.decides_later
+        or lower.decides_later
+        or not tiers_have_room(store, layers, num_choices)
         or not store.device.reads_host(lower._slab.bytes)
     ):
         return None
-    with lower._changed:  # who takes it hears of what has been read
+    slot, find = store._slab.slot(0), store.fetcher._moves_of
+    # at once: slots that are neither free nor closed nor an expert's are lost
+    with store._changed, lower._changed:  # who takes the lower one hears of what has been read
         if not all(store.has(key) or lower.has(key) for keys in layers.values() for key in keys):
             return None
-    slot = store._slab.slot(0)
-    find = store.fetcher._moves_of
-    moves = {layer: [find(key, slot) for key in keys] for layer, keys in layers.items()}
-    targets = {
-        layer: {tuple((m.place, m.num_bytes) for m in each) for each in found}
-        for layer, found in moves.items()
-    }
-    if any(len(alike) != 1 for alike in targets.values()):
-        return None
-    landing = _empty_slots(store, [keys[0] for keys in layers.values()], num_choices)
-    if landing is None:
-        return None
-    places = {layer: _places(store, keys, moves[layer], landing) for layer, keys in layers.items()}
-    most = max(map(len, layers.values()))
-    slots_E = store.device.upload(np.full(most, -1, np.int32))
-    lower.is_read_in_place()
-    store.host_tables = HostTables(store, lower, places, slots_E)
+        moves = {layer: [find(key, slot) for key in keys] for layer, keys in layers.items()}
+        for found in moves.values():
+            if len({tuple((m.place, m.num_bytes) for m in each) for each in found}) != 1:
+                return None
+        givers = sorted(layers, key=store.share)[-num_choices:] * num_choices
+        taken = [store._take_slot(layers[n][0], keep=True) for n in givers[:num_choices]]
+        landing = [slot for slot in taken if slot is not None]
+        if len(landing) < num_choices:
+            store._free += landing
+            return None
+        for event in store.fetcher._vacate(*map(store._slab.slot, landing)):
+            event.synchronize()
+        places = {n: _places(store, keys, moves[n], landing) for n, keys in layers.items()}
+        slots_E = store.device.upload(np.full(max(map(len, layers.values())), -1, np.int32))
+        divide(store._policy, sum(store._policy.slots_by_layer) - num_choices)
+        store._closed.update(landing)
+        store.host_tables = HostTables(store, lower, places, slots_E)
     return store.host_tables
 
 
 def has_room(
-    store: DeviceStore[Any], layers: Mapping[int, Sequence[ExpertKey]], num_choices: int
+    num_slots: int, num_below: int, *, num_experts: int, num_layers: int, num_choices: int
 ) -> bool:
     """Whether the two memories have slots for all experts, but the device's alone has not.
 
     In every layer one may be in both: it was copied before the one that left was given back.
+
+    Args:
+        num_slots: of the device, those included that are to hold what is fetched.
+        num_below: of the host.
+        num_experts: in all layers.
+        num_layers: that have experts.
+        num_choices: experts of a token.
     """
-    # among them those that hold what is fetched, once there are tables
-    num_slots, num_experts = store._slab.num_slots, sum(map(len, layers.values()))
-    num_places = num_slots - num_choices + store.fetcher.lower.num_slots
-    is_enough = num_experts + len(layers) <= num_places
+    is_enough = num_experts + num_layers <= num_slots - num_choices + num_below
     return num_slots < num_experts and is_enough and num_choices <= num_slots // LANDING_SHARE
+
+
+def tiers_have_room(
+    store: DeviceStore[Any], layers: Mapping[int, Sequence[ExpertKey]], num_choices: int
+) -> bool:
+    """As ``has_room`` of a device's store and the one below it."""
+    return has_room(
+        store._slab.num_slots, store.fetcher.lower.num_slots,
+        num_experts=sum(map(len, layers.values())), num_layers=len(layers), num_choices=num_choices,
+    )  # fmt: skip
 
 
 def read_rest(store: DeviceStore[Any], keys: list[ExpertKey]) -> None:
     """Begins to read experts that are in neither memory, for which nobody has to leave both.
 
     Args:
-        store: of the device, with ``has_room`` for all experts.
+        store: of the device, with room for all experts.
         keys: of the experts; those that are there or on their way are taken out of it.
     """
     lower = store.fetcher.lower
     assert isinstance(lower, LowerStore), "it has room for the others"
     with lower._changed:
-        while keys and (store.has(keys[-1]) or lower.read_spare(keys[-1])):
-            keys.pop()
+        keys[:] = [key for key in keys if not (store.has(key) or lower.read_spare(key))]
 
 
 def _places(
@@ -257,22 +294,3 @@ def _places(
     numbers = lower.bytes.data_ptr(), lower.slot_bytes, store.slot_bytes
     word_bytes = math.gcd(8, *numbers, *offsets_EP.flatten().tolist(), *parts_2P.flatten().tolist())
     return LayerPlaces(keys, tables, offsets_EP, word_bytes, int(parts_2P[1].sum()))
-
-
-def _empty_slots(
-    store: DeviceStore[Any], keys: Sequence[ExpertKey], count: int
-) -> list[int] | None:
-    """Slots that hold nobody from now on, and that no copy reads; None where there are too few."""
-    found: list[int] = []
-    with store._changed:
-        for number in range(count):
-            slot = store._take_slot(keys[number % len(keys)], keep=True)
-            if slot is None:
-                store._free += found
-                return None
-            found.append(slot)
-        store._closed.update(found)
-        given_up = store.fetcher._vacate(*map(store._slab.slot, found))
-    for event in given_up:
-        event.synchronize()
-    return found

@@ -49,7 +49,7 @@ class ReturningSource:
 
     Attributes:
         changed: as of ``Fetcher``.
-        is_read_in_place: whether kernels of the device read the host's slots.
+        kernels: events behind which no kernel of the device reads the host's slots any more.
     """
 
     def __init__(self, source: Fetcher, device: Device) -> None:
@@ -59,16 +59,20 @@ class ReturningSource:
         self._device = device
         self._returns = ReadQueue(1)
         self._leaving: dict[int, Event] = {}  # by addresses of slots of the device
-        self.is_read_in_place = False
+        self.kernels: Sequence[Event] = ()
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """As ``Fetcher.fetch``."""
-        self._wait_for_kernels()
         offer = None
         if isinstance(read, Return):
             offer, read.offer = read.offer, None  # the device's memory is not held by it any more
         if offer is None or not self._copy_back(*offer, slot, read):
+            self._wait_for_kernels()
             self._source.fetch(key, slot, read)
+
+    def expect_kernels(self) -> None:
+        """Any that are queued may read the host's slots: who knew which was cut short."""
+        self.kernels = self._device.vacate()
 
     def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
         """Behind which nobody reads these slots of the device on behalf of the host any more."""
@@ -108,9 +112,9 @@ class ReturningSource:
         self._source.close()
 
     def _wait_for_kernels(self) -> None:
-        """Returns when no kernel that was queued before reads the host's memory."""
-        for event in self._device.vacate() if self.is_read_in_place else ():
+        for event in self.kernels:
             event.synchronize()
+        self.kernels = ()
 
     def _copy_back(
         self, memory: torch.Tensor, moves: Sequence[CopyPart], slot: torch.Tensor, read: Read
@@ -157,9 +161,13 @@ class LowerStore(ExpertStore[torch.Tensor]):
         """Whether an expert is in a slot."""
         return is_resident(self._entries.get(key))
 
-    def is_read_in_place(self) -> None:
-        """From now on slots are overwritten only behind kernels that may read them."""
-        self._fetcher.is_read_in_place = True
+    def is_read_by(self, kernels: Sequence[Event]) -> None:
+        """Slots are overwritten only behind kernels that read them; called with the lock held.
+
+        Args:
+            kernels: behind these events all have ended that were queued so far.
+        """
+        self._fetcher.kernels = kernels
 
     def has_spare(self, layer: int) -> bool:
         """Whether an expert of a layer can come without one leaving both memories."""
@@ -241,6 +249,7 @@ class LowerStore(ExpertStore[torch.Tensor]):
 
     def _mend(self) -> None:
         self.moved_layers |= {*range(len(self._policy.layers))}
+        self._fetcher.expect_kernels()
         super()._mend()
         reads = (entry.read for entry in self._entries.values() if not entry.arrived)
         self._link.beside = sum(isinstance(read, Return) for read in reads)
