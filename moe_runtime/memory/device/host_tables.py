@@ -214,6 +214,8 @@ def open_host_tables(
     with store._changed, lower._changed:  # who takes the lower one hears of what has been read
         if not all(store.has(key) or lower.has(key) for keys in layers.values() for key in keys):
             return None
+        store._free += store._closed  # which an interrupt left before there were tables
+        store._closed.clear()
         moves = {layer: [find(key, slot) for key in keys] for layer, keys in layers.items()}
         for found in moves.values():
             if len({tuple((m.place, m.num_bytes) for m in each) for each in found}) != 1:
@@ -228,10 +230,11 @@ def open_host_tables(
             event.synchronize()
         places = {n: _places(store, keys, moves[n], landing) for n, keys in layers.items()}
         slots_E = store.device.upload(np.full(max(map(len, layers.values())), -1, np.int32))
-        divide(store._policy, sum(store._policy.slots_by_layer) - num_choices)
+        tables = HostTables(store, lower, places, slots_E)
         store._closed.update(landing)
-        store.host_tables = HostTables(store, lower, places, slots_E)
-    return store.host_tables
+        store.host_tables = tables
+        divide(store._policy, sum(store._policy.slots_by_layer) - num_choices)
+    return tables
 
 
 def has_room(
