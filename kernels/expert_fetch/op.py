@@ -41,7 +41,8 @@ def fetch_experts(
             for the others. With `first` 0 these are the residents and the fetched ones, else the
             fetched ones alone.
         first: Of the flattened ids, as many as there are landing slots are looked at from here on.
-        word_bytes: 1, 2, 4 or 8: addresses, places and sizes of all parts are multiples of it.
+        word_bytes: 1, 2, 4 or 8: addresses, places and sizes of all parts are multiples of it. With
+            1 and 2 a warp asks for a part of a line, and the link carries less.
         impl: `triton` is one kernel; `auto` takes it on a GPU. A named implementation never falls
             back.
 

@@ -276,8 +276,9 @@ def load_with_slots(checkpoint: Path, num_slots: int) -> Any:
     while True:
         try:
             model: Any = moe_runtime.load(
-                checkpoint, device="cuda", max_tokens=256, device_memory=budget, warm_up=True
-            )
+                checkpoint, device="cuda", max_tokens=256, device_memory=budget, warm_up=True,
+                policy="auto", prefetch="auto",
+            )  # fmt: skip
         except CapacityError as refused:
             budget = refused.smallest_bytes or 0
             continue

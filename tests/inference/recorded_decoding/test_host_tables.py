@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from emulated_device import EmulatedEvent
-from emulated_models import emulated, experts_modules_of
+from emulated_models import emulated, experts_modules_of, map_of
 from fetched_models import ENOUGH, EVERY, LAYERS, SLOTS, Request, in_both, store_of, warmed
+from transformers import AutoConfig
 
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.inference.device.device_stores import policy_of_device
 from moe_runtime.memory.device import host_tables
 from moe_runtime.policies.eviction.rules.random_choice import RandomChoice
 
@@ -284,3 +287,17 @@ def test_room(device: int, host: int, expected: bool) -> None:
     """All in two memories and one of each layer in both; not on the device; a quarter for two."""
     given = {"num_experts": EVERY, "num_layers": LAYERS, "num_choices": 2}
     assert host_tables.has_room(device, host, **given) == expected
+
+
+def test_the_policy_that_is_chosen_by_routes_hears_none_where_all_are_in_memory(
+    checkpoint: Path,
+) -> None:
+    experts, config = map_of(checkpoint), AutoConfig.from_pretrained(checkpoint)
+
+    def policy(device: int, host: int) -> str:
+        slots = {"device": device, "host": host}
+        plans: Any = {place: SimpleNamespace(num_slots=number) for place, number in slots.items()}
+        return policy_of_device(plans, experts, config)
+
+    assert policy(SLOTS * LAYERS, EVERY) == "lru"
+    assert policy(SLOTS * LAYERS, 4) == policy(EVERY, EVERY) == "auto"
