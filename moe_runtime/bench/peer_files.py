@@ -57,7 +57,7 @@ def peer_file(name: str, case: str | None = None) -> Path:
             for one in known
             if case is None or case in describe_peer(_FOLDER / f"{one}.py")["CASES"]
         ]
-        require_known("peer", plain, takes_part)
+        require_known("peer", name, takes_part)
     return _FOLDER / f"{plain}.py"
 
 

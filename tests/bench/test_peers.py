@@ -333,6 +333,7 @@ def test_peers_of_one_sequence_take_no_part_in_throughput(
         ("openvino=no/folder", "--peer openvino=no/folder: no/folder is not there"),
         ("vllm:eager", "unknown variant of vllm 'eager'"),
         ("", "unknown peer ''"),
+        ("README.md", "unknown peer 'README.md'"),
         ("=", "unknown peer ''"),
     ],
 )
