@@ -55,7 +55,7 @@ def plan_device(experts: ExpertMap) -> tuple[ExpertMap, int]:
 def policy_of_device(
     plans: dict[str, MemoryPlan], experts: ExpertMap, config: PreTrainedConfig
 ) -> str:
-    """The policy that `auto` is before anything was measured.
+    """What the policy `auto` is on a device.
 
     Returns:
         ``lru`` where steps may read experts that the device lacks where they lie in the host's

@@ -9,6 +9,7 @@ lacks is queued in between, as without a recording, and joins the same sums: the
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -118,7 +119,7 @@ def _is_quiet(experts: DeviceExperts) -> bool:
     return not listens and experts.store is not None and experts.store.listener is None
 
 
-class _OneGraph:
+class _OneGraph(ABC):
     """What has nothing to ask the host within a step, which hears of the choices afterwards."""
 
     is_over = False
@@ -155,14 +156,14 @@ class _OneGraph:
                 self._store.let_go()
         return found is not None
 
+    @abstractmethod
     def _launch(self, last: Graph) -> Any:
         """Queues the step; None where it cannot be."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _counting(self, found: Any, ids_LTK: torch.Tensor) -> Callable[[], Sequence[ExpertKey]]:
         """As ``used`` of ``DeviceStore.count_later``, without this recording, whose memory may be
         given up before."""
-        raise NotImplementedError
 
 
 class ResidentExperts(_OneGraph):
