@@ -56,12 +56,14 @@ X86_VARIANTS = {
     "avx2": AVX2_FLAGS,
     "avx512": AVX512_FLAGS,
     "avx512bf16": [*AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"],
+    "amx": [*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"],
     "vbmi2": [*AVX512_FLAGS, "-mavx512vbmi2"],
 }
 SOURCES_OF_VARIANTS = {
     "isa/isa_avx2.c": "avx2",
     "isa/isa_avx512.c": "avx512",
     "isa/isa_avx512bf16.c": "avx512bf16",
+    "isa/isa_amx.c": "amx",
     "formats/planes_avx2.c": "avx2",
     "formats/planes_vbmi2.c": "vbmi2",
 }

@@ -58,6 +58,7 @@ if not _has_cuda():
 # What else chooses by the processor, so that a forced instruction set stands for a machine that has
 # no better one: torch's own kernels, and the products of MKL and oneDNN that it calls.
 _OTHER_LIBRARIES = {
+    "avx512bf16": ("avx512", "AVX512", "AVX512_CORE_BF16"),
     "avx512": ("avx512", "AVX512", "AVX512_CORE"),
     "avx2": ("avx2", "AVX2", "AVX2"),
     "portable": ("default", "SSE4_2", "SSE41"),
@@ -67,8 +68,8 @@ _OTHER_LIBRARIES = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--isa",
-        help="instruction set of the native kernels, torch and MKL (avx512, avx2 or portable), of "
-        "the native kernels alone (avx512bf16), or none: as if there were no native library",
+        help="instruction set of the native kernels, torch and MKL (avx512bf16, avx512, avx2 or "
+        "portable), of the native kernels alone (amx), or none: as if there were no native library",
     )
 
 

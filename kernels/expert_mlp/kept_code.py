@@ -50,4 +50,5 @@ def experts_code_bytes(
     padded = sum(less < num_rows for less in (0, *ROWS_OF_A_PRODUCT[:-1]))
     doublings = max(0, (num_rows - 1).bit_length() - ROWS_OF_A_PRODUCT[-1].bit_length() + 1)
     back = (1 + padded) * has_backward + (padded + 2 * doublings) * is_trained
-    return kept_code_bytes(matrices, dtype, num_rows) + KEPT_CODE_BYTES * large * back
+    forward = kept_code_bytes(matrices, dtype, num_rows, by_rows=False)  # some lie transposed
+    return forward + KEPT_CODE_BYTES * large * back

@@ -10,13 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.linear.op import (
-    is_faster_widened,
-    keeps_code,
-    linear,
-    linear_of_few_shapes,
-    takes_native,
-)
+from moe_runtime.kernels.linear.few_shapes import linear_of_few_shapes
+from moe_runtime.kernels.linear.op import is_faster_widened, keeps_code, linear, takes_native
 from moe_runtime.kernels.linear.quantized import quantized_linear, values_of
 from moe_runtime.kernels.lossless import PlanesMatrix
 from moe_runtime.kernels.native import native_library

@@ -30,15 +30,18 @@ ROWS_PER_CALL = 512
 """Rows that one call of the C kernel packs; more are handed over in portions of as many."""
 
 # Rows up to which `auto` takes the native kernel; measured with two threads on Zen 4 (which has the
-# bf16 instruction) and Cascade Lake (which has not). Without it torch multiplies bf16 and fp16 at a
-# third of the kernel's speed or less; with it, and in fp32, the two are equal at many rows. Where
-# torch has only AVX2 or no vectors it was never measured: the limits err on torch's side.
+# bf16 instruction), Cascade Lake (which has not) and Granite Rapids (which has matrix units).
+# Without any torch multiplies bf16 and fp16 at a third of the kernel's speed or less; with it, and
+# in fp32, the two are equal at many rows. Where torch has only AVX2 or no vectors it was never
+# measured: the limits err on torch's side.
 _ROW_LIMITS = {
+    "amx": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: UNLIMITED},
     "avx512bf16": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: UNLIMITED},
     "avx512": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: UNLIMITED},
     "avx2": {torch.bfloat16: UNLIMITED, torch.float16: UNLIMITED, torch.float32: 32},
     "portable": {torch.bfloat16: 1, torch.float16: 0, torch.float32: 16},
 }
+MULTIPLY_PAIRS = ("amx", "avx512bf16")  # of bf16, in one instruction
 ROWS_OF_A_PRODUCT = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 """Rows of the products that torch is asked for in half precision: as many at once as the largest,
 the rest padded to the next. oneDNN makes code for every number of rows that it meets and keeps it,
@@ -50,20 +53,23 @@ of rows, for weights of 640 x 512 to 2048 x 4096 in bf16 on a processor with AMX
 SMALL_WEIGHT = 2**18
 """Values of a weight up to which torch multiplies half precision as fp32: that keeps no code, and
 making some takes longer than many such products."""
-# Matrix units multiply bf16 far faster than any vector code once memory does not bound it.
-_BF16_LIMIT_WITH_AMX = 16
+# Matrix units multiply bf16 far faster than vector code once memory does not bound it; where these
+# kernels do not use them, torch does.
+_BF16_LIMIT_OF_VECTORS = 16
 
 
-def native_row_limit(library: NativeLibrary, dtype: torch.dtype) -> int:
+def native_row_limit(library: NativeLibrary, dtype: torch.dtype, *, by_rows: bool = True) -> int:
     """Rows up to which `impl="auto"` takes the native kernel; `UNLIMITED` where it always does.
 
     Args:
         library: The loaded library.
         dtype: Of the weights.
+        by_rows: Whether they have unit stride along the summed dimension.
     """
     limit = _ROW_LIMITS[library.isa].get(dtype, 0)
-    if library.cpu_has_amx and dtype == torch.bfloat16:
-        return min(limit, _BF16_LIMIT_WITH_AMX)
+    uses_vectors = library.isa != "amx" or not by_rows
+    if library.has_matrix_units and uses_vectors and dtype == torch.bfloat16:
+        return min(limit, _BF16_LIMIT_OF_VECTORS)
     return limit
 
 
@@ -78,9 +84,9 @@ def is_faster_widened(library: NativeLibrary, dtype: torch.dtype) -> bool:
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return False
-    if library.cpu_has_amx or library.isa == "portable":
+    if library.has_matrix_units or library.isa == "portable":
         return False
-    return dtype == torch.float16 or library.isa != "avx512bf16"
+    return dtype == torch.float16 or library.isa not in MULTIPLY_PAIRS
 
 
 def linear(
@@ -173,7 +179,8 @@ def takes_native(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor
     has_columns = bias is None or bias.shape == weight_shape[:1]
     if not x_shape or x_shape[-1:] != weight_shape[1:] or not has_columns:
         return False
-    return 0 < x_shape.numel() // max(x_shape[-1], 1) <= native_row_limit(library, weight.dtype)
+    limit = native_row_limit(library, weight.dtype, by_rows=lies_by_rows(weight))
+    return 0 < x_shape.numel() // max(x_shape[-1], 1) <= limit
 
 
 def lies_by_rows(weight: Tensor) -> bool:
@@ -188,6 +195,8 @@ def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if is_traced or weight.ndim != 2 or wants_gradient or not keeps_code(x):
         return F.linear(x, weight, bias)
+    from moe_runtime.kernels.linear.few_shapes import linear_of_few_shapes
+
     return linear_of_few_shapes(x, weight, bias)
 
 
@@ -200,39 +209,24 @@ def keeps_code(x: Tensor) -> bool:
     return x.dtype == torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
-def kept_code_bytes(shapes: set[tuple[int, int]], dtype: torch.dtype, num_rows: int) -> int:
+def kept_code_bytes(
+    shapes: set[tuple[int, int]], dtype: torch.dtype, num_rows: int, *, by_rows: bool = True
+) -> int:
     """What torch's products of up to `num_rows` rows keep for weights of these shapes, in bytes.
 
     Args:
         shapes: `(N, K)` of the weights.
         dtype: Of weights and rows.
         num_rows: The most rows of a product.
+        by_rows: As in `native_row_limit`.
     """
     if not keeps_code(torch.empty(0, dtype=dtype)):
         return 0
     library = native_library()
-    limit = 0 if library is None else native_row_limit(library, dtype)
+    limit = 0 if library is None else native_row_limit(library, dtype, by_rows=by_rows)
     below = (0, 1, *ROWS_OF_A_PRODUCT)
     sizes = sum(size > limit and less < num_rows for less, size in pairwise(below))
     return KEPT_CODE_BYTES * sizes * sum(math.prod(shape) > SMALL_WEIGHT for shape in shapes)
-
-
-def linear_of_few_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Torch's product in fp32, or in portions of few sizes, whatever the number of rows."""
-    x_RK = x.reshape(-1, x.shape[-1])
-    num_rows = len(x_RK)
-    if num_rows <= 1:
-        return F.linear(x, weight, bias)
-    if weight.numel() <= SMALL_WEIGHT:
-        wide_bias = None if bias is None else bias.float()
-        return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
-    out = x.new_empty((num_rows, len(weight)))
-    for first in range(0, num_rows, ROWS_OF_A_PRODUCT[-1]):
-        rows = x_RK[first : first + ROWS_OF_A_PRODUCT[-1]]
-        size = next(size for size in ROWS_OF_A_PRODUCT if size >= len(rows))
-        padded = F.pad(rows, (0, 0, 0, size - len(rows))) if size > len(rows) else rows
-        out[first : first + len(rows)] = F.linear(padded, weight, bias)[: len(rows)]
-    return out.view(*x.shape[:-1], len(weight))
 
 
 def _linear_native(

@@ -37,13 +37,13 @@ Values = Callable[[QuantizedMatrix, torch.dtype], Tensor]
 # More rows take less time once the values are written to memory as bf16.
 _ROW_LIMIT = 48
 _ROW_LIMITS = {"avx2": 64}
-_ROW_LIMIT_WITH_AMX = 16
+_ROW_LIMIT_WITH_UNITS = 16
 
 
 def quantized_row_limit(library: NativeLibrary) -> int:
     """Rows up to which `impl="auto"` multiplies codes as they are."""
-    if library.cpu_has_amx:
-        return _ROW_LIMIT_WITH_AMX
+    if library.has_matrix_units:
+        return _ROW_LIMIT_WITH_UNITS
     return _ROW_LIMITS.get(library.isa, _ROW_LIMIT)
 
 

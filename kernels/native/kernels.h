@@ -24,8 +24,15 @@
 #define MOE_CLONES
 #endif
 
+/* The loops over a tile are unrolled before anything else: only then do its sums stay in registers. */
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 26
+#define MOE_ABI_VERSION 27
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -44,6 +51,7 @@ enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED =
  *   KIND_F16      fp16 weights widened to fp32, x as fp32 in order
  *   KIND_BF16     bf16 weights widened to fp32, x as fp32, each group split into even and odd elements
  *   KIND_BF16_DOT bf16 weights in the instruction for pairs of bf16, x as bf16 in order
+ *   KIND_BF16_TILES bf16 weights in matrix units, x as pairs of bf16, transposed within a panel
  * and of quantised weights, whose rows of x are packed in blocks of QUANT_BLOCK but for the first; those of no kind of
  * their own are written to memory as fp32 a few rows at a time (KIND_F32):
  *   KIND_QUANT_BLOCKS  codes in blocks decoded to fp32 in registers, x as fp32, permuted where vectors are of eight: see block_rows.h
@@ -57,6 +65,8 @@ enum {
     KIND_F16 = 1,
     KIND_BF16 = 2,
     KIND_BF16_DOT = 3,
+    NUM_STRIP_KINDS,
+    KIND_BF16_TILES = NUM_STRIP_KINDS,
     NUM_KINDS,
     KIND_QUANT_BLOCKS = NUM_KINDS,
     KIND_QUANT_F32,
@@ -67,6 +77,8 @@ enum {
     KIND_INT8_BLOCKS
 };
 enum { QUANT_BLOCK = 128 };
+/* Rows of x in a panel of KIND_BF16_TILES, and rows of weights in a tile. */
+enum { PANEL_ROWS_OF_TILES = 16 };
 /* Columns of x rounded to int8 that share a scale, and bytes of a packed block: codes, scales, and sums of codes. */
 enum { INT8_GROUP = 32, INT8_BLOCK_BYTES = QUANT_BLOCK + 8 * QUANT_BLOCK / INT8_GROUP };
 /* Of KIND_INT8_BLOCKS: columns of a packed step, and its bytes. */
@@ -104,7 +116,8 @@ typedef struct {
 } Expert;
 
 /* Rows are multiplied in panels of at most max_panel_rows rows. A panel is packed as
- * [k / k_step][row][k_step], padded with zeros, so that one panel is read strictly forwards.
+ * [k / k_step][row][k_step], for matrix units as [k / k_step][pair][row][2], padded with zeros, so that one panel is read
+ * strictly forwards.
  *
  * Every sum over k has one accumulator vector that runs from the first group to the last, whatever
  * the tile around it: the result for one row and one weight row is independent of all other rows. */
@@ -112,7 +125,7 @@ typedef struct {
     const char *name;
     int max_panel_rows, tile_rows; /* of x and of a matrix: as many sums are taken at once */
     int k_step;
-    int has_bf16_dot;
+    int has_bf16_dot, has_tiles;
     /* Packs `count` elements, which begin at element first_k (a multiple of k_step), of one row of k elements. */
     void (*pack)(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row, int panel_rows,
                  int64_t k);
@@ -177,31 +190,36 @@ void moe_hidden_values(int function, const float *formula, int has_gate, float *
 /* Scores to weights in their place: they sum to one, together with that of a further score, which may be NULL. */
 void moe_softmax(float *scores, int64_t count, const float *sink);
 
-extern const Isa isa_portable;
-#if defined(MOE_HAVE_AVX2)
-extern const Isa isa_avx2;
-#endif
-#if defined(MOE_HAVE_AVX512)
-extern const Isa isa_avx512;
-#endif
-#if defined(MOE_HAVE_AVX512BF16)
-extern const Isa isa_avx512bf16;
-#endif
+/* Those that are compiled: MOE_HAVE_... says which. */
+extern const Isa isa_portable, isa_avx2, isa_avx512, isa_avx512bf16;
+
+/* NULL where the system has no tiles for this process. */
+const Isa *isa_amx(void);
 
 static inline int64_t dtype_bytes(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
 
-/* How weights that are not quantised are multiplied with rows of a data type. */
-static inline int weight_kind(const Isa *isa, int x_dtype, int weight_dtype) {
+/* How weights whose outputs are neighbours in memory are multiplied with rows of a data type. */
+static inline int column_kind(const Isa *isa, int x_dtype, int weight_dtype) {
     if (weight_dtype == DTYPE_F32) return KIND_F32;
     if (weight_dtype == DTYPE_F16) return KIND_F16;
     return isa->has_bf16_dot && x_dtype == DTYPE_BF16 ? KIND_BF16_DOT : KIND_BF16;
 }
 
+/* How other weights that are not quantised are. */
+static inline int weight_kind(const Isa *isa, int x_dtype, int weight_dtype) {
+    const int kind = column_kind(isa, x_dtype, weight_dtype);
+    return kind == KIND_BF16_DOT && isa->has_tiles ? KIND_BF16_TILES : kind;
+}
+
+static inline int panel_rows_of(const Isa *isa, int kind) {
+    return kind == KIND_BF16_TILES ? PANEL_ROWS_OF_TILES : isa->max_panel_rows;
+}
+
 /* The rows of one expert are cut into this many panels of nearly equal height. Four panels share the fetching of a tile
- * of four rows evenly, three do not (measured: 4 % at 16 rows). */
+ * of four rows evenly, three do not (measured: 4 % at 16 rows); matrix units take them two by two. */
 static inline int64_t num_panels(int64_t num_rows, int max_panel_rows) {
     const int64_t panels = (num_rows + max_panel_rows - 1) / max_panel_rows;
-    return panels == 3 && num_rows > 14 ? 4 : panels;
+    return panels == 3 && num_rows > 14 && max_panel_rows < PANEL_ROWS_OF_TILES ? 4 : panels;
 }
 
 static inline int64_t panel_start(int64_t panel, int64_t panels, int64_t num_rows) {
@@ -213,7 +231,7 @@ static inline int64_t packed_row_bytes(int kind, int64_t k, int k_step) {
     if (kind == KIND_INT8_BLOCKS) return (k + INT8_BLOCK_STEP - 1) / INT8_BLOCK_STEP * INT8_STEP_BYTES;
     const int64_t step = kind > KIND_QUANT_BLOCKS ? QUANT_BLOCK : k_step, padded = (k + step - 1) / step * step;
     if (kind >= KIND_QUANT_INT4) return padded / QUANT_BLOCK * INT8_BLOCK_BYTES;
-    return padded * (kind == KIND_BF16_DOT || kind >= KIND_QUANT_DOT4 ? 2 : 4);
+    return padded * (kind == KIND_BF16_DOT || kind == KIND_BF16_TILES || kind >= KIND_QUANT_DOT4 ? 2 : 4);
 }
 
 #endif

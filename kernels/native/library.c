@@ -34,6 +34,13 @@ MOE_EXPORT int moe_cpu_is_amd(void) {
 #endif
 }
 
+#if defined(MOE_HAVE_AMX)
+static int cpu_has_tiles(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 22 & 1) && (edx >> 24 & 1);
+}
+#endif
+
 MOE_EXPORT int moe_cpu_has_amx(void) {
 #if defined(__x86_64__)
     unsigned eax, ebx, ecx, edx;
@@ -43,11 +50,16 @@ MOE_EXPORT int moe_cpu_has_amx(void) {
 #endif
 }
 
+enum { NUM_ISAS = 5 };
+
 /* Variants this machine can run, best first. */
-static int usable_isas(const Isa *isas[4]) {
+static int usable_isas(const Isa *isas[NUM_ISAS]) {
     int count = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
+#if defined(MOE_HAVE_AMX)
+    if (cpu_has_avx512() && cpu_has_dot_products() && cpu_has_tiles() && isa_amx()) isas[count++] = isa_amx();
+#endif
 #if defined(MOE_HAVE_AVX512BF16)
     if (cpu_has_avx512() && cpu_has_dot_products()) isas[count++] = &isa_avx512bf16;
 #endif
@@ -68,7 +80,7 @@ static _Atomic(const Isa *) selected_isa;
 const Isa *current_isa(void) {
     const Isa *isa = atomic_load(&selected_isa);
     if (!isa) {
-        const Isa *isas[4];
+        const Isa *isas[NUM_ISAS];
         usable_isas(isas);
         isa = isas[0];
         atomic_store(&selected_isa, isa);
@@ -79,13 +91,16 @@ const Isa *current_isa(void) {
 MOE_EXPORT int moe_abi_version(void) { return MOE_ABI_VERSION; }
 
 MOE_EXPORT const char *moe_isa_name(int index) {
-    const Isa *isas[4];
+    const Isa *isas[NUM_ISAS];
     return index >= 0 && index < usable_isas(isas) ? isas[index]->name : NULL;
 }
 
 /* Variants that were compiled, whether or not this machine can run them. */
 MOE_EXPORT const char *moe_built_isas(void) {
     return ""
+#if defined(MOE_HAVE_AMX)
+           "amx "
+#endif
 #if defined(MOE_HAVE_AVX512BF16)
            "avx512bf16 "
 #endif
@@ -101,7 +116,7 @@ MOE_EXPORT const char *moe_built_isas(void) {
 MOE_EXPORT const char *moe_current_isa(void) { return current_isa()->name; }
 
 MOE_EXPORT int moe_select_isa(const char *name) {
-    const Isa *isas[4];
+    const Isa *isas[NUM_ISAS];
     int count = usable_isas(isas);
     for (int i = 0; i < count; i++)
         if (!strcmp(isas[i]->name, name)) {

@@ -18,7 +18,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 26
+ABI_VERSION = 27
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -121,7 +121,7 @@ class NativeDescription:
 
     Attributes:
         path: The library's file, whether or not it exists.
-        isa: Instruction set in use (`avx512bf16`, `avx512`, `avx2` or `portable`), or None.
+        isa: Instruction set in use (`amx`, `avx512bf16`, `avx512`, `avx2` or `portable`), or None.
         isas: All that this machine and this build can run, best first.
         built: All that were compiled, best first, whether or not this machine can run them.
         num_threads: Threads that work on one call, or 0.
@@ -147,7 +147,6 @@ class NativeLibrary:
         num_threads: Threads that work on one call, the calling one included; `set_num_threads`
             changes it.
         cpu_is_amd: Whether AMD made the processor; MKL, torch's fp32 products, uses AVX2 there.
-        cpu_has_amx: Whether the processor multiplies bf16 in matrix units (these kernels do not).
     """
 
     def __init__(self, path: Path) -> None:
@@ -174,9 +173,9 @@ class NativeLibrary:
         for name in _KERNELS:
             setattr(self, name.removeprefix("moe_"), getattr(library, name))
         self.cpu_is_amd = bool(library.moe_cpu_is_amd())
-        self.cpu_has_amx = bool(library.moe_cpu_has_amx())
         self._library = library
         self._isa: str = library.moe_current_isa().decode()
+        self._units_of_torch = bool(library.moe_cpu_has_amx()) and self._isa != "amx"
         self.set_num_threads(torch.get_num_threads())
         self.set_spin_s(SPIN_S)
         library.moe_set_parallel(_openmp_parallel())
@@ -200,6 +199,11 @@ class NativeLibrary:
     def isa(self) -> str:
         """Instruction set that calls use."""
         return self._isa
+
+    @property
+    def has_matrix_units(self) -> bool:
+        """Whether bf16 is multiplied in matrix units: by these kernels, or by torch alone."""
+        return self._isa == "amx" or self._units_of_torch
 
     def select_isa(self, name: str) -> None:
         """Uses another instruction set from the next call on; for tests and measurements.

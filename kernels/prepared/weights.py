@@ -87,8 +87,9 @@ class PreparedLinear:
         self._row_limit = 0
         bias_fits = bias is None or bias.is_contiguous()
         if library is not None and bias_fits and native_problem(weight, weight, bias) is None:
-            self._row_limit = min(native_row_limit(library, weight.dtype), ROWS_PER_CALL)
             self._by_rows = lies_by_rows(weight)
+            limit = native_row_limit(library, weight.dtype, by_rows=self._by_rows)
+            self._row_limit = min(limit, ROWS_PER_CALL)
             stride = weight.stride(int(not self._by_rows)) * weight.element_size()
             self._weight = weight.data_ptr(), stride, None if bias is None else bias.data_ptr()
             out_stride, code = self._dim_out * weight.element_size(), DTYPE_CODES[weight.dtype]

@@ -21,7 +21,7 @@ Status = Literal["ok", "note", "problem"]
 _REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
 _OPTIONAL = ("accelerate", "llama-cpp-python", "gguf")
 _VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "sve")
-_IN_REGISTERS = MappingProxyType({"avx512bf16": 8, "avx512": 8, "avx2": 16})
+_IN_REGISTERS = MappingProxyType({"amx": 8, "avx512bf16": 8, "avx512": 8, "avx2": 16})
 """Codes that an instruction set decodes in registers: the least columns of a group, which are all
 or a power of two; GGUF's blocks are decoded there too."""
 _SLOW_DISK_BYTES_PER_S = 500e6

@@ -27,7 +27,7 @@ def choice(isa: str, folder: Path) -> ctypes.CDLL:
     text = (NATIVE / "formats" / names.get(isa, "quantized_avx512.h")).read_text()
     found = re.search(r"^static int (quantized_kind.*?^})", text, re.MULTILINE | re.DOTALL)
     assert found is not None
-    dot = f"#define HAS_BF16_DOT {int(isa == 'avx512bf16')}"
+    dot = f"#define HAS_BF16_DOT {int(isa in ('amx', 'avx512bf16'))}"
     source, made = folder / "choice.c", folder / "choice.so"
     source.write_text(f'#include "formats/quantized.h"\n{dot}\nint {found[1]}\n')
     subprocess.run(["cc", "-shared", "-fPIC", f"-I{NATIVE}", "-o", made, source], check=True)
@@ -35,7 +35,7 @@ def choice(isa: str, folder: Path) -> ctypes.CDLL:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-@pytest.mark.parametrize("isa", ["avx512bf16", "avx512", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ["amx", "avx512bf16", "avx512", "avx2", "portable"])
 def test_doctor_says_what_the_kernels_choose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str
 ) -> None:

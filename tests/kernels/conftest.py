@@ -11,7 +11,7 @@ from triton_interpreter import repair_interpreter
 
 from moe_runtime.kernels.native import NativeLibrary, native_library
 
-ISAS = ("avx512bf16", "avx512", "avx2", "portable")
+ISAS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
 
 
 @pytest.fixture(scope="session", autouse=True)

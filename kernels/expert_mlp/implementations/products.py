@@ -9,13 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_runtime.kernels.linear.few_shapes import linear_of_few_shapes
 from moe_runtime.kernels.linear.op import (
+    MULTIPLY_PAIRS,
     ROWS_OF_A_PRODUCT,
     SMALL_WEIGHT,
+    UNLIMITED,
     is_faster_widened,
     keeps_code,
+    lies_by_rows,
     linear_into,
-    linear_of_few_shapes,
     native_row_limit,
 )
 from moe_runtime.kernels.linear.outer import outer_into
@@ -78,7 +81,7 @@ class NativeProducts(Products):
     result is rounded once, at the end.
 
     Attributes:
-        row_limit: Rows up to which the C kernel computes `forward` and `backward`.
+        row_limit: Rows up to which the C kernel computes `forward` of weights that lie by rows.
     """
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
@@ -89,8 +92,10 @@ class NativeProducts(Products):
         if dtype == torch.float32 and library.cpu_is_amd and library.isa.startswith("avx512"):
             few = _FEW_ROWS_WIDE
         few = _FEW_ROWS_WIDENED if self._widens else few
-        self.row_limit = min(few, native_row_limit(library, dtype))
-        multiplies_pairs = library.isa == "avx512bf16" and not self._widens
+        has_units = library.isa == "amx" and dtype == torch.bfloat16
+        self.row_limit = min(UNLIMITED if has_units else few, native_row_limit(library, dtype))
+        self._turned_limit = min(few, native_row_limit(library, dtype, by_rows=False))
+        multiplies_pairs = library.isa in MULTIPLY_PAIRS and not self._widens
         self._has_outer = dtype == torch.bfloat16 and multiplies_pairs
         self._scratch = torch.empty(0, dtype=torch.float32)
 
@@ -142,7 +147,8 @@ class NativeProducts(Products):
             out_AB[block] = wide
 
     def _is_for_kernel(self, num_rows: int, weight_NK: Tensor) -> bool:
-        return num_rows <= self.row_limit and 1 in weight_NK.stride()
+        limit = self.row_limit if lies_by_rows(weight_NK) else self._turned_limit
+        return num_rows <= limit and 1 in weight_NK.stride()
 
     def _wide(self, narrow: Tensor) -> Tensor:
         return self._part(narrow).copy_(narrow)

@@ -29,13 +29,6 @@
 #define PART_BYTES (8 << 10)
 enum { PART_WEIGHT_ROWS = TILE_ROWS == 3 ? 30 : 32, PART_PANELS = 22 };
 
-/* The loops over a tile are unrolled before anything else: only then do its sums stay in registers. */
-#if defined(__clang__)
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
-
 /* ---- products ---- */
 
 INLINE Vec load_weight(int kind, int half, const char *w) {
@@ -259,7 +252,7 @@ DEFINE_KIND(KIND_BF16)
 DEFINE_KIND(KIND_BF16_DOT)
 #endif
 
-static const StripFn STRIPS[NUM_KINDS][PANEL_ROWS][NUM_SHAPES] = {
+static const StripFn STRIPS[NUM_STRIP_KINDS][PANEL_ROWS][NUM_SHAPES] = {
     NAME_KIND(KIND_F32), NAME_KIND(KIND_F16), NAME_KIND(KIND_BF16),
 #if HAS_BF16_DOT
     NAME_KIND(KIND_BF16_DOT),

@@ -11,9 +11,6 @@
 enum { STAGE_HIDDEN, STAGE_OUT, NUM_STAGES };
 enum { GATE, UP, DOWN, NUM_MATRICES };
 
-/* Rows of a matrix in the lossless code that are decoded at once. */
-enum { DECODED_ROWS = 8 };
-
 /* Items [begin, end) of one stage that are not taken yet, packed as begin << 32 | end; alone on its cache line. */
 typedef struct {
     _Alignas(64) atomic_ullong items;
@@ -50,6 +47,12 @@ typedef struct {
 
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Rows of a matrix in the lossless code that are decoded at once: as many tiles as stay in the first-level cache, or one. */
+static inline int64_t decoded_rows(const Call *call, int kind) {
+    enum { DECODED_ROWS = 8 };
+    return kind == KIND_BF16_TILES ? PANEL_ROWS_OF_TILES : DECODED_ROWS / call->isa->tile_rows * call->isa->tile_rows;
+}
 
 static inline const PlanesMatrix *planes_of(const Matrix *matrix) {
     const int is_coded = matrix->quantized && matrix->quantized->codes == CODE_PLANES;

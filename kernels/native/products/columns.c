@@ -139,7 +139,7 @@ MOE_EXPORT int moe_linear_transposed(const char *x, int64_t x_stride, int64_t nu
                                      int64_t weight_stride, const char *bias, char *out, int64_t out_stride, int64_t dim_in,
                                      int64_t dim_out, int x_dtype, int weight_dtype, int share_threads) {
     const Isa *isa = current_isa();
-    const int kind = weight_kind(isa, x_dtype, weight_dtype);
+    const int kind = column_kind(isa, x_dtype, weight_dtype);
     const int64_t padded = dim_in + dim_in % 2, row_bytes = padded * (kind == KIND_BF16_DOT ? 2 : 4);
     Columns call = {.isa = isa, .kind = kind, .weight_dtype = weight_dtype, .x_dtype = x_dtype,
                     .weight = {.data = weight, .stride = weight_stride}, .bias = {bias, dtype_bytes(weight_dtype)},
@@ -168,7 +168,7 @@ MOE_EXPORT int moe_linear_transposed(const char *x, int64_t x_stride, int64_t nu
 MOE_EXPORT int moe_outer(const char *left, int64_t left_stride, const char *right, int64_t right_stride, int64_t num_lines,
                          char *out, int64_t out_stride, int64_t dim_a, int64_t dim_b, int dtype, int adds, int share_threads) {
     const Isa *isa = current_isa();
-    const int kind = weight_kind(isa, dtype, dtype), panel_rows = isa->max_panel_rows;
+    const int kind = column_kind(isa, dtype, dtype), panel_rows = isa->max_panel_rows;
     const int64_t steps = kind == KIND_BF16_DOT ? (num_lines + 1) / 2 : num_lines;
     /* an odd number of cache lines: panels that are written side by side share no set of the cache */
     const int64_t panel = (steps * 4 * panel_rows / 64 | 1) * 64 + (steps * 4 * panel_rows / 64 % 2 ? 128 : 0);

@@ -89,8 +89,8 @@ static Matrix first_weights(const Call *call, Item item) {
 /* The packed rows of x of one expert, for one of its matrices. */
 static const char *pack_rows(const Call *call, const ExpertWork *work, int matrix, Local *local) {
     const Isa *isa = call->isa;
-    const int64_t panels = num_panels(work->num_rows, isa->max_panel_rows);
     const int kind = call->kinds[matrix];
+    const int64_t panels = num_panels(work->num_rows, panel_rows_of(isa, kind));
     const int64_t row_bytes = packed_row_bytes(kind, call->dim_in, isa->k_step);
     const int64_t token = work->num_rows > 1 ? -1 : call->token_ids ? call->token_ids[work->first_row] : work->first_row;
     const int is_same = local->packed_for == work || (local->packed_for && token >= 0 && local->packed_token == token);
@@ -116,7 +116,7 @@ static void wait_for_hidden(ExpertWork *work) {
 
 static void pack_hidden(const Call *call, ExpertWork *work, const float *values, int64_t first, int64_t count, int64_t ldo) {
     const Isa *isa = call->isa;
-    const int64_t panels = num_panels(work->num_rows, isa->max_panel_rows);
+    const int64_t panels = num_panels(work->num_rows, panel_rows_of(isa, call->kinds[DOWN]));
     const int64_t row_bytes = packed_row_bytes(call->kinds[DOWN], call->dim_hidden, isa->k_step);
     for (int64_t p = 0; p < panels; p++) {
         const int64_t start = panel_start(p, panels, work->num_rows), end = panel_start(p + 1, panels, work->num_rows);
@@ -138,7 +138,7 @@ static void multiply(Call *call, int matrix, Matrix weight, int64_t count, int64
     const Matrix decoded = {.data = local->decoded, .stride = planes_blocks(k) * PLANES_BLOCK * 2};
     PlanesReader reader;
     planes_begin(&reader, planes, weight.data, weight.first_row);
-    const int64_t most = DECODED_ROWS / call->isa->tile_rows * call->isa->tile_rows;
+    const int64_t most = decoded_rows(call, call->kinds[matrix]);
     for (int64_t row = 0; row < count; row += most) {
         const int64_t rows = min64(most, count - row);
         if (!planes_read(&reader, rows, local->decoded, decoded.stride)) {

@@ -9,8 +9,9 @@ enum { BLOCK_ROWS = 32, BLOCK_ROWS_BY_THREES = 48 };
 enum { BLOCK_BYTES = 128 << 10, MAX_BLOCK_ROWS = 512, MAX_BLOCK_SUMS = 1 << 14 };
 
 /* Packed rows of an expert that its weights are multiplied with at once: those of two threads stay in the cache they share.
- * An expert with more is computed in portions, each like an expert of its own. */
-enum { PORTION_BYTES = 4 << 20 };
+ * An expert with more is computed in portions, each like an expert of its own. Matrix units need them in the second-level cache
+ * of each thread (measured on Granite Rapids: at 512 rows of 4 KiB, reading the weights once more takes a third less time). */
+enum { PORTION_BYTES = 4 << 20, PORTION_BYTES_OF_TILES = 1 << 20 };
 
 /* Weights times rows, in bytes, up to which the calling thread works alone: a few microseconds, as long as it takes to
  * be sure that no other thread is inside. A small router is such a call. */
@@ -35,9 +36,10 @@ static void choose_kinds(Call *call, const Expert *experts) {
     const Matrix *matrices[NUM_MATRICES] = {&experts->gate, &experts->up, &experts->down};
     for (int i = 0; i < NUM_MATRICES; i++) {
         const PlanesMatrix *planes = planes_of(matrices[i]);
-        if (planes) call->decoded_bytes = max64(call->decoded_bytes, DECODED_ROWS * planes_blocks(planes->cols) * PLANES_BLOCK * 2);
         call->kinds[i] = matrices[i]->quantized && !planes ? call->isa->quantized_kind(matrices[i]->quantized, call->x_dtype)
                                                            : weight_kind(call->isa, call->x_dtype, call->weight_dtype);
+        const int64_t rows = decoded_rows(call, call->kinds[i]);
+        if (planes) call->decoded_bytes = max64(call->decoded_bytes, rows * planes_blocks(planes->cols) * PLANES_BLOCK * 2);
     }
 }
 
@@ -58,7 +60,8 @@ static int64_t largest_packed_row(const Call *call) {
 static int64_t num_portions(const Call *call, int64_t num_rows) {
     const int64_t k_step = call->isa->k_step;
     const int64_t hidden = packed_row_bytes(call->kinds[DOWN], call->dim_hidden, k_step);
-    const int64_t most = max64(1, PORTION_BYTES / max64(1, max64(hidden, largest_packed_row(call))));
+    const int64_t bytes = call->kinds[DOWN] == KIND_BF16_TILES ? PORTION_BYTES_OF_TILES : PORTION_BYTES;
+    const int64_t most = max64(1, bytes / max64(1, max64(hidden, largest_packed_row(call))));
     return max64(1, (num_rows + most - 1) / most);
 }
 

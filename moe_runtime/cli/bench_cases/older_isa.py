@@ -10,6 +10,7 @@ from moe_runtime.config import require_known
 
 # What holds the libraries of torch to an instruction set, from the start of a process.
 OLDER = {
+    "avx512bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
     "avx2": {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -19,7 +20,9 @@ OLDER = {
 }
 Isa = Annotated[
     str | None,
-    typer.Option(help="Hold all systems to the instructions of an older processor: avx512, avx2."),
+    typer.Option(
+        help="Hold all systems to the instructions of an older processor: avx512bf16, avx512, avx2."
+    ),
 ]
 
 

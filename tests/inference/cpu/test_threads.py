@@ -55,7 +55,7 @@ def test_one_thread_inside_and_as_before_outside():
 def test_torch_keeps_its_threads_where_many_rows_are_its_own(monkeypatch: pytest.MonkeyPatch):
     for library, limit in ((None, UNLIMITED), (native_library(), 16)):
         monkeypatch.setattr(threads, "native_library", lambda library=library: library)
-        monkeypatch.setattr(threads, "native_row_limit", lambda *_, limit=limit: limit)
+        monkeypatch.setattr(threads, "native_row_limit", lambda *_, limit=limit, **__: limit)
         probe = Probe()
         rest_torch_threads(probe)  # type: ignore[arg-type]
         probe(False)

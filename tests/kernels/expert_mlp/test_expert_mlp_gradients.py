@@ -149,7 +149,7 @@ def test_half_precision(
     x, weights = torch.randn(60, DIM_MODEL).to(dtype).double(), weights.to(dtype).double()
     expected = run(experts, x, ids, weights, torch.float64, activation="silu", impl="reference")
     for limit in (0, 1000):
-        monkeypatch.setattr(products, "native_row_limit", lambda *_, limit=limit: limit)
+        monkeypatch.setattr(products, "native_row_limit", lambda *_, limit=limit, **__: limit)
         found = run(experts, x, ids, weights, dtype, activation="silu", impl="native")
         # Rounded once or twice each: the probe, z, hidden, their gradients, rows, the result.
         assert_all_close(found, expected, 10 * unit)
@@ -245,7 +245,7 @@ def test_inference_by_the_c_kernels(
     # bf16: a few roundings of 2^-9, of x's products, the hidden values, the rows and their sum.
     tolerance = FP32 if dtype == torch.float32 else 2e-2
     for limit in (0, 5, 1000):
-        monkeypatch.setattr(products, "native_row_limit", lambda *_, limit=limit: limit)
+        monkeypatch.setattr(products, "native_row_limit", lambda *_, limit=limit, **__: limit)
         with torch.no_grad():
             out = expert_mlp(x, ids, weights, experts, activation="silu", impl="native")
         assert (out[3] == 0).all()
