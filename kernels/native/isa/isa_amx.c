@@ -65,18 +65,21 @@ static void set_shape(Shape shape) {
 
 /* ---- what is read ahead ---- */
 
-/* Places in the rows that are read after these, from which the processor goes on by itself: fetching each of their lines
- * would keep those of the tiles waiting (measured on Granite Rapids: a tenth slower from 32 rows on). */
+/* Places in the rows that are read after these. Weights that are used once or twice are fetched as fast as memory gives
+ * them: the processor goes on by itself from a place, and fetching every line would keep those of the tiles waiting (measured
+ * on Granite Rapids: a tenth slower at 32 rows). Others are fetched line by line, while these are used again. */
 typedef struct {
     const char *place, *row_end;
     int64_t row_bytes, stride, rows_left;
+    int step, places; /* bytes from one place to the next, and places of a step over k */
 } Ahead;
 
-enum { AHEAD_STEP = 512, STEPS_OF_A_PLACE = AHEAD_STEP / STEP_BYTES };
+enum { USES_OF_FEW = 2, AHEAD_STEP_OF_FEW = 512 };
 
-static Ahead ahead_of(Matrix weight, int64_t first, int64_t num_rows, Matrix next, int64_t row_bytes) {
+static Ahead ahead_of(Matrix weight, int64_t first, int64_t num_rows, Matrix next, int64_t row_bytes, int64_t uses) {
     const Matrix *from = first < num_rows ? &weight : &next;
-    Ahead ahead = {.row_bytes = row_bytes, .stride = from->stride};
+    Ahead ahead = {.row_bytes = row_bytes, .stride = from->stride, .step = uses > USES_OF_FEW ? CACHE_LINE : AHEAD_STEP_OF_FEW};
+    ahead.places = (int)((STRIP_ROWS * STEP_BYTES / ahead.step + uses - 1) / uses);
     if (from->data) {
         ahead.place = from->data + (first < num_rows ? first * from->stride : 0);
         ahead.row_end = ahead.place + row_bytes;
@@ -85,10 +88,10 @@ static Ahead ahead_of(Matrix weight, int64_t first, int64_t num_rows, Matrix nex
     return ahead;
 }
 
-INLINE void fetch(Ahead *ahead, int places) {
-    for (; places > 0 && ahead->rows_left; places--) {
+INLINE void fetch(Ahead *ahead) {
+    for (int places = ahead->places; places > 0 && ahead->rows_left; places--) {
         __builtin_prefetch(ahead->place, 0, 2);
-        ahead->place += AHEAD_STEP;
+        ahead->place += ahead->step;
         if (ahead->place < ahead->row_end) continue;
         ahead->place = ahead->row_end - ahead->row_bytes + ahead->stride;
         ahead->row_end += ahead->stride;
@@ -116,13 +119,13 @@ INLINE void add_step(int num_weights, int num_x, const Operands *at) {
     if (num_x > 1) _tile_dpbf16ps(SUMS_11, WEIGHTS_1, X_1);
 }
 
-INLINE void add_steps(int num_weights, int num_x, Operands at, int64_t k, const Shape *shape, Ahead *ahead, int places) {
+INLINE void add_steps(int num_weights, int num_x, Operands at, int64_t k, const Shape *shape, Ahead *ahead) {
     _tile_zero(SUMS_00);
     if (num_x > 1) _tile_zero(SUMS_01);
     if (num_weights > 1) _tile_zero(SUMS_10);
     if (num_weights > 1 && num_x > 1) _tile_zero(SUMS_11);
     for (; k >= K_STEP; k -= K_STEP) {
-        fetch(ahead, places);
+        fetch(ahead);
         add_step(num_weights, num_x, &at);
         UNROLL for (int i = 0; i < 2; i++) {
             at.weights[i] += STEP_BYTES;
@@ -143,12 +146,12 @@ INLINE void add_steps(int num_weights, int num_x, Operands at, int64_t k, const 
     add_step(num_weights, num_x, &at);
 }
 
-static void add_all_steps(Operands at, int64_t k, const Shape *shape, Ahead *ahead, int places) {
+static void add_all_steps(Operands at, int64_t k, const Shape *shape, Ahead *ahead) {
     const int two_x = shape->x[1] > 0;
     if (shape->weights[1])
-        two_x ? add_steps(2, 2, at, k, shape, ahead, places) : add_steps(2, 1, at, k, shape, ahead, places);
+        two_x ? add_steps(2, 2, at, k, shape, ahead) : add_steps(2, 1, at, k, shape, ahead);
     else
-        two_x ? add_steps(1, 2, at, k, shape, ahead, places) : add_steps(1, 1, at, k, shape, ahead, places);
+        two_x ? add_steps(1, 2, at, k, shape, ahead) : add_steps(1, 1, at, k, shape, ahead);
 }
 
 /* out[m * ldo + n] = sums[n][m] for some weight rows n and rows m of x. */
@@ -194,12 +197,10 @@ static void store_transposed(const float *sums, int weight_rows, int x_rows, flo
 static void multiply_by_tiles(Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows, float *out,
                               int64_t ldo, Matrix next) {
     const int64_t panels = num_panels(num_rows, ROWS), row_bytes = packed_row_bytes(KIND_BF16_TILES, k, K_STEP);
-    const int64_t pairs_of_panels = (panels + 1) / 2;
-    const int places = (int)((STRIP_ROWS / STEPS_OF_A_PLACE + pairs_of_panels - 1) / pairs_of_panels);
     Shape last = {0};
     for (int64_t n = 0; n < num_weight_rows; n += STRIP_ROWS) {
         const int64_t height = min64(STRIP_ROWS, num_weight_rows - n);
-        Ahead ahead = ahead_of(weight, n + STRIP_ROWS, num_weight_rows, next, 2 * k);
+        Ahead ahead = ahead_of(weight, n + STRIP_ROWS, num_weight_rows, next, 2 * k, (panels + 1) / 2);
         for (int64_t p = 0; p < panels; p += 2) {
             const int64_t first = panel_start(p, panels, num_rows), middle = panel_start(p + 1, panels, num_rows);
             const int64_t end = p + 1 < panels ? panel_start(p + 2, panels, num_rows) : middle;
@@ -210,7 +211,7 @@ static void multiply_by_tiles(Matrix weight, int64_t num_weight_rows, int64_t k,
             const char *data = weight.data + n * weight.stride;
             const Operands at = {{data, data + ROWS * weight.stride}, {packed + first * row_bytes, packed + middle * row_bytes},
                                  weight.stride, {4 * shape.x[0], 4 * shape.x[1]}};
-            add_all_steps(at, k, &shape, &ahead, places);
+            add_all_steps(at, k, &shape, &ahead);
             float *place = out + first * ldo + n, *second = out + middle * ldo + n;
             STORE_SUMS(SUMS_00, shape.weights[0], shape.x[0], place, ldo);
             STORE_SUMS(SUMS_01, shape.weights[0], shape.x[1], second, ldo);
