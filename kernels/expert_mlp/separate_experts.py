@@ -101,7 +101,7 @@ def expert_ffn(
             f"{len(destinations_R)} destinations"
         )
     runs = ExpertRuns(experts, counts, token_ids_R, destinations_R)
-    limit = -1
+    limit = decoded_limit = -1
     if library is not None and isinstance(activation, (str, ActivationSpec)):
         reason = _native_problem(x_TD, experts, out_RO, activation)
         if impl == "native" and reason:
@@ -111,12 +111,17 @@ def expert_ffn(
             if max(counts) <= limit:
                 _run_native(library, x_TD, runs, out_RO, activation)
                 return
+            if _is_coded(experts[0].shape):
+                decoded_limit = native_row_limit(library, x_TD.dtype)
     # Each expert's own number of rows decides for it: its result must not depend on the others.
-    alike = groupby(zip(experts, counts, strict=True), lambda pair: pair[1] <= limit)
-    pieces = [zip(*pairs, strict=True) for _, pairs in alike]
+    pairs = zip(experts, counts, strict=True)
+    alike = groupby(pairs, lambda pair: (pair[1] <= limit, pair[1] <= decoded_limit))
+    pieces = [zip(*piece, strict=True) for _, piece in alike]
     for some in runs.cut(pieces):
-        if library is not None and max(some.counts) <= limit:
-            _run_native(library, x_TD, some, out_RO, cast(ActivationName, activation))
+        most = max(some.counts)
+        if library is not None and most <= max(limit, decoded_limit):
+            name = cast(ActivationName, activation)
+            _run_native(library, x_TD, some, out_RO, name, decodes=most > limit)
         else:
             # decode steps have no need of it
             from moe_runtime.kernels.expert_mlp.expert_by_expert import run_by_expert
@@ -126,10 +131,14 @@ def expert_ffn(
 
 def row_limit(library: NativeLibrary, shape: ExpertShape) -> int:
     """Rows of an expert up to which `impl="auto"` takes the native kernel."""
-    if shape.formats and "planes" not in shape.formats:
+    if _is_coded(shape):
         is_rounded = any(getattr(kind, "int8_activations", False) for kind in shape.formats)
         return UNLIMITED if is_rounded else products.quantized_row_limit(library)
     return native_row_limit(library, shape.dtype)
+
+
+def _is_coded(shape: ExpertShape) -> bool:
+    return bool(shape.formats) and "planes" not in shape.formats
 
 
 def _problem(x_TD: Tensor, experts: Sequence[ExpertWeights], out_RO: Tensor) -> str | None:
@@ -177,11 +186,13 @@ def _run_native(
     runs: ExpertRuns,
     out_RO: Tensor,
     activation: str | ActivationSpec,
+    *,
+    decodes: bool = False,
 ) -> None:
     for some in runs.cut(_portions(runs.experts, runs.counts)):
         records = b"".join([weights.record for weights in some.experts])  # type: ignore[misc]
-        shape = some.experts[0].shape
-        call_kernel(library, x_TD, records, *some[1:], out_RO, shape=shape, activation=activation)
+        options = {"shape": some.experts[0].shape, "activation": activation, "decodes": decodes}
+        call_kernel(library, x_TD, records, *some[1:], out_RO, **options)
 
 
 def call_kernel(
@@ -195,6 +206,7 @@ def call_kernel(
     *,
     shape: ExpertShape,
     activation: str | ActivationSpec,
+    decodes: bool = False,
 ) -> None:
     """The C kernel of whole experts; arguments as in `expert_ffn`, which are checked already.
 
@@ -203,6 +215,7 @@ def call_kernel(
         x_TD: As in `expert_ffn`, and so what is not listed.
         records: The C struct `Expert` of each expert, one after another.
         shape: Of every expert.
+        decodes: Whether quantised experts are multiplied by their values, in the dtype of `x`.
 
     Raises:
         ValueError: A row number is out of range.
@@ -229,6 +242,7 @@ def call_kernel(
         DTYPE_CODES[shape.dtype],
         DTYPE_CODES[shape.bias_dtype],
         *function,
+        decodes,
         library.shares_threads(),
     )
     if status == STATUS_BAD_ROW:

@@ -17,6 +17,7 @@ from moe_runtime.kernels.linear.op import (
     LinearImpl,
     check_status,
     linear,
+    native_row_limit,
 )
 from moe_runtime.kernels.lossless import PlanesMatrix, decode_planes
 from moe_runtime.kernels.native import (
@@ -82,8 +83,9 @@ def quantized_linear(
         if impl == "native" and problem:
             raise ValueError(f"impl='native' cannot compute this: {problem}")
         is_limited = impl == "auto" and not weight.format.int8_activations
-        if not problem and (not is_limited or len(x) <= quantized_row_limit(library)):
-            return _run(library, x, weight, bias)
+        decodes = is_limited and len(x) > quantized_row_limit(library)
+        if not problem and (not decodes or len(x) <= native_row_limit(library, x.dtype)):
+            return _run(library, x, weight, bias, decodes=decodes)
     if weight.format.int8_activations:
         exact = replace(weight, format=replace(weight.format, int8_activations=False))
         return quantized_linear(int8_values(x), exact, bias, impl=impl, values=values).to(x.dtype)
@@ -156,7 +158,12 @@ def _native_problem(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> 
 
 
 def _run(
-    library: NativeLibrary, x_RK: Tensor, weight: QuantizedMatrix, bias_N: Tensor | None
+    library: NativeLibrary,
+    x_RK: Tensor,
+    weight: QuantizedMatrix,
+    bias_N: Tensor | None,
+    *,
+    decodes: bool,
 ) -> Tensor:
     x_RK = x_RK if x_RK.stride(1) == 1 else x_RK.contiguous()
     bias_N = None if bias_N is None else bias_N.contiguous()
@@ -180,6 +187,7 @@ def _run(
             dim_in,
             dim_out,
             DTYPE_CODES[x_RK.dtype],
+            decodes,
             library.shares_threads(),
         )
         check_status(status, num_rows, dim_in)

@@ -32,7 +32,7 @@
 #endif
 
 /* Raised with every incompatible change of this interface; library.py refuses another number. */
-#define MOE_ABI_VERSION 27
+#define MOE_ABI_VERSION 28
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
 
@@ -158,7 +158,7 @@ const Isa *current_isa(void);
 /* Functions of the interface that others of it are made of: driver.c, batched.c, rank.c, norm.c. */
 MOE_EXPORT int moe_quantized_linear(const char *x, int64_t x_stride, int64_t num_rows, const Matrix *weight, const char *bias,
                                     int bias_dtype, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
-                                    int share_threads);
+                                    int decodes, int share_threads);
 
 MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, int64_t weight_stride,
                           const char *bias, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
@@ -167,7 +167,7 @@ MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const 
                               int64_t num_tokens, const int64_t *token_ids, const int64_t *destinations, char *out,
                               int64_t out_stride, int64_t num_out_rows, int64_t dim_in, int64_t dim_hidden, int64_t dim_out,
                               int x_dtype, int weight_dtype, int bias_dtype, int activation, const float *formula,
-                              int share_threads);
+                              int decodes, int share_threads);
 MOE_EXPORT int moe_combine_slots(const char *rows, const char *weights, char *out, int64_t num_tokens, int64_t choices,
                                  int64_t dim, int dtype, int weights_dtype, int share_threads);
 MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_stride, const char *key, int64_t key_outer,

@@ -18,7 +18,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
-ABI_VERSION = 27
+ABI_VERSION = 28
 # Long enough to bridge the small operations between two products of a model's layer.
 SPIN_S = 300e-6
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -53,8 +53,8 @@ _KERNELS = {
     # left, stride, right, stride, lines, out, stride, dim_a, dim_b, dtype, adds, share_threads
     "moe_outer": "i pqpqqpqqqiii",
     # x, x_stride, num_rows, matrix, bias, bias_dtype, out, out_stride, dim_in, dim_out, x_dtype,
-    # share_threads
-    "moe_quantized_linear": "i pqqppipqqqii",
+    # decodes, share_threads
+    "moe_quantized_linear": "i pqqppipqqqiii",
     "moe_put_in_order": "v pqpp",  # steps, num_steps, slot, scratch
     # matrix, num_rows, num_cols, out, out_stride, dtype, share_threads
     "moe_dequantize": "v pqqpqii",
@@ -102,8 +102,8 @@ _KERNELS = {
     "moe_reads_kick": "v p",
     # experts, num_experts, counts, x, x_stride, num_tokens, token_ids, destinations, out,
     # out_stride, num_out_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype,
-    # activation, formula, share_threads
-    "moe_expert_ffn": "i pqppqqpppqqqqqiiiipi",
+    # activation, formula, decodes, share_threads
+    "moe_expert_ffn": "i pqppqqpppqqqqqiiiipii",
     # experts, num_experts, expert_of_row, x, x_stride, num_tokens, choices, gates, out, dim_in,
     # dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype, gates_dtype, activation, formula,
     # share_threads

@@ -72,7 +72,7 @@ class PreparedQuantizedLinear:
             None if bias is None else bias.data_ptr(),
             DTYPE_CODES[torch.float32 if bias is None else bias.dtype],
             out.data_ptr(), self._dim_out * size, self._dim_in, self._dim_out,
-            DTYPE_CODES[dtype], torch.get_num_threads() == library.num_threads,
+            DTYPE_CODES[dtype], False, torch.get_num_threads() == library.num_threads,
         )  # fmt: skip
         if status:
             check_status(status, num_rows, self._dim_in)

@@ -110,7 +110,7 @@ static int multiply(const AttentionLayer *layer, const char *x, int64_t dim_in, 
     const int64_t size = dtype_bytes(dtype), x_bytes = dim_in * size, out_bytes = dim_out * size;
     if (stride >= 0)
         return moe_linear(x, x_bytes, batch, weight, stride, bias, out, out_bytes, dim_in, dim_out, dtype, dtype, share_threads);
-    return moe_quantized_linear(x, x_bytes, batch, (const Matrix *)weight, bias, dtype, out, out_bytes, dim_in, dim_out, dtype,
+    return moe_quantized_linear(x, x_bytes, batch, (const Matrix *)weight, bias, dtype, out, out_bytes, dim_in, dim_out, dtype, 0,
                                 share_threads);
 }
 

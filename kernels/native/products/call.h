@@ -41,6 +41,7 @@ typedef struct {
     char *buffers; /* one of packed_bytes + sums_bytes + decoded_bytes for every thread */
     int64_t packed_bytes, sums_bytes, decoded_bytes;
     int num_threads, share_threads;
+    int decodes; /* quantised matrices are multiplied by their values, in the type of x */
     Range *ranges; /* [stage][thread] */
     atomic_int next_thread, is_damaged;
 } Call;
@@ -48,7 +49,7 @@ typedef struct {
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Rows of a matrix in the lossless code that are decoded at once: as many tiles as stay in the first-level cache, or one. */
+/* Rows of a matrix that are decoded at once: as many tiles as stay in the first-level cache, or one. */
 static inline int64_t decoded_rows(const Call *call, int kind) {
     enum { DECODED_ROWS = 8 };
     return kind == KIND_BF16_TILES ? PANEL_ROWS_OF_TILES : DECODED_ROWS / call->isa->tile_rows * call->isa->tile_rows;
@@ -57,6 +58,16 @@ static inline int64_t decoded_rows(const Call *call, int kind) {
 static inline const PlanesMatrix *planes_of(const Matrix *matrix) {
     const int is_coded = matrix->quantized && matrix->quantized->codes == CODE_PLANES;
     return is_coded ? (const PlanesMatrix *)matrix->quantized : NULL;
+}
+
+/* Whether its rows are decoded before they are multiplied, and from where to where the next of them lies then, in bytes. */
+static inline int is_decoded(const Call *call, const Matrix *matrix) {
+    return matrix->quantized && (call->decodes || planes_of(matrix));
+}
+
+static inline int64_t decoded_stride(const Call *call, const Matrix *matrix, int64_t k) {
+    if (planes_of(matrix)) return planes_blocks(k) * PLANES_BLOCK * 2;
+    return (k * dtype_bytes(call->x_dtype) + 63) / 64 * 64;
 }
 
 static inline int64_t thread_bytes(const Call *call) { return call->packed_bytes + call->sums_bytes + call->decoded_bytes; }

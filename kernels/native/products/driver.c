@@ -19,7 +19,7 @@
 typedef struct {
     char *packed; /* rows of x of packed_for */
     float *sums;
-    char *decoded; /* rows of a matrix in the lossless code */
+    char *decoded; /* rows of a matrix */
     const ExpertWork *packed_for;
     int64_t packed_token; /* where it is one row; -1 where it is more */
     int packed_as;
@@ -126,22 +126,24 @@ static void pack_hidden(const Call *call, ExpertWork *work, const float *values,
     }
 }
 
-/* Rows of an expert times some rows of one of its matrices. Those in the lossless code are decoded a few at a time: what
- * was decoded is in the first-level cache when it is multiplied, as any rows of bf16 are. */
+/* Rows of an expert times some rows of one of its matrices. Those that are decoded are so a few at a time: what was decoded
+ * is in the cache when it is multiplied, as any rows of its type are. */
 static void multiply(Call *call, int matrix, Matrix weight, int64_t count, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next, Local *local) {
     const PlanesMatrix *planes = planes_of(&weight);
-    if (!planes) {
+    if (!is_decoded(call, &weight)) {
         call->isa->multiply(call->kinds[matrix], weight, count, k, packed, num_rows, out, ldo, next);
         return;
     }
-    const Matrix decoded = {.data = local->decoded, .stride = planes_blocks(k) * PLANES_BLOCK * 2};
+    const Matrix decoded = {.data = local->decoded, .stride = decoded_stride(call, &weight, k)};
     PlanesReader reader;
-    planes_begin(&reader, planes, weight.data, weight.first_row);
+    if (planes) planes_begin(&reader, planes, weight.data, weight.first_row);
     const int64_t most = decoded_rows(call, call->kinds[matrix]);
     for (int64_t row = 0; row < count; row += most) {
         const int64_t rows = min64(most, count - row);
-        if (!planes_read(&reader, rows, local->decoded, decoded.stride)) {
+        if (!planes)
+            call->isa->dequantize(rows_from(weight, row), rows, k, local->decoded, decoded.stride, call->x_dtype);
+        else if (!planes_read(&reader, rows, local->decoded, decoded.stride)) {
             atomic_store_explicit(&call->is_damaged, 1, memory_order_relaxed);
             return;
         }
@@ -249,12 +251,12 @@ MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, con
     return run_linear(&call, &layer, num_rows);
 }
 
-/* The same by a quantised matrix. */
+/* The same by a quantised matrix, which `decodes` as in moe_expert_ffn. */
 MOE_EXPORT int moe_quantized_linear(const char *x, int64_t x_stride, int64_t num_rows, const Matrix *weight, const char *bias,
                                     int bias_dtype, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
-                                    int share_threads) {
+                                    int decodes, int share_threads) {
     const Expert layer = {.down = *weight, .down_bias = {bias, dtype_bytes(bias_dtype)}};
-    Call call = {.x_dtype = x_dtype, .weight_dtype = DTYPE_BF16, .bias_dtype = bias_dtype, .dim_in = dim_in,
+    Call call = {.x_dtype = x_dtype, .weight_dtype = DTYPE_BF16, .bias_dtype = bias_dtype, .decodes = decodes, .dim_in = dim_in,
                  .dim_out = dim_out, .x = x, .x_stride = x_stride, .out = out, .out_stride = out_stride,
                  .share_threads = share_threads};
     return run_linear(&call, &layer, num_rows);
@@ -266,13 +268,14 @@ static int rows_in_range(const int64_t *rows, int64_t count, int64_t limit) {
     return 1;
 }
 
+/* For quantised experts: by their codes as they are or, where it `decodes`, by their values, rounded to the type of x. */
 MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const int64_t *counts, const char *x, int64_t x_stride,
                               int64_t num_tokens, const int64_t *token_ids, const int64_t *destinations, char *out,
                               int64_t out_stride, int64_t num_out_rows, int64_t dim_in, int64_t dim_hidden, int64_t dim_out,
                               int x_dtype, int weight_dtype, int bias_dtype, int activation, const float *formula,
-                              int share_threads) {
+                              int decodes, int share_threads) {
     Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .bias_dtype = bias_dtype, .activation = activation,
-                 .formula = formula, .dim_in = dim_in,
+                 .formula = formula, .decodes = decodes, .dim_in = dim_in,
                  .dim_hidden = dim_hidden, .dim_out = dim_out, .x = x, .x_stride = x_stride,
                  .token_ids = token_ids, .destinations = destinations, .out = out, .out_stride = out_stride,
                  .share_threads = share_threads};

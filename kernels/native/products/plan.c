@@ -35,11 +35,14 @@ static int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
 static void choose_kinds(Call *call, const Expert *experts) {
     const Matrix *matrices[NUM_MATRICES] = {&experts->gate, &experts->up, &experts->down};
     for (int i = 0; i < NUM_MATRICES; i++) {
-        const PlanesMatrix *planes = planes_of(matrices[i]);
-        call->kinds[i] = matrices[i]->quantized && !planes ? call->isa->quantized_kind(matrices[i]->quantized, call->x_dtype)
-                                                           : weight_kind(call->isa, call->x_dtype, call->weight_dtype);
-        const int64_t rows = decoded_rows(call, call->kinds[i]);
-        if (planes) call->decoded_bytes = max64(call->decoded_bytes, rows * planes_blocks(planes->cols) * PLANES_BLOCK * 2);
+        const int is_coded = matrices[i]->quantized && !planes_of(matrices[i]);
+        const int64_t k = i == DOWN && call->dim_hidden ? call->dim_hidden : call->dim_in;
+        if (is_coded && !call->decodes)
+            call->kinds[i] = call->isa->quantized_kind(matrices[i]->quantized, call->x_dtype);
+        else
+            call->kinds[i] = weight_kind(call->isa, call->x_dtype, is_coded ? call->x_dtype : call->weight_dtype);
+        if (is_decoded(call, matrices[i]))
+            call->decoded_bytes = max64(call->decoded_bytes, decoded_rows(call, call->kinds[i]) * decoded_stride(call, matrices[i], k));
     }
 }
 

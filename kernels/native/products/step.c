@@ -36,7 +36,7 @@ MOE_EXPORT int moe_expert_step(const Expert *experts, int64_t num_experts, const
     int status = STATUS_BAD_ROW;
     if (sort_rows(expert_of_row, num_rows, choices, num_experts, counts, next, token_ids, rows))
         status = moe_expert_ffn(experts, num_experts, counts, x, x_stride, num_tokens, token_ids, rows, results, row_bytes,
-                                num_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype, activation, formula,
+                                num_rows, dim_in, dim_hidden, dim_out, x_dtype, weight_dtype, bias_dtype, activation, formula, 0,
                                 share_threads);
     if (status == STATUS_OK)
         status = moe_combine_slots(results, gates, out, num_tokens, choices, dim_out, x_dtype, gates_dtype, share_threads);
