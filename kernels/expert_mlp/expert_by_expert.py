@@ -20,9 +20,11 @@ from moe_runtime.kernels.expert_mlp.expert_runs import (
 )
 from moe_runtime.kernels.expert_mlp.expert_weights import ExpertWeights, Matrix
 from moe_runtime.kernels.linear import linear
+from moe_runtime.kernels.linear.quantized import write_values
 from moe_runtime.kernels.native import needs_torch
 from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.operands.activation import ActivationName, ActivationSpec
+from moe_runtime.kernels.quantized import QuantizedMatrix
 
 
 def frozen_expert(
@@ -61,7 +63,7 @@ def run_by_expert(
     function = activation_function(activation)
     are_quantized = any(weights.shape.formats for weights in runs.experts)
     is_reused = are_quantized and impl == "auto" and not needs_torch(x_TD)
-    values = products.ReusedValues() if is_reused else None
+    values = ReusedValues() if is_reused else None
 
     def product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
         if isinstance(matrix, Tensor):
@@ -79,6 +81,22 @@ def run_by_expert(
             y_RO = one_expert(x_RD, weights, function, product)
             out_RO[destinations[rows]] = y_RO.to(out_RO.dtype)
         first += count
+
+
+class ReusedValues:
+    """`values_of` in one place: what a call gives is valid until the next one."""
+
+    def __init__(self) -> None:
+        """Takes no memory yet."""
+        self._memory: Tensor | None = None
+
+    def __call__(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+        """The values of one matrix."""
+        num_rows, num_cols = matrix.shape
+        size = num_rows * num_cols
+        if self._memory is None or self._memory.dtype != dtype or self._memory.numel() < size:
+            self._memory = matrix.codes.new_empty(size, dtype=dtype)
+        return write_values(matrix, dtype, self._memory[:size].view(num_rows, num_cols))
 
 
 def activation_function(activation: ExpertActivation | str) -> ActivationFn:

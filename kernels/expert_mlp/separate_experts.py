@@ -8,7 +8,7 @@ Shape suffixes: T tokens, D model in, F hidden, O model out, R routed rows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import cast
 
@@ -189,7 +189,12 @@ def _run_native(
     *,
     decodes: bool = False,
 ) -> None:
-    for some in runs.cut(_portions(runs.experts, runs.counts)):
+    pieces = [(runs.experts, runs.counts)]
+    if sum(runs.counts) > ROWS_PER_CALL:
+        from moe_runtime.kernels.expert_mlp.row_portions import portions
+
+        pieces = portions(runs.experts, runs.counts)
+    for some in runs.cut(pieces):
         records = b"".join([weights.record for weights in some.experts])  # type: ignore[misc]
         options = {"shape": some.experts[0].shape, "activation": activation, "decodes": decodes}
         call_kernel(library, x_TD, records, *some[1:], out_RO, **options)
@@ -253,29 +258,6 @@ def call_kernel(
         raise MemoryError(f"no memory to pack the rows of {len(counts)} experts")
     if status == STATUS_DAMAGED:
         raise CheckpointError(DAMAGED)
-
-
-def _portions(
-    experts: Sequence[ExpertWeights], counts: Sequence[int]
-) -> Iterator[tuple[Sequence[ExpertWeights], Sequence[int]]]:
-    """Cuts a call where its rows would take much memory to pack, inside an expert if need be."""
-    if sum(counts) <= ROWS_PER_CALL:
-        yield experts, counts
-        return
-    some: list[ExpertWeights] = []
-    some_counts: list[int] = []
-    room = ROWS_PER_CALL
-    for weights, count in zip(experts, counts, strict=True):
-        while count:
-            taken = min(count, room)
-            some.append(weights)
-            some_counts.append(taken)
-            count, room = count - taken, room - taken
-            if not room:
-                yield some, some_counts
-                some, some_counts, room = [], [], ROWS_PER_CALL
-    if some:
-        yield some, some_counts
 
 
 def _int64(rows: RowIds) -> Tensor | bytes:

@@ -14,7 +14,6 @@ from moe_runtime.lazy import lazy_names
 if TYPE_CHECKING:
     from moe_runtime.kernels.linear.frozen import frozen_linear
     from moe_runtime.kernels.linear.quantized import (
-        ReusedValues,
         quantized_linear,
         quantized_row_limit,
         values_of,
@@ -24,14 +23,13 @@ else:
         __name__,
         {
             ".frozen": "frozen_linear",
-            ".quantized": "ReusedValues quantized_linear quantized_row_limit values_of",
+            ".quantized": "quantized_linear quantized_row_limit values_of",
         },
     )
 
 __all__ = [
     "ROWS_PER_CALL",
     "UNLIMITED",
-    "ReusedValues",
     "frozen_linear",
     "is_faster_widened",
     "linear",

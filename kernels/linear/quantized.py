@@ -99,26 +99,11 @@ def values_of(matrix: QuantizedMatrix | PlanesMatrix, dtype: torch.dtype) -> Ten
     """`matrix.dequantize(dtype)`, by all threads where the library can; bf16 of lossless code."""
     if isinstance(matrix, PlanesMatrix):
         return decode_planes(matrix)
-    return _write_values(matrix, dtype, None)
+    return write_values(matrix, dtype, None)
 
 
-class ReusedValues:
-    """`values_of` in one place: what a call gives is valid until the next one."""
-
-    def __init__(self) -> None:
-        """Takes no memory yet."""
-        self._memory: Tensor | None = None
-
-    def __call__(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-        """The values of one matrix."""
-        num_rows, num_cols = matrix.shape
-        size = num_rows * num_cols
-        if self._memory is None or self._memory.dtype != dtype or self._memory.numel() < size:
-            self._memory = matrix.codes.new_empty(size, dtype=dtype)
-        return _write_values(matrix, dtype, self._memory[:size].view(num_rows, num_cols))
-
-
-def _write_values(matrix: QuantizedMatrix, dtype: torch.dtype, out_NK: Tensor | None) -> Tensor:
+def write_values(matrix: QuantizedMatrix, dtype: torch.dtype, out_NK: Tensor | None) -> Tensor:
+    """`values_of` in the memory that is given, or in memory of its own."""
     library = native_library()
     record = matrix.native_record()
     if library is None or record is None or dtype not in DTYPE_CODES:

@@ -185,7 +185,7 @@ def test_half_precision_is_multiplied_by_codes(
     def refuse(*_: Any) -> Any:
         raise AssertionError("values of a weight were written out")
 
-    monkeypatch.setattr(quantized, "_write_values", refuse)
+    monkeypatch.setattr(quantized, "write_values", refuse)
     model = load(written, dtype="auto")
     with model.moe:
         found = tiny_checkpoints.prompt_and_step_logits(model, family)
