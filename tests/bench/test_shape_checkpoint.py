@@ -19,7 +19,7 @@ from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME
 from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape, shape_of_name
 from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint
 from moe_runtime.cli.bench_cases.asked_model import AskedModel
-from moe_runtime.cli.main import main
+from moe_runtime.cli.main import describe, main
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
 from moe_runtime.files import held
 
@@ -171,10 +171,11 @@ def test_two_runs_do_not_write_what_is_kept_at_once(
 
     def meanwhile(*args: Any, **options: Any) -> None:
         with (
-            pytest.raises(BlockingIOError, match="another process is writing"),
+            pytest.raises(BlockingIOError, match="another process is writing") as refused,
             files_of(shape, tmp_path, keep=True),
         ):
             pass
+        assert describe(refused.value)[1].count(str(tmp_path / shape.name)) == 1
         real(*args, **options)
 
     monkeypatch.setattr(module, "write_checkpoint", meanwhile)
