@@ -117,7 +117,7 @@ def cap_bytes(cap: str | None) -> int | None:
         return None
     from moe_runtime.bench.memory_cap import why_unavailable
 
-    limit = options.bytes_of(cap, "--cap")
+    limit = options.bytes_of(cap, "--cap", needs_unit=True)
     if reason := why_unavailable():
         raise ValueError(f"--cap {cap}: memory cannot be capped here: {reason}")
     return limit
