@@ -257,6 +257,8 @@ def test_fewer_layers_have_a_name_of_their_own() -> None:
     assert shape_of_name("olmoe-1b-7b", 16) is SHAPES["olmoe-1b-7b"]
     fewer = shape_of_name("olmoe-1b-7b", 2)
     assert (fewer.name, fewer.num_layers) == ("olmoe-1b-7b-2-layers", 2)
+    with pytest.raises(ValueError, match="--layers must be from 1 to 16, which olmoe-1b-7b has"):
+        shape_of_name("olmoe-1b-7b", 17)
 
 
 def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ Shape = Annotated[
     ),
 ]
 Layers = Annotated[
-    int | None, typer.Option(min=1, max=1000, help="Layers of --shape; its own when omitted.")
+    int | None, typer.Option(min=1, max=1000, help="As many layers of --shape; all when omitted.")
 ]
 Keep = Annotated[
     bool, typer.Option("--keep-shape", help="Keep what --shape wrote; later runs find it.")
