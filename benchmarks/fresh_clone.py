@@ -6,10 +6,10 @@ the README, writes text: its first character is the first text. With `--tests` t
 there as well, `make test`, which takes a quarter of an hour on two cores. Each step is timed by the
 wall, one after the other. The clone is removed whatever happens, after Ctrl-C too.
 
-How long `make install` takes depends on where pip finds packages. The results say whether its cache
-held anything before (`pip_cache`: warm, cold, or unknown where pip does not tell), and whether pip
-is set up to look in folders of this machine, too (`pip_folders`). A clone of this machine's disk
-stands for the download of the repository.
+How long `make install` takes depends on where pip finds packages. The results say how its cache was
+before (`pip_cache`: cold where it was too small to hold torch, else warm, or unknown where pip does
+not tell), and whether pip is set up to look in folders of this machine, too (`pip_folders`). A clone
+from this machine's disk stands for the download of the repository.
 
 The exit code is 1 where a step fails; its last lines are shown, and nothing is saved.
 """
@@ -56,6 +56,8 @@ WORDS = {
     "tests_s": "make test",
     "to_tests_s": "from clone to green tests",
 }
+WARM_BYTES = 100 * 10**6
+"""Of pip's cache; the smallest wheels of torch take more."""
 SHOWN_LINES = 20
 """Of the output of a step that failed."""
 
@@ -163,13 +165,14 @@ def measure(
 def pip_facts() -> dict[str, Any]:
     """Where pip finds packages, as far as it says: its cache, and folders of this machine."""
     cache = _pip("cache", "dir")
-    num_bytes = None
+    num_bytes, state = None, "unknown"
     if cache:
         files = (one for one in Path(cache.strip()).rglob("*") if one.is_file())
         num_bytes = sum(one.stat().st_size for one in files)
+        state = "warm" if num_bytes >= WARM_BYTES else "cold"
     settings = _pip("config", "list")
     return {
-        "pip_cache": "unknown" if num_bytes is None else "warm" if num_bytes else "cold",
+        "pip_cache": state,
         "pip_cache_bytes": num_bytes,
         "pip_folders": None
         if settings is None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fresh_clone
 import pytest
-from fresh_clone import METRICS, StepFailure, measure, pip_facts
+from fresh_clone import METRICS, WARM_BYTES, StepFailure, measure, pip_facts
 
 from moe_runtime.bench.results import read_results
 
@@ -87,8 +87,10 @@ def test_what_pip_says_of_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert pip_facts() == {"pip_cache": "cold", "pip_cache_bytes": 0, "pip_folders": False}
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "wheel").write_bytes(b"12345")
+    assert pip_facts() == {"pip_cache": "cold", "pip_cache_bytes": 5, "pip_folders": False}
+    os.truncate(tmp_path / "part" / "wheel", WARM_BYTES)
     said["config", "list"] = "global.find-links='/opt/wheels'\n"
-    assert pip_facts() == {"pip_cache": "warm", "pip_cache_bytes": 5, "pip_folders": True}
+    assert pip_facts() == {"pip_cache": "warm", "pip_cache_bytes": WARM_BYTES, "pip_folders": True}
     said.clear()
     assert pip_facts() == {"pip_cache": "unknown", "pip_cache_bytes": None, "pip_folders": None}
 
