@@ -6,10 +6,10 @@ the README, writes text: its first character is the first text. With `--tests` t
 there as well, `make test`, which takes a quarter of an hour on two cores. Each step is timed by the
 wall, one after the other. The clone is removed whatever happens, after Ctrl-C too.
 
-How long `make install` takes depends on where pip finds packages. The results say how its cache was
-before (`pip_cache`: cold where it was too small to hold torch, else warm, or unknown where pip does
-not tell), and whether pip is set up to look in folders of this machine, too (`pip_folders`). A clone
-from this machine's disk stands for the download of the repository.
+How long `make install` takes depends on where pip finds packages. The results say how its cache
+was before (`pip_cache`: cold where it was too small to hold torch, else warm, or unknown where pip
+does not tell), and whether pip is set up to look in folders of this machine, too (`pip_folders`).
+A clone from this machine's disk stands for the download of the repository.
 
 The exit code is 1 where a step fails; its last lines are shown, and nothing is saved.
 """
