@@ -32,20 +32,28 @@ MemorySize = int | float | str
 """Bytes (``8_000_000_000``), a size (``"7GiB"``), a share of what is free, or ``"auto"``."""
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
     """Reads a size such as ``"7GiB"``, ``"800MB"`` or ``"123456"`` as a number of bytes.
 
     ``k``, ``m``, ``g`` and ``t`` alone are binary, as memory is commonly given.
 
+    Args:
+        text: what was given.
+        needs_unit: a number alone is 2**20 or more: whoever writes 2 means 2GiB.
+
     Raises:
-        ValueError: the text is not a number followed by a known unit, or 8 EiB and more.
+        ValueError: the text is not a number followed by a known unit, or 8 EiB and more, or no
+            whole number of bytes.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"expected a size such as 7GiB, 800MB or a number of bytes, got {text!r}")
-    num_bytes = float(match[1]) * _UNITS[match[2].lower()]
+    unit = _UNITS[match[2].lower()]
+    num_bytes = float(match[1]) * unit
     if num_bytes >= _TOO_MANY_BYTES:
         raise ValueError(f"expected a size below 8 EiB, got {text:.40}")
+    if unit == 1 and (num_bytes % 1 or (needs_unit and not match[2] and 0 < num_bytes < 2**20)):
+        raise ValueError(f"expected a size with its unit, such as 7GiB or 800MB, got {text!r}")
     return int(num_bytes)
 
 
@@ -102,7 +110,8 @@ def parse_budget(value: MemorySize, *, name: str) -> Budget:
         value = _number(value, name)
     if isinstance(value, float) and 0 < value <= 1:
         return Budget(share=value)
-    if not 0 < value < _TOO_MANY_BYTES or value != int(value):
+    is_bare = isinstance(value, float) and value < 2**20
+    if is_bare or not 0 < value < _TOO_MANY_BYTES or value != int(value):
         raise ValueError(
             f"{name} must be a positive number of bytes, a size such as 7GiB, "
             f"a share in (0, 1] or 'auto', got {value!r}"
@@ -112,11 +121,11 @@ def parse_budget(value: MemorySize, *, name: str) -> Budget:
 
 def _number(text: str, name: str) -> int | float:
     """A share, where there is a decimal point and no unit, or a number of bytes."""
-    if "." in text:
-        with contextlib.suppress(ValueError):
-            return float(text)
+    with contextlib.suppress(ValueError):
+        if "." in text and not 1 < (value := float(text)) < 2**20:
+            return value
     try:
-        return parse_bytes(text)
+        return parse_bytes(text, needs_unit=True)
     except ValueError as error:
         raise ValueError(
             f"{name} must be a size, a share such as 0.25, or 'auto': {error}"

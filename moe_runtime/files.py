@@ -379,7 +379,7 @@ def held(path: Path, kind: int = fcntl.LOCK_EX, advice: str = "remove it") -> It
             # Those who only look hold it for a moment.
             if not _lock(descriptor, fcntl.LOCK_SH):
                 reason = f"another process is writing {path} (if none is, {advice})"
-                raise BlockingIOError(errno.EAGAIN, reason, str(path))
+                raise BlockingIOError(errno.EAGAIN, reason)  # which has the name
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             time.sleep(_LOOKING_S)
         if not is_at(path, descriptor):

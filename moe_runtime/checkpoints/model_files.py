@@ -6,7 +6,6 @@ sees them, and whatever transformers raises over the rest is blamed on the file.
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
 _MAX_BYTES = 64 << 20
-# A hub that is there answers within a second; without a limit a dead one is waited for in silence.
-_HUB_LIMIT_S = 10.0
 _SMALL_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 _WEIGHTS = "*.safetensors"
 _TOKENIZER_FILES = (
@@ -65,9 +62,11 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
         if folder.suffix != ".gguf" or not folder.is_file():
             raise CheckpointError(f"{folder} is a file; expected a checkpoint's folder, or .gguf")
         return folder
+    from moe_runtime.checkpoints.hub import download, suggestion
+
     if isinstance(path_or_id, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise CheckpointError(f"{one_line(name)} is not a directory{_suggestion(folder)}")
-    return _download(name, [*_SMALL_FILES, *([_WEIGHTS] if weights else [])])
+        raise CheckpointError(f"{one_line(name)} is not a directory{suggestion(folder)}")
+    return download(name, [*_SMALL_FILES, *([_WEIGHTS] if weights else [])])
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -94,10 +93,15 @@ def read_config(folder: Path) -> PreTrainedConfig:
         close = nearest(name, transformers.CONFIG_MAPPING).partition("known:")[0]
         why = f"transformers {transformers.__version__} knows no model_type {clipped(name)}"
         raise UnsupportedModelError(f"{file}: {why}; {close}or install one that does")
-    with blamed_on(f"{file} cannot be read"):
-        return transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
+    try:
+        with blamed_on(f"{file} cannot be read"):
+            return transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+    except CheckpointError as error:
+        from moe_runtime.checkpoints.config_faults import in_our_words
+
+        raise in_our_words(error, file) from error.__cause__
 
 
 def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str, Any] | None, str]:
@@ -206,38 +210,3 @@ def _read_object(file: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} cannot be read: expected a JSON object in UTF-8, found {found}"
         ) from None
-
-
-def _download(repository: str, patterns: list[str]) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
-
-    unreachable = None
-    try:
-        # The download itself asks six times, waiting longer each time.
-        with blamed_on("the hub"):
-            HfApi().model_info(repository, timeout=_HUB_LIMIT_S)
-    except CheckpointError as error:
-        unreachable = str(error)
-    try:
-        with blamed_on(repository):
-            # What was downloaded before serves where the hub cannot be reached.
-            return Path(
-                snapshot_download(
-                    repository, allow_patterns=patterns, local_files_only=bool(unreachable)
-                )
-            )
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{one_line(repository)} is neither a directory nor a repository to download: "
-            f"{unreachable or error}{_suggestion(Path(repository))}"
-        ) from None
-
-
-def _suggestion(folder: Path) -> str:
-    """The folder beside it whose name is nearest, for the end of a message."""
-    try:
-        names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
-    except OSError:
-        return ""
-    nearest = difflib.get_close_matches(folder.name, names, n=1)
-    return f"; did you mean {folder.parent / nearest[0]}?" if nearest else ""

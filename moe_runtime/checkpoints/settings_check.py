@@ -110,12 +110,14 @@ def check_layers(config: PreTrainedConfig, names: Iterable[str], file: Path) -> 
 
 @contextlib.contextmanager
 def named_lookup(config: PreTrainedConfig) -> Iterator[None]:
-    """Within the block, a name of the configuration that transformers does not know has its key.
+    """Within the block, a name that transformers does not know has its key, and so has no number.
 
-    transformers looks such names up in tables, and says no more than what it has not found.
+    transformers looks such names up in tables, and says no more than what it has not found. A
+    number of experts that is null it compares with others.
 
     Raises:
-        ValueError: instead of a ``KeyError`` with a value that the configuration has.
+        ValueError: instead of a ``KeyError`` with a value that the configuration has, or a
+            ``TypeError`` where it has a null for the number of experts.
     """
     try:
         yield
@@ -125,6 +127,12 @@ def named_lookup(config: PreTrainedConfig) -> Iterator[None]:
                 if isinstance(value, str) and (value,) == error.args:
                     reason = f"transformers knows no {key} {clipped(value)}"
                     raise ValueError(reason) from error
+        raise
+    except TypeError as error:
+        for part in _parts(config.to_dict()):
+            for name in _EXPERTS:
+                if part.get(name, 0) is None:
+                    raise ValueError(f"expected {name} to be a whole number, found null") from error
         raise
 
 

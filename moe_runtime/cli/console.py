@@ -174,7 +174,8 @@ def print_table(
     """Prints a table, without what a terminal would obey: names may come from anywhere.
 
     On a terminal too narrow for it there are several tables: each has the columns that come first
-    and are aligned left, and as many of the others as fit. Words are not broken for it.
+    and are aligned left, and as many of the others as fit. Numbers stay on one line, and words
+    are not broken, but for those of more than half of the terminal.
 
     Args:
         title: a line above it.
@@ -194,6 +195,7 @@ def print_table(
             title if begin == num_labels else "",
             [columns[number] for number in shown],
             [[row[number] for number in shown] for row in rows],
+            console.width // 2 if num_labels < len(columns) else 1,
         )
 
     begin, last = num_labels, len(columns)
@@ -211,9 +213,14 @@ def print_table(
 
 
 def _table(
-    title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]
+    title: str,
+    columns: Sequence[tuple[str, str]],
+    rows: Sequence[Sequence[str]],
+    longest_word: int,
 ) -> "Table":
+    """A table whose columns are no narrower than their numbers, and words up to some length."""
     from rich import box
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
@@ -225,12 +232,16 @@ def _table(
         show_header=has_header,
         pad_edge=False,
     )
-    for header, align in columns:
+    for (header, align), *cells in zip(columns, *rows, strict=True):
+        texts = [_printable(cell) for cell in cells]
+        words = max(map(cell_len, " ".join([_printable(header), *texts]).split()), default=0)
         table.add_column(
             _printable(header),
             justify="right" if align == "right" else "left",
             overflow="fold",
-            no_wrap=align == "right" and " " not in header,
+            min_width=max(
+                min(words, longest_word), *map(cell_len, texts if align == "right" else ()), 1
+            ),
         )
     for row in rows:
         table.add_row(*(Text(_printable(cell)) for cell in row))

@@ -67,14 +67,19 @@ def _device(name: str) -> str:
     return name
 
 
-def bytes_of(text: str, option: str) -> int:
+def bytes_of(text: str, option: str, *, needs_unit: bool = False) -> int:
     """Reads what an option says as a number of bytes, at least one.
+
+    Args:
+        text: what it says.
+        option: its name.
+        needs_unit: if it is small, as in `parse_bytes`.
 
     Raises:
         ValueError: it is none; the message names the option.
     """
     try:
-        num_bytes = parse_bytes(text)
+        num_bytes = parse_bytes(text, needs_unit=needs_unit)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
     if num_bytes < 1:

@@ -19,7 +19,7 @@ from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME
 from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape, shape_of_name
 from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint
 from moe_runtime.cli.bench_cases.asked_model import AskedModel
-from moe_runtime.cli.main import main
+from moe_runtime.cli.main import describe, main
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
 from moe_runtime.files import held
 
@@ -171,10 +171,11 @@ def test_two_runs_do_not_write_what_is_kept_at_once(
 
     def meanwhile(*args: Any, **options: Any) -> None:
         with (
-            pytest.raises(BlockingIOError, match="another process is writing"),
+            pytest.raises(BlockingIOError, match="another process is writing") as refused,
             files_of(shape, tmp_path, keep=True),
         ):
             pass
+        assert describe(refused.value)[1].count(str(tmp_path / shape.name)) == 1
         real(*args, **options)
 
     monkeypatch.setattr(module, "write_checkpoint", meanwhile)
@@ -256,6 +257,8 @@ def test_fewer_layers_have_a_name_of_their_own() -> None:
     assert shape_of_name("olmoe-1b-7b", 16) is SHAPES["olmoe-1b-7b"]
     fewer = shape_of_name("olmoe-1b-7b", 2)
     assert (fewer.name, fewer.num_layers) == ("olmoe-1b-7b-2-layers", 2)
+    with pytest.raises(ValueError, match="--layers must be from 1 to 16, which olmoe-1b-7b has"):
+        shape_of_name("olmoe-1b-7b", 17)
 
 
 def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path: Path) -> None:

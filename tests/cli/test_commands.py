@@ -105,6 +105,8 @@ def test_run_has_the_promised_options() -> None:
         (["doctor", "--read-size", "1"], "--read-size"),
         (["doctor", "no/such/place"], "no such file"),
         (["inspect", "x", "--host-memory", "0.5"], "--host-memory must be a size"),
+        (["inspect", "x", "--host-memory", "2.0"], "size with its unit, such as 7GiB"),
+        (["bench", "latency", "x", "--cap", "2"], "--cap: expected a size with its unit"),
         (["--jsn"], "--jsn"),
     ],
 )
@@ -174,7 +176,7 @@ def fake_summary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fake_summary")
 def test_inspect_says_what_a_budget_buys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "some/model", "--json", "--host-memory", "2500"]) == 0
+    assert main(["inspect", "some/model", "--json", "--host-memory", "2500B"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["path"] == "some/model"
     assert summary["num_experts"] == 8
@@ -191,7 +193,7 @@ def test_inspect_says_what_a_budget_buys(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.usefixtures("fake_summary")
 def test_inspect_shows_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "some/model", "--host-memory", "1600"]) == 0
+    assert main(["inspect", "some/model", "--host-memory", "1600B"]) == 0
     out = capsys.readouterr().out
     assert "4 layers of 8, 2 of them for each token" in out
     assert "1.661 KiB" in out

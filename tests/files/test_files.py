@@ -15,6 +15,7 @@ import pytest
 from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 
 from moe_runtime import files
+from moe_runtime.cli.main import describe
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import (
     OutputFile,
@@ -319,8 +320,9 @@ def test_what_others_only_look_at_is_kept_once_they_have_looked(
 def test_what_a_living_process_writes_is_not_taken(tmp_path: Path) -> None:
     first = OutputFile(tmp_path / "t.npz", is_draft=True)
     first.file.write(b"first")
-    with pytest.raises(BlockingIOError, match="another process is writing"):
+    with pytest.raises(BlockingIOError, match="another process is writing") as refused:
         OutputFile(tmp_path / "t.npz", is_draft=True)
+    assert describe(refused.value)[1].count("t.npz") == 1
     first.finish()
     assert (tmp_path / "t.npz").read_bytes() == b"first"
     assert os.listdir(tmp_path) == ["t.npz"]

@@ -40,6 +40,28 @@ def test_what_is_no_size(text):
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["1.5", "0.5b", "2.25 B"])
+def test_a_part_of_a_byte_is_no_size(text):
+    with pytest.raises(ValueError, match=f"size with its unit, such as .* got '{text}'$"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["2", "2.0", "1.5", "7.0", "1048575"])
+def test_little_memory_without_a_unit_is_a_unit_forgotten(text):
+    expected = f"expected a size with its unit, such as 7GiB or 800MB, got '{text}'$"
+    with pytest.raises(ValueError, match=expected):
+        parse_bytes(text, needs_unit=True)
+    with pytest.raises(ValueError, match=f"^m must be a size, .*{expected}"):
+        parse_budget(text, name="m")
+
+
+def test_memory_without_a_unit_is_bytes_where_it_can_be():
+    for size in ("8000000", "8000000.0", 8000000, 8e6, "8000000B"):
+        assert parse_budget(size, name="m").num_bytes == 8_000_000
+    assert parse_budget("2B", name="m").num_bytes == parse_budget(2, name="m").num_bytes == 2
+    assert parse_bytes("12", needs_unit=False) == 12
+
+
 def test_budgets():
     assert parse_budget("auto", name="m").resolve(100, auto_share=0.9) == 90
     assert parse_budget(0.25, name="m").resolve(100, auto_share=0.9) == 25
@@ -48,7 +70,7 @@ def test_budgets():
     assert parse_budget(4096, name="m").resolve(100, auto_share=0.9) == 4096
 
 
-@pytest.mark.parametrize("value", [0, -5, 1.5, 0.0, "0", "-1", "1.5", "inf", "nan", "much"])
+@pytest.mark.parametrize("value", [0, -5, 1.5, 2.0, 0.0, "0", "-1", "1.5", "inf", "nan", "much"])
 def test_what_is_no_budget(value):
     with pytest.raises(ValueError, match="host_memory"):
         parse_budget(value, name="host_memory")

@@ -178,7 +178,7 @@ class GgufShape:
 
 
 def gguf_shape_of_name(name: str, num_layers: int | None = None) -> GgufShape:
-    """A shape of `GGUF_SHAPES`, with another number of layers if wanted; its name says so."""
+    """A shape of `GGUF_SHAPES`, with fewer layers if wanted; its name says so."""
     return with_layers(GGUF_SHAPES, name, num_layers)
 
 

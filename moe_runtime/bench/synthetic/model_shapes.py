@@ -270,18 +270,26 @@ SHAPES: dict[str, ModelShape] = {
 
 
 def shape_of_name(name: str, num_layers: int | None = None) -> ModelShape:
-    """A shape of `SHAPES`, with another number of layers if wanted, which its name says then.
+    """A shape of `SHAPES`, with fewer layers if wanted, which its name says then.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of that name, or it has not as many layers.
     """
     require_known("shape", name, tuple(SHAPES))
     return with_layers(SHAPES, name, num_layers)
 
 
 def with_layers(shapes: Mapping[str, S], name: str, num_layers: int | None) -> S:
-    """One of some shapes, with another number of layers if wanted, which its name says then."""
+    """One of some shapes, with fewer layers if wanted, which its name says then.
+
+    Raises:
+        ValueError: it has not as many.
+    """
     shape = shapes[name]
+    if num_layers is not None and not 1 <= num_layers <= shape.num_layers:
+        raise ValueError(
+            f"--layers must be from 1 to {shape.num_layers}, which {name} has, got {num_layers}"
+        )
     if num_layers in (None, shape.num_layers):
         return shape
     return replace(shape, name=f"{name}-{num_layers}-layers", num_layers=num_layers)

@@ -104,7 +104,7 @@ def bench_experts(
     if memory is not None and formats is None:
         raise ValueError("--memory bounds experts of --formats; leave it out")
     numbers = parse_tokens("1,16" if tokens is None and formats else tokens, quick=quick)
-    num_bytes = options.bytes_of(memory or "2GiB", "--memory")
+    num_bytes = options.bytes_of(memory or "2GiB", "--memory", needs_unit=True)
     from moe_runtime.bench.peer_files import find_peers
 
     found = find_peers(peer or (), {}, "experts")

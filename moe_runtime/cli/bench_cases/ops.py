@@ -107,11 +107,11 @@ def show_ops(results: dict[str, Any]) -> None:
             if medians:
                 factor, unit = unit_for("s", medians)
                 cells = (mean_cell(one, name, factor) for name in names)
-                rows.append([one["system"], kind, *cells, unit])
+                rows.append([one["system"], f"{kind}, {unit}", *cells])
     title = (
         f"ops: E={settings['num_experts']} K={settings['top_k']} D={settings['dim_model']} "
         f"F={settings['dim_hidden']}, {settings['dtype']}"
     )
     columns = [(f"T={tokens}", "right") for tokens in settings["tokens"]]
     if rows:
-        print_table(title, [("", "left"), ("", "left"), *columns, ("", "left")], rows)
+        print_table(title, [("", "left"), ("", "left"), *columns], rows)

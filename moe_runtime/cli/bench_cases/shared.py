@@ -50,7 +50,7 @@ Shape = Annotated[
     ),
 ]
 Layers = Annotated[
-    int | None, typer.Option(min=1, max=1000, help="Layers of --shape; its own when omitted.")
+    int | None, typer.Option(min=1, max=1000, help="As many layers of --shape; all when omitted.")
 ]
 Keep = Annotated[
     bool, typer.Option("--keep-shape", help="Keep what --shape wrote; later runs find it.")
@@ -117,7 +117,7 @@ def cap_bytes(cap: str | None) -> int | None:
         return None
     from moe_runtime.bench.memory_cap import why_unavailable
 
-    limit = options.bytes_of(cap, "--cap")
+    limit = options.bytes_of(cap, "--cap", needs_unit=True)
     if reason := why_unavailable():
         raise ValueError(f"--cap {cap}: memory cannot be capped here: {reason}")
     return limit

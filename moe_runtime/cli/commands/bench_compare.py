@@ -58,8 +58,7 @@ def bench_compare(
             [
                 [
                     found.system,
-                    found.metric,
-                    *_in_unit(found.before, found.after, found.unit),
+                    *_in_unit(found.metric, found.before, found.after, found.unit),
                     f"{found.change:+.1%}",
                     found.word,
                     f"{found.chance:.2g}",
@@ -72,6 +71,7 @@ def bench_compare(
         raise typer.Exit(1)
 
 
-def _in_unit(before: float, after: float, unit: str) -> tuple[str, str]:
+def _in_unit(metric: str, before: float, after: float, unit: str) -> tuple[str, str, str]:
+    """The metric with its unit, which a narrow terminal has below it, and both values."""
     factor, name = unit_for(unit, (before, after))
-    return f"{figure(before * factor)} {name}", f"{figure(after * factor)} {name}"
+    return f"{metric}, {name}", figure(before * factor), figure(after * factor)

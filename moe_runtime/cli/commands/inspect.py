@@ -1,6 +1,7 @@
 """``moe-runtime inspect``: what a checkpoint holds, and what a budget buys."""
 
 import dataclasses
+import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,6 +51,11 @@ def inspect(
     if budget is not None and budget.num_bytes is None:
         raise ValueError(f"--host-memory must be a size such as 7GiB here, got {host_memory!r}")
     quiet_transformers(session)
+    if os.path.isdir(os.path.expanduser(model)):
+        from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+
+        # a bad one is refused before the seconds that the import of the engine takes
+        read_config(find_checkpoint(model))
     from moe_runtime.inference.inspection import inspect_checkpoint
 
     with loading_bar() if verify else nullcontext() as progress:

@@ -247,7 +247,7 @@ def _machine(
             f"--known-ahead must be a part of --layer-time {layer_time:g}, got {known_ahead:g}"
         )
     return Machine(
-        bytes_per_s=options.bytes_of(bandwidth.removesuffix("/s"), "--bandwidth"),
+        bytes_per_s=options.bytes_of(bandwidth.removesuffix("/s"), "--bandwidth", needs_unit=True),
         latency_s=latency,
         expert_bytes=options.bytes_of(expert_size, "--expert-size"),
         layer_s=layer_time,

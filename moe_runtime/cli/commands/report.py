@@ -145,7 +145,9 @@ def _page_of_trace(
         policies=policies,
         predictors=[check_trainable(name) for name in predictors],
         machine=Machine(
-            bytes_per_s=options.bytes_of(bandwidth.removesuffix("/s"), "--bandwidth"),
+            bytes_per_s=options.bytes_of(
+                bandwidth.removesuffix("/s"), "--bandwidth", needs_unit=True
+            ),
             latency_s=1e-4,
             expert_bytes=options.bytes_of(expert_size, "--expert-size"),
             layer_s=5e-4,

@@ -216,10 +216,12 @@ def serve(
     _require_packages()
     keys = read_keys(api_keys)
     body_bytes = options.bytes_of(max_body, "--max-body")
-    disk_bytes = None if prefix_disk is None else options.bytes_of(prefix_disk, "--prefix-disk")
+    disk_bytes = None
+    if prefix_disk is not None:
+        disk_bytes = options.bytes_of(prefix_disk, "--prefix-disk", needs_unit=True)
     adapter_bytes = None
     if adapter_memory is not None:
-        adapter_bytes = options.bytes_of(adapter_memory, "--adapter-memory")
+        adapter_bytes = options.bytes_of(adapter_memory, "--adapter-memory", needs_unit=True)
         if not adapters:
             raise ValueError("--adapter-memory is for adapters: give --adapter NAME=FOLDER too")
     if prefetch == "off" and policy not in ("auto", "predicted"):

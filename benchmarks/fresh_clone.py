@@ -1,0 +1,236 @@
+"""From clone to first text, as a new user waits: `python benchmarks/fresh_clone.py --save`.
+
+The commit that is checked out is cloned into a temporary folder; changes that are in no commit are
+not there. In the clone `make install` makes the environment, then `make demo`, the first command of
+the README, writes text: its first character is the first text. With `--tests` the whole suite runs
+there as well, `make test`, which takes a quarter of an hour on two cores. Each step is timed by the
+wall, one after the other. The clone is removed whatever happens, after Ctrl-C too.
+
+How long `make install` takes depends on where pip finds packages. The results say how its cache
+was before (`pip_cache`: cold where it was too small to hold torch, else warm, or unknown where pip
+does not tell), and whether pip is set up to look in folders of this machine, too (`pip_folders`).
+A clone from this machine's disk stands for the download of the repository.
+
+The exit code is 1 where a step fails; its last lines are shown, and nothing is saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.arguments import present_folder
+from harness.interrupts import run_script
+from harness.suite_results import ROOT, save_results
+
+from moe_runtime.bench.results import Metric
+from moe_runtime.config import format_bytes
+
+METRICS = {
+    "to_text_s": Metric("s"),
+    "to_tests_s": Metric("s"),
+    "clone_s": Metric("s", is_judged=False),
+    "install_s": Metric("s", is_judged=False),
+    "text_s": Metric("s", is_judged=False),
+    "tests_s": Metric("s", is_judged=False),
+    "passed": Metric("count", "more", is_judged=False),
+    "skipped": Metric("count", is_judged=False),
+}
+WORDS = {
+    "clone_s": "git clone",
+    "install_s": "make install",
+    "text_s": "make demo, to its first character",
+    "to_text_s": "from clone to first text",
+    "tests_s": "make test",
+    "to_tests_s": "from clone to green tests",
+}
+WARM_BYTES = 100 * 10**6
+"""Of pip's cache; the smallest wheels of torch take more."""
+SHOWN_LINES = 20
+"""Of the output of a step that failed."""
+
+
+class StepFailure(Exception):
+    """A step of a new user failed; the message has the end of its output."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step took and said.
+
+    Attributes:
+        seconds: to its end.
+        first_s: to its first character on stdout.
+        output: all of stdout.
+    """
+
+    seconds: float
+    first_s: float
+    output: str
+
+
+def run_step(words: list[str], place: Path, more: Mapping[str, str]) -> Step:
+    """Runs a command to its end; what it began ends with it, whatever happens.
+
+    Args:
+        words: the command.
+        place: its working directory.
+        more: variables of its environment beside this process's own.
+
+    Raises:
+        StepFailure: it failed.
+    """
+    with tempfile.TemporaryFile("w+") as complaints:
+        began = time.perf_counter()
+        with subprocess.Popen(
+            words,
+            cwd=place,
+            env={**os.environ, **more},
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            assert process.stdout is not None
+            try:
+                output = process.stdout.read(1)
+                first_s = time.perf_counter() - began
+                output += process.stdout.read()
+                code = process.wait()
+            except BaseException:
+                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+        seconds = time.perf_counter() - began
+        if code:
+            complaints.seek(0)
+            lines = (output + complaints.read()).splitlines()[-SHOWN_LINES:]
+            raise StepFailure("\n".join([f"{' '.join(words)}: exit code {code}", *lines]))
+    return Step(seconds, first_s, output)
+
+
+def measure(
+    source: Path, folder: Path, say: Callable[[str], None], *, tests: bool
+) -> dict[str, float]:
+    """Clones a checkout and takes the steps of a new user in the clone.
+
+    Args:
+        source: the checkout.
+        folder: an empty one, for the clone and for what its commands keep.
+        say: is given a line after each step.
+        tests: run the suite as well.
+
+    Returns:
+        A number for each of `METRICS` that was measured.
+
+    Raises:
+        StepFailure: a step failed, or no text came.
+    """
+    clone = folder / "clone"
+    found: dict[str, float] = {}
+
+    def take(name: str, *words: str, **more: str) -> Step:
+        step = run_step([*words], folder if name == "clone_s" else clone, more)
+        found[name] = step.first_s if name == "text_s" else step.seconds
+        say(f"{WORDS[name]}: {found[name]:.1f} s")
+        return step
+
+    take("clone_s", "git", "clone", "--quiet", "--no-local", str(source), str(clone))
+    take("install_s", "make", "--silent", "install")
+    # what earlier runs of this user have learned is no part of it
+    text = take("text_s", "make", "--silent", "demo", XDG_CACHE_HOME=str(folder / "cache"))
+    if not text.output.strip():
+        raise StepFailure("make demo: wrote no text")
+    found["to_text_s"] = found["clone_s"] + found["install_s"] + found["text_s"]
+    if tests:
+        said = take("tests_s", "make", "--silent", "test").output
+        counts = {one: re.findall(rf"(\d+) {one}", said) for one in ("passed", "skipped")}
+        found |= {one: int(numbers[-1]) for one, numbers in counts.items() if numbers}
+        found["to_tests_s"] = found["clone_s"] + found["install_s"] + found["tests_s"]
+    return found
+
+
+def pip_facts() -> dict[str, Any]:
+    """Where pip finds packages, as far as it says: its cache, and folders of this machine."""
+    cache = _pip("cache", "dir")
+    num_bytes, state = None, "unknown"
+    if cache:
+        files = (one for one in Path(cache.strip()).rglob("*") if one.is_file())
+        num_bytes = sum(one.stat().st_size for one in files)
+        state = "warm" if num_bytes >= WARM_BYTES else "cold"
+    settings = _pip("config", "list")
+    return {
+        "pip_cache": state,
+        "pip_cache_bytes": num_bytes,
+        "pip_folders": None
+        if settings is None
+        else bool(re.search(r"file:|'/|find-links", settings)),
+    }
+
+
+def _pip(*words: str) -> str | None:
+    """What pip of this user's Python says; None where it says nothing."""
+    done = subprocess.run(
+        ["python3", "-m", "pip", *words], capture_output=True, text=True, check=False
+    )
+    return done.stdout if done.returncode == 0 else None
+
+
+def main() -> int:
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    facts = pip_facts()
+    held = facts["pip_cache_bytes"]
+    _say(f"pip's cache: {facts['pip_cache']}{f', {format_bytes(held)}' if held else ''}")
+    try:
+        with tempfile.TemporaryDirectory(prefix="moe-clone-", dir=arguments.folder) as folder:
+            found = measure(ROOT, Path(folder), _say, tests=arguments.tests)
+    except StepFailure as error:
+        _say(f"error: {error}")
+        return 1
+    if arguments.save:
+        settings = {"model": "pocket", **facts}
+        with contextlib.redirect_stdout(sys.stderr):
+            save_results("fresh-clone", settings, {"moe_runtime": [found]}, METRICS)
+    if arguments.json:
+        print(json.dumps(facts | found))
+    else:
+        for name in ("to_text_s", "to_tests_s"):
+            if name in found:
+                print(f"{WORDS[name]}: {found[name]:.0f} s")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tests", action="store_true", help="run the whole suite in the clone, too"
+    )
+    parser.add_argument(
+        "--folder", type=present_folder, default=None, help="where the clone lies meanwhile"
+    )
+    parser.add_argument("--json", action="store_true", help="print one object of all numbers")
+    parser.add_argument("--save", action="store_true", help="write this machine's results file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

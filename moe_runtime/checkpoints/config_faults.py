@@ -1,0 +1,41 @@
+"""What transformers finds wrong with a value of ``config.json``, in our words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from moe_runtime.config import type_in_words
+from moe_runtime.errors import CheckpointError
+
+_FIELD = re.compile(r"Validation error for field '(\w+)'")
+_ONE_TYPE = re.compile(r"expected (\w+), got \w+ \(value: (.*)\)")
+_SOME_TYPES = re.compile(r"with value (.*) doesn't match any type in \((.*?)\)\. ")
+_TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
+_JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
+
+
+def in_our_words(error: CheckpointError, file: Path) -> CheckpointError:
+    """The same error in plain words, where a value is of a type that the model's cannot be.
+
+    Args:
+        error: raised over what transformers says of the file.
+        file: the configuration.
+
+    Returns:
+        One that names the key, what was expected and what was found; or the error as it was.
+    """
+    reason = " ".join(str(error.__cause__).split())
+    field = _FIELD.match(reason)
+    if some := _SOME_TYPES.search(reason):  # says what is wrong with each of them, too
+        names, found = re.findall(r"'(\w+)'", some[2]), some[1]
+    elif one := _ONE_TYPE.search(reason):
+        names, found = [one[1]], one[2]
+    else:
+        return error
+    if field is None or not set(names) <= set(_TYPES):
+        return error
+    kinds = [_TYPES[name] for name in names if not (name == "int" and "float" in names)]
+    expected = " or ".join(map(type_in_words, kinds))
+    found = _JSON_WORDS.get(found, f"{found:.80}")
+    return CheckpointError(f"{file}: expected {field[1]} to be {expected}, found {found}")

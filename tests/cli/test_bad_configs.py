@@ -1,0 +1,91 @@
+"""A `config.json` with values of a wrong kind: one line that names key and file, and soon."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_runtime.cli.main import main
+from moe_runtime.models.pocket import pocket_path
+
+COMMANDS = {
+    "run": ("--prompt", "The", "--max-new-tokens", "2"),
+    "inspect": (),
+    "bench latency": ("--quick",),
+}
+
+
+@pytest.fixture
+def pocket(tmp_path: Path) -> Path:
+    """The bundled model with a configuration of its own."""
+    folder = tmp_path / "pocket"
+    folder.mkdir()
+    for file in pocket_path().iterdir():
+        if file.is_file():
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
+def set_config(folder: Path, **values: Any) -> Path:
+    file = folder / "config.json"
+    content = json.loads((pocket_path() / "config.json").read_text()) | values
+    file.unlink()
+    file.write_text(json.dumps(content))
+    return file
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err.removeprefix("moe-runtime: error: ").rstrip()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_size_that_is_null(
+    pocket: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = set_config(pocket, vocab_size=None)
+    expected = f"{file}: expected vocab_size to be a whole number, found null"
+    assert refused([*command.split(), str(pocket), *COMMANDS[command]], capsys) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("hidden_size", None, "a whole number, found null"),
+        ("num_hidden_layers", None, "a whole number, found null"),
+        ("intermediate_size", None, "a whole number, found null"),
+        ("moe_intermediate_size", None, "a whole number, found null"),
+        ("num_experts_per_tok", None, "a whole number, found null"),
+        ("num_local_experts", None, "a whole number, found null"),
+        ("rms_norm_eps", None, "a number, found null"),
+        ("attention_dropout", None, "a number, found null"),
+        ("hidden_act", None, "a text, found null"),
+        ("tie_word_embeddings", 3, "true or false, found 3"),
+        ("max_position_embeddings", True, "a whole number, found true"),
+    ],
+)
+def test_a_value_of_a_wrong_kind(
+    pocket: Path, key: str, value: Any, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = set_config(pocket, **{key: value})
+    message = refused(["inspect", str(pocket)], capsys)
+    assert message.startswith(str(file))
+    assert message.endswith(f": expected {key} to be {expected}")
+
+
+def test_inspect_refuses_before_the_engine_is_imported(pocket: Path) -> None:
+    """Its import takes seconds; asserted on what is imported."""
+    set_config(pocket, vocab_size=None)
+    program = (
+        "import sys; from moe_runtime.cli.main import main; code = main(['inspect', sys.argv[1]]);"
+        "heavy = {'torch._dynamo', 'moe_runtime.inference.inspection'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy or code != 2 else 0)"
+    )
+    command = [sys.executable, "-P", "-c", program, str(pocket)]
+    subprocess.run(command, check=True, capture_output=True)
