@@ -24,8 +24,8 @@ TRANSFORMERS_BYTES = 3 << 29
 _LONGEST_LINE = 1000
 """Characters of a message."""
 
-_WIDEST = 1 << 16
-"""Columns of a terminal on which every table is as wide as it would be."""
+_GAP = 3
+"""Characters between two columns of a table; one less of them stands around all."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the bytes done and the bytes in total."""
@@ -186,41 +186,69 @@ def print_table(
     from rich.console import Console
 
     console = Console(stderr=to_stderr)
-    wide = console.options.update_width(_WIDEST)
     num_labels = next((n for n, (_, align) in enumerate(columns) if align != "left"), len(columns))
+    last = len(columns)
+    if num_labels == last:  # words alone, which rich wraps
+        console.print(_table(title, columns, rows, [None] * last))
+        return
+    least, most = _bounds(columns, rows, console.width // 2)
 
-    def table_of(begin: int, end: int) -> "Table":
-        shown = [*range(num_labels), *range(begin, end)]
-        return _table(
-            title if begin == num_labels else "",
-            [columns[number] for number in shown],
-            [[row[number] for number in shown] for row in rows],
-            console.width // 2 if num_labels < len(columns) else 1,
-        )
+    def room(begin: int, end: int, labels: Sequence[int]) -> int:
+        """What a table with some of the columns leaves of the terminal."""
+        num_columns = num_labels + end - begin
+        taken = sum(labels[:num_labels]) + sum(least[begin:end])
+        return console.width - _GAP * num_columns + 1 - taken
 
-    begin, last = num_labels, len(columns)
-    is_whole = console.measure(table_of(begin, last), options=wide).minimum <= console.width
-    while True:
+    begin, is_whole = num_labels, room(num_labels, last, least) >= 0
+    while begin < last:
         end = last
-        while not is_whole and end > begin + 1:
-            if console.measure(table_of(begin, end), options=wide).maximum <= console.width:
-                break
+        while not is_whole and end > begin + 1 and room(begin, end, most) < 0:
             end -= 1
-        console.print(table_of(begin, end))
+        spare, widths = room(begin, end, least), list[int | None]()
+        shown = [*range(num_labels), *range(begin, end)]
+        for number in shown:
+            more = max(0, min(spare, most[number] - least[number]))
+            is_folded = spare < 0 and number < num_labels
+            widths.append(None if is_folded else least[number] + more)
+            spare -= more
+        console.print(
+            _table(
+                title if begin == num_labels else "",
+                [columns[number] for number in shown],
+                [[row[number] for number in shown] for row in rows],
+                widths,
+            )
+        )
         begin = end
-        if begin == last:
-            return
+
+
+def _bounds(
+    columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], longest_word: int
+) -> tuple[list[int], list[int]]:
+    """The least width of each column, with whole numbers and words, and that without a wrap.
+
+    Words of labels that are longer than some length count as much.
+    """
+    from rich.cells import cell_len
+
+    least, most = list[int](), list[int]()
+    for (header, align), *cells in zip(columns, *rows, strict=True):
+        texts = [_printable(cell) for cell in (header, *cells)]
+        is_label = align == "left"
+        words = max(map(cell_len, " ".join(texts if is_label else texts[:1]).split()), default=0)
+        numbers = max(map(cell_len, texts[1:]), default=0)
+        most.append(max(1, *map(cell_len, texts)))
+        least.append(max(1, min(words, longest_word) if is_label else max(words, numbers)))
+    return least, most
 
 
 def _table(
     title: str,
     columns: Sequence[tuple[str, str]],
     rows: Sequence[Sequence[str]],
-    longest_word: int,
+    widths: Sequence[int | None],
 ) -> "Table":
-    """A table whose columns are no narrower than their numbers, and words up to some length."""
     from rich import box
-    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
@@ -232,16 +260,12 @@ def _table(
         show_header=has_header,
         pad_edge=False,
     )
-    for (header, align), *cells in zip(columns, *rows, strict=True):
-        texts = [_printable(cell) for cell in cells]
-        words = max(map(cell_len, " ".join([_printable(header), *texts]).split()), default=0)
+    for (header, align), width in zip(columns, widths, strict=True):
         table.add_column(
             _printable(header),
             justify="right" if align == "right" else "left",
             overflow="fold",
-            min_width=max(
-                min(words, longest_word), *map(cell_len, texts if align == "right" else ()), 1
-            ),
+            width=width,
         )
     for row in rows:
         table.add_row(*(Text(_printable(cell)) for cell in row))

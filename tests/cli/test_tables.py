@@ -48,3 +48,22 @@ def test_words_alone_are_wrapped(
     out = capsys.readouterr().out
     assert out.count("reads") == 10
     assert out.count("x") == 40
+
+
+@pytest.mark.parametrize("width", range(40, 100))
+def test_no_column_is_cut_off(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Headers of several words wrap, and so does what is long beside them."""
+    headers = ["capacity", "hits", "of LRU to optimum", "no load needed", "loads/layer", "read"]
+    cells = ["50.0%", "72.65%", "+100%", "57.2%", "0.558", "3.387 MiB"]
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns = [("policy", "left"), *((header, "right") for header in headers)]
+    print_table("replay", columns, [["belady-bypass", *cells]])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    printed = [line.strip() for line in lines]
+    for cell in cells:  # numbers stay beside their units
+        assert any(cell in line for line in printed)
+    words = {word for line in lines for word in line.split()}
+    assert words >= {word for header in headers for word in header.split()}
