@@ -138,10 +138,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from walking, again and again, through what lives till the end.
 
-    That is the modules and thousands of collected tests.
+    That is the modules and thousands of collected tests, and what is imported later. Tests about
+    what is freed collect garbage themselves.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

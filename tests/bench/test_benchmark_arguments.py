@@ -1,10 +1,10 @@
 """Arguments of the scripts in `benchmarks`: what cannot be measured is refused before it begins."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def test_what_cannot_be_measured_is_refused_at_once(words: str, complaint: str) -> None:
     name, *rest = words.split()
     found = subprocess.run(
-        [sys.executable, BENCHMARKS / name, *rest], capture_output=True, text=True, check=False
+        [warm_python(), BENCHMARKS / name, *rest], capture_output=True, text=True, check=False
     )
     assert found.returncode == 2
     assert found.stderr.endswith(f"{complaint}\n")

@@ -8,10 +8,12 @@ and what it asked for is asked for again.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any, NamedTuple
 
+from array_steps import is_handle
+from program_tapes import TapedBuilder, taking
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -25,18 +27,20 @@ class _Plan(NamedTuple):
     Attributes:
         constants: what is the same at every call; the operands' handles follow, then the results.
         steps: functions, and what takes their arguments from all that is known so far.
+        names: of the functions.
         place: of the handle of the builtin's result, whose type is ``type``.
         operands: their types, which must live as long as their addresses stand for them.
     """
 
     constants: list[Any]
     steps: list[tuple[Callable[..., Any], Callable[[list[Any]], Any]]]
+    names: list[str]
     place: int
     type: Any
     operands: list[Any]
 
 
-class _NoPlanError(Exception):
+class NoPlanError(Exception):
     """A builtin does what cannot be done again without it."""
 
 
@@ -65,7 +69,8 @@ def remembered(member: Callable[..., Any]) -> Callable[..., Any]:
     semantic, tensor = interpreter.interpreter_semantic, core.tensor
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if semantic.builder.__class__ is _WatchedBuilder:
+        builder = semantic.builder
+        if builder.__class__ is _WatchedBuilder:
             return member(*args, **kwargs)
         handles, kind = list[Any](), list[Any](kwargs)
         try:
@@ -74,17 +79,20 @@ def remembered(member: Callable[..., Any]) -> Callable[..., Any]:
                     handles.append(value.handle)
                     kind.append(id(value.type))
                 else:
-                    kind.append(_kind_of(value))
-        except _NoPlanError:
+                    kind.append(kind_of(value))
+        except NoPlanError:
             return member(*args, **kwargs)
         key = tuple(kind)
+        if builder.__class__ is TapedBuilder:
+            plan = plans.get(key)
+            return _do_on_tape(plan, handles, builder.tape) if plan else member(*args, **kwargs)
         if key not in plans:
             result, plans[key] = _watch(member, args, kwargs)
             return result
         plan = plans[key]
         if plan is None:
             return member(*args, **kwargs)
-        constants, steps, place, type, _ = plan
+        constants, steps, _, place, type, _ = plan
         known = constants + handles
         for function, arguments in steps:
             known.append(function(*arguments(known)))
@@ -93,7 +101,16 @@ def remembered(member: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _kind_of(constant: Any) -> Any:
+def _do_on_tape(plan: _Plan, handles: list[Any], tape: Any) -> Any:
+    for constant in filter(is_handle, plan.constants):
+        tape.constant(constant)
+    known = plan.constants + handles
+    for (function, arguments), name in zip(plan.steps, plan.names, strict=True):
+        known.append(tape.do(name, function, tuple(arguments(known))))
+    return core.tensor(known[plan.place], plan.type)
+
+
+def kind_of(constant: Any) -> Any:
     """What tells a constant from others; numbers that are equal may be of several types."""
     kind = constant.__class__
     if kind is int or kind is bool or kind is str or constant is None:
@@ -103,12 +120,15 @@ def _kind_of(constant: Any) -> Any:
     if kind is core.dtype:
         return kind, constant.name
     if kind is core.constexpr:
-        return kind, _kind_of(constant.value)
+        return kind, kind_of(constant.value)
     if kind is slice:
-        return kind, *map(_kind_of, (constant.start, constant.stop, constant.step))
-    if kind is tuple or kind is list:
-        return kind, *map(_kind_of, constant)
-    raise _NoPlanError
+        return kind, *map(kind_of, (constant.start, constant.stop, constant.step))
+    if kind is list or isinstance(constant, tuple):
+        return kind, *map(kind_of, constant)
+    if dataclasses.is_dataclass(constant) and kind.__hash__ is not None:  # frozen
+        values = (getattr(constant, field.name) for field in dataclasses.fields(constant))
+        return kind, *map(kind_of, values)
+    raise NoPlanError
 
 
 def _watch(
@@ -134,54 +154,44 @@ def _watch(
         semantic.builder = builder
     try:
         return result, _plan(watched.calls, operands, result)
-    except _NoPlanError:
+    except NoPlanError:
         return result, None
 
 
 def _plan(calls: list[Any], operands: list[Any], result: Any) -> _Plan:
     if result.__class__ is not core.tensor:
-        raise _NoPlanError
+        raise NoPlanError
     varying = {id(operand.handle): number for number, operand in enumerate(operands)}
-    constants, steps = list[Any](), list[tuple[Any, list[tuple[bool, int]]]]()
+    constants, steps = list[Any](), list[tuple[Any, str, list[tuple[bool, int]]]]()
 
     def place_of(value: Any) -> tuple[bool, int]:
         """Whether it is a constant, and its number among those or among what varies."""
         if id(value) in varying:
             return False, varying[id(value)]
-        if isinstance(value, (list, tuple, core.tuple)) and any(map(_is_handle, value)):
-            raise _NoPlanError
+        if isinstance(value, (list, tuple, core.tuple)) and any(map(is_handle, value)):
+            raise NoPlanError
         constants.append(value)
         return True, len(constants) - 1
 
     for function, name, args, returned in calls:
         is_folded = name.startswith("get_") or name in _FOLDED
         if is_folded and varying.keys().isdisjoint(map(id, args)):
-            if _is_handle(returned):  # and no type
+            if is_handle(returned):  # and no type
                 returned.data.flags.writeable = False
             continue
-        steps.append((function, [*map(place_of, args)]))
-        if _is_handle(returned):
+        steps.append((function, name, [*map(place_of, args)]))
+        if is_handle(returned):
             varying[id(returned)] = len(operands) + len(steps) - 1
         elif returned is not None:
-            raise _NoPlanError
+            raise NoPlanError
     place = place_of(result.handle)
 
     def settled(is_constant: bool, number: int) -> int:
         return number if is_constant else len(constants) + number
 
-    taking = [_taking([settled(*where) for where in places]) for _, places in steps]
-    functions = [function for function, _ in steps]
+    done = [
+        (function, taking([settled(*where) for where in places])) for function, _, places in steps
+    ]
+    names = [name for _, name, _ in steps]
     types = [operand.type for operand in operands]
-    return _Plan(
-        constants, [*zip(functions, taking, strict=True)], settled(*place), result.type, types
-    )
-
-
-def _is_handle(value: Any) -> bool:
-    return isinstance(value, interpreter.TensorHandle)
-
-
-def _taking(places: list[int]) -> Callable[[list[Any]], Any]:
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda known: [known[place] for place in places]
+    return _Plan(constants, done, names, settled(*place), result.type, types)

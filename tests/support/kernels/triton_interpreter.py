@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +52,7 @@ def repair_interpreter() -> None:
     builder.bf16_is_repaired = True
     _prepare_the_language_once(interpreter)
     _describe_types_once(interpreter)
-    _launch_on_the_host(interpreter)
+    _launch_repeatedly(interpreter)
 
 
 def _prepare_the_language_once(interpreter: Any) -> None:
@@ -72,26 +70,17 @@ def _prepare_the_language_once(interpreter: Any) -> None:
     interpreter._patch_lang = lambda fn: nothing_to_restore
 
 
-def _launch_on_the_host(interpreter: Any) -> None:
-    """Without copies of arguments, which lie there already."""
-    convert, builder = interpreter._implicit_cvt, interpreter.interpreter_builder
-    signature = functools.cache(inspect.signature)
+def _launch_repeatedly(interpreter: Any) -> None:
+    """Without what does not differ between launches and between programs."""
+    import triton.language as tl
+    from repeated_programs import Launcher, have_values_noted
+
+    have_values_noted(tl)
+    launcher = Launcher()
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        names = signature(self.fn).parameters
-        kwargs = {name: value for name, value in kwargs.items() if name in names}
-        bound = signature(self.fn).bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = {
-            name: value if name in self.constexprs else convert(value)
-            for name, value in bound.arguments.items()
-        }
-        grid = self.grid(arguments) if callable(self.grid) else self.grid
-        builder.set_grid_dim(*grid, *(1,) * (3 - len(grid)))
         try:
-            for place in itertools.product(*map(range, builder.grid_dim)):
-                builder.set_grid_idx(*place)
-                self.fn(**arguments)
+            launcher(self.fn, self.constexprs, self.grid, args, kwargs)
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
