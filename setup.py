@@ -134,6 +134,8 @@ class BuildNativeLibrary(build_ext):
             }
             for variant, sources in of_variants.items():
                 try:
+                    if variant == "amx" and ("MOE_HAVE_AVX512BF16", "1") not in macros:
+                        raise CompileError("they are built upon the avx512bf16 kernels")
                     compiled_variant = [path for source in sources for path in source.result()]
                 except CompileError:
                     self.warn(f"this compiler cannot build the {variant} kernels; leaving them out")

@@ -35,7 +35,7 @@ from moe_runtime.kernels.quantized.reference import int8_values
 Values = Callable[[QuantizedMatrix, torch.dtype], Tensor]
 """Gives the values of a matrix, `[N, K]`, in a dtype."""
 
-# More rows take less time once the values are written to memory as bf16.
+# More rows take less time once the values are decoded, a few rows of weights at a time.
 _ROW_LIMIT = 48
 _ROW_LIMITS = {"avx2": 64}
 _ROW_LIMIT_WITH_UNITS = 16

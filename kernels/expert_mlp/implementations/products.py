@@ -81,7 +81,7 @@ class NativeProducts(Products):
     result is rounded once, at the end.
 
     Attributes:
-        row_limit: Rows up to which the C kernel computes `forward` of weights that lie by rows.
+        row_limit: Rows of an expert up to which the C kernel of whole experts takes it with others.
     """
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
@@ -92,8 +92,9 @@ class NativeProducts(Products):
         if dtype == torch.float32 and library.cpu_is_amd and library.isa.startswith("avx512"):
             few = _FEW_ROWS_WIDE
         few = _FEW_ROWS_WIDENED if self._widens else few
+        self.row_limit = min(few, native_row_limit(library, dtype))
         has_units = library.isa == "amx" and dtype == torch.bfloat16
-        self.row_limit = min(UNLIMITED if has_units else few, native_row_limit(library, dtype))
+        self._by_rows_limit = UNLIMITED if has_units else self.row_limit
         self._turned_limit = min(few, native_row_limit(library, dtype, by_rows=False))
         multiplies_pairs = library.isa in MULTIPLY_PAIRS and not self._widens
         self._has_outer = dtype == torch.bfloat16 and multiplies_pairs
@@ -147,7 +148,7 @@ class NativeProducts(Products):
             out_AB[block] = wide
 
     def _is_for_kernel(self, num_rows: int, weight_NK: Tensor) -> bool:
-        limit = self.row_limit if lies_by_rows(weight_NK) else self._turned_limit
+        limit = self._by_rows_limit if lies_by_rows(weight_NK) else self._turned_limit
         return num_rows <= limit and 1 in weight_NK.stride()
 
     def _wide(self, narrow: Tensor) -> Tensor:

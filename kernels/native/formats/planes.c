@@ -45,7 +45,8 @@ const uint8_t *planes_decode_portable(const char *row, const uint8_t *escapes, c
 PlanesDecode planes_decode(void) {
     const char *isa = current_isa()->name;
 #if defined(MOE_HAVE_VBMI2)
-    if (!strncmp(isa, "avx512", 6) && __builtin_cpu_supports("avx512vbmi2")) return planes_decode_vbmi2;
+    const int is_wide = strcmp(isa, "portable") && strcmp(isa, "avx2");
+    if (is_wide && __builtin_cpu_supports("avx512vbmi2")) return planes_decode_vbmi2;
 #endif
 #if defined(MOE_HAVE_AVX2)
     if (strcmp(isa, "portable")) return planes_decode_avx2;
