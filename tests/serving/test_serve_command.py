@@ -193,7 +193,7 @@ def test_a_later_server_finds_prefixes_on_the_disk(
     assert found[0][0] == found[1][0]
     assert [cached for _, cached in found] == [0, 32, 0]
     capsys.readouterr()
-    assert main(["serve", str(pocket_path()), *SMALL, "--prefix-disk", "5", "--dry-run"]) == 2
+    assert main(["serve", str(pocket_path()), *SMALL, "--prefix-disk", "5B", "--dry-run"]) == 2
     assert "error: --prefix-disk must be at least" in capsys.readouterr().err
 
 

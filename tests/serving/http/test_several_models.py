@@ -134,7 +134,7 @@ def test_models_that_cannot_be_served_together_are_refused_in_one_line(
     assert "too small for all models and their adapters: the smallest that works is" in said
     assert f"({smallest} bytes)" in said
     smallest = least + server_bytes(64)
-    for too_small in (1, server_bytes(64), smallest - 1):
+    for too_small in ("1B", server_bytes(64), smallest - 1):
         said = refused(both[0], "--host-memory", str(too_small))
         assert f"({smallest} bytes)" in said
         assert "6.004 MiB for the server" in said
