@@ -100,7 +100,8 @@ class EmulatedDevice:
     def upload(
         self, numbers: npt.NDArray[np.integer], into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        found = torch.tensor(numbers)
+        with torch.inference_mode(False):
+            found = torch.tensor(numbers)
         return found if into is None else into.copy_(found)
 
     def download(

@@ -221,7 +221,8 @@ class CudaDevice:
         source = torch.from_numpy(numbers)
         pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source)
         if into is None:
-            return pinned.to(self.place, non_blocking=True)
+            with torch.inference_mode(False):
+                return pinned.to(self.place, non_blocking=True)
         return into.copy_(pinned, non_blocking=True)
 
     def download(

@@ -134,6 +134,8 @@ class Device(Protocol):
     ) -> torch.Tensor:
         """Numbers of the device, for work that is queued on the current stream.
 
+        New memory may be written to later whatever mode of inference it was made in.
+
         Args:
             numbers: as many as there are places; they may change later.
             into: where they go; new memory if omitted.

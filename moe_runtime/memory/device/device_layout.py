@@ -7,6 +7,7 @@ so one product can take the whole slab as a stack and find each expert by its sl
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -80,6 +81,34 @@ def copy_parts(layout: ExpertLayout, on_device: ExpertLayout) -> tuple[CopyPart,
                 continue
         found.append(CopyPart(run.first, place, run.end - run.first))
     return tuple(found)
+
+
+def parts_alike(experts: Sequence[Sequence[CopyPart]]) -> list[list[CopyPart]] | None:
+    """The copies of several experts, cut so that all of them fill the same places of a slot.
+
+    An expert whose tensors lie in two files comes in more parts than one whose tensors follow each
+    other in one file.
+
+    Args:
+        experts: what brings each of them to the device.
+
+    Returns:
+        For each expert parts of the same places and sizes, in the order of the places; None where
+        the experts do not fill the same bytes.
+    """
+    cuts = sorted({c for parts in experts for _, at, size in parts for c in (at, at + size)})
+    found: list[list[CopyPart]] = []
+    for parts in experts:
+        cut_parts: list[CopyPart] = []
+        for source, place, num_bytes in sorted(parts, key=lambda part: part.place):
+            inside = cuts[bisect_left(cuts, place) : bisect_right(cuts, place + num_bytes)]
+            cut_parts += [
+                CopyPart(source + first - place, first, end - first)
+                for first, end in pairwise(inside)
+            ]
+        found.append(cut_parts)
+    filled = {tuple((part.place, part.num_bytes) for part in parts) for parts in found}
+    return found if len(filled) == 1 else None
 
 
 class SlabViews(NamedTuple):

@@ -22,7 +22,7 @@ import torch
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.expert_fetch import FetchTables
 from moe_runtime.memory.device.device import Event
-from moe_runtime.memory.device.device_layout import CopyPart
+from moe_runtime.memory.device.device_layout import CopyPart, parts_alike
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.device.residents import Residents, is_resident
 from moe_runtime.memory.device.returning import LowerStore
@@ -196,9 +196,9 @@ def open_host_tables(
         num_choices: experts of a token: as many slots hold nobody from then on.
 
     Returns:
-        None where the device cannot read the host's memory, experts of a layer lie too differently,
-        slots are few, not every expert has a place in one of the two memories, or a policy decides
-        after each use who stays.
+        None where the device cannot read the host's memory, experts of a layer differ in what they
+        fill of a slot, slots are few, not every expert has a place in one of the two memories, or a
+        policy decides after each use who stays.
     """
     lower = store.fetcher.lower
     if (
@@ -216,10 +216,12 @@ def open_host_tables(
             return None
         store._free += store._closed  # which an interrupt left before there were tables
         store._closed.clear()
-        moves = {layer: [find(key, slot) for key in keys] for layer, keys in layers.items()}
-        for found in moves.values():
-            if len({tuple((m.place, m.num_bytes) for m in each) for each in found}) != 1:
+        moves = dict[int, Sequence[Sequence[CopyPart]]]()
+        for layer, keys in layers.items():
+            alike = parts_alike([find(key, slot) for key in keys])
+            if alike is None:
                 return None
+            moves[layer] = alike
         givers = sorted(layers, key=store.share)[-num_choices:] * num_choices
         taken = [store._take_slot(layers[n][0], keep=True) for n in givers[:num_choices]]
         landing = [slot for slot in taken if slot is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from fetched_models import (
     warmed,
 )
 from moe_families import Family
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
@@ -87,6 +89,42 @@ def test_other_families(family: Family, tmp_path: Path) -> None:
         model.moe.reset_stats()
         request.steps(3)
         assert is_fetched(model)
+        assert model.moe.stats().misses > 0
+    assert_expected(checkpoint, request)
+
+
+@emulated
+def test_experts_of_which_some_lie_in_two_files(tmp_path: Path) -> None:
+    """As of published checkpoints: such an expert comes in more parts than the others."""
+    save(tiny_model(Family("qwen3_moe", "Qwen3MoeForCausalLM", TWO)), tmp_path, sharded=False)
+    whole = tmp_path / "model.safetensors"
+    tensors = load_file(whole)
+    names = {name: int(".experts.2.up_proj." in name) for name in tensors}
+    whole.unlink()
+    for file in range(2):
+        save_file(
+            {n: tensors[n] for n in names if names[n] == file}, tmp_path / f"{file}.safetensors"
+        )
+    index = {"weight_map": {name: f"{file}.safetensors" for name, file in names.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with warmed(tmp_path) as model:
+        request = Request(model).until_fetched()
+        request.steps(3)
+        store = store_of(model)
+        moves, slot = store.fetcher._moves_of, store._slab.slot(0)
+        for module in experts_modules_of(model):
+            assert {len(moves(key, slot)) for key in module._keys} == {1, 2}
+    assert_expected(tmp_path, request)
+
+
+@emulated
+def test_tables_that_were_made_in_inference_mode_serve_other_calls(checkpoint: Path) -> None:
+    """As those that warming up makes."""
+    with warmed(checkpoint) as model:
+        with torch.inference_mode():
+            Request(model).until_fetched()
+        request = Request(model).until_fetched()
+        request.steps(3)
         assert model.moe.stats().misses > 0
     assert_expected(checkpoint, request)
 
