@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import Parameter
 
 from moe_runtime.kernels.linear.gpu import Layer
 from moe_runtime.kernels.triton_support import (
@@ -31,15 +32,25 @@ _MOST_PREPARED = 256
 
 
 @triton.jit
+def _weights(ptrs, mask_n, mask_k, IS_WHOLE: tl.constexpr):
+    """Weights `[n, k]` of a step, in fp32."""
+    if IS_WHOLE:
+        return tl.load(ptrs).to(tl.float32)
+    return tl.load(ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def linear_row_fwd(
     x_ptr, weight0_ptr, weight1_ptr, weight2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, out_ptr,
     dim_k, end0, end1, end2, stride0, stride1, stride2,
     NUM_LAYERS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_CHAINED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`out[n] = x @ weight[n] + bias[n]`, n over the columns of one layer after the other.
 
-    Blocks divide the columns of each layer, unless there is one. IS_WHOLE: And K.
+    Blocks divide the columns of each layer, unless there is one. IS_WHOLE: And K. IS_EARLY: No
+    kernel before this one wrote weights; they are read while it runs.
     """
     first_n = tl.program_id(0) * BLOCK_N
     weight_ptr, bias_ptr, stride, begin = weight0_ptr, bias0_ptr, stride0, 0
@@ -56,18 +67,18 @@ def linear_row_fwd(
     mask_n = offs_n < end2
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
-        # before weights too: the kernel before this one may have made them
+        if not IS_EARLY:
+            tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
+    weight = _weights(weight_ptrs, mask_n, offs_k < dim_k, IS_WHOLE)
+    if IS_CHAINED and IS_EARLY:
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
-    products = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for first_k in range(0, dim_k, BLOCK_K):
+    x = tl.load(x_ptr + offs_k, mask=offs_k < dim_k, other=0.0)
+    products = weight * x.to(tl.float32)[None, :]
+    for first_k in range(BLOCK_K, dim_k, BLOCK_K):
         mask_k = first_k + offs_k < dim_k
-        if IS_WHOLE:
-            weight = tl.load(weight_ptrs + first_k)
-        else:
-            mask = mask_n[:, None] & mask_k[None, :]
-            weight = tl.load(weight_ptrs + first_k, mask=mask, other=0.0)
+        weight = _weights(weight_ptrs + first_k, mask_n, mask_k, IS_WHOLE)
         x = tl.load(x_ptr + first_k + offs_k, mask=mask_k, other=0.0)
-        products += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+        products += weight * x.to(tl.float32)[None, :]
     sums = tl.sum(products, axis=1)
     if HAS_BIAS:
         sums += tl.load(bias_ptr + (offs_n - begin), mask=mask_n, other=0.0).to(tl.float32)
@@ -80,6 +91,7 @@ def _prepare(
     widths: tuple[int, ...],
     strides: tuple[int, ...],
     has_bias: bool,
+    is_early: bool,
     device: torch.device,
 ) -> PreparedLaunch:
     ends = [sum(widths[: place + 1]) for place in range(len(widths))]
@@ -92,7 +104,7 @@ def _prepare(
         stride0=strides[0], stride1=strides[1], stride2=strides[2],
         NUM_LAYERS=len(widths), HAS_BIAS=has_bias, BLOCK_N=_BLOCK_N, BLOCK_K=block_k,
         IS_WHOLE=dim_k % block_k == 0 and all(width % _BLOCK_N == 0 for width in widths),
-        num_warps=_NUM_WARPS, **dependent_launch(device),
+        IS_EARLY=is_early, num_warps=_NUM_WARPS, **dependent_launch(device),
     )  # fmt: skip
 
 
@@ -105,6 +117,18 @@ def can_share_a_launch(layers: Sequence[Layer]) -> bool:
     return len(layers) <= MOST_LAYERS and is_even and len(has_bias) == len(places) == 1
 
 
+def _are_constant(weights: Sequence[Tensor]) -> bool:
+    """Whether no kernel that may still run writes weights: parameters, within a graph that is
+    recorded. What writes them lies before a replay of it, or is an operation of torch's, behind
+    which no kernel begins before it has ended.
+    """
+    return (
+        all(type(weight) is Parameter for weight in weights)
+        and weights[0].is_cuda
+        and torch.cuda.is_current_stream_capturing()
+    )
+
+
 def launch_linear_row(x_1K: Tensor, layers: Sequence[Layer]) -> Tensor:
     """The outputs of layers for one row, side by side: `[1, N]`, for what `gpu` has looked at."""
     weights = [weight for weight, _ in layers]
@@ -113,6 +137,7 @@ def launch_linear_row(x_1K: Tensor, layers: Sequence[Layer]) -> Tensor:
         tuple(map(len, weights)),
         tuple(weight.stride(0) for weight in weights),
         layers[0][1] is not None,
+        _are_constant(weights),
         x_1K.device,
     )
     out_1N = x_1K.new_empty((1, sum(map(len, weights))))

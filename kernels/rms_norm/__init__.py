@@ -1,4 +1,4 @@
-"""`rms_norm`: rows divided by their root mean square, times a weight."""
+"""`rms_norm`: rows divided by their root mean square, times a weight; also of a sum of two."""
 
 from moe_runtime.kernels.rms_norm.op import rms_norm
 from moe_runtime.kernels.rms_norm.reference import FORMS, NormForm, rms_norm_reference

@@ -29,10 +29,29 @@ def run_triton(
     if _can_take(x, weight):
         from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
 
-        return launch_rms_norm(x, weight, eps, form)
+        return launch_rms_norm(x, weight, eps, form)[1]
     if not is_asked_for:
         return None
-    raise ValueError(
+    raise _refusal(x, weight)
+
+
+def add_by_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: NormForm, *, is_asked_for: bool
+) -> tuple[Tensor, Tensor] | None:
+    """`add_rms_norm`, for operands of one shape and dtype; else as `run_triton`."""
+    if is_asked_for:
+        require_triton(x.device)
+    if residual.device == x.device and _can_take(x, weight) and not needs_torch(residual):
+        from moe_runtime.kernels.rms_norm.kernel import launch_rms_norm
+
+        return launch_rms_norm(x, weight, eps, form, residual)
+    if not is_asked_for:
+        return None
+    raise _refusal(x, weight)
+
+
+def _refusal(x: Tensor, weight: Tensor) -> ValueError:
+    return ValueError(
         "impl='triton' takes fp32, bf16 and fp16, the same for both, at least one row of 1 to "
         f"{MOST_COLUMNS} columns and no gradients, got {x.dtype} {list(x.shape)} and "
         f"{weight.dtype} {list(weight.shape)}"

@@ -24,10 +24,14 @@ def scaled_row(x, weight, scale, FORM: tl.constexpr):
 
 @triton.jit
 def rms_norm_fwd(
-    x_ptr, weight_ptr, out_ptr, dim, eps,
-    stride_x, BLOCK_D: tl.constexpr, FORM: tl.constexpr, IS_CHAINED: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, dim, eps,
+    stride_x, stride_residual, BLOCK_D: tl.constexpr, FORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """`out[r] = weight * round(x[r] / sqrt(mean(x[r] ** 2) + eps))`, or rounded once; in fp32."""
+    """`out[r] = weight * round(x[r] / sqrt(mean(x[r] ** 2) + eps))`, or rounded once; in fp32.
+
+    HAS_RESIDUAL: Of `sum[r] = x[r] + residual[r]`, rounded to its type, which is stored too.
+    """
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_D)
     mask = offs < dim
@@ -35,23 +39,45 @@ def rms_norm_fwd(
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
     x = tl.load(x_ptr + row * stride_x + offs, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * stride_residual + offs, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row * dim + offs, x, mask=mask)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, axis=0) / dim + eps)
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
     tl.store(out_ptr + row * dim + offs, scaled_row(x, weight, scale, FORM), mask=mask)
 
 
-def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
-    """As `rms_norm`, for what `gpu` has looked at."""
+def launch_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, form: NormForm, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What is normalised, and the result of `rms_norm`, for what `gpu` has looked at.
+
+    Args:
+        x: `[..., D]`, as all of `rms_norm`.
+        weight: `[D]`.
+        eps: Added to the mean of squares.
+        form: Of the product with the weight.
+        residual: Of the shape of `x`; added before.
+    """
     dim = weight.shape[0]
-    rows_RD = x.reshape(-1, dim)
-    rows_RD = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
+    rows_RD = _rows(x, dim)
+    residual_RD = rows_RD if residual is None else _rows(residual, dim)
     out = x.new_empty(x.shape)
+    sums = x if residual is None else x.new_empty(x.shape)
     block_d = power_of_2(dim)
     launch(
         rms_norm_fwd, (len(rows_RD),),
-        x_ptr=rows_RD, weight_ptr=weight, out_ptr=out, dim=dim, eps=float(eps),
-        stride_x=rows_RD.stride(0), BLOCK_D=block_d, FORM=form,
+        x_ptr=rows_RD, residual_ptr=residual_RD, weight_ptr=weight, sum_ptr=sums, out_ptr=out,
+        dim=dim, eps=float(eps),
+        stride_x=rows_RD.stride(0), stride_residual=residual_RD.stride(0),
+        BLOCK_D=block_d, FORM=form, HAS_RESIDUAL=residual is not None,
         num_warps=min(16, max(1, block_d // 512)), **dependent_launch(x.device),
     )  # fmt: skip
-    return out
+    return sums, out
+
+
+def _rows(x: Tensor, dim: int) -> Tensor:
+    rows_RD = x.reshape(-1, dim)
+    return rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()

@@ -275,14 +275,15 @@ def test_recorded_steps_have_the_bits_of_steps_that_are_not(
 
 
 @emulated
-@pytest.mark.parametrize(("is_fused", "total"), [(False, 34), (True, 11)])
+@pytest.mark.parametrize(("is_fused", "total"), [(False, 34), (True, 9)])
 def test_a_layer_is_few_kernels(is_fused: bool, total: int) -> None:
     """What two layers compute more than one, but for their experts, which are others on a GPU."""
     counted = []
     for num_layers in (1, 2):
         config = QWEN3.config | {"num_hidden_layers": num_layers}
         model = pair(Family(QWEN3.folder, QWEN3.model_class, config))[is_fused]
-        decoding_model._fuse_layers(model)
+        if not is_fused:
+            decoding_model._fuse_layers(model)
         for layer in model.model.layers:
             layer.mlp.experts.forward = lambda hidden, *_: hidden
         cache, ids = static_cache(model.config, 9), PROMPT[:, :1].to(DEVICE)
@@ -302,7 +303,7 @@ def test_a_layer_is_few_kernels(is_fused: bool, total: int) -> None:
     masks = {"scalar_tensor": 2, "where": 1}  # SDPA makes them for each layer
     own = {"linear_row_fwd": 4, "mm": 1, "rms_norm_fwd": 4, "add": 5}
     own |= {**rotary, **cache_update, **router, **masks}
-    fused = {"linear_row_fwd": 3, "rms_norm_fwd": 2, "add": 2}
+    fused = {"linear_row_fwd": 3, "rms_norm_fwd": 2}
     fused |= {"rotary_step_fwd": 1, "choose_experts_fwd": 1}
     (attention,) = (name for name in found if name.startswith("_scaled_dot_product"))
     assert found == Counter({attention: 1, **both, **(fused if is_fused else own)})

@@ -13,6 +13,7 @@ from triton_interpreter import repair_interpreter
 
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.linear.gpu import linears_of_a_row
+from moe_runtime.kernels.rms_norm import rms_norm
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -132,3 +133,28 @@ def test_a_gpu_takes_it_for_one_row(generator: torch.Generator) -> None:
     )
     with torch.autocast("cuda", torch.float16):
         assert linear(rows[:1], weight, bias_N).dtype == torch.float16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [2048, 4096])
+def test_a_gpu_reads_parameters_early_in_a_graph_and_what_was_written_before_it(
+    k: int, generator: torch.Generator
+) -> None:
+    """A kernel before it makes the row; the weight is written between two replays."""
+    x = random(generator, 1, k, dtype=torch.bfloat16).cuda()
+    scale = torch.ones(k, dtype=torch.bfloat16, device="cuda")
+    weights = [random(generator, 4096, k, dtype=torch.bfloat16).cuda() for _ in range(3)]
+    weight = torch.nn.Parameter(torch.empty_like(weights[0]), requires_grad=False)
+
+    def step() -> Tensor:
+        return linear(rms_norm(x, scale, 1e-6), weight, None)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for values in weights:
+        weight.copy_(values)
+        x.add_(1)
+        graph.replay()
+        assert torch.equal(found, step())

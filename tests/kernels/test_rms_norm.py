@@ -5,6 +5,7 @@ import torch
 
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import FORMS, rms_norm, rms_norm_reference
+from moe_runtime.kernels.rms_norm.residual import add_rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -62,6 +63,37 @@ def test_a_row_is_rounded_before_it_meets_its_weights(dtype, impl):
     assert not torch.equal(expected, (normed * weight.double()).to(dtype))
     got = rms_norm(x[None].to(place), weight.to(place), 1e-12, impl=impl).cpu()
     assert torch.equal(got[0], expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("impl", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 65), (2, 2048)])
+def test_a_sum_and_its_norm_have_the_bits_of_the_two_one_by_one(rows, dim, dtype, impl, form):
+    place = DEVICE if impl == "triton" else "cpu"
+    x, weight = (part.to(place) for part in operands(rows, dim, dtype))
+    residual = operands(rows + 1, dim, dtype)[0][1:].to(place) / 3
+    total, normed = add_rms_norm(x, residual, weight, 1e-5, form=form, impl=impl)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, rms_norm(x + residual, weight, 1e-5, form=form, impl=impl))
+    wide = torch.full((rows, 2, dim + 3), torch.nan, dtype=dtype, device=place)
+    wide[:, 0, :dim], wide[:, 1, :dim] = x, residual
+    parts = wide[:, 0, :dim], wide[:, 1, :dim]
+    found = add_rms_norm(*parts, weight, 1e-5, form=form, impl=impl)
+    assert all(map(torch.equal, found, (total, normed)))
+
+
+def test_a_residual_of_another_kind_is_refused():
+    x, weight = operands(2, 8, torch.float32)
+    for residual in (x[:1], x.bfloat16()):
+        with pytest.raises(ValueError, match="expected a residual of the shape and dtype of x"):
+            add_rms_norm(x, residual, weight, 1e-5)
+    with pytest.raises(ValueError, match="impl must be one of auto, triton, reference"):
+        add_rms_norm(x, x, weight, 1e-5, impl="native")
+    with pytest.raises(ValueError, match="no gradients"):
+        add_rms_norm(
+            x.to(DEVICE), x.to(DEVICE).requires_grad_(), weight.to(DEVICE), 1e-5, impl="triton"
+        )
 
 
 @needs_native

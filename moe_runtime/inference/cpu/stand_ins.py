@@ -147,3 +147,33 @@ def call_on_stand_ins(
         **{cache_name(type(layer).forward): _CacheStandIn(cache, asked)},
         **{name: _OptionStandIn(asked) for name in options},
     )
+
+
+def call_decoder_layer(
+    layer: Any,
+    parts: dict[str, Any],
+    asked: Asked,
+    hidden: torch.Tensor,
+    options: Iterable[str],
+) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """What a decoder layer's own ``forward`` returns where its parts are stand-ins.
+
+    Args:
+        layer: the layer.
+        parts: what stands in for its modules, by their names.
+        asked: takes down what is asked for.
+        hidden: ``[B, Q, D]``.
+        options: names of further arguments.
+
+    Returns:
+        A tensor, or None where the layer asked for more, and the options by their names.
+    """
+    given = {name: _OptionStandIn(asked) for name in options}
+    try:
+        # what transformers wraps around it is for training alone
+        forward = inspect.unwrap(type(layer).forward)
+        found = forward(_StandIn(layer, parts, asked), hidden, **given)
+    except Exception:  # of foreign code, which was not made for this
+        found = None
+    is_whole = isinstance(found, torch.Tensor) and not asked.more and not asked.names_of(layer)
+    return (found if is_whole else None), given

@@ -25,6 +25,7 @@ from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs
 from moe_runtime.inference.device.decode_loop import decode_ahead
 from moe_runtime.inference.device.device_attention import fuse_device_attention
+from moe_runtime.inference.device.residuals import fuse_residuals
 from moe_runtime.inference.device.router_choice import fuse_routers
 from moe_runtime.inference.device.static_caches import (
     StaticCaches,
@@ -75,6 +76,7 @@ def fuse_steps(model: PreTrainedModel) -> None:
     _fuse_layers(model)
     fuse_routers(model)
     fuse_device_attention(model)
+    fuse_residuals(model)
 
 
 def _fuse_layers(model: torch.nn.Module) -> None:

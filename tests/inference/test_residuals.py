@@ -1,0 +1,214 @@
+"""Residuals that are added by the norm behind them: which layers, in which bits, and when not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from emulated_layers import use_device_layers
+from moe_families import Family
+from tiny_checkpoints import PROMPT, tiny_model
+from torch import Tensor, nn
+from triton_interpreter import repair_interpreter
+
+from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm, as_rms_norm
+from moe_runtime.inference.device import residuals
+from moe_runtime.inference.device.decoding_model import _fuse_layers
+from moe_runtime.inference.device.residuals import HandedNorm, ResidualLayer, fuse_residuals
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYERS = {"num_hidden_layers": 2}
+FAMILIES = [
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", LAYERS),
+    Family("gpt_oss", "GptOssForCausalLM", LAYERS),  # whose feed-forward returns scores too
+    Family("glm4_moe", "Glm4MoeForCausalLM", LAYERS | {"first_k_dense_replace": 1}),
+]
+
+FORWARD = {kind: kind.forward for kind in (SmallBatchRMSNorm, SmallBatchLinear)}
+
+
+@pytest.fixture(autouse=True)
+def _layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        repair_interpreter()
+    use_device_layers(monkeypatch)
+
+
+def pair(family: Family = FAMILIES[0]) -> tuple[Any, Any]:
+    """A model with the norms of a GPU, and one whose residuals are added by them too."""
+    own = tiny_model(family).to(DEVICE).bfloat16().eval().requires_grad_(False)
+    _fuse_layers(own)
+    fused = copy.deepcopy(own)
+    fuse_residuals(fused)
+    return own, fused
+
+
+def logits(model: Any, **options: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(PROMPT[:, :5].to(DEVICE), **options).logits
+    return found
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of sums that were normalised at once, and of those that were given back."""
+    counts = [0, 0]
+    add, take = residuals.add_rms_norm, residuals._Handed.take
+
+    def counted(*args: Any, **options: Any) -> Any:
+        counts[0] += 1
+        return add(*args, **options)
+
+    def taken(handed: Any, total: Tensor) -> Tensor | None:
+        found: Tensor | None = take(handed, total)
+        counts[1] += found is not None
+        return found
+
+    monkeypatch.setattr(residuals, "add_rms_norm", counted)
+    monkeypatch.setattr(residuals._Handed, "take", taken)
+    return counts
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.folder)
+def test_a_family_has_its_bits(family: Family, sums: list[int]) -> None:
+    own, fused = pair(family)
+    assert torch.equal(logits(fused), logits(own))
+    assert sums == [4, 4]
+    with torch.inference_mode():
+        assert torch.equal(logits(fused), logits(own))
+    assert sums == [8, 8]
+
+
+def add_in_place(module: nn.Module, args: Any, out: Tensor) -> None:
+    out.add_(1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.model.layers[0].register_forward_hook(add_in_place),
+        lambda model: model.model.layers[0].register_forward_hook(lambda *call: call[-1] + 1),
+        lambda model: model.model.layers[1].input_layernorm.register_forward_hook(add_in_place),
+        lambda model: model.model.layers[0].mlp.register_forward_hook(add_in_place),
+        lambda model: setattr(model.model.layers[0], "post_attention_layernorm", nn.Identity()),
+        lambda model: setattr(model.model, "norm", nn.Identity()),
+        lambda model: setattr(model.model.layers[1].input_layernorm, "eps", 0.5),
+        lambda model: model.model.layers.pop(0),
+        lambda model: model.float(),
+        lambda model: model.train(),
+    ],
+)
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_who_changes_a_model_gets_what_it_asks_for(
+    change: Callable[[Any], object], is_inference: bool
+) -> None:
+    own, fused = pair()
+    logits(fused)
+    for model in (own, fused):
+        change(model)
+    with torch.inference_mode(is_inference):
+        assert torch.equal(logits(fused), logits(own))
+
+
+def test_a_class_that_is_changed_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, fused = pair()
+    kind = type(own.model.layers[0])
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: 2 * forward(*args, **kwargs))
+    assert torch.equal(logits(fused), logits(own))
+
+
+def test_gradients_go_the_layers_own_way(sums: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, forward in FORWARD.items():  # which have gradients
+        monkeypatch.setattr(kind, "forward", forward)
+    own, fused = pair()
+    found = []
+    for model in (own, fused):
+        embedded = model.model.embed_tokens(PROMPT[:, :5].to(DEVICE)).requires_grad_()
+        model(inputs_embeds=embedded).logits.float().sum().backward()
+        found.append(embedded.grad)
+    assert sums == [0, 0]
+    assert torch.equal(*found)
+
+
+def test_a_step_that_fails_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, fused = pair()
+    mlp = fused.model.layers[0].mlp
+    with monkeypatch.context() as patches:
+        patches.setattr(mlp, "forward", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            logits(fused)
+    assert torch.equal(logits(fused), logits(own))
+
+
+class Layer(nn.Module):
+    """A decoder layer; its ways of being another one are its subclasses."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.before, self.attention = norm(8), Attention(8)
+        self.behind, self.inner = norm(8), nn.Linear(8, 8)
+        self.factor = 1.0
+
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        mixed, _ = self.attention(hidden_states=self.before(hidden_states), mask=mask, **options)
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.inner(self.behind(hidden_states))
+
+
+class Attention(nn.Linear):
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, dim)
+
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Any:
+        return super().forward(hidden_states), None
+
+
+class Scaled(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        found = super().forward(hidden_states, mask, **options)
+        return found * self.factor
+
+
+class NormsBehind(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        mixed, _ = self.attention(hidden_states=hidden_states, mask=mask, **options)
+        hidden_states = hidden_states + self.before(mixed)
+        return hidden_states + self.behind(self.inner(hidden_states))
+
+
+class BesideEachOther(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        mixed, _ = self.attention(hidden_states=self.before(hidden_states), mask=mask, **options)
+        return hidden_states + mixed + self.inner(self.behind(hidden_states))
+
+
+class Looks(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        return super().forward(hidden_states, mask if mask else None, **options)
+
+
+class ChangesAnOption(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        return super().forward(hidden_states, mask=(mask, 1), **options)
+
+
+@pytest.mark.parametrize(
+    "kind", [Layer, Scaled, NormsBehind, BesideEachOther, Looks, ChangesAnOption]
+)
+def test_a_layer_is_recognised_by_what_it_does(kind: type[Layer]) -> None:
+    norm: Any = type(pair()[0].model.norm.__dict__["replaced"])
+    parent = nn.Module()
+    parent.layers = nn.ModuleList([kind(norm)])
+    layer: Any = parent.layers[0]
+    for name in ("before", "behind"):
+        setattr(layer, name, as_rms_norm(getattr(layer, name), {}))
+        assert type(getattr(layer, name)) is SmallBatchRMSNorm
+    fuse_residuals(parent)
+    is_fused = kind is Layer
+    assert isinstance(vars(layer).get("forward"), ResidualLayer) == is_fused
+    assert (type(layer.before) is HandedNorm) == is_fused
