@@ -263,7 +263,7 @@ def _numbers(text: str, name: str, *, whole: bool) -> list[float]:
 
 
 def _show(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    """A column for each level; lengths of time in milliseconds."""
+    """A column for each level; lengths of time in milliseconds. No table without an answer."""
     lines = [
         ["answered", *(f"{row['answered']} of {row['requests']}" for row in rows)],
         *(
@@ -288,7 +288,8 @@ def _show(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> N
         lines.append(["within bounds", *(_share(row["goodput"]["share"]) for row in rows)])
         good = (_number(row["goodput"]["requests_per_s"]) for row in rows)
         lines.append(["within bounds, requests/s", *good])
-    print_table(title, [("", "left"), *((name, "right") for name in names)], lines)
+    if any(row["answered"] for row in rows):
+        print_table(title, [("", "left"), *((name, "right") for name in names)], lines)
     for name, row in zip(names, rows, strict=True):
         for kind, errors in row["errors"].items():
             say_line(f"{name}: {errors['count']} failed: {kind}: {errors['first']}")
