@@ -58,14 +58,18 @@ def _turned_head(
 @triton.jit(do_not_specialize=["num_places"])
 def rotary_step_fwd(
     query_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, place_ptr, query_weight_ptr, key_weight_ptr,
-    out_ptr, keys_ptr, values_ptr,
+    out_ptr, keys_ptr, values_ptr, arrivals_ptr,
     num_heads, num_key_heads, dim, value_dim, num_angles, num_turned, num_places,
     query_eps, key_eps, stride_angles, stride_place,
     QUERY_FORM: tl.constexpr, KEY_FORM: tl.constexpr,
     IS_QUERY_WHOLE: tl.constexpr, IS_KEY_WHOLE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, IS_CHAINED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    ADVANCES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Heads of queries go to `out`, those of keys and values to their place in the cache."""
+    """Heads of queries go to `out`, those of keys and values to their place in the cache.
+
+    ADVANCES: The program that arrives last, when all have read the place, moves it on.
+    """
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
@@ -101,6 +105,12 @@ def rotary_step_fwd(
         value = tl.load(value_ptr + first + offs_v, mask=mask, other=0.0)
         into = ((sequence * num_key_heads + value_head) * num_places + place) * value_dim
         tl.store(values_ptr + into + offs_v, value, mask=offs_v < tl.where(is_there, value_dim, 0))
+    if ADVANCES:
+        tl.debug_barrier()  # every thread of this program has read the place
+        num_before = tl.atomic_add(arrivals_ptr, 1)
+        if num_before == tl.num_programs(0) * tl.num_programs(1) - 1:
+            tl.store(arrivals_ptr, 0)
+            tl.store(place_ptr, place + 1)
 
 
 @lru_cache(maxsize=_MOST_PREPARED)
@@ -113,6 +123,7 @@ def _prepare(
     stride_angles: int,
     stride_place: int,
     norms: tuple[tuple[str, float, bool], tuple[str, float, bool]],
+    advances: bool,
     device: torch.device,
 ) -> PreparedLaunch:
     num_sequences, num_key_heads, num_places, dim = cache_shape
@@ -126,6 +137,7 @@ def _prepare(
         QUERY_FORM=query_form, KEY_FORM=key_form,
         IS_QUERY_WHOLE=is_query_whole, IS_KEY_WHOLE=is_key_whole,
         BLOCK_D=power_of_2(dim), BLOCK_V=power_of_2(value_dim), BLOCK_N=_BLOCK_N,
+        ADVANCES=advances,
         num_warps=4 if is_query_whole or is_key_whole else 1,
         # each operation is rounded by itself, in fp32 too
         enable_fp_fusion=False, **dependent_launch(device),
@@ -139,6 +151,7 @@ def launch_rotary_step(
     place: Tensor,
     norms: tuple[RowNorm | None, RowNorm | None],
     num_turned: int,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """As `rotary_step`, for what it has checked."""
     query_BN, key_BN, value_BN = (row_BN.contiguous() for row_BN in qkv)
@@ -148,19 +161,23 @@ def launch_rotary_step(
     num_heads, num_angles = query_BN.shape[1] // dim, cos_AR.shape[1]
     out = query_BN.new_empty((batch, num_heads, 1, dim))
     if not out.numel():
+        if arrivals is not None:
+            place.add_(1)
         return out
     query_norm, key_norm = norms
     prepared = _prepare(
         num_heads, (*keys_BGSD.shape,), values_BGSV.shape[-1], max(num_angles, 1), num_turned,
         num_angles if len(cos_AR) > 1 else 0, place.ndim,
-        (_numbers(query_norm, dim), _numbers(key_norm, dim)), query_BN.device,
+        (_numbers(query_norm, dim), _numbers(key_norm, dim)), arrivals is not None,
+        query_BN.device,
     )  # fmt: skip
     prepared(
         query_ptr=query_BN, key_ptr=key_BN, value_ptr=value_BN, cos_ptr=cos_AR, sin_ptr=sin_AR,
-        place_ptr=place.contiguous(),
+        place_ptr=place if place.ndim == 0 else place.contiguous(),
         query_weight_ptr=query_BN if query_norm is None else query_norm.weight.contiguous(),
         key_weight_ptr=key_BN if key_norm is None else key_norm.weight.contiguous(),
         out_ptr=out, keys_ptr=keys_BGSD, values_ptr=values_BGSV,
+        arrivals_ptr=place if arrivals is None else arrivals,
     )  # fmt: skip
     return out
 

@@ -25,6 +25,7 @@ def rotary_step(
     norms: tuple[RowNorm | None, RowNorm | None] = (None, None),
     *,
     pairs_share: bool = False,
+    arrivals: Tensor | None = None,
     impl: RotaryImpl = "auto",
 ) -> Tensor:
     """Normalises and turns one token's queries and keys, and puts keys and values into a cache.
@@ -42,6 +43,8 @@ def rotary_step(
         norms: Of queries and of keys, before they are turned.
         pairs_share: Whether angles come once for the two values of a pair, so that 2 R values are
             turned.
+        arrivals: int32 `[1]`, zero before and after, of this place alone, which has no dimensions:
+            with it the place is one more afterwards.
         impl: `triton` is one kernel, for inference only; `auto` takes it on a GPU. A named
             implementation never falls back.
 
@@ -89,8 +92,19 @@ def rotary_step(
             f"place must be one int64 on {query_BN.device} or [{batch}], got {place.dtype} "
             f"{list(place.shape)} on {place.device}"
         )
+    if arrivals is not None and (
+        place.ndim or arrivals.dtype != torch.int32 or arrivals.shape != (1,)
+        or arrivals.device != query_BN.device
+    ):  # fmt: skip
+        raise ValueError(
+            f"arrivals must be int32 [1] on {query_BN.device}, for a place without dimensions, got "
+            f"{arrivals.dtype} {list(arrivals.shape)} on {arrivals.device}"
+        )
     if resolve_impl(impl, query_BN.device, ("auto", "triton", "reference")) != "triton":
-        return rotary_step_reference(qkv, angles, cache, place, norms, pairs_share=pairs_share)
+        out = rotary_step_reference(qkv, angles, cache, place, norms, pairs_share=pairs_share)
+        if arrivals is not None:
+            place.add_(1)
+        return out
     check_triton_dtype(query_BN)
     if not all(part.is_contiguous() for part in cache) or torch.is_grad_enabled():
         raise ValueError(
@@ -99,4 +113,4 @@ def rotary_step(
         )
     from moe_runtime.kernels.rotary_step.kernel import launch_rotary_step
 
-    return launch_rotary_step(qkv, angles, cache, place, norms, num_turned)
+    return launch_rotary_step(qkv, angles, cache, place, norms, num_turned, arrivals)

@@ -152,6 +152,27 @@ def test_each_sequence_has_a_place_of_its_own(dtype):
     assert [row.isnan().all().item() for row in keys] == [False, True, True]
 
 
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_a_place_is_moved_on_once_everybody_has_read_it(impl, batch):
+    drawn = draw(Sizes(batch), torch.bfloat16, "rounded")
+    given, own = ({name: moved(value) for name, value in drawn.items()} for _ in range(2))
+    arrivals = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    with torch.no_grad():
+        for place in range(4, 11):  # the last two are behind the end
+            if impl == "reference" and place > 8:
+                break
+            found = rotary_step(**given, arrivals=arrivals, impl=impl)
+            assert given["place"] == place + 1
+            assert arrivals == 0
+            expected = rotary_step(
+                **(own | {"place": torch.tensor(place, device=DEVICE)}), impl=impl
+            )
+            assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    for ours, theirs in zip(given["cache"], own["cache"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_place_behind_the_end_leaves_the_cache_alone_and_shows():
     given = draw(Sizes(batch=2), torch.float32, "rounded")
     for place in (9, -1, 2**40):
@@ -172,6 +193,8 @@ def test_what_does_not_fit_is_refused():
         ("norms", (RowNorm(key[0, :3], 1e-5), None), r"norm of queries must be \[16\] or \[64\]"),
         ("place", torch.zeros(2), r"place must be one int64 on cpu or \[2\], got torch.float32"),
         ("place", torch.zeros(1, dtype=torch.int64), r"or \[2\], got torch.int64 \[1\]"),
+        ("arrivals", torch.zeros(1), r"arrivals must be int32 \[1\] on cpu, .* got torch.float32"),
+        ("arrivals", torch.zeros(2, dtype=torch.int32), r"got torch.int32 \[2\] on cpu"),
     ):
         with pytest.raises(ValueError, match=message):
             rotary_step(**(given | {name: bad}))

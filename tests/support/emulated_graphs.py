@@ -21,6 +21,9 @@ from moe_runtime.memory.device.device import NOT_TOLD
 # whose name in its package is that of a function
 launching = import_module("moe_runtime.kernels.triton_support.launch")
 
+MOST_COUNTED = 16
+"""Numbers of a tensor that a kernel may count in; larger ones it only fills."""
+
 
 class EmulatedGraph:
     """Work in the order in which it was queued."""
@@ -80,7 +83,7 @@ class EmulatedRecorder(TorchDispatchMode):
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         start = launching._launch
         self._patch = patch.object(
-            launching, "_launch", lambda *what: self._record(lambda: start(*what))
+            launching, "_launch", lambda *what: self._record(lambda: start(*what), what[-1])
         )
 
     def __enter__(self) -> EmulatedRecorder:
@@ -136,8 +139,11 @@ class EmulatedRecorder(TorchDispatchMode):
         self._graph.work.append(compute)
         return found
 
-    def _record(self, launch: Callable[[], object]) -> None:
+    def _record(self, launch: Callable[[], object], arguments: dict[str, Any]) -> None:
         with _disable_current_modes():
+            for value in arguments.values():
+                if isinstance(value, torch.Tensor) and value.numel() <= MOST_COUNTED:
+                    self._keep(value)
             launch()
         self._graph.work.append(launch)
 

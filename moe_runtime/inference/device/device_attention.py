@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _SDPA, _EAGER = "sdpa", "eager"
 _DIM = 8
 """Of the hidden values that a layer's likeness takes: the products are not what is compared."""
+_ARRIVALS = "moe_runtime_arrivals"
 Norms = tuple[RowNorm | None, RowNorm | None]
 
 
@@ -154,6 +155,7 @@ class DeviceAttention(FusedAttention):
         is_sample: bool = False,
     ) -> torch.Tensor:
         query, key, value = _project(module, hidden, is_sample=is_sample)
+        arrivals = None if is_sample else _arrivals_of(layer)
         query = rotary_step(
             (query, key, value),
             (angles[0].flatten(1), angles[1].flatten(1)),
@@ -161,9 +163,10 @@ class DeviceAttention(FusedAttention):
             layer.cumulative_length,
             norms,
             pairs_share=self._pairs_share,
+            arrivals=arrivals,
             impl="reference" if is_sample else "triton",
         )
-        if not layer.cumulative_length.ndim:  # rows have what the caller says
+        if arrivals is None and not layer.cumulative_length.ndim:
             layer.cumulative_length.add_(1)
         if is_sample or self._attention == _EAGER:
             is_served = is_sample and getattr(module.config, private.ATTENTION_SETTING) == ATTENTION
@@ -244,6 +247,25 @@ def _static_layer(cache: Any, index: int) -> Any:
         return None
     layer = cache.layers[index]
     return layer if type(layer) is StaticLayer and layer.is_initialized else None
+
+
+def _arrivals_of(layer: Any) -> torch.Tensor | None:
+    """What `rotary_step` moves the length of a cached layer on with, and keeps with it: two steps
+    of one cache never overlap.
+
+    None for rows, whose caller says their places, and within a recording if there is none yet: what
+    is made there is memory of the graph.
+    """
+    length, found = layer.cumulative_length, vars(layer).get(_ARRIVALS)
+    if length.ndim:
+        return None
+    if found is None or found.device != length.device:
+        if length.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        with torch.inference_mode(False):
+            found = torch.zeros(1, dtype=torch.int32, device=length.device)
+        setattr(layer, _ARRIVALS, found)
+    return cast(torch.Tensor, found)
 
 
 def _sample_of(module: Any, random: Any) -> tuple[Any, Norms]:

@@ -85,5 +85,5 @@ def _between_products() -> None:
         for place in (meta(dtype=torch.int64), meta(8, dtype=torch.int64)):
             rotary_kernel.launch_rotary_step(
                 (query, key, key), (angles, angles), (cache, cache), place,
-                (query_norm, key_norm), dim,
+                (query_norm, key_norm), dim, None if place.ndim else meta(1, dtype=torch.int32),
             )  # fmt: skip
