@@ -34,17 +34,19 @@ MOE_EXPORT int moe_cpu_is_amd(void) {
 #endif
 }
 
-#if defined(MOE_HAVE_AMX)
-static int cpu_has_tiles(void) {
+#if defined(__x86_64__)
+/* Bits of EDX of leaf 7 of CPUID. */
+enum { AMX_BF16 = 22, AMX_TILE = 24 };
+
+static int cpu_has_amx(int bit) {
     unsigned eax, ebx, ecx, edx;
-    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 22 & 1) && (edx >> 24 & 1);
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> bit & 1);
 }
 #endif
 
 MOE_EXPORT int moe_cpu_has_amx(void) {
 #if defined(__x86_64__)
-    unsigned eax, ebx, ecx, edx;
-    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 22 & 1);
+    return cpu_has_amx(AMX_BF16);
 #else
     return 0;
 #endif
@@ -58,7 +60,8 @@ static int usable_isas(const Isa *isas[NUM_ISAS]) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
 #if defined(MOE_HAVE_AMX)
-    if (cpu_has_avx512() && cpu_has_dot_products() && cpu_has_tiles() && isa_amx()) isas[count++] = isa_amx();
+    if (cpu_has_avx512() && cpu_has_dot_products() && cpu_has_amx(AMX_BF16) && cpu_has_amx(AMX_TILE) && isa_amx())
+        isas[count++] = isa_amx();
 #endif
 #if defined(MOE_HAVE_AVX512BF16)
     if (cpu_has_avx512() && cpu_has_dot_products()) isas[count++] = &isa_avx512bf16;
