@@ -77,10 +77,9 @@ class AddedMasks:
         known = self._known.get(mask)
         if known is None or known[0] != state:
             length = mask.shape[-1]
-            room = torch.zeros(
-                (*mask.shape[:-1], -(-length // 8) * 8), dtype=dtype, device=mask.device
-            )
-            known = state, room[..., :length].masked_fill_(~mask, -torch.inf)
+            shape = *mask.shape[:-1], -(-length // 8) * 8
+            room = torch.full(shape, -torch.inf, dtype=dtype, device=mask.device)
+            known = state, room[..., :length].masked_fill_(mask, 0.0)
             self._known[mask] = known
         return known[1]
 

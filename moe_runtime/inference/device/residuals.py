@@ -44,18 +44,19 @@ class _Handed:
     """A sum and what a norm makes of it; outside of the module, whose settings stay the same."""
 
     def __init__(self) -> None:
-        self._total: torch.Tensor | None = None
-        self._normed: torch.Tensor | None = None
-        self._version = 0
+        # at once: other threads may call the model
+        self._given: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
     def give(self, total: torch.Tensor, normed: torch.Tensor) -> None:
-        self._total, self._normed, self._version = total, normed, total._version
+        """Keeps both until the norm is called."""
+        self._given = total, total._version, normed
 
     def take(self, total: torch.Tensor) -> torch.Tensor | None:
         """What was given with this sum, once; None if another one was, or it was changed."""
-        is_same = total is self._total and total._version == self._version
-        normed, self._total, self._normed = self._normed, None, None
-        return normed if is_same else None
+        given, self._given = self._given, None
+        if given is None or given[0] is not total or total._version != given[1]:
+            return None
+        return given[2]
 
 
 class HandedNorm(SmallBatchRMSNorm):
@@ -99,6 +100,7 @@ class ResidualLayer:
         self._layer: Any = layer
         self._own = type(layer).forward
         self._order = order
+        self._named = frozenset(_options_of(self._own))
         self.following: HandedNorm | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -110,16 +112,13 @@ class ResidualLayer:
         first, attention, second, feed_forward = cast(list[Any], parts)
         given = {n: kwargs.get(n, default) for n, default in self._order.passed.items()}
         if self._order.passes_more:
-            given = {**given, **{n: v for n, v in kwargs.items() if n not in self._named()}}
+            given |= {n: value for n, value in kwargs.items() if n not in self._named}
         mixed, _ = attention(hidden_states=first(hidden_states), **given)
         total = second.add(mixed, hidden_states)
         found = feed_forward(second(total))
         if self._order.is_pair:
             found, _ = found
         return total + found if self.following is None else self.following.add(found, total)
-
-    def _named(self) -> Mapping[str, Any]:
-        return _options_of(self._own)
 
     def _is_able(self, hidden: torch.Tensor, parts: list[Any], options: Mapping[str, Any]) -> bool:
         return (
@@ -129,7 +128,7 @@ class ResidualLayer:
             and type(self._layer).forward is self._own
             and None not in parts
             and type(parts[2]) is HandedNorm
-            and (self._order.passes_more or options.keys() <= self._named().keys())
+            and (self._order.passes_more or self._named.issuperset(options))
         )
 
 
