@@ -46,8 +46,10 @@ def _interpreter() -> None:
         repair_interpreter()
 
 
-def checkpoint(folder: Path, family: str, *, num_layers: int, is_half: bool) -> None:
-    sizes = SIZES | {"num_hidden_layers": num_layers, "num_local_experts": 3}
+def checkpoint(
+    folder: Path, family: str, *, num_layers: int, is_half: bool, num_experts: int = 3
+) -> None:
+    sizes = SIZES | {"num_hidden_layers": num_layers, "num_local_experts": num_experts}
     model = tiny_model(dataclasses.replace(FAMILIES[family], config=sizes))
     save(model.bfloat16() if is_half else model, folder, sharded=False)
     tiny_tokenizer().save_pretrained(folder)
@@ -61,6 +63,7 @@ def prepared(
     precision: str,
     places: list[str],
     parts: int,
+    context: int = 2,
 ) -> FinetunePreparation:
     """A run with a share of the experts in slots, or on the CPU."""
     output.mkdir()
@@ -69,7 +72,11 @@ def prepared(
     if IS_GPU and share is not None:
         config = with_run(config, device="cuda")
     data = dataclasses.replace(
-        config.data, context=2, tokens_per_step=4, micro_batches=parts, held_out_share=0.0
+        config.data,
+        context=context,
+        tokens_per_step=2 * context,
+        micro_batches=parts,
+        held_out_share=0.0,
     )
     preparation = prepare(dataclasses.replace(config, data=data))
     impl = "torch" if share is None else "triton"
@@ -149,6 +156,38 @@ def test_as_on_the_cpu_and_the_same_bits_whoever_is_in_a_slot(
     assert losses == pytest.approx(cpu_losses, abs=2e-2 if is_half else 1e-4)
     for name, wanted in on_cpu.items():
         assert is_half or (trained[name] - wanted).norm() <= 1e-3 * wanted.norm(), name
+
+
+@pytest.mark.skipif(IS_GPU, reason="it is looked at what is on its way")
+def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path: Path) -> None:
+    """While attention, the loss and the optimizer are computed: experts of the layer that is next,
+    which is the same one at both ends of the way."""
+    checkpoint(tmp_path / "first", "mixtral", num_layers=2, is_half=False, num_experts=16)
+    preparation = prepared(
+        tmp_path / "first", tmp_path / "run", share=0.4, precision="float32", places=["experts"],
+        parts=1, context=8,
+    )  # fmt: skip
+    assert isinstance(preparation.memory, FrozenMemory)
+    assert preparation.memory.device is not None
+    most, each, found = preparation.memory.device.stream_slots(), SlottedPasses._each, []
+
+    def noted(passes: Any, layer: int, *rest: Any) -> None:
+        each(passes, layer, *rest)
+        store = passes._store
+        with store._changed:
+            ahead = [key for key in store._streamed if store._entries[key].expected]
+        found.append((layer, {key.layer for key in ahead}))
+        assert len(ahead) <= most
+
+    with on_device(EagerDevice()), patch.object(SlottedPasses, "_each", noted):
+        trainer = start(preparation, resume=False)
+        for _ in range(2):  # the first one does not know who will be wanted
+            found.clear()
+            trainer._run.batches.seek(DataPosition((0,)))
+            trainer._backward(1e-2)
+        trainer.optimizer.check()  # type: ignore[union-attr]
+        trainer.close()
+    assert found == [(0, {1}), (1, {1}), (1, {0}), (0, {0})]
 
 
 @pytest.mark.skipif(IS_GPU, reason="copies of an emulated device fail here")

@@ -154,7 +154,9 @@ class FrozenPasses:
         """One layer for all micro-batches that are there; as `LayerExecutor.forward`."""
         then = self._last_visited.get(layer + 1, [])
         if self._slotted.takes(layer, inputs):
-            calls, outputs = self._slotted.forward(layer, inputs, then, keeps=keeps)
+            turns_back = not is_visit or layer + 1 == len(self._sites)
+            again = None if turns_back else then
+            calls, outputs = self._slotted.forward(layer, inputs, again, keeps=keeps)
         else:
             calls, outputs = self._forward(layer, inputs, then, keeps=keeps)
         if is_visit:
@@ -191,7 +193,8 @@ class FrozenPasses:
             self.visits.layers.pop()
         before = self.visits.layers[-1][1] if self.visits.layers else []
         if not isinstance(calls[0], StreamedExperts):
-            return self._slotted.backward(layer, calls, grads_TD, before)
+            # the next window begins with the layer that this one ends with
+            return self._slotted.backward(layer, calls, grads_TD, before or None)
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
         with contextlib.closing(self._each(visited(layer, calls), before, calls)) as experts:

@@ -83,9 +83,15 @@ class SlottedPasses:
         )
 
     def forward(
-        self, layer: int, inputs: Sequence[LayerInput], then: Sequence[ExpertKey], *, keeps: bool
+        self,
+        layer: int,
+        inputs: Sequence[LayerInput],
+        then: Sequence[ExpertKey] | None,
+        *,
+        keeps: bool,
     ) -> tuple[list[SlottedTraining], list[Tensor]]:
-        """As `LayerExecutor.forward`; `then` are experts that will be wanted next."""
+        """As `LayerExecutor.forward`; `then` are experts that will be wanted next, None for those
+        of this pass once more."""
         from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
 
         store, site = self._store, self._sites[layer]
@@ -120,9 +126,9 @@ class SlottedPasses:
         layer: int,
         calls: Sequence[SlottedTraining],
         grads_TD: Sequence[Tensor],
-        then: Sequence[ExpertKey],
+        then: Sequence[ExpertKey] | None,
     ) -> list[tuple[Tensor, Tensor]]:
-        """As `LayerExecutor.backward`; `then` are experts that will be wanted next."""
+        """As `LayerExecutor.backward`; `then` as of `forward`."""
         low = self._low_rank(layer, calls[0].x_TD)
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD, low)
@@ -141,10 +147,12 @@ class SlottedPasses:
         self,
         layer: int,
         keys_of: Callable[[], list[ExpertKey]],
-        then: Sequence[ExpertKey],
+        then: Sequence[ExpertKey] | None,
         add: Callable[[StackedExperts], None],
     ) -> None:
-        """Gives every expert that has rows once, and reads ahead what will be wanted next."""
+        """Gives every expert that has rows once, and reads ahead what will be wanted next: beside
+        the last of them as far as slots are free, and into theirs behind them.
+        """
         store = self._store
         assert isinstance(store, DeviceStore), "the layer has a stack"
         is_done = False
@@ -155,6 +163,7 @@ class SlottedPasses:
             if not is_done:
                 store.let_go()
         keys = keys_of()
+        then = keys if then is None else then
         if not keys:
             return
         are_all = residents.issuperset(key.expert for key in keys)
@@ -167,3 +176,4 @@ class SlottedPasses:
                 arrived = [key for key, _ in group if key.expert not in residents]
                 if arrived:
                     add(store.stack_of(arrived))
+        store.read_ahead(then)
