@@ -150,9 +150,8 @@ class SlottedPasses:
         then: Sequence[ExpertKey] | None,
         add: Callable[[StackedExperts], None],
     ) -> None:
-        """Gives every expert that has rows once, and reads ahead what will be wanted next: beside
-        the last of them as far as slots are free, and into theirs behind them.
-        """
+        """Gives every expert that has rows once, and reads ahead what will be wanted next, as slots
+        become free."""
         store = self._store
         assert isinstance(store, DeviceStore), "the layer has a stack"
         is_done = False
@@ -168,11 +167,9 @@ class SlottedPasses:
             return
         are_all = residents.issuperset(key.expert for key in keys)
         with store.lease(keys, streaming=not are_all) as lease:
-            reads_ahead = True
             for group in lease:
-                if reads_ahead and lease.all_started:
+                if lease.all_started:
                     store.read_ahead(then)
-                    reads_ahead = False
                 arrived = [key for key, _ in group if key.expert not in residents]
                 if arrived:
                     add(store.stack_of(arrived))
