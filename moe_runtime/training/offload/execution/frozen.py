@@ -152,13 +152,10 @@ class FrozenPasses:
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
     ) -> tuple[list[Any], list[Tensor]]:
         """One layer for all micro-batches that are there; as `LayerExecutor.forward`."""
-        then = self._last_visited.get(layer + 1, [])
-        if self._slotted.takes(layer, inputs):
-            turns_back = not is_visit or layer + 1 == len(self._sites)
-            again = None if turns_back else then
-            calls, outputs = self._slotted.forward(layer, inputs, again, keeps=keeps)
-        else:
-            calls, outputs = self._forward(layer, inputs, then, keeps=keeps)
+        turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
+        then = None if turns_back else self._last_visited.get(layer + 1, [])
+        compute = self._slotted.forward if self._slotted.takes(layer, inputs) else self._forward
+        calls, outputs = compute(layer, inputs, then, keeps=keeps)
         if is_visit:
             keys = visited(layer, calls)
             self.visits.layers.append((layer, keys))
@@ -168,9 +165,14 @@ class FrozenPasses:
         return calls, outputs
 
     def _forward(
-        self, layer: int, inputs: Sequence[LayerInput], then: Sequence[ExpertKey], *, keeps: bool
+        self,
+        layer: int,
+        inputs: Sequence[LayerInput],
+        then: Sequence[ExpertKey] | None,
+        *,
+        keeps: bool,
     ) -> tuple[list[StreamedExperts], list[Tensor]]:
-        """Expert by expert."""
+        """Expert by expert; `then` as of `SlottedPasses.forward`."""
         site = self._sites[layer]
         calls = [
             StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
@@ -191,10 +193,10 @@ class FrozenPasses:
         """Gradients of a layer's inputs and gate weights; the adapters take their own."""
         while self.visits.layers and self.visits.layers[-1][0] >= layer:
             self.visits.layers.pop()
-        before = self.visits.layers[-1][1] if self.visits.layers else []
+        # the next window begins with the layer that this one ends with
+        before = self.visits.layers[-1][1] if self.visits.layers else None
         if not isinstance(calls[0], StreamedExperts):
-            # the next window begins with the layer that this one ends with
-            return self._slotted.backward(layer, calls, grads_TD, before or None)
+            return self._slotted.backward(layer, calls, grads_TD, before)
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
         with contextlib.closing(self._each(visited(layer, calls), before, calls)) as experts:
@@ -245,9 +247,13 @@ class FrozenPasses:
         return torch.stack([self.expert(ExpertKey(layer, e))[name] for e in experts])
 
     def _each(
-        self, keys: Sequence[ExpertKey], then: Sequence[ExpertKey], calls: Sequence[StreamedExperts]
+        self,
+        keys: Sequence[ExpertKey],
+        then: Sequence[ExpertKey] | None,
+        calls: Sequence[StreamedExperts],
     ) -> Generator[tuple[ExpertKey, StackedExperts], None, None]:
         """Experts with their adapters, in order, while the next ones are read."""
+        then = keys if then is None else then
         for place, key in enumerate(keys):
             with self._store.lease([key], streaming=True) as lease:
                 self._store.read_ahead([*keys[place + 1 :], *then])
