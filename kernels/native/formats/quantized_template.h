@@ -133,9 +133,18 @@ static void nibble_values(int64_t kind, const uint8_t *src, int64_t count, float
     }
 }
 
+#if defined(__AVX2__)
+#include "formats/code_values_avx2.h"
+#endif
+
 /* What the codes stand for without zero point and scale; exact. */
 static void code_values(int64_t kind, const char *codes, int64_t count, float *out) {
     const uint8_t *src = (const uint8_t *)codes;
+#if defined(__AVX2__)
+    const int64_t written = wide_code_values(kind, src, count, out);
+    src += kind == CODE_E2M1 || kind == CODE_UINT4 ? written / 2 : written;
+    out += written, count -= written;
+#endif
     switch (kind) {
         case CODE_E2M1:
         case CODE_UINT4: nibble_values(kind, src, count, out); break;

@@ -118,7 +118,7 @@ INLINE void byte_numbers(int kind, int is_ordinary, const char *codes, Vec out[2
         __m512i halves = _mm512_and_si512(wide, _mm512_set1_epi16((short)0xbf80));
         if (!is_ordinary) {
             const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(_mm512_slli_epi16(halves, 1), _mm512_set1_epi16(0x7f00));
-            halves = _mm512_mask_mov_epi16(halves, is_nan, _mm512_or_si512(halves, _mm512_set1_epi16(0x7e00)));
+            halves = _mm512_xor_si512(halves, _mm512_maskz_set1_epi16(is_nan, 0x3f80 ^ 0x7e00));
         }
         out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
         out[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
