@@ -88,8 +88,6 @@ INLINE void write_nibbles(int dtype, int is_normal, const RowGroups *row, int64_
     const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), sixteens = _mm512_set1_epi16(16);
     const __m512i integers = _mm512_sub_epi32(iota, _mm512_set1_epi32(row->format->zeros ? 0 : (int)row->format->zero));
     const Vec numbers = row->format->codes == CODE_E2M1 ? vec_load_f32(E2M1_VALUES) : _mm512_cvtepi32_ps(integers);
-    const __m512i halves = _mm512_maskz_mov_epi16(0xffff0000, sixteens);
-    const __m512i under[2] = {has_halves ? halves : _mm512_setzero_si512(), has_halves ? halves : sixteens};
     for (int64_t at = first; at < end; at += span, codes += span / 2, out += span * dtype_bytes(dtype)) {
         const int64_t count = end - at < span ? end - at : span;
         fetch_ahead(codes, ahead, count / 2);
@@ -97,15 +95,15 @@ INLINE void write_nibbles(int dtype, int is_normal, const RowGroups *row, int64_
             UNROLL for (int64_t i = 0; i < 2 * STEP_CODES; i += STEP_CODES) {
                 if (i >= count) break;
                 const Choices choices = choices_of(dtype, is_normal, row, numbers, (at + i) >> shift, ((at + i) >> shift) + 1);
-                choose(dtype, &choices, halves, codes + i / 2, out + i * dtype_bytes(dtype));
+                choose(dtype, &choices, _mm512_maskz_mov_epi16(0xffff0000, sixteens), codes + i / 2, out + i * dtype_bytes(dtype));
             }
             continue;
         }
         const Choices choices = choices_of(dtype, is_normal, row, numbers, at >> shift, (at + STEP_CODES) >> shift);
         for (int64_t i = 0; i < count; i += 2 * STEP_CODES) {
-            choose(dtype, &choices, under[0], codes + i / 2, out + i * dtype_bytes(dtype));
+            choose(dtype, &choices, _mm512_setzero_si512(), codes + i / 2, out + i * dtype_bytes(dtype));
             const int64_t next = i + STEP_CODES;
-            if (next < count) choose(dtype, &choices, under[1], codes + next / 2, out + next * dtype_bytes(dtype));
+            if (next < count) choose(dtype, &choices, sixteens, codes + next / 2, out + next * dtype_bytes(dtype));
         }
     }
 }
@@ -244,8 +242,10 @@ INLINE void write_blocks(int dtype, int code, const CodeTable *table, const char
         IN_MEMORY(numbers);
         UNROLL for (int group = 0; group < codes / STEP_CODES; group++, out += 2 * STEP_CODES) {
             if (has_table(code)) {
-                if (group % 2 == 0)
-                    choices = narrowed(dtype, is_normal, scaled(code, *table, &numbers, group), scaled(code, *table, &numbers, group + in_pairs));
+                if (group % 2 == 0) {
+                    const Vec first = scaled(code, *table, &numbers, group), second = scaled(code, *table, &numbers, group + in_pairs);
+                    choices = narrowed(dtype, is_normal, first, second);
+                }
                 __m512i index = nibble_words(code, src, group);
                 if (in_pairs) /* index & 15 | 16 under the second scale */
                     index = _mm512_ternarylogic_epi32(index, _mm512_set1_epi16(15), _mm512_set1_epi16(group % 2 * 16), 0xea);
