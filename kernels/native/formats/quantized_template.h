@@ -35,15 +35,27 @@ INLINE void widen_scales(int type, const char *restrict src, int64_t count, floa
     }
 }
 
+/* WIDENED scales. */
+INLINE void widen_block(int type, const char *src, float *out) {
+#if defined(__F16C__)
+    if (type == SCALE_F16) {
+        UNROLL for (int i = 0; i < WIDENED; i += 8)
+            _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(src + 2 * i))));
+        return;
+    }
+#endif
+    widen_scales(type, src, WIDENED, out);
+}
+
 /* The last ones are widened once more, as of so many: a rest of any number would be widened one after the other. */
 INLINE void widen_all_scales(int type, const char *src, int64_t groups, float *out) {
     const int64_t whole = groups / WIDENED * WIDENED, last = groups - WIDENED;
     for (int64_t first = 0; first < whole; first += WIDENED)
-        widen_scales(type, src + first * SCALE_BYTES[type], WIDENED, out + first);
+        widen_block(type, src + first * SCALE_BYTES[type], out + first);
     if (last < 0)
         widen_scales(type, src, groups, out);
     else if (whole < groups)
-        widen_scales(type, src + last * SCALE_BYTES[type], WIDENED, out + last);
+        widen_block(type, src + last * SCALE_BYTES[type], out + last);
 }
 
 static void read_scales(const Quantized *format, int64_t row, int64_t groups, float *out) {
@@ -121,9 +133,18 @@ static void nibble_values(int64_t kind, const uint8_t *src, int64_t count, float
     }
 }
 
+#if defined(__AVX2__)
+#include "formats/code_values_avx2.h"
+#endif
+
 /* What the codes stand for without zero point and scale; exact. */
 static void code_values(int64_t kind, const char *codes, int64_t count, float *out) {
     const uint8_t *src = (const uint8_t *)codes;
+#if defined(__AVX2__)
+    const int64_t written = wide_code_values(kind, src, count, out);
+    src += kind == CODE_E2M1 || kind == CODE_UINT4 ? written / 2 : written;
+    out += written, count -= written;
+#endif
     switch (kind) {
         case CODE_E2M1:
         case CODE_UINT4: nibble_values(kind, src, count, out); break;
@@ -160,17 +181,6 @@ static void row_values(const RowGroups *row, const char *codes, float *out) {
 }
 
 static void store(char *dst, int dtype, const float *src, int64_t count);
-
-/* The values of rows of a matrix, rounded to fp32 and then to `dtype`. */
-static void dequantize(Matrix weight, int64_t num_rows, int64_t k, char *out, int64_t out_stride, int dtype) {
-    ROW_GROUPS(row, weight, k);
-    float values[k];
-    for (int64_t n = 0; n < num_rows; n++) {
-        read_groups(&row, weight.first_row + n);
-        row_values(&row, weight.data + n * weight.stride, values);
-        store(out + n * out_stride, dtype, values, k);
-    }
-}
 
 /* ---- the product through memory ---- */
 
@@ -230,12 +240,32 @@ static void fetch_scales(Matrix weight, int64_t row, int64_t bytes) {
 #include "formats/quantized_avx512.h"
 #endif
 #include "formats/block_rows.h"
+#if LANES == 16
+#include "formats/row_values_avx512.h"
+#endif
 #else
 static int quantized_kind(const Quantized *format, int x_dtype) {
     (void)format, (void)x_dtype;
     return KIND_F32;
 }
 #endif
+
+/* The values of rows of a matrix, rounded to fp32 and then to `dtype`. */
+static void dequantize(Matrix weight, int64_t num_rows, int64_t k, char *out, int64_t out_stride, int dtype) {
+    ROW_GROUPS(row, weight, k);
+#if LANES == 16
+    if (is_written_in_steps(weight.quantized)) {
+        write_rows(&row, weight, num_rows, out, out_stride, dtype);
+        return;
+    }
+#endif
+    float values[k];
+    for (int64_t n = 0; n < num_rows; n++) {
+        read_groups(&row, weight.first_row + n);
+        row_values(&row, weight.data + n * weight.stride, values);
+        store(out + n * out_stride, dtype, values, k);
+    }
+}
 
 /* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group; but for DOT8, where
  * elements lie as interleaved bytes do: of every 16 the first eight in one vector, the last eight in the next; and but for

@@ -52,7 +52,7 @@ static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 /* Rows of a matrix that are decoded at once: as many tiles as stay in the first-level cache, or one. */
 static inline int64_t decoded_rows(const Call *call, int kind) {
     enum { DECODED_ROWS = 8 };
-    return kind == KIND_BF16_TILES ? PANEL_ROWS_OF_TILES : DECODED_ROWS / call->isa->tile_rows * call->isa->tile_rows;
+    return kind == KIND_BF16_TILES ? 2 * PANEL_ROWS_OF_TILES : DECODED_ROWS / call->isa->tile_rows * call->isa->tile_rows;
 }
 
 static inline const PlanesMatrix *planes_of(const Matrix *matrix) {
@@ -67,7 +67,7 @@ static inline int is_decoded(const Call *call, const Matrix *matrix) {
 
 static inline int64_t decoded_stride(const Call *call, const Matrix *matrix, int64_t k) {
     if (planes_of(matrix)) return planes_blocks(k) * PLANES_BLOCK * 2;
-    return (k * dtype_bytes(call->x_dtype) + 63) / 64 * 64;
+    return ((k * dtype_bytes(call->x_dtype) + 63) / 64 | 1) * 64;
 }
 
 static inline int64_t thread_bytes(const Call *call) { return call->packed_bytes + call->sums_bytes + call->decoded_bytes; }

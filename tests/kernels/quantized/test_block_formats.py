@@ -40,7 +40,7 @@ def test_blocks_of_any_bytes_have_the_values_of_gguf(
     matrix = QuantizedMatrix(WeightFormat(name), 3 * BLOCKS[name].num_codes, codes_NB)  # type: ignore[arg-type]
     expected = of_gguf(codes_NB, name)
     assert_same_bits(matrix.dequantize(), expected)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert_same_bits(values_of(matrix, dtype).float(), expected.to(dtype).float())
 
 

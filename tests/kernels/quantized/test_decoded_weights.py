@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from quantized_experts import with_values
-from quantized_matrices import BLOCK_FORMATS, FP8_BLOCK, INT4, PUBLISHED, random_matrix
+from quantized_matrices import (
+    BLOCK_FORMATS,
+    FP8_BLOCK,
+    INT4,
+    PUBLISHED,
+    every_format,
+    random_matrix,
+)
+from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.linear import (
@@ -15,11 +23,65 @@ from moe_runtime.kernels.linear import (
     quantized_linear,
     quantized_row_limit,
 )
+from moe_runtime.kernels.linear.quantized import write_values
 from moe_runtime.kernels.native import NativeLibrary
-from moe_runtime.kernels.quantized import WeightFormat
+from moe_runtime.kernels.quantized import CODES, SCALES, QuantizedMatrix, WeightFormat
 
 FORMATS = PUBLISHED | {name: BLOCK_FORMATS[name] for name in ("q4_k", "q6_k", "q8_0", "iq4_nl")}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+EXTREME_BITS = (
+    *(0x7FFFFFFF, 0x7FC00000, 0xFF800001, 0x7F800000, 0xFF800000),  # NaN and infinities
+    *(0x7F7FFFFF, 0x7B800000, 0x7B7FFFFF, 0x04FFFFFF, 0x05000000),  # about 2^127, 2^120 and 2^-117
+    *(0, 0x80000000, 1, 0x807FFFFF, 0x00800000, 0x40490FDB),
+)
+"""Scales in fp32, of which some products are subnormal, infinite or NaN."""
+
+
+def any_matrix(
+    kind: WeightFormat, num_rows: int, num_cols: int, generator: torch.Generator
+) -> QuantizedMatrix:
+    """All codes, zero points and scales, whatever their products are."""
+
+    def bytes_of(*shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+    rows, groups = kind.scales_shape(num_rows, num_cols)
+    element = SCALES[kind.scales]
+    scales = bytes_of(rows, groups * element.itemsize).view(element)
+    if kind.scales == "f32":
+        extreme = torch.tensor(EXTREME_BITS).to(torch.int32).view(torch.float32)
+        chosen = torch.randint(0, len(extreme), scales.shape, generator=generator)
+        is_extreme = bytes_of(*scales.shape) < 64
+        scales = torch.where(is_extreme, extreme[chosen], scales)
+    return QuantizedMatrix(
+        kind,
+        num_cols,
+        bytes_of(num_rows, kind.row_bytes(num_cols)),
+        scales,
+        bytes_of(rows, groups) if kind.has_zero_points else None,
+        None if kind.global_scale == "none" else torch.tensor([3e-3]),
+    )
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_values_of_any_codes_and_scales(isa: str, codes: str, generator: torch.Generator) -> None:
+    """Rows that end within a group, within a vector and after an odd code."""
+    kinds = [kind for kind in (*every_format(), *PUBLISHED.values()) if kind.codes == codes]
+    kinds.append(WeightFormat(codes, "f16", group_cols=48))  # type: ignore[arg-type]
+    for kind in kinds:
+        for num_rows, num_cols in ((130, 161), (9, 544), (3, 15)):
+            weight = any_matrix(kind, num_rows, num_cols, generator)
+            for dtype in DTYPES:
+                expected = weight.dequantize(dtype)
+                wide = torch.full((num_rows, num_cols + 9), 7, dtype=dtype)
+                found = write_values(weight, dtype, wide[:, :num_cols])
+                is_nan = expected.isnan()
+                assert torch.equal(found.isnan(), is_nan)
+                bits = torch.int32 if dtype == torch.float32 else torch.int16
+                assert torch.equal(found[~is_nan].view(bits), expected[~is_nan].view(bits))
+                assert (wide[:, num_cols:] == 7).all()
 
 
 def sides(kind: WeightFormat) -> tuple[int, int]:
