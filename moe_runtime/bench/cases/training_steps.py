@@ -243,9 +243,11 @@ def require_equal(
     far = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     system.compared, system.equal = len(far), sum(one <= bound for one in far)
     if system.equal < system.compared:
+        step = next(number for number, one in enumerate(far) if not one <= bound)
         raise PeerFailedError(
-            f"a loss differs by {max(far):.2g}, expected at most {bound:g}; its times would "
-            "be those of another training"
+            f"a loss differs by {max(far):.2g}, expected at most {bound:g}, first in step "
+            f"{step + 1}: {losses[step]!r} instead of {expected[step]!r}; its times would be those "
+            "of another training"
         )
 
 
