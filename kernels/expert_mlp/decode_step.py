@@ -6,6 +6,7 @@ Shape suffixes: T tokens, K choices a token, D model in, O model out, R routed r
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -86,6 +87,8 @@ class ExpertStep:
         num_rows = num_tokens * num_choices
         # each expert's own number of rows decides for it, in `expert_ffn` too
         own_rows = 1 if len(experts) == num_rows else num_rows
+        if own_rows > self._row_limit:
+            own_rows = max(Counter(expert_of_row_R).values(), default=0)
         library = native_library()
         if (
             library is None

@@ -37,15 +37,15 @@ Values = Callable[[QuantizedMatrix, torch.dtype], Tensor]
 
 # More rows take less time once the values are decoded, a few rows of weights at a time.
 _ROW_LIMIT = 48
-_ROW_LIMITS = {"avx2": 64}
-_ROW_LIMIT_WITH_UNITS = 16
+_ROW_LIMITS = {"avx2": 64, "amx": 5}
+_ROW_LIMIT_BESIDE_UNITS = 16
+"""Where torch alone has matrix units."""
 
 
 def quantized_row_limit(library: NativeLibrary) -> int:
     """Rows up to which `impl="auto"` multiplies codes as they are."""
-    if library.has_matrix_units:
-        return _ROW_LIMIT_WITH_UNITS
-    return _ROW_LIMITS.get(library.isa, _ROW_LIMIT)
+    rest = _ROW_LIMIT_BESIDE_UNITS if library.has_matrix_units else _ROW_LIMIT
+    return _ROW_LIMITS.get(library.isa, rest)
 
 
 def quantized_linear(

@@ -52,7 +52,7 @@ class Asked:
         raise AttributeError(f"{what} is more than an attention layer's parts and constants")
 
 
-class _StandIn:
+class StandIn:
     """An object of which parts and constants can be read, and nothing else done."""
 
     def __init__(self, stands_for: object, parts: dict[str, Any], asked: Asked) -> None:
@@ -87,7 +87,7 @@ class _CacheStandIn:
         self._asked.refuse(name)
 
 
-class _OptionStandIn:
+class OptionStandIn:
     """An option that can be handed on, and not looked at."""
 
     def __init__(self, asked: Asked) -> None:
@@ -138,42 +138,12 @@ def call_on_stand_ins(
         options: names of further arguments.
     """
     own: dict[str, Any] = {name: getattr(layer, name) for name in parts}
-    own["config"] = _StandIn(layer.config, {}, asked)
+    own["config"] = StandIn(layer.config, {}, asked)
     return type(layer).forward(
-        _StandIn(layer, own, asked),
+        StandIn(layer, own, asked),
         hidden_states=hidden,
         position_embeddings=angles,
         attention_mask=mask,
         **{cache_name(type(layer).forward): _CacheStandIn(cache, asked)},
-        **{name: _OptionStandIn(asked) for name in options},
+        **{name: OptionStandIn(asked) for name in options},
     )
-
-
-def call_decoder_layer(
-    layer: Any,
-    parts: dict[str, Any],
-    asked: Asked,
-    hidden: torch.Tensor,
-    options: Iterable[str],
-) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """What a decoder layer's own ``forward`` returns where its parts are stand-ins.
-
-    Args:
-        layer: the layer.
-        parts: what stands in for its modules, by their names.
-        asked: takes down what is asked for.
-        hidden: ``[B, Q, D]``.
-        options: names of further arguments.
-
-    Returns:
-        A tensor, or None where the layer asked for more, and the options by their names.
-    """
-    given = {name: _OptionStandIn(asked) for name in options}
-    try:
-        # what transformers wraps around it is for training alone
-        forward = inspect.unwrap(type(layer).forward)
-        found = forward(_StandIn(layer, parts, asked), hidden, **given)
-    except Exception:  # of foreign code, which was not made for this
-        found = None
-    is_whole = isinstance(found, torch.Tensor) and not asked.more and not asked.names_of(layer)
-    return (found if is_whole else None), given
