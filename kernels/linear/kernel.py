@@ -117,35 +117,42 @@ def can_share_a_launch(layers: Sequence[Layer]) -> bool:
     return len(layers) <= MOST_LAYERS and is_even and len(has_bias) == len(places) == 1
 
 
-def _are_constant(weights: Sequence[Tensor]) -> bool:
-    """Whether no kernel that may still run writes weights: parameters, within a graph that is
-    recorded. What writes them lies before a replay of it, or is an operation of torch's, behind
-    which no kernel begins before it has ended.
-    """
-    return (
-        all(type(weight) is Parameter for weight in weights)
-        and weights[0].is_cuda
-        and torch.cuda.is_current_stream_capturing()
-    )
+def _are_parameters(weights: Sequence[Tensor]) -> bool:
+    return weights[0].is_cuda and all(type(weight) is Parameter for weight in weights)
+
+
+def _is_recorded() -> bool:
+    return torch.cuda.is_current_stream_capturing()
 
 
 def launch_linear_row(x_1K: Tensor, layers: Sequence[Layer]) -> Tensor:
-    """The outputs of layers for one row, side by side: `[1, N]`, for what `gpu` has looked at."""
+    """The outputs of layers for one row, side by side: `[1, N]`, for what `gpu` has looked at.
+
+    Within a graph parameters are read early: what writes them lies before a replay, as steps of
+    inference do not.
+    """
     weights = [weight for weight, _ in layers]
-    prepared = _prepare(
+    numbers = (
         x_1K.shape[1],
         tuple(map(len, weights)),
         tuple(weight.stride(0) for weight in weights),
         layers[0][1] is not None,
-        _are_constant(weights),
-        x_1K.device,
     )
+    ways = [False]
+    if _are_parameters(weights):
+        early = _prepare(*numbers, True, x_1K.device)
+        if _is_recorded():
+            ways = [True]
+        elif not early.is_compiled:  # now, as within a recording no kernel should be loaded
+            ways = [True, False]
     out_1N = x_1K.new_empty((1, sum(map(len, weights))))
     weights += weights[-1:] * (MOST_LAYERS - len(weights))
     biases = [weight if bias is None else bias for weight, bias in layers]
     biases += biases[-1:] * (MOST_LAYERS - len(biases))
-    prepared(
-        x_ptr=x_1K, weight0_ptr=weights[0], weight1_ptr=weights[1], weight2_ptr=weights[2],
-        bias0_ptr=biases[0], bias1_ptr=biases[1], bias2_ptr=biases[2], out_ptr=out_1N,
-    )  # fmt: skip
+    for is_early in ways:  # the last one writes what is returned
+        prepared = _prepare(*numbers, is_early, x_1K.device)
+        prepared(
+            x_ptr=x_1K, weight0_ptr=weights[0], weight1_ptr=weights[1], weight2_ptr=weights[2],
+            bias0_ptr=biases[0], bias1_ptr=biases[1], bias2_ptr=biases[2], out_ptr=out_1N,
+        )  # fmt: skip
     return out_1N

@@ -64,6 +64,7 @@ def _can_take(x: Tensor, weight: Tensor) -> bool:
         and weight.shape == x.shape[-1:]
         and weight.shape[0] <= MOST_COLUMNS
         and x.dtype == weight.dtype
+        and x.device == weight.device
         and x.dtype in DTYPE_CODES
         and weight.is_contiguous()
         and not needs_torch(x, weight)

@@ -96,6 +96,11 @@ class PreparedLaunch:
         self._places: list[int] = []
         self._arguments: list[Any] = []
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it has run for tensors of some kind; never when interpreted."""
+        return bool(self._compiled)
+
     def __call__(self, **tensors: Tensor) -> None:
         """Runs the kernel with tensors, which are named in the same order in every call."""
         device = next(iter(tensors.values())).device

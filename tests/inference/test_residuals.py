@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,8 +64,8 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts[0] += 1
         return add(*args, **options)
 
-    def taken(handed: Any, total: Tensor) -> Tensor | None:
-        found: Tensor | None = take(handed, total)
+    def taken(*args: Any) -> Tensor | None:
+        found: Tensor | None = take(*args)
         counts[1] += found is not None
         return found
 
@@ -83,8 +84,46 @@ def test_a_family_has_its_bits(family: Family, sums: list[int]) -> None:
     assert sums == [8, 8]
 
 
+def run_layer(model: Any, number: int, hidden: Tensor) -> Tensor:
+    angles = model.model.rotary_emb(hidden, torch.arange(hidden.shape[1], device=DEVICE)[None])
+    found: Tensor = model.model.layers[number](hidden, position_embeddings=angles)
+    return found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda norm: norm.weight.div_(2),
+        lambda norm: setattr(norm, "eps", 0.5),
+        lambda norm: setattr(norm, "weight", nn.Parameter(norm.weight / 2)),
+    ],
+)
+def test_a_norm_that_changes_between_two_layers_is_asked(change: Callable[[Any], object]) -> None:
+    """As of calibration, which runs a layer, scales the next norm and goes on."""
+    found, generator = [], torch.Generator().manual_seed(3)
+    hidden = torch.randn(1, 4, 32, generator=generator).to(DEVICE, torch.bfloat16)
+    for model in pair():
+        with torch.no_grad():
+            between = run_layer(model, 0, hidden)
+            change(model.model.layers[1].input_layernorm)
+            found.append(run_layer(model, 1, between))
+    assert torch.equal(*found)
+
+
+def test_a_norm_on_another_device_takes_no_sum() -> None:
+    _, fused = pair()
+    hidden = torch.ones(1, 4, 32, dtype=torch.bfloat16, device=DEVICE)
+    fused.model.layers[1].input_layernorm.to("meta")
+    with torch.no_grad():
+        assert run_layer(fused, 0, hidden).device.type == DEVICE
+
+
 def add_in_place(module: nn.Module, args: Any, out: Tensor) -> None:
     out.add_(1)
+
+
+def add_to_data(x: Tensor) -> None:
+    x.data.add_(1)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +133,14 @@ def add_in_place(module: nn.Module, args: Any, out: Tensor) -> None:
         lambda model: model.model.layers[0].register_forward_hook(lambda *call: call[-1] + 1),
         lambda model: model.model.layers[1].input_layernorm.register_forward_hook(add_in_place),
         lambda model: model.model.layers[0].mlp.register_forward_hook(add_in_place),
+        # which torch does not count
+        lambda model: model.model.layers[0].register_forward_hook(lambda *c: add_to_data(c[-1])),
+        lambda model: model.model.layers[1].register_forward_pre_hook(
+            lambda *c: add_to_data(c[1][0])
+        ),
+        lambda model: model.model.layers[0].post_attention_layernorm.register_forward_pre_hook(
+            lambda *c: add_to_data(c[1][0])
+        ),
         lambda model: setattr(model.model.layers[0], "post_attention_layernorm", nn.Identity()),
         lambda model: setattr(model.model, "norm", nn.Identity()),
         lambda model: setattr(model.model.layers[1].input_layernorm, "eps", 0.5),
@@ -145,6 +192,16 @@ def test_a_step_that_fails_leaves_the_next_one_right(monkeypatch: pytest.MonkeyP
     assert torch.equal(logits(fused), logits(own))
 
 
+def test_a_class_that_was_wrapped_before_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, _ = pair()
+    kind = type(own.model.layers[0])
+    forward = kind.forward
+    twice = functools.wraps(forward)(lambda *args, **kwargs: 2 * forward(*args, **kwargs))
+    monkeypatch.setattr(kind, "forward", twice)
+    own, fused = pair()
+    assert torch.equal(logits(fused), logits(own))
+
+
 class Layer(nn.Module):
     """A decoder layer; its ways of being another one are its subclasses."""
 
@@ -170,7 +227,7 @@ class Attention(nn.Linear):
 
 class Scaled(Layer):
     def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
-        found = super().forward(hidden_states, mask, **options)
+        found = Layer.forward(self, hidden_states, mask, **options)
         return found * self.factor
 
 
@@ -189,21 +246,69 @@ class BesideEachOther(Layer):
 
 class Looks(Layer):
     def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
-        return super().forward(hidden_states, mask if mask else None, **options)
+        return Layer.forward(self, hidden_states, mask if mask else None, **options)
 
 
 class ChangesAnOption(Layer):
     def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
-        return super().forward(hidden_states, mask=(mask, 1), **options)
+        return Layer.forward(self, hidden_states, mask=(mask, 1), **options)
 
 
-@pytest.mark.parametrize(
-    "kind", [Layer, Scaled, NormsBehind, BesideEachOther, Looks, ChangesAnOption]
-)
+class Widened(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        return Layer.forward(self, hidden_states, mask, **options).float()
+
+
+class LooksUp(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        options.pop("output_router_logits", False)
+        return Layer.forward(self, hidden_states, mask, **options)
+
+
+class AddsAnOption(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        return Layer.forward(self, hidden_states, mask, causal=None, **options)
+
+
+class Clamps(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        return Layer.forward(self, hidden_states, mask, **options).clamp(-100, 100)
+
+
+class LastToken(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        return Layer.forward(self, hidden_states, mask, **options)[:, -1:]
+
+
+class WithoutMask(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        if mask is None:
+            return hidden_states
+        return Layer.forward(self, hidden_states, mask, **options)
+
+
+class GivesPairs(Layer):
+    def forward(self, hidden_states: Tensor, mask: Any = None, **options: Any) -> Any:
+        mixed, _ = self.attention(hidden_states=self.before(mask), mask=mask, **options)
+        return self.inner((mixed, 1))
+
+
+class OtherName(Layer):
+    def forward(self, x: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        return Layer.forward(self, x, mask, **options)
+
+
+OTHERS = [
+    Scaled, NormsBehind, BesideEachOther, Looks, ChangesAnOption, Widened, LooksUp, AddsAnOption,
+    Clamps, LastToken, WithoutMask, GivesPairs, OtherName,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Layer, *OTHERS])
 def test_a_layer_is_recognised_by_what_it_does(kind: type[Layer]) -> None:
     norm: Any = type(pair()[0].model.norm.__dict__["replaced"])
     parent = nn.Module()
-    parent.layers = nn.ModuleList([kind(norm)])
+    parent.layers = nn.ModuleList([kind(norm)]).bfloat16()
     layer: Any = parent.layers[0]
     for name in ("before", "behind"):
         setattr(layer, name, as_rms_norm(getattr(layer, name), {}))

@@ -67,6 +67,7 @@ class RecordedStep:
             store,
             modules,
             experts_per_token(model.config),
+            len(call.tensors["input_ids"]),
             reads_ahead=prefetcher is not None and prefetcher.mode is not PrefetchMode.OBSERVE,
         )
         given = {**call.arguments(self._inputs), cache_name(forward): call.cache}

@@ -22,6 +22,8 @@ from moe_runtime.kernels.rms_norm.residual import add_rms_norm
 from moe_runtime.kernels.triton_support import is_interpreted
 
 _MORE = "an_option_that_no_layer_names"
+_LOOK_UPS = frozenset({"pop", "get", "setdefault", "keys", "items"})
+"""By which a layer may read options that it does not name."""
 
 
 class _Order(NamedTuple):
@@ -45,18 +47,18 @@ class _Handed:
 
     def __init__(self) -> None:
         # at once: other threads may call the model
-        self._given: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        self._given: tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]] | None = None
 
-    def give(self, total: torch.Tensor, normed: torch.Tensor) -> None:
+    def give(self, total: torch.Tensor, normed: torch.Tensor, *made_with: Any) -> None:
         """Keeps both until the norm is called."""
-        self._given = total, total._version, normed
+        self._given = total, normed, (total._version, *made_with)
 
-    def take(self, total: torch.Tensor) -> torch.Tensor | None:
-        """What was given with this sum, once; None if another one was, or it was changed."""
+    def take(self, total: torch.Tensor, *made_with: Any) -> torch.Tensor | None:
+        """What was given with this sum, once; None if another one was, or anything has changed."""
         given, self._given = self._given, None
-        if given is None or given[0] is not total or total._version != given[1]:
+        if given is None or given[0] is not total or given[2] != (total._version, *made_with):
             return None
-        return given[2]
+        return given[1]
 
 
 class HandedNorm(SmallBatchRMSNorm):
@@ -70,29 +72,37 @@ class HandedNorm(SmallBatchRMSNorm):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As of a `SmallBatchRMSNorm`."""
-        normed = self._handed.take(hidden_states)
+        normed = self._handed.take(hidden_states, *self._made_with())
         return super().forward(hidden_states) if normed is None else normed
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """``residual + x``, ``[..., D]``, which this norm is to be asked for next."""
         weight = self._parameters.get("weight")
-        if weight is None or len({(t.dtype, t.shape[-1:]) for t in (x, residual, weight)}) > 1:
-            return residual + x
-        if x.shape != residual.shape:
+        tensors = x, residual, weight
+        kinds = {(t.device, t.dtype, t.shape[-1:]) for t in tensors if t is not None}
+        if weight is None or len(kinds) > 1 or x.shape != residual.shape:
             return residual + x
         # tensors of inference mode do not count their changes
         with torch.inference_mode(False), torch.no_grad():
             impl = "auto" if x.is_cuda else "triton"
             found = add_rms_norm(x, residual, weight, self.eps, form=self.form, impl=impl)
-        self._handed.give(*found)
+        self._handed.give(*found, *self._made_with())
         return found[0]
+
+    def _made_with(self) -> tuple[Any, ...]:
+        weight = self._parameters.get("weight")
+        version = 0  # tensors of inference mode do not count their changes
+        if weight is not None and not weight.is_inference():
+            version = weight._version
+        return id(weight), version, self.eps, self.form
 
 
 class ResidualLayer:
     """The ``forward`` of a decoder layer.
 
     Attributes:
-        following: the norm that comes next; None where that is not known.
+        following: the norm that comes next, and the module that calls it; None where that is not
+            known.
     """
 
     def __init__(self, layer: torch.nn.Module, order: _Order) -> None:
@@ -101,7 +111,7 @@ class ResidualLayer:
         self._own = type(layer).forward
         self._order = order
         self._named = frozenset(_options_of(self._own))
-        self.following: HandedNorm | None = None
+        self.following: tuple[HandedNorm, torch.nn.Module] | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As of the layer: ``[B, Q, D]`` to the same."""
@@ -115,10 +125,13 @@ class ResidualLayer:
             given |= {n: value for n, value in kwargs.items() if n not in self._named}
         mixed, _ = attention(hidden_states=first(hidden_states), **given)
         total = second.add(mixed, hidden_states)
+        del mixed  # its memory is not needed beside that of the feed-forward
         found = feed_forward(second(total))
         if self._order.is_pair:
             found, _ = found
-        return total + found if self.following is None else self.following.add(found, total)
+        if self.following is None or _are_observed(self._layer, *self.following):
+            return total + found
+        return self.following[0].add(found, total)
 
     def _is_able(self, hidden: torch.Tensor, parts: list[Any], options: Mapping[str, Any]) -> bool:
         return (
@@ -128,8 +141,16 @@ class ResidualLayer:
             and type(self._layer).forward is self._own
             and None not in parts
             and type(parts[2]) is HandedNorm
+            and not _are_observed(parts[2])
             and (self._order.passes_more or self._named.issuperset(options))
         )
+
+
+def _are_observed(*modules: torch.nn.Module) -> bool:
+    """Whether code that is called before or behind one may change what it gets or gives, in ways
+    that torch does not count."""
+    hooks = (hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
+    return any(hooks) or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def fuse_residuals(model: torch.nn.Module) -> None:
@@ -153,7 +174,8 @@ def _fuse_stack(
     """Layers one behind the other, and a norm behind the last one if the parent has just one."""
     before: ResidualLayer | None = None
     for layer in layers:
-        key = type(layer), *layer._modules
+        are_norms = [isinstance(part, SmallBatchRMSNorm) for part in layer.children()]
+        key = type(layer), *layer._modules, *are_norms
         if key not in known:
             known[key] = _order_of(layer)
         order = known[key]
@@ -163,12 +185,12 @@ def _fuse_stack(
         first = _hand(layer, order.parts[0])
         _hand(layer, order.parts[2])
         if before is not None:
-            before.following = first
+            before.following = first, layer
         before = ResidualLayer(layer, order)
         cast(Any, layer).forward = before
     norms = [n for n, part in parent._modules.items() if isinstance(part, SmallBatchRMSNorm)]
     if before is not None and len(norms) == 1:
-        before.following = _hand(parent, norms[0])
+        before.following = _hand(parent, norms[0]), parent
 
 
 def _hand(parent: torch.nn.Module, name: str) -> HandedNorm:
@@ -186,18 +208,36 @@ def _options_of(forward: Any) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
 
 
+def _own_forward(layer: torch.nn.Module) -> Any:
+    """A layer's method without what transformers wraps around it, which is for training alone."""
+
+    def is_foreign(function: Any) -> bool:
+        module = getattr(function, "__globals__", {}).get("__name__", "")
+        return not str(module).startswith("transformers.")
+
+    return inspect.unwrap(type(layer).forward, stop=is_foreign)
+
+
 def _order_of(layer: torch.nn.Module) -> _Order | None:
     norms = [n for n, part in layer._modules.items() if isinstance(part, SmallBatchRMSNorm)]
     if len(layer._modules) != 4 or len(norms) != 2 or layer._parameters or layer._buffers:
         return None
-    options = _options_of(type(layer).forward)
-    if inspect.Parameter.empty in options.values():
+    forward = _own_forward(layer)
+    names = [*inspect.signature(forward).parameters]
+    options = _options_of(forward)
+    looks_up = _LOOK_UPS.intersection(forward.__code__.co_names)
+    if names[1:2] != ["hidden_states"] or inspect.Parameter.empty in options.values() or looks_up:
         return None
     for is_pair in (False, True):
         for more in ((_MORE,), ()):
-            order = _try_order(layer, norms, options, more, is_pair=is_pair)
-            if order is not None:
-                return order
+            # one token and several, of usual and of large values, with options and without
+            orders = {
+                case: _try_order(layer, norms, options, more, case, is_pair=is_pair)
+                for case in ((1, 1.0, True), (3, 1e3, False))
+            }
+            first, second = orders.values()
+            if first is not None and first == second:
+                return first
     return None
 
 
@@ -206,16 +246,19 @@ def _try_order(
     norms: list[str],
     options: Mapping[str, Any],
     more: tuple[str, ...],
+    case: tuple[int, float, bool],
     *,
     is_pair: bool,
 ) -> _Order | None:
     """The order of the parts where a layer does what `ResidualLayer` does, bit for bit."""
+    num_tokens, scale, has_options = case
     generator, asked = torch.Generator().manual_seed(0), Asked()
+    dtype = layer.get_submodule(norms[0]).get_parameter("weight").dtype
     calls: list[_Call] = []
 
     def random() -> torch.Tensor:
         # two rows: a tensor that is taken for a pair is told apart
-        return torch.randn(2, 1, 8, generator=generator).bfloat16()
+        return (torch.randn(2, num_tokens, 8, generator=generator) * scale).to(dtype)
 
     def stand_in(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -226,14 +269,12 @@ def _try_order(
         return call
 
     hidden, parts = random(), {name: stand_in(name) for name in layer._modules}
-    given = {name: OptionStandIn(asked) for name in (*options, *more)}
+    given = {n: OptionStandIn(asked) if has_options else None for n in (*options, *more)}
     try:
-        # what transformers wraps around it is for training alone
-        forward = inspect.unwrap(type(layer).forward)
-        out = forward(cast(Any, StandIn(layer, parts, asked)), hidden, **given)
+        out = _own_forward(layer)(StandIn(layer, parts, asked), hidden, **given)
     except Exception:  # of foreign code, which was not made for this
         return None
-    if not isinstance(out, torch.Tensor) or asked.more or asked.names_of(layer) or len(calls) != 4:
+    if asked.more or asked.names_of(layer) or len(calls) != 4:
         return None
     first, attention, second, feed_forward = calls
     passed, total = dict(attention.kwargs), hidden + attention.found
@@ -243,15 +284,20 @@ def _try_order(
         or not first.is_of(hidden)
         or attention.args
         or passed.pop("hidden_states", None) is not first.found
-        or not all(given.get(name) is value for name, value in passed.items())
+        or not all(name in given and given[name] is value for name, value in passed.items())
         or not second.is_of(total)
         or not feed_forward.is_of(second.found)
-        or not torch.equal(out, total + feed_forward.found)
+        or not _are_same(out, total + feed_forward.found)
     ):
         return None
     named = {name: options[name] for name in passed if name in options}
     first_to_last = first.part, attention.part, second.part, feed_forward.part
     return _Order(first_to_last, named, _MORE in passed, is_pair)
+
+
+def _are_same(found: Any, expected: torch.Tensor) -> bool:
+    is_tensor = isinstance(found, torch.Tensor) and found.dtype == expected.dtype
+    return is_tensor and torch.equal(found, expected)
 
 
 class _Call(NamedTuple):
@@ -264,4 +310,4 @@ class _Call(NamedTuple):
 
     def is_of(self, x: torch.Tensor) -> bool:
         """Whether it was asked about these values and nothing else."""
-        return len(self.args) == 1 and not self.kwargs and torch.equal(self.args[0], x)
+        return len(self.args) == 1 and not self.kwargs and _are_same(self.args[0], x)

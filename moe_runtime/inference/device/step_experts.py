@@ -71,6 +71,7 @@ def experts_of_step(
     store: DeviceStore[Any],
     modules: Sequence[DeviceExperts],
     num_choices: int,
+    num_tokens: int,
     *,
     reads_ahead: bool,
 ) -> StepExperts:
@@ -80,6 +81,7 @@ def experts_of_step(
         store: of the experts.
         modules: all layers.
         num_choices: experts of a token.
+        num_tokens: of the step.
         reads_ahead: whether experts may be read that nobody has asked for.
     """
     # their stacks are made now: not what is recorded
@@ -88,8 +90,20 @@ def experts_of_step(
         return ResidentExperts(store, modules, found)
     tables = _tables(store, modules, num_choices)
     if tables is not None:
+        _load_kernels(tables, num_tokens, num_choices)
         return FetchedExperts(store, modules, tables, reads_ahead=reads_ahead)
     return ExpertsInParts(store, modules, num_choices, reads_ahead=reads_ahead)
+
+
+def _load_kernels(tables: HostTables, num_tokens: int, num_choices: int) -> None:
+    """Has what fetches experts compiled and loaded, as nothing should be within a recording."""
+    kinds = {(one.tables.sources_EP.shape, one.word_bytes): one for one in tables.layers.values()}
+    for (shape, word_bytes), places in kinds.items():
+        slots_E = tables.slots_E[: shape[0]]
+        nobody_TK = torch.full((num_tokens, num_choices), -1, device=slots_E.device)
+        fetch_experts(
+            nobody_TK, places.tables, tables.slots, slots_E, word_bytes=word_bytes, impl="triton"
+        )
 
 
 def _tables(

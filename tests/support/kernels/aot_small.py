@@ -63,7 +63,8 @@ def _between_products() -> None:
         meta(1, 2048), [(meta(n, 2048), None) for n in (4096, 512, 512)]
     )
     linear_kernel.launch_linear_row(meta(1, 2880), [(meta(201, 2880), meta(201))])
-    with patch.object(linear_kernel, "_are_constant", lambda _: True):
+    recorded = {"_are_parameters": lambda _: True, "_is_recorded": lambda: True}
+    with patch.multiple(linear_kernel, **recorded):
         linear_kernel.launch_linear_row(meta(1, 4096), [(meta(2048, 4096), None)])
     norm_kernel.launch_rms_norm(meta(8, 1, MOST_COLUMNS), meta(MOST_COLUMNS), 1e-6, "wide")
     sums = meta(8, 1, 2048)
