@@ -67,7 +67,8 @@ class Lease(Generic[W]):
             missing = [key for key in self._keys if not self._pin_present(key)]
             if self._listener is not None:
                 self._listener.entered([*self._resident], [*self._arriving], missing)
-            if store._streamed:
+            # who streams experts one by one has had those behind it read ahead
+            if store._streamed and not (self._streaming and len(self._keys) == 1):
                 for layer in {key.layer for key in self._keys}:
                     store._forget_expected(layer)
             if missing or self._streaming:
@@ -153,6 +154,7 @@ class Lease(Generic[W]):
         if entry is None:
             return False
         entry.pins += 1
+        entry.expected = False
         store._counters.useful_guesses += entry.guessed and entry.arrived
         store._counters.late_guesses += entry.guessed and not entry.arrived
         entry.guessed = False

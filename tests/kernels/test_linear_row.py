@@ -158,3 +158,23 @@ def test_a_gpu_reads_parameters_early_in_a_graph_and_what_was_written_before_it(
         x.add_(1)
         graph.replay()
         assert torch.equal(found, step())
+
+
+@pytest.mark.gpu
+def test_a_gpu_waits_for_weights_that_are_made_in_a_graph(generator: torch.Generator) -> None:
+    """By the kernel in front, which lets the next one begin before it ends."""
+    rows = random(generator, 4096, 2048, dtype=torch.bfloat16).cuda()
+    x = random(generator, 1, 2048, dtype=torch.bfloat16).cuda()
+    scale = torch.ones(2048, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> Tensor:
+        return linear(x, rms_norm(rows, scale, 1e-6), None)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(3):
+        rows.mul_(-1)
+        graph.replay()
+        assert torch.equal(found, step())

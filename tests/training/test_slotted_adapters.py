@@ -176,8 +176,9 @@ def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path: Path) -
         store = passes._store
         with store._changed:
             ahead = [key for key in store._streamed if store._entries[key].expected]
+            absent = [key for key in rest[1] or () if key not in store._entries]
         found.append((layer, {key.layer for key in ahead}))
-        assert len(ahead) <= most
+        assert len(ahead) == most or not absent
 
     with on_device(EagerDevice()), patch.object(SlottedPasses, "_each", noted):
         trainer = start(preparation, resume=False)
