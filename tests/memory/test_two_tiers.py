@@ -156,6 +156,7 @@ def test_reads_that_wait_when_the_tiers_close_end_with_an_error() -> None:
     tiers.host.check()
 
 
+@pytest.mark.usefixtures("few_objects_to_collect")
 def test_a_read_ahead_whose_copy_fails_is_not_kept(tiers: Tiers) -> None:
     fetcher = tiers.device._fetcher
     tiers.disk.close()  # nothing is read any more
