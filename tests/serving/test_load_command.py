@@ -235,7 +235,7 @@ def test_no_answer_at_all_is_a_failure(
     assert main(["bench", "serve", "-o", str(path)]) == 2
     assert path.read_text() == "an older run's"
     out, err = capsys.readouterr()
-    assert ["answered", "0", "of", "1"] in [line.split() for line in out.splitlines()]
+    assert not out
     assert f"nothing was measured, and {path} is left as it was" in err
     assert "1 failed: cut off" in err
 

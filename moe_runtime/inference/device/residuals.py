@@ -10,6 +10,8 @@ A layer is recognised by what it does with stand-ins for its parts, never by its
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
@@ -22,7 +24,7 @@ from moe_runtime.kernels.rms_norm.residual import add_rms_norm
 from moe_runtime.kernels.triton_support import is_interpreted
 
 _MORE = "an_option_that_no_layer_names"
-_LOOK_UPS = frozenset({"pop", "get", "setdefault", "keys", "items"})
+_LOOK_UPS = "pop", "get", "setdefault", "keys", "items"
 """By which a layer may read options that it does not name."""
 
 
@@ -223,9 +225,11 @@ def _order_of(layer: torch.nn.Module) -> _Order | None:
     if len(layer._modules) != 4 or len(norms) != 2 or layer._parameters or layer._buffers:
         return None
     forward = _own_forward(layer)
+    if not inspect.isfunction(forward):  # something that is called, but no function
+        return None
     names = [*inspect.signature(forward).parameters]
     options = _options_of(forward)
-    looks_up = _LOOK_UPS.intersection(forward.__code__.co_names)
+    looks_up = any(step.argval in _LOOK_UPS for step in dis.get_instructions(forward))
     if names[1:2] != ["hidden_states"] or inspect.Parameter.empty in options.values() or looks_up:
         return None
     for is_pair in (False, True):
@@ -270,10 +274,9 @@ def _try_order(
 
     hidden, parts = random(), {name: stand_in(name) for name in layer._modules}
     given = {n: OptionStandIn(asked) if has_options else None for n in (*options, *more)}
-    try:
+    out = None
+    with contextlib.suppress(Exception):  # of foreign code, which was not made for this
         out = _own_forward(layer)(StandIn(layer, parts, asked), hidden, **given)
-    except Exception:  # of foreign code, which was not made for this
-        return None
     if asked.more or asked.names_of(layer) or len(calls) != 4:
         return None
     first, attention, second, feed_forward = calls
