@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +25,8 @@ from moe_runtime.kernels.rms_norm.residual import add_rms_norm
 from moe_runtime.kernels.triton_support import is_interpreted
 
 _MORE = "an_option_that_no_layer_names"
+_CASES = (1, 1.0, True), (3, 1e3, False)
+"""One token and several, of usual and of large values, with options and without."""
 _LOOK_UPS = "pop", "get", "setdefault", "keys", "items"
 """By which a layer may read options that it does not name."""
 
@@ -232,16 +235,12 @@ def _order_of(layer: torch.nn.Module) -> _Order | None:
     looks_up = any(step.argval in _LOOK_UPS for step in dis.get_instructions(forward))
     if names[1:2] != ["hidden_states"] or inspect.Parameter.empty in options.values() or looks_up:
         return None
-    for is_pair in (False, True):
-        for more in ((_MORE,), ()):
-            # one token and several, of usual and of large values, with options and without
-            orders = {
-                case: _try_order(layer, norms, options, more, case, is_pair=is_pair)
-                for case in ((1, 1.0, True), (3, 1e3, False))
-            }
-            first, second = orders.values()
-            if first is not None and first == second:
-                return first
+    for is_pair, more in itertools.product((False, True), ((_MORE,), ())):
+        first, second = (
+            _try_order(layer, norms, options, more, case, is_pair=is_pair) for case in _CASES
+        )
+        if first is not None and first == second:
+            return first
     return None
 
 
