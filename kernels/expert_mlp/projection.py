@@ -24,7 +24,7 @@ from moe_runtime.kernels.expert_mlp.rows import (
     groups_between,
     sort_rows,
 )
-from moe_runtime.kernels.operands import precise_dtype
+from moe_runtime.kernels.operands import precise_dtype, without_autocast
 from moe_runtime.kernels.operands.activation import ActivationSpec, PreactivationFunction
 from moe_runtime.kernels.operands.second_derivative import refuse
 
@@ -93,7 +93,7 @@ def _forward(
     """``weight[e] @ x[tokens[r]] + bias[e]`` for the rows of each expert, zero after the last."""
     weight_SMN = weight if is_transposed else weight.mT
     out = x.new_zeros(len(x) if tokens is None else len(tokens), weight_SMN.shape[2])
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         for group in groups_between(offsets, slot_of_expert):
             some, matrix = _some(x, tokens, group), weight_SMN[group.slot]
             if bias is None:
@@ -125,7 +125,7 @@ def _backward(
     dim_out = grad.shape[1]
     grad_bias = weight.new_zeros((len(weight), dim_out) if needs_bias else 0)
     weight_SNM = weight.mT if is_transposed else weight
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         for group in groups_between(offsets, slot_of_expert):
             some_grad = grad[group.rows]
             if needs_x and tokens is None:

@@ -22,6 +22,7 @@ from moe_runtime.kernels.expert_mlp.rows import (
     SortedRows,
     already_sorted,
 )
+from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only, refuse
 
@@ -95,7 +96,7 @@ def _is_unobserved(*tensors: Tensor) -> bool:
 
 def _infer(batch: RoutedBatch, impl: str) -> Tensor:
     path = path_of(impl, batch.x_TD)
-    with torch.autocast(batch.x_TD.device.type, enabled=False):
+    with without_autocast(batch.x_TD.device.type):
         if batch.ids_TK is None:
             return path.forward(batch, keeps=False)[0]
         return path.infer(batch)
@@ -109,7 +110,7 @@ def _forward(
     batch = RoutedBatch(x, ids, weights, *_experts(*pieces), known)
     if not keeps:
         return _infer(batch, impl), x.new_empty(0), *_no_rows(x)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         out, z = path_of(impl, x).forward(batch, keeps=not recompute)
         return out, z, batch.rows.order_R, batch.rows.offsets_E1
 
@@ -167,7 +168,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     *pieces, impl, needs = rest
     batch = RoutedBatch(x, None, weights, *_experts(*pieces), SortedRows(order, offsets))
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         return path_of(impl, x).backward(grad, batch, z, needs=Needs.of(*needs)).flat()
 
 
@@ -227,7 +228,7 @@ class _ExpertMlp(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, *rest: Any) -> Tensor:
         *parameters, batch, ctx.gradients, ctx.impl, keeps = rest
         experts, rows, ctx.activation = batch.experts, batch.rows, batch.activation
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device.type):
             out_TD, kept = path_of(ctx.impl, x_TD).forward(batch, keeps=keeps)
         ctx.save_for_backward(x_TD, weights_TK, kept, *rows, *parameters, experts.slot_of_expert)
         ctx.kind, ctx.names, ctx.static = type(experts), experts.names, experts.static()
@@ -243,7 +244,7 @@ class _ExpertMlp(torch.autograd.Function):
         experts, rows = ctx.kind(**tensors, **ctx.static), SortedRows(order_R, offsets_E1)
         batch = RoutedBatch(x_TD, None, weights_TK, experts, ctx.activation, rows)
         needs = Needs.of(*ctx.needs_input_grad[:-4])
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device.type):
             found = path_of(ctx.impl, x_TD).backward(
                 grads[0], batch, kept, needs=needs, parameter_gradients=ctx.gradients
             )

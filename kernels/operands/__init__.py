@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -11,6 +12,16 @@ from torch import Tensor
 def precise_dtype(x: Tensor) -> torch.dtype:
     """What sums over values of the dtype of `x` are kept in: fp32, fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """A context that computes in the dtypes of its operands, whatever autocast is around it.
+
+    Where none is, nothing is entered: after an interrupt within torch's own `__exit__`, autocast
+    would keep narrow copies of weights until the process ends.
+    """
+    is_on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 def find_device(device: str | torch.device, name: str = "device") -> torch.device:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.models.lm.linear import product_dtype
 
@@ -96,7 +97,7 @@ def linear_cross_entropies(
         raise ValueError(f"expected weight [V, {hidden_TD.shape[1]}], got {tuple(weight_VD.shape)}")
     device_type = hidden_TD.device.type
     dtype = product_dtype(device_type, hidden_TD.dtype)
-    with torch.autocast(device_type, enabled=False):
+    with without_autocast(device_type):
         loss, each_T, _ = _LinearCrossEntropy.apply(
             hidden_TD, weight_VD, targets_T, dtype, torch.is_grad_enabled()
         )

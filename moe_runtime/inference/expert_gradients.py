@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class _Experts(torch.autograd.Function):
         hidden_TD, ids_TK, weights_TK, *parameters = ctx.saved_tensors
         found: list[Tensor | None] = []
         try:
-            with torch.autocast(grad_TD.device.type, enabled=False):
+            with without_autocast(grad_TD.device.type):
                 found = _gradients(ctx.experts, hidden_TD, ids_TK, weights_TK, parameters, grad_TD)
         finally:
             if not found:  # here, since torch may run this on a thread of its own

@@ -40,7 +40,7 @@ from moe_runtime.inference.libraries import set_up_libraries
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.kernels.operands import find_device
+from moe_runtime.kernels.operands import find_device, without_autocast
 from moe_runtime.memory.prefault import touched_meanwhile
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
@@ -280,7 +280,6 @@ def replace_experts(
     return replaced
 
 
-@torch.autocast("cpu", enabled=False)  # parts are asked with numbers what they compute
 def finish_dense(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
@@ -296,8 +295,9 @@ def finish_dense(
     load_dense(model, checkpoint, experts, place, progress)
     if place.type == "cpu":
         use_small_batch_layers(model)
-        use_single_query_attention(model)
-        fuse_attention_layers(model)
+        with without_autocast("cpu"):  # parts are asked with numbers what they compute
+            use_single_query_attention(model)
+            fuse_attention_layers(model)
         rest_torch_threads(model)
         grow_cache_in_place(model)
     settings = read_generation_config(checkpoint.folder) if model.can_generate() else None

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.routing.capacity import Capacity, expert_slots
 from moe_runtime.routing.losses import LOSSES, LossInputs, check_loss_names
 from moe_runtime.routing.value import Routing, expert_counts
@@ -156,7 +157,7 @@ class Gate(nn.Module, ABC):
         """
         context = context or RoutingContext()
         self.check_batch(x_TD, context)
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device.type):
             return self.finish(self.decide(x_TD, context), context)
 
     def decide(self, x_TD: Tensor, context: RoutingContext) -> Choice:

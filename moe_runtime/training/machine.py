@@ -15,5 +15,14 @@ def require_compiler(device: torch.device) -> None:
 
 
 def autocast_of(precision: str, device_type: str) -> torch.autocast:
-    """The context in which a run's matrix products have its `run.precision`."""
-    return torch.autocast(device_type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
+    """The context in which a run's matrix products have its `run.precision`.
+
+    It keeps no narrow copies of weights: torch drops those at the end of the outermost autocast
+    alone, and inside of a caller's the next step would compute with weights from before the update.
+    """
+    return torch.autocast(
+        device_type,
+        dtype=torch.bfloat16,
+        enabled=precision == "bfloat16",
+        cache_enabled=False,
+    )

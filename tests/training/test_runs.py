@@ -115,16 +115,25 @@ def test_accumulation_takes_the_same_steps(tmp_path: Path) -> None:
 
 
 def test_bfloat16_follows_float32(tmp_path: Path) -> None:
-    runs = []
-    for precision in ("float32", "bfloat16"):
-        path = write_run(tmp_path / precision)
-        assert train(path, "--set", f"run.precision={precision}") == 0
-        runs.append(training_records(tmp_path / precision / "out"))
-    curves = [[record["loss"] for record in records if "loss" in record] for records in runs]
-    assert curves[0] != curves[1]
-    # bfloat16 products have relative errors of 2^-9; losses lie near 5. Where they are apart, norms
-    # and loads of every step tell other weights and tokens from a product that went wrong.
-    assert curves[0] == pytest.approx(curves[1], abs=0.05), runs
+    float32, bfloat16 = (
+        losses_of(tmp_path / precision, precision) for precision in ("float32", "bfloat16")
+    )
+    assert float32 != bfloat16
+    # bfloat16 products have relative errors of 2^-9; losses lie near 5
+    assert float32 == pytest.approx(bfloat16, abs=0.05)
+
+
+def test_a_caller_s_autocast_keeps_no_weights_from_before_an_update(tmp_path: Path) -> None:
+    alone = losses_of(tmp_path / "alone", "bfloat16")
+    with torch.autocast("cpu", enabled=False):
+        inside = losses_of(tmp_path / "inside", "bfloat16")
+    assert inside == alone
+
+
+def losses_of(folder: Path, precision: str) -> list[float]:
+    """Of every step of a run."""
+    assert train(write_run(folder), "--set", f"run.precision={precision}") == 0
+    return [record["loss"] for record in training_records(folder / "out") if "loss" in record]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from moe_runtime.kernels.expert_mlp.quantized.quantized_experts import Quantized
 from moe_runtime.kernels.expert_mlp.rows import groups_between, sort_rows
 from moe_runtime.kernels.expert_mlp.separate_experts import expert_ffn
 from moe_runtime.kernels.expert_mlp.torch_op import call, wants_gradient
+from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 
@@ -57,7 +58,7 @@ def _infer(
     activation: ActivationSpec,
     impl: str,
 ) -> Tensor:
-    with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(x_TD.device.type):
         if resolve_path(impl, x_TD) == "triton":
             from moe_runtime.kernels.expert_mlp.quantized import quantized_triton
 
@@ -127,7 +128,7 @@ class _Frozen(torch.autograd.Function):
         ]
         ids_TK = ctx.experts.named(ids_TK)
         wide = ctx.experts.widened(ids_TK, x_TD.dtype)
-        with torch.enable_grad(), torch.autocast(x_TD.device.type, enabled=False):
+        with torch.enable_grad(), without_autocast(x_TD.device.type):
             out_TD = call(
                 inputs[0], ids_TK, inputs[1], None, wide, ctx.activation,
                 impl=ctx.impl, recompute=False,

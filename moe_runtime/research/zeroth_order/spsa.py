@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
+from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.research.zeroth_order.directions import ZerothOrder, descend, direction, perturb
 from moe_runtime.training.offload.execution.passes import LayerInput
@@ -221,7 +222,7 @@ class SpsaExperts(nn.Module):
 
         def together(entries: list[LayerInput]) -> list[Tensor]:
             # another thread's part may have left autocast or gradients on
-            with torch.no_grad(), torch.autocast(hidden_states.device.type, enabled=False):
+            with torch.no_grad(), without_autocast(hidden_states.device.type):
                 return self._passes.forward(self.layer, entries)
 
         if self.window is None:

@@ -98,7 +98,9 @@ def test_a_step_that_lacks_experts_leases_none_that_lie_in_the_host_s_memory(
             settle(model)
         assert any(num_missing and not num_left for num_missing, num_left in outcomes)
         model.moe.check()
-        assert store.stats().misses >= sum(num_missing for num_missing, _ in outcomes)
+        # a prefetch may have been on its way: then it is a late hit
+        counted = store.stats().misses + store.stats().late_hits
+        assert counted >= sum(num_missing for num_missing, _ in outcomes)
 
 
 @emulated

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 import moe_runtime
 from moe_runtime.errors import MoERuntimeError
 
@@ -73,7 +75,7 @@ def raise_on(
     Returns:
         Whether it came to that; how often a line is run may depend on how quick the disk is.
     """
-    left, struck, is_done = occurrence, False, False
+    left, struck, is_done, depth = occurrence, False, False, _autocast_depth()
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left, struck
@@ -95,7 +97,15 @@ def raise_on(
     finally:
         sys.settrace(None)
     assert struck or is_done, "the call failed on its own"
+    # inside an autocast that is never left, torch keeps narrow copies of weights that change
+    assert _autocast_depth() == depth, "the call left an autocast entered"
     return struck
+
+
+def _autocast_depth() -> int:
+    """Contexts of autocast that this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 class StruckThreads:

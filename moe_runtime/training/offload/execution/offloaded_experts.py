@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.offload.execution.activations import ActivationPolicy
@@ -142,7 +143,7 @@ class OffloadedTrainingExperts(nn.Module):
 @contextlib.contextmanager
 def _plainly(x: Tensor) -> Iterator[None]:
     """No graph, and products in the dtype of their inputs, in whichever thread this runs."""
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(x.device.type):
         yield
 
 
