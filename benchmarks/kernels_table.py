@@ -18,7 +18,6 @@ from moe_runtime.files import write_text
 PAGE = ROOT / "kernels" / "README.md"
 BEGIN, END = "<!-- benchmarks/kernels_table.py: begin -->", "<!-- end -->"
 OURS = "moe_runtime"
-OLDER_EXPERTS = "expert-backends"
 Results = dict[str, Any]
 Medians = dict[str, dict[str, float]]
 
@@ -94,70 +93,33 @@ def _shapes_table(shapes: Results, medians: Medians) -> list[str]:
     return lines
 
 
-def experts_table(results: Results) -> list[str]:
-    """Milliseconds of one layer of experts, and the ratio to the best peer.
+def layers_table(files: list[Results]) -> list[str]:
+    """Milliseconds of a layer's calls, and how many times as long the best peer takes.
 
-    Files of `bench experts` and `bench layer` are of one shape; those of the script that
-    `bench experts` has taken the place of have names of systems that begin with it.
+    Args:
+        files: of one case, `bench experts` or `bench layer`.
     """
-    layers: dict[str, Medians] = {}
-    settings, is_older = results["settings"], results["case"] == OLDER_EXPERTS
-    for name, medians in _medians(results).items():
-        layer, _, backend = name.rpartition(", ") if is_older else ("", "", name)
-        layer = layer or f"{settings['model']}, {settings['dtype']}"
-        layers.setdefault(layer, {})[backend] = medians
-    rows: dict[str, dict[int, str]] = {}
-    for layer, backends in layers.items():
-        for metric, seconds in backends.pop(OURS).items():
-            passes, tokens, what = metric.split("_", 2)
-            if what == "s":
-                best = min(found[metric] for found in backends.values() if metric in found)
-                cell = f"{_number(seconds * 1e3)} ms, **{best / seconds:.2f}×**"
-                rows.setdefault(f"{layer}, {passes}", {})[int(tokens)] = cell
-    tokens = sorted({number for cells in rows.values() for number in cells})
-    case = "experts" if is_older else results["case"]
-    return [
-        f"| {case} (`moe-runtime bench {case}`) | " + " | ".join(f"T = {t}" for t in tokens) + " |",
-        "|---|" + "--:|" * len(tokens),
-        *(
-            f"| {row} | {' | '.join(cells.get(t, '–') for t in tokens)} |"
-            for row, cells in rows.items()
-        ),
-        "",
-        _origin(results, "of the faster of transformers' backends to ours; – was not measured"),
-    ]
-
-
-def layer_table(runs: list[Results]) -> list[str]:
-    """Seconds of `MoELayer` and how much longer the others take.
-
-    Runs are those of a script that `bench layer` has taken the place of.
-    """
+    case = files[0]["case"]
+    tokens = sorted({number for results in files for number in results["settings"]["tokens"]})
+    columns = " | ".join(f"T = {number}" for number in tokens)
     lines = [
-        "| `MoELayer`, both passes and, where it has a share, the optimizer's step "
-        "| machine | ours | transformers | GShard | "
-        "products | activation | optimizer | routing, dispatch, all else |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        f"| {case} (`moe-runtime bench {case}`) | machine | {columns} |",
+        "|---|---|" + "--:|" * len(tokens),
     ]
-    for run in runs:
-        settings = run["settings"]
-        found = {name.partition(",")[0]: one for name, one in _medians(run).items()}
-        medians = {name: one["step_s"] for name, one in found.items()}
-        ours = medians["ours"]
-        peer = min(medians[name] for name in ("grouped_mm", "eager") if name in medians)
-        parts = ("products", "activation", "optimizer")
-        shares = [found["ours"].get(f"share_of_{part}") for part in parts]
-        known = [share for share in shares if share is not None]
-        shares.append(1 - sum(known) if known else None)
-        cells = ["–" if share is None else f"{share:.1%}" for share in shares]
-        gshard = f"**{medians['gshard'] / ours:.2f}×**" if "gshard" in medians else "–"
-        lines.append(
-            f"| {settings['tokens']} tokens, H={settings['hidden']}, I={settings['inter']}, "
-            f"E={settings['experts']}, K={settings['top_k']}, {settings['dtype']} | "
-            f"{_processor(run)}, {run['commit']} | {ours:.2f} s | "
-            f"**{peer / ours:.2f}×** | {gshard} | {' | '.join(cells)} |"
+    for results in files:
+        settings, medians = results["settings"], _medians(results)
+        rows: dict[str, dict[int, str]] = {}
+        for metric, seconds in medians.pop(OURS).items():
+            passes, number, _ = metric.split("_")
+            best = min(found[metric] for found in medians.values() if metric in found)
+            cell = f"{_number(seconds * 1e3)} ms, **{best / seconds:.2f}×**"
+            rows.setdefault(passes, {})[int(number)] = cell
+        lines += (
+            f"| {settings['model']}, {settings['dtype']}, {passes} | {_origin(results)} | "
+            f"{' | '.join(cells.get(number, '–') for number in tokens)} |"
+            for passes, cells in rows.items()
         )
-    return [*lines, "", "× is the ratio of the others' times to ours; – was not measured."]
+    return [*lines, "", "× is the ratio of the faster of the peers to ours; – was not measured."]
 
 
 def training_table(files: list[Results]) -> list[str]:
@@ -174,26 +136,9 @@ def training_table(files: list[Results]) -> list[str]:
             f"| `{settings['model']}`, {settings['layers']} layers, {settings['sequences']} x "
             f"{settings['context']} tokens a step, {settings['dtype']} | "
             f"{', '.join(f'`{name}` {speed}' for name, speed in found.items())} | "
-            f"{_processor(results)}, {results['commit']} |"
+            f"{_origin(results)} |"
         )
     return lines
-
-
-def train_table(results: Results) -> list[str]:
-    """Tokens a second of training, of a script that `bench training` has taken the place of."""
-    lines = ["| training (`moe-runtime bench training`) | ours | transformers, `grouped_mm` | |"]
-    lines.append("|---|--:|--:|--:|")
-    medians = _medians(results)
-    for name in medians:
-        dtype, _, system = name.partition(", ")
-        if system == "ours":
-            peer = medians[f"{dtype}, transformers grouped_mm"]
-            lines.append(
-                f"| `{results['settings']['model']}`, {dtype} | "
-                f"{medians[name]['tokens_per_s']:,.0f} tokens/s | "
-                f"{peer['tokens_per_s']:,.0f} tokens/s | **{peer['ours_over_it']:.2f}×** |"
-            )
-    return [*lines, "", _origin(results, "of our speed to theirs")]
 
 
 def _medians(results: Results) -> Medians:
@@ -208,8 +153,9 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _origin(results: Results, ratio: str) -> str:
-    return f"× is the ratio {ratio}. {_machine_line(results)}"
+def _origin(results: Results) -> str:
+    """Processor and commit, for a column."""
+    return f"{_processor(results)}, {results['commit']}"
 
 
 def _machine_line(results: Results) -> str:
@@ -235,15 +181,10 @@ def section(folder: Path) -> str:
     """The whole section, from the results files of a folder."""
     parts = [gpu_table(_read(path)) for path in sorted(folder.glob("kernels-*.json"))]
     parts += [ops_table(_read(path)) for path in sorted(folder.glob("bench-ops-*.json"))]
-    parts += [experts_table(_read(path)) for path in sorted(folder.glob("experts-*.json"))]
     for case in ("experts", "layer"):
         found = map(_read, sorted(folder.glob(f"bench-{case}-*.json")))
-        parts += [experts_table(one) for one in found if "formats" not in one["settings"]]
-    layers = [_read(path) for path in sorted(folder.glob("layer-*.json"), reverse=True)]
-    parts += [layer_table(layers)] if layers else []
-    training = [_read(path) for path in sorted(folder.glob("bench-training-*.json"))]
-    parts += [training_table(training)] if training else []
-    parts += [train_table(_read(path)) for path in sorted(folder.glob("train-*.json"))]
+        parts.append(layers_table([one for one in found if "formats" not in one["settings"]]))
+    parts.append(training_table([*map(_read, sorted(folder.glob("bench-training-*.json")))]))
     return "\n\n".join("\n".join(part) for part in parts)
 
 

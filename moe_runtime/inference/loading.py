@@ -294,8 +294,8 @@ def finish_dense(
     """
     load_dense(model, checkpoint, experts, place, progress)
     if place.type == "cpu":
-        use_small_batch_layers(model)
         with without_autocast("cpu"):  # parts are asked with numbers what they compute
+            use_small_batch_layers(model)
             use_single_query_attention(model)
             fuse_attention_layers(model)
         rest_torch_threads(model)

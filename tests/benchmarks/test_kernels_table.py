@@ -30,35 +30,26 @@ def test_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels_table.main() == 0, "run benchmarks/kernels_table.py"
 
 
-def test_a_case_without_a_measurement_is_left_open() -> None:
-    both = {"forward_1": 0.002, "forward_16": 0.004, "forward+backward_16": 0.009}
-    ours = system("s, bf16, moe_runtime", **both, forward_1_over_peers=2.4)
-    peer = {"forward_1": 0.005, "forward_16": 0.006, "forward+backward_16": 0.009}
-    measurements = [ours, system("s, bf16, eager", **peer), system("t, bf16, moe_runtime")]
-    results = {**HEAD, "case": "expert-backends", "settings": {}, "measurements": measurements}
-    lines = kernels_table.experts_table(results)
-    assert "`moe-runtime bench experts`" in lines[0]
-    assert lines[2] == "| s, bf16, forward | 2 ms, **2.50×** | 4 ms, **1.50×** |"
-    assert lines[3] == "| s, bf16, forward+backward | – | 9 ms, **1.00×** |"
-    assert "CPU (avx512f), 2 cores, 16 GiB" in lines[-1]
-
-
-def test_a_file_of_the_suite_is_compared_with_the_best_that_has_numbers() -> None:
-    results = {
-        **HEAD,
-        "case": "layer",
-        "settings": {"model": "s", "dtype": "float32"},
-        "measurements": [
-            system("eager", forward_1=0.006, backward_8=0.03),
-            system("moe_runtime", forward_1=0.002, backward_8=0.01),
-            system("grouped_mm", forward_1=0.005),
-            system("gshard"),
-        ],
-    }
-    lines = kernels_table.experts_table(results)
-    assert lines[0] == "| layer (`moe-runtime bench layer`) | T = 1 | T = 8 |"
-    assert lines[2] == "| s, float32, forward | 2 ms, **2.50×** | – |"
-    assert lines[3] == "| s, float32, backward | – | 10 ms, **3.00×** |"
+def test_each_file_is_compared_with_its_best_peer_that_has_numbers() -> None:
+    settings = {"model": "s", "dtype": "float32", "tokens": [1, 8]}
+    peers = [
+        system("eager", forward_1=0.006, backward_8=0.03),
+        system("grouped_mm", forward_1=0.005),
+        system("gshard"),
+    ]
+    ours = system("moe_runtime", forward_1=0.002, backward_8=0.01)
+    other = {**settings, "model": "t", "tokens": [16]}
+    more = [system("eager", forward_16=0.008), system("moe_runtime", forward_16=0.004)]
+    lines = kernels_table.layers_table(
+        [
+            {**HEAD, "case": "layer", "settings": settings, "measurements": [*peers, ours]},
+            {**HEAD, "case": "layer", "settings": other, "measurements": more},
+        ]
+    )
+    assert lines[0] == "| layer (`moe-runtime bench layer`) | machine | T = 1 | T = 8 | T = 16 |"
+    assert lines[2] == "| s, float32, forward | CPU (avx512f), abc | 2 ms, **2.50×** | – | – |"
+    assert lines[3] == "| s, float32, backward | CPU (avx512f), abc | – | 10 ms, **3.00×** | – |"
+    assert lines[4] == "| t, float32, forward | CPU (avx512f), abc | – | – | 4 ms, **2.00×** |"
 
 
 def test_systems_that_trained_are_named_with_their_speeds() -> None:
@@ -74,26 +65,6 @@ def test_systems_that_trained_are_named_with_their_speeds() -> None:
         "| `s`, 2 layers, 4 x 8 tokens a step, float32 | `moe_runtime` 1,234, `eager` 100 | "
         "CPU (avx512f), abc |"
     )
-
-
-def test_what_the_layer_spends_its_time_on() -> None:
-    settings = {"tokens": 8, "hidden": 4, "inter": 2, "experts": 3, "top_k": 1, "dtype": "fp32"}
-    shares = {"share_of_products": 0.85, "share_of_activation": 0.06}
-    peers = [
-        system(f"{name}, 8 tokens", step_s=s) for name, s in (("grouped_mm", 3), ("gshard", 8))
-    ]
-    runs = [
-        {
-            **HEAD,
-            "settings": settings,
-            "measurements": [system("ours, 8 tokens", step_s=2.0, **found), *peers],
-        }
-        for found in (shares, shares | {"share_of_optimizer": 0.04}, {})
-    ]
-    lines = kernels_table.layer_table(runs)
-    assert lines[2].endswith("| 2.00 s | **1.50×** | **4.00×** | 85.0% | 6.0% | – | 9.0% |")
-    assert lines[3].endswith("| 2.00 s | **1.50×** | **4.00×** | 85.0% | 6.0% | 4.0% | 5.0% |")
-    assert lines[4].endswith("| 2.00 s | **1.50×** | **4.00×** | – | – | – | – |")
 
 
 def test_ops_and_their_backward_passes() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.inference.cpu.threads import torch_threads_for
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 ATTENTION, EAGER_ATTENTION = "moe_runtime", "moe_runtime_eager"
 """What this attention, for SDPA, and that for eager are called where transformers finds them."""
 
-SHORT_CONTEXT = 1024
-"""Tokens up to which attention over half precision is computed in fp32 where it would keep code."""
+LENGTHS = 64
+"""Where torch keeps code for lengths of prompts and contexts, they are multiples of this."""
 
 CHANGING_OPTIONS = frozenset(
     ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "sinks", "cache")
@@ -77,30 +78,64 @@ def attend(
     mixed = single_query_attention(query, key, value, attention_mask, options)
     if mixed is not None:
         return mixed, None
-    parts: list[Any] = [query, key, value, attention_mask]
-    if keeps_code_of_length(query, key):
-        parts = [widened(part) for part in parts]
-        options = {name: widened(option) for name, option in options.items()}
-    with torch_threads_for(query, key):
-        mixed, weights = private.sdpa_attention_forward(module, *parts, **options)
-    return mixed.to(query.dtype), weights
+    num_queries, with_threads = query.shape[2], torch_threads_for(query, key)
+    if keeps_code_of_lengths(query):
+        is_causal = options.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if (bias := options.get("position_bias")) is not None:
+            options["position_bias"] = _padded(bias, query, key)
+        query, key, value, attention_mask = with_few_lengths(
+            query, key, value, attention_mask, is_causal=is_causal
+        )
+    with with_threads:
+        mixed, weights = private.sdpa_attention_forward(
+            module, query, key, value, attention_mask, **options
+        )
+    return mixed[:, :num_queries], weights
 
 
-def widened(part: Any) -> Any:
-    """In fp32 if it is a tensor of numbers that have a precision: some models add a bias."""
-    is_number = isinstance(part, torch.Tensor) and part.is_floating_point()
-    return part.float() if is_number else part
+def keeps_code_of_lengths(query: torch.Tensor) -> bool:
+    """Whether torch makes and keeps code for every length of a prompt and of its context.
 
-
-def keeps_code_of_length(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether torch would make and keep code for this very length, for little work.
-
-    With matrix units its products in half precision do, half a mebibyte for each length: more than
-    a short prompt's own memory, and a server would gather it for every length that it meets.
+    With matrix units its products in half precision do, half a mebibyte for each length, which a
+    server would gather for every one that it meets.
     """
     is_half = query.is_cpu and query.dtype in (torch.bfloat16, torch.float16)
-    has_units = is_half and torch.cpu._is_amx_tile_supported()
-    return has_units and query.shape[-2] > 1 and key.shape[-2] <= SHORT_CONTEXT
+    return is_half and query.shape[-2] > 1 and torch.cpu._is_amx_tile_supported()
+
+
+def with_few_lengths(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What attention is called with, padded to multiples of `LENGTHS`; a few MiB are kept for all.
+
+    Args:
+        query: ``[B, H, Q, D]``; further queries follow, whose results are to be left out.
+        key: ``[B, G, S, D]``; further keys follow, which none of these queries attends to.
+        value: ``[B, G, S, V]``.
+        mask: None, or one that allows (bool) or adds, ``[B, 1 or H, 1 or Q, S]``.
+        is_causal: whether queries without a mask attend to no later key.
+    """
+    if mask is None and not is_causal:
+        mask = query.new_zeros(1, 1, 1, key.shape[2])
+    if mask is not None:
+        mask = _padded(mask, query, key)
+    more = -query.shape[2] % LENGTHS, -key.shape[2] % LENGTHS
+    query = F.pad(query, (0, 0, 0, more[0]))
+    key, value = (F.pad(part, (0, 0, 0, more[1])) for part in (key, value))
+    return query, key, value, mask
+
+
+def _padded(scores: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What allows or is added to scores, ``[..., 1 or Q, S]``; nothing attends to further keys."""
+    lowest = 0 if scores.dtype == torch.bool else torch.finfo(scores.dtype).min
+    more_queries = -query.shape[2] % LENGTHS if scores.shape[-2] > 1 else 0
+    return F.pad(scores, (0, -key.shape[2] % LENGTHS, 0, more_queries), value=lowest)
 
 
 def single_query_attention(

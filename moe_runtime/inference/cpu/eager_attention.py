@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.inference.cpu.attention import (
     EAGER_ATTENTION,
-    SHORT_CONTEXT,
     changes_attention,
-    keeps_code_of_length,
+    keeps_code_of_lengths,
     single_query_attention,
-    widened,
+    with_few_lengths,
 )
 from moe_runtime.inference.cpu.threads import torch_threads_for
 from moe_runtime.kernels.linear.op import keeps_code
@@ -30,6 +29,10 @@ from moe_runtime.kernels.native import needs_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+SHORT_CONTEXT = 1024
+"""Tokens up to which a family's own attention over half precision is computed in fp32, where torch
+would keep code for each length."""
 
 _OWN = "eager_attention_forward"
 """What families call their own attention, a function of their module."""
@@ -142,12 +145,13 @@ def attend(
         return mixed, None
     scaling = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v, mask = query, key, value, attention_mask
-    if keeps_code_of_length(query, key):
-        q, k, v, mask = (widened(part) for part in (q, k, v, mask))
-    with torch_threads_for(query, key):
-        mixed = _fused_with_sinks(q, k, v, mask, scale, sinks)
-    return mixed.transpose(1, 2).to(query.dtype), None
+    num_queries, with_threads = query.shape[2], torch_threads_for(query, key)
+    parts = query, key, value, attention_mask
+    if keeps_code_of_lengths(query):
+        parts = with_few_lengths(*parts, is_causal=False)
+    with with_threads:
+        mixed = _fused_with_sinks(*parts, scale, sinks)
+    return mixed[:, :, :num_queries].transpose(1, 2).to(query.dtype), None
 
 
 def _shows_weights(module: Any) -> bool:
@@ -176,10 +180,16 @@ def _own_attention(
     is_long_prompt = query.shape[2] > 1 and key.shape[2] > SHORT_CONTEXT
     if is_differentiable or not keeps_code(query) or is_long_prompt:
         return attend_own(module, query, key, value, mask, **options)
-    options = {name: widened(option) for name, option in options.items()}
-    parts = [widened(part) for part in (query, key, value, mask)]
+    options = {name: _widened(option) for name, option in options.items()}
+    parts = [_widened(part) for part in (query, key, value, mask)]
     mixed, weights = attend_own(module, *parts, **options)
     return mixed.to(query.dtype), None if weights is None else weights.to(query.dtype)
+
+
+def _widened(part: Any) -> Any:
+    """In fp32 if it is a tensor of numbers that have a precision: some models add a bias."""
+    is_number = isinstance(part, torch.Tensor) and part.is_floating_point()
+    return part.float() if is_number else part
 
 
 def _fused_with_sinks(

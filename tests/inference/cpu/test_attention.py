@@ -85,23 +85,40 @@ def test_options_that_ask_for_more_are_passed_on(monkeypatch: pytest.MonkeyPatch
     assert passed == [{"scaling": 0.3, "softcap": 20.0}, *plain]
 
 
-@pytest.mark.parametrize("kind", ["none", "bool", "added"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_a_model_adds_to_the_scores_is_widened_with_them(dtype, kind, monkeypatch):
-    """As on a processor with matrix units, where prompts in half precision take this path."""
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
+    """Those of queries and keys that torch's attention is called with, as on a processor with
+    matrix units."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    query, key, value = inputs(dtype, queries=37)
-    bias, (mask, wide_mask) = torch.randn(2, 6, 37, 37, dtype=dtype), masks(kind)
+    seen = set[tuple[int, int]]()
+
+    def sdpa(module: object, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any):
+        seen.add((query.shape[2], key.shape[2]))
+        return sdpa_attention_forward(module, query, key, *rest, **options)
+
+    monkeypatch.setattr(transformers_private, "sdpa_attention_forward", sdpa)
+    return seen
+
+
+@pytest.mark.parametrize("is_biased", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "none", "bool", "added"])
+@pytest.mark.parametrize("queries", [2, 36, 37])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prompts_in_half_precision_have_few_lengths(dtype, queries, kind, is_biased, lengths):
+    query, key, value = inputs(dtype, queries=queries)
+    options: dict[str, Any] = {"scaling": 0.3, "is_causal": kind == "causal"}
+    mask, wide_mask = masks("none" if kind == "causal" else kind)
     mask = mask.to(dtype) if kind == "added" else mask
+    bias = torch.randn(2, 6, queries, 37, dtype=dtype) if is_biased else None
     wide = [t.double() for t in (query, key, value)]
     with torch.inference_mode():
-        found, _ = attend(Layer(3), query, key, value, mask, scaling=0.3, position_bias=bias)
-        bias = bias.double()
-        exact, _ = sdpa_attention_forward(
-            Layer(3), *wide, wide_mask, scaling=0.3, position_bias=bias
-        )
+        found, _ = attend(Layer(3), query, key, value, mask, position_bias=bias, **options)
+        bias = None if bias is None else bias.double()
+        exact, _ = sdpa_attention_forward(Layer(3), *wide, wide_mask, position_bias=bias, **options)
+    assert lengths == {(64, 64)}
+    assert found.shape == exact.shape
     assert found.dtype == dtype
-    # averages of at most |value|, computed in fp32 and rounded once to the dtype
+    # averages of at most |value| by weights in the dtype, in fp32, rounded once to the dtype
     assert (found - exact).abs().max() < (torch.finfo(dtype).eps + 1e-5) * value.abs().max()
 
 
