@@ -46,7 +46,7 @@ def ops_table(results: Results) -> list[str]:
 def gpu_table(results: Results) -> list[str]:
     """What is aimed at on a GPU beside what was measured: `kernels.py`."""
     lines = [
-        "| aimed at (`benchmarks/kernels.py`) | | asked | measured | |",
+        "| aimed at (`benchmarks/kernels.py`) | figure | asked | measured | verdict |",
         "|---|---|--:|--:|---|",
     ]
     settings, versions = results["settings"], results["versions"]
@@ -181,7 +181,9 @@ def training_table(files: list[Results]) -> list[str]:
 
 def train_table(results: Results) -> list[str]:
     """Tokens a second of training, of a script that `bench training` has taken the place of."""
-    lines = ["| training (`moe-runtime bench training`) | ours | transformers, `grouped_mm` | |"]
+    lines = [
+        "| training (`moe-runtime bench training`) | ours | transformers, `grouped_mm` | ratio |"
+    ]
     lines.append("|---|--:|--:|--:|")
     medians = _medians(results)
     for name in medians:
