@@ -45,7 +45,7 @@ def ops_table(results: Results) -> list[str]:
 def gpu_table(results: Results) -> list[str]:
     """What is aimed at on a GPU beside what was measured: `kernels.py`."""
     lines = [
-        "| aimed at (`benchmarks/kernels.py`) | | asked | measured | |",
+        "| aimed at (`benchmarks/kernels.py`) | figure | asked | measured | verdict |",
         "|---|---|--:|--:|---|",
     ]
     settings, versions = results["settings"], results["versions"]

@@ -137,7 +137,8 @@ def write_pages(folder: Path) -> dict[str, list[tuple[str, str]]]:
         for _, source, place in rows:
             text = (ROOT / source).read_text(encoding="utf-8")
             write(folder / place, moved(text, source, place, places, folder))
-    write(folder / "extra.css", (ROOT / "docs" / "site" / "extra.css").read_text(encoding="utf-8"))
+    for extra in ("extra.css", "extra.js"):
+        shutil.copyfile(ROOT / "docs" / "site" / extra, folder / extra)
     for section, made in generated().items():
         for title, place, make in made:
             write(folder / place, make())

@@ -2,9 +2,11 @@
 
 import csv
 import io
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.bench.figures import figure, unit_for
@@ -101,18 +103,15 @@ def results_page(named: Sequence[tuple[str, dict[str, Any]]], *, has_plots: bool
         groups.setdefault(row.group, []).append(row)
     judged = [found for found in groups.values() if found[0].summary["judged"]]
     others = [found for found in groups.values() if not found[0].summary["judged"]]
-    drawn = Counter[str]()
-    sections = []
+    sections: dict[str, Section] = {}
     for found in judged:
-        name = f"{found[0].case}-{found[0].metric}".replace("_", "-")
-        drawn[name] += 1
-        name += f"-{drawn[name]}" if drawn[name] > 1 else ""
-        sections.append(_metric_section(name, found, has_plots))
+        anchor = _anchor(f"{found[0].case}-{found[0].metric}", sections)
+        sections[anchor] = _metric_section(anchor, found, has_plots)
     num_interrupted = sum(results["ended"] == "interrupted" for _, results in named)
     cpus = {str(results["machine"].get("cpu")) for _, results in named}
     return Page(
         title="Benchmark results",
-        subtitle=", ".join(name for name, _ in named),
+        subtitle=_few([name for name, _ in named]),
         facts=[
             (str(len(named)), "results files" if len(named) > 1 else "results file"),
             (str(len({row.label for row in rows})), "systems with numbers"),
@@ -120,7 +119,7 @@ def results_page(named: Sequence[tuple[str, dict[str, Any]]], *, has_plots: bool
             *([(str(num_interrupted), "interrupted")] if num_interrupted else []),
         ],
         sections=[
-            *sections,
+            *sections.values(),
             *([_other_numbers(others)] if others else []),
             _circumstances(named),
         ],
@@ -145,6 +144,20 @@ def to_csv(rows: Sequence[ResultRow]) -> str:
         facts = [row.case, row.work, row.label, row.metric, row.num_repetitions]
         writer.writerow([*facts, *(row.summary[name] for name in names)])
     return buffer.getvalue()
+
+
+def _anchor(name: str, taken: Container[str]) -> str:
+    """A name for links and files: without spaces, and with a number where it is taken."""
+    plain = re.sub(r"[^\w.]+|_+", "-", name).strip("-.")
+    numbered = (f"{plain}-{number}" for number in count(2))
+    return next(one for one in chain([plain], numbered) if one not in taken)
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first of many names, and how many there are besides."""
+    shown = names if len(names) <= 6 else names[:3]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more, named below" if rest else "")
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -188,7 +201,7 @@ def draw_metric(rows: Sequence[ResultRow]) -> "Figure":
             spread = [found[part] * scale for part in ("p50", "p90", "p99")]
             axes.plot(spread, [place] * 3, "o", color=INK, markeredgecolor=SURFACE, markersize=5)
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
-        axes.invert_yaxis()
+        axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(visible=False, axis="y")
         axes.set_xlim(left=0)
         axes.set_xlabel(f"{rows[0].metric} ({unit})")

@@ -31,7 +31,9 @@ class Experts(nn.Module):
         gate_up_proj: `[E, 2F, D]`, gate rows first; absent without a gate.
         up_proj: `[E, F, D]`, only without a gate.
         down_proj: `[E, D, F]`.
-        gate_up_proj_bias, up_proj_bias, down_proj_bias: `[E, 2F]`, `[E, F]`, `[E, D]`.
+        gate_up_proj_bias: `[E, 2F]`.
+        up_proj_bias: `[E, F]`.
+        down_proj_bias: `[E, D]`.
     """
 
     def __init__(

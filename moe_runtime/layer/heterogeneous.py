@@ -37,7 +37,9 @@ class HeterogeneousExperts(nn.Module):
         gate_proj: `[N, D]`, absent without a gate.
         up_proj: `[N, D]`.
         down_proj: `[N, D]`: row n is what hidden column n adds to the output.
-        gate_proj_bias, up_proj_bias, down_proj_bias: `[N]`, `[N]`, `[E, D]`.
+        gate_proj_bias: `[N]`.
+        up_proj_bias: `[N]`.
+        down_proj_bias: `[E, D]`.
     """
 
     def __init__(

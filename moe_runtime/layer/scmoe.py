@@ -27,7 +27,8 @@ class ScMoEParts:
     `(x)`.
 
     Attributes:
-        first_attention, mlp: Of the block before.
+        first_attention: Of the block before.
+        mlp: Of the block before.
         second_attention: Of the block with the experts.
         shared: The expert that every token visits, on the present representation.
         routed: The routed experts, on the shortcut; without shared experts of its own.

@@ -3,6 +3,7 @@
 import copy
 import csv
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,12 @@ def test_every_committed_file_is_read_and_one_page_is_made_of_all(
     assert [str(one.message) for one in recwarn] == []
     text = page.read_text(encoding="utf-8")
     assert [name for name in found if name not in text] == []
+    # Links to sections work, and neither their list nor the longest table stands before the first.
+    anchors = re.findall(r'<section id="([^"]*)"', text)
+    assert len(set(anchors)) == len(anchors) > 100
+    assert [one for one in anchors if not re.fullmatch(r"[\w.-]+", one)] == []
+    assert f"<details>\n  <summary>{len(anchors)} sections</summary>" in text
+    assert f"and {len(found) - 3} more, named below</p>" in text
     rows = [*csv.DictReader(table.open(encoding="utf-8"))]
     num_metrics = (len(m["summary"]) for one in found.values() for m in one["measurements"])
     assert len(rows) == sum(num_metrics)

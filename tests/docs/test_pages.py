@@ -41,6 +41,14 @@ def test_no_page_has_marks_of_a_merge(page: Path) -> None:
     assert re.findall(r"^(?:<{7}|>{7}).*$", page.read_text(encoding="utf-8"), re.M) == []
 
 
+@pytest.mark.parametrize("page", sorted(set(PAGES)), ids=lambda page: str(page.relative_to(ROOT)))
+def test_columns_have_names_and_pictures_have_words(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    headers = re.findall(r"^\|(.*)\|\n\|(?: *:?-+:? *\|)+$", text, re.M)
+    assert [header for header in headers if not all(map(str.strip, header.split("|")))] == []
+    assert re.findall(r"!\[\s*\]", text) == []
+
+
 def test_wrong_links_are_found() -> None:
     text = "# One `two` three---four\n[a](b.md#c) `[no](code)`\n```\n[no](fenced)\n```\n"
     assert list(targets_of(text)) == ["b.md#c"]

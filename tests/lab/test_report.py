@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -17,12 +18,14 @@ from moe_runtime.cli.main import main
 from moe_runtime.lab.replay.link_model import Machine
 from moe_runtime.lab.report.findings import ReportSettings, find
 from moe_runtime.lab.report.page import Page, Section, render
+from moe_runtime.lab.report.style import SERIES
 from moe_runtime.lab.report.trace_page import trace_page
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.policies.prediction import Shape
 
 SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
 SECTIONS = ["activation", "popularity", "reuse", "hit-rates", "recall", "traffic", "timeline"]
+WORDS = ["ink", "muted", "accent"]
 RUN = {
     "model": "models/<pocket>",
     "policy": "lru",
@@ -122,6 +125,36 @@ def test_the_page_can_be_walked_through(page):
     # colours of the drawings follow the page, light or dark
     assert "var(--ink)" in text
     assert text.count("prefers-color-scheme: dark") == 1
+
+
+def luminance(colour: str) -> float:
+    """WCAG's, of `#rrggbb`."""
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_words_and_drawings_stand_out_on_light_and_on_dark(page):
+    blocks = re.findall(r":root \{(.*?)\}", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        colours = dict(re.findall(r"--(\w+): (#\w{6})", block))
+        for under in ("page", "surface"):
+            words = {name: contrast(colours[name], colours[under]) for name in WORDS}
+            assert min(words.values()) >= 4.5, (under, words)
+        assert min(contrast(colour, colours["surface"]) for colour in SERIES) >= 3
+
+
+def test_what_scrolls_is_reached_with_the_keyboard(page):
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<table>") == text.count('<div class="scroll" tabindex="0" role="region"') > 0
+    assert text.count("<svg") == text.count('<div role="img" tabindex="0"')
+    assert "<details open>\n  <summary>7 sections</summary>" in text
 
 
 def test_plots_are_written_too(page):

@@ -195,12 +195,15 @@ def draw(points: "list[ScalingPoint]", path: Path) -> None:
 
 def plain_numbers(axes: "Axes", shown: Sequence[int]) -> None:
     """Marks what was computed on a logarithmic axis below, and writes numbers without powers."""
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     axes.set_xticks(shown, [str(number) for number in shown])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_formatter(ScalarFormatter())
+    if axes.get_yscale() == "log":
+        # Every tenth of a decade would be written over its neighbours.
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 4.0, 6.0)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
 
 
