@@ -45,6 +45,22 @@ def attention_step_reference(
     return linear_reference(mixed_BHV.flatten(1), weights.output, weights.output_bias)
 
 
+def heads_reference(
+    query_BTQ: Tensor, key_BTN: Tensor, weights: AttentionWeights, cos_BTR: Tensor, sin_BTR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes as `attention_heads` says; every operation rounds to the dtype of the queries."""
+    batch, tokens = query_BTQ.shape[:2]
+    if weights.pairs_share:
+        cos_BTR, sin_BTR = (torch.cat((angles, angles), dim=-1) for angles in (cos_BTR, sin_BTR))
+    cos, sin = (angles.expand(batch, -1, -1).flatten(0, 1) for angles in (cos_BTR, sin_BTR))
+
+    def heads(values_BTN: Tensor, norm: HeadNorm | None) -> Tensor:
+        rows = _heads(_normed(values_BTN.flatten(0, 1), norm), weights.key_dim)
+        return rotated(rows, cos, sin).unflatten(0, (batch, tokens)).transpose(1, 2)
+
+    return heads(query_BTQ, weights.q_norm), heads(key_BTN, weights.k_norm)
+
+
 def _heads(values: Tensor, dim: int) -> Tensor:
     return values.unflatten(1, (-1, dim))
 

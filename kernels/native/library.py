@@ -63,6 +63,9 @@ _KERNELS = {
     # layer, x, batch, cos, sin, angle_stride, angle_dim, places, num_places, mask, scratch, out,
     # share_threads
     "moe_attention_step": "i ppqppqqpqpppi",
+    # layer, queries, keys, num_rows, tokens, cos, sin, angle_rows, angle_dim, query_heads,
+    # key_heads, share_threads
+    "moe_attention_heads": "i pppqqppqqppi",
     # query, query_stride, key, key_outer, key_inner, key_row, value, value_outer, value_inner,
     # value_row, mask, sinks, sinks_dtype, out, outer, inner, rows, length, key_dim, value_dim,
     # scale, dtype, share_threads

@@ -75,7 +75,7 @@ def test_a_loaded_model_that_has_generated_needs_few_modules(loaded):
         pytest.skip("torch computes here, which needs more modules")
     assert "moe_runtime.inference.expert_layer" in loaded
     assert len(loaded) <= 100
-    assert sum(loaded.values()) <= 13_100
+    assert sum(loaded.values()) <= 13_300
 
 
 def test_a_loaded_model_needs_nothing_of_rooms_for_other_purposes(loaded):

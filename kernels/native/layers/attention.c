@@ -1,13 +1,18 @@
-/* The attention layer of one token a sequence, from hidden values to hidden values, in one call.
+/* The attention layer of one token a sequence, from hidden values to hidden values, in one call; and of the layer of whole
+ * sequences what lies between the products.
  *
  * Between the products lie a few thousand operations on values that just were in the cache; as operations of their own,
  * each with its own call, they take longer than the products of a small model. Their arithmetic is that of separate
  * operations, each rounded to the data type: setup.py compiles this file without fused multiply-add.
  */
+#include <stdatomic.h>
 #include <string.h>
 
 #include "convert.h"
 #include "kernels.h"
+#include "pool.h"
+
+enum { ROWS_AT_ONCE = 4 };
 
 /* Turns the pairs (x[i], x[i + half]) by the angles of a position: x * cos + (-x[half:], x[:half]) * sin. The angles of
  * second values lie `angle` bytes behind those of first values. */
@@ -67,24 +72,26 @@ typedef struct {
     int64_t stride, dim;
 } Angles;
 
-/* Normalises the heads of one row, where the layer does so, into `normed`. */
-static const char *normalise(const AttentionLayer *layer, const char *row, const char *weight, int64_t dim, double eps,
-                             int64_t count, char *normed) {
-    if (!weight) return row;
-    const int dtype = (int)layer->dtype;
-    moe_norm_rows(row, dim * dtype_bytes(dtype), count / dim, weight, normed, dim, (float)eps, dtype, NORM_ROUNDED);
-    return normed;
-}
+enum { QUERIES, KEYS };
 
-static void rotate_heads(const AttentionLayer *layer, const Angles *angles, int64_t sequence, const char *x, int64_t heads,
-                         char *out, int64_t out_stride) {
-    const int64_t size = dtype_bytes((int)layer->dtype), bytes = layer->key_dim * size;
+/* Normalises the heads of one row, where the layer does so, by way of `normed`, and turns them by the angles of a
+ * position. */
+static void make_heads(const AttentionLayer *layer, int kind, const Angles *angles, int64_t position, const char *row,
+                       char *normed, char *out, int64_t out_stride) {
+    const int dtype = (int)layer->dtype;
+    const int64_t size = dtype_bytes(dtype), bytes = layer->key_dim * size, heads = kind == KEYS ? layer->key_heads : layer->heads;
+    const char *norm = kind == KEYS ? layer->k_norm : layer->q_norm;
+    if (norm) {
+        const int64_t dim = kind == KEYS ? layer->k_norm_dim : layer->q_norm_dim;
+        const double eps = kind == KEYS ? layer->k_eps : layer->q_eps;
+        moe_norm_rows(row, dim * size, heads * layer->key_dim / dim, norm, normed, dim, (float)eps, dtype, NORM_ROUNDED);
+        row = normed;
+    }
     const int64_t half = layer->pairs_share ? angles->dim : angles->dim / 2, turned = 2 * half * size;
-    const int64_t at = sequence * angles->stride;
-    for (int64_t h = 0; h < heads; h++, x += bytes, out += out_stride) {
-        rotations[layer->dtype](x, angles->cos + at, angles->sin + at, out, half,
-                                layer->pairs_share ? 0 : half * size);
-        memcpy(out + turned, x + turned, (size_t)(bytes - turned));
+    const int64_t at = position * angles->stride;
+    for (int64_t h = 0; h < heads; h++, row += bytes, out += out_stride) {
+        rotations[dtype](row, angles->cos + at, angles->sin + at, out, half, layer->pairs_share ? 0 : half * size);
+        memcpy(out + turned, row + turned, (size_t)(bytes - turned));
     }
 }
 
@@ -92,15 +99,56 @@ static void rotate_heads(const AttentionLayer *layer, const Angles *angles, int6
 static void place_heads(const AttentionLayer *layer, const Angles *angles, int64_t sequence, const char *row, char *normed,
                         char *queries, const Cached *keys, const Cached *values, int64_t last) {
     const int64_t size = dtype_bytes((int)layer->dtype);
-    const int64_t q_count = layer->heads * layer->key_dim, k_count = layer->key_heads * layer->key_dim;
-    const char *key = row + q_count * size, *value = key + k_count * size;
-    const char *q = normalise(layer, row, layer->q_norm, layer->q_norm_dim, layer->q_eps, q_count, normed);
-    rotate_heads(layer, angles, sequence, q, layer->heads, queries, layer->key_dim * size);
-    const char *k = normalise(layer, key, layer->k_norm, layer->k_norm_dim, layer->k_eps, k_count, normed);
-    rotate_heads(layer, angles, sequence, k, layer->key_heads, keys->data + last * keys->row, keys->inner);
+    const char *key = row + layer->heads * layer->key_dim * size, *value = key + layer->key_heads * layer->key_dim * size;
+    make_heads(layer, QUERIES, angles, sequence, row, normed, queries, layer->key_dim * size);
+    make_heads(layer, KEYS, angles, sequence, key, normed, keys->data + last * keys->row, keys->inner);
     for (int64_t h = 0; h < layer->key_heads; h++)
         memcpy(values->data + h * values->inner + last * values->row, value + h * layer->value_dim * size,
                (size_t)(layer->value_dim * size));
+}
+
+typedef struct {
+    const AttentionLayer *layer;
+    const char *rows[2]; /* queries and keys, [num_rows, heads * key_dim] without gaps */
+    char *out[2];        /* [sequences, heads, tokens, key_dim] */
+    Angles angles;
+    int64_t num_rows, tokens, angle_rows;
+    char *normed;
+    int64_t normed_bytes; /* of each thread */
+    atomic_llong next_row, next_thread;
+} Heads;
+
+static void make_some_heads(void *context) {
+    Heads *call = context;
+    const AttentionLayer *layer = call->layer;
+    const int64_t bytes = layer->key_dim * dtype_bytes((int)layer->dtype), tokens = call->tokens;
+    char *normed = call->normed + atomic_fetch_add(&call->next_thread, 1) * call->normed_bytes;
+    for (;;) {
+        const int64_t first = atomic_fetch_add(&call->next_row, ROWS_AT_ONCE);
+        if (first >= call->num_rows) return;
+        for (int64_t r = first; r < call->num_rows && r < first + ROWS_AT_ONCE; r++)
+            for (int kind = QUERIES; kind <= KEYS; kind++) {
+                const int64_t heads = kind == KEYS ? layer->key_heads : layer->heads;
+                char *out = call->out[kind] + (r / tokens * heads * tokens + r % tokens) * bytes;
+                make_heads(layer, kind, &call->angles, r % call->angle_rows, call->rows[kind] + r * heads * bytes, normed, out,
+                           tokens * bytes);
+            }
+    }
+}
+
+/* The heads of queries and keys of whole sequences, normalised and turned. Angles are of `angle_rows` rows, which all
+ * sequences share or which are as many as rows. */
+MOE_EXPORT int moe_attention_heads(const AttentionLayer *layer, const char *queries, const char *keys, int64_t num_rows,
+                                   int64_t tokens, const char *cos, const char *sin, int64_t angle_rows, int64_t angle_dim,
+                                   char *query_heads, char *key_heads, int share_threads) {
+    const int64_t size = dtype_bytes((int)layer->dtype), normed_bytes = layer->heads * layer->key_dim * size;
+    pool_begin();
+    Heads call = {.layer = layer, .rows = {queries, keys}, .out = {query_heads, key_heads},
+                  .angles = {cos, sin, angle_dim * size, angle_dim}, .num_rows = num_rows, .tokens = tokens,
+                  .angle_rows = angle_rows, .normed = pool_scratch(pool_threads() * normed_bytes), .normed_bytes = normed_bytes};
+    if (call.normed) pool_run(make_some_heads, &call, share_threads);
+    pool_end();
+    return call.normed ? STATUS_OK : STATUS_NO_MEMORY;
 }
 
 /* x and out are [batch, dim] without gaps. */

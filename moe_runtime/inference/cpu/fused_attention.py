@@ -3,8 +3,8 @@
 A layer is recognised by what it does, not by its family. Before the fused call is used, the layer's
 own ``forward`` is run on stand-ins: it may read nothing but the parts and constants of the usual
 attention layer, and the fused call has to give its bits on inputs that would show any difference.
-Everything but a step of one token, and every layer that somebody looks into or changes, goes the
-layer's own way.
+Of several tokens of a sequence the kernels compute what lies between products and scores, if that
+gives the layer's bits too. Every layer that somebody looks into or changes goes its own way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moe_runtime.inference.cpu.attention import (
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm, is_observed
 from moe_runtime.inference.cpu.stand_ins import Asked, call_on_stand_ins, takes_usual_arguments
 from moe_runtime.inference.kv_cache import growing_cache, take_place
-from moe_runtime.kernels.attention_step import AttentionWeights, attention_step
+from moe_runtime.kernels.attention_step import AttentionWeights, attention_heads, attention_step
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
 from moe_runtime.kernels.native import native_library
 
@@ -41,9 +41,12 @@ if TYPE_CHECKING:
 _CALLED = ("ALL_ATTENTION_FUNCTIONS", "apply_rotary_pos_emb", "eager_attention_forward")
 """What it calls, of its module: programs put functions of their own in their place."""
 
-_CASES = ((3, 1.0, False), (6, 1.0, True), (3, 1e3, False))
+Case = tuple[int, float, bool, int]
 """Of the comparison: tokens in the cache, the size of the hidden values (those that are clipped
-show in large ones), and whether the first token is masked."""
+show in large ones), whether the first token is masked, and how many are new."""
+
+_STEPS = ((3, 1.0, False, 1), (6, 1.0, True, 1), (3, 1e3, False, 1))
+_PROMPT = (6, 1.0, True, 3)
 
 
 def fuse_attention_layers(model: PreTrainedModel) -> None:
@@ -66,6 +69,7 @@ class FusedAttention:
     """The ``forward`` of an attention layer, with a way of its own for steps of one token."""
 
     shows_weights = EAGER_ATTENTION  # the attention whose second result is not always None
+    takes_prompts = True
 
     def __init__(self, module: Any) -> None:
         """Takes the place of the method; the layer's own stays in its class."""
@@ -86,6 +90,7 @@ class FusedAttention:
         self._places: list[Any] = []
         self._weights: AttentionWeights | None = None
         self._angle_dim = 0
+        self._fuses_prompts = False
         self.most_sequences = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -106,7 +111,7 @@ class FusedAttention:
         cache = options.pop(self._cache_name, None)
         if (
             hidden_states.ndim != 3
-            or hidden_states.shape[1] != 1
+            or (hidden_states.shape[1] != 1 and not self.takes_prompts)
             or not isinstance(position_embeddings, tuple)
             or cache is None
             or torch.is_grad_enabled()
@@ -118,9 +123,13 @@ class FusedAttention:
         ):
             return None
         cos, sin = position_embeddings
-        if cos.ndim != 3 or cos.shape[1] != 1:
+        batch, num_new, _ = hidden_states.shape
+        if cos.ndim != 3 or cos.shape[1] != num_new:
             return None
-        batch = hidden_states.shape[0]
+        if num_new != 1:
+            if not (self._may_fuse(1, cos, options) and self._fuses_prompts):
+                return None
+            return self._prompt(hidden_states, cos, sin, attention_mask, cache, options)
         # sequences with caches of their own, see serving, are gone through one by one
         each = getattr(cache, "step_each", None) if batch > 1 else None
         if not self._may_fuse(1 if each else batch, cos, options):
@@ -220,6 +229,28 @@ class FusedAttention:
         )
         return out.view(batch, 1, -1)
 
+    def _prompt(
+        self,
+        hidden_states: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: Any,
+        options: dict[str, Any],
+    ) -> Tensor | None:
+        module, weights, registered = self._module, self._weights, self._functions[2]
+        attend = registered.get(getattr(module.config, ATTENTION_SETTING))
+        if attend is None or weights is None:
+            return None
+        q, k, v, o = (parts.linear_of(module, name) for name in parts.PROJECTIONS)
+        query, key = attention_heads(q(hidden_states), k(hidden_states), weights, cos, sin)
+        value = v(hidden_states).unflatten(-1, (weights.num_key_heads, -1)).transpose(1, 2)
+        key, value = cache.update(key, value, module.layer_idx)
+        if weights.sinks is not None:
+            options = {**options, "s_aux": weights.sinks}
+        mixed, _ = attend(module, query, key, value, mask, scaling=module.scaling, **options)
+        return o(mixed.flatten(2))
+
     def _compare(self, cos: Tensor) -> bool:
         """Whether the layer's own way asks for nothing else, and the fused step gives its bits."""
         asked = Asked()
@@ -227,26 +258,32 @@ class FusedAttention:
         agrees = False
         # on stand-ins, code that nobody knows may fail in any way
         with torch.inference_mode(), contextlib.suppress(Exception):
-            agrees = all(self._agrees(cos, asked, generator, case) for case in _CASES)
-        owners = [(getattr(owner, "behind", owner), names) for owner, names in asked.constants]
+            agrees = all(self._agrees(cos, asked, generator, case) for case in _STEPS)
+        asked_more, self._fuses_prompts = Asked(), False
+        if agrees and self.takes_prompts:
+            with torch.inference_mode(), contextlib.suppress(Exception):
+                self._fuses_prompts = self._agrees(cos, asked_more, generator, _PROMPT)
+            self._fuses_prompts &= not asked_more.more
+        constants = asked.constants + asked_more.constants
+        owners = [(getattr(owner, "behind", owner), names) for owner, names in constants]
         self._owners = [*owners, *self._norms]
         self._constants = [vars(owner).get(name) for owner, names in self._owners for name in names]
         return agrees and not asked.more
 
-    def _agrees(
-        self, cos: Tensor, asked: Asked, generator: torch.Generator, case: tuple[int, float, bool]
-    ) -> bool:
-        """Whether both ways give the same bits for one token behind some in the cache."""
-        length, scale, is_masked = case
+    def _agrees(self, cos: Tensor, asked: Asked, generator: torch.Generator, case: Case) -> bool:
+        """Whether both ways give the same bits for tokens behind some in the cache."""
+        length, scale, is_masked, num_new = case
         weights, index = self._weights, self._module.layer_idx
         assert weights is not None
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(weights.dtype)
 
-        hidden = random(1, 1, weights.qkv.shape[1]) * scale
-        angles = (random(1, 1, cos.shape[-1]), random(1, 1, cos.shape[-1]))
-        mask = torch.arange(length + 1).view(1, 1, 1, -1) > 0 if is_masked else None
+        hidden = random(1, num_new, weights.qkv.shape[1]) * scale
+        angles = random(1, num_new, cos.shape[-1]), random(1, num_new, cos.shape[-1])
+        mask = torch.arange(length + num_new).view(1, 1, 1, -1) > 0 if is_masked else None
+        if mask is not None and num_new > 1:
+            mask = added_mask(mask).to(weights.dtype).expand(1, 1, num_new, -1)
         keys = (1, weights.num_key_heads, length, weights.key_dim)
         cached = random(*keys), random(*keys[:3], weights.value_dim)
         caches = growing_cache(), growing_cache()
@@ -263,7 +300,10 @@ class FusedAttention:
             mask=mask,
             options=self._options - CHANGING_OPTIONS,
         )
-        ours = self._fused(hidden, *angles, mask, caches[1])
+        if num_new == 1:
+            ours = self._fused(hidden, *angles, mask, caches[1])
+        else:
+            ours = self._prompt(hidden, *angles, mask, caches[1], {})
         if others is not None or ours is None or not same_bits(own, ours):
             return False
         layers = [cache.layers[index] for cache in caches]

@@ -19,7 +19,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.inference.cpu import attention_parts as parts
 from moe_runtime.inference.cpu.attention import ATTENTION, CHANGING_OPTIONS, attend
-from moe_runtime.inference.cpu.fused_attention import FusedAttention, has_usual_parts, same_bits
+from moe_runtime.inference.cpu.fused_attention import (
+    Case,
+    FusedAttention,
+    has_usual_parts,
+    same_bits,
+)
 from moe_runtime.inference.cpu.stand_ins import Asked, call_on_stand_ins
 from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
 from moe_runtime.kernels.linear.gpu import linears_of_a_row
@@ -92,6 +97,7 @@ class DeviceAttention(FusedAttention):
     """
 
     shows_weights = _EAGER
+    takes_prompts = False
 
     def __init__(self, module: Any, masks: AddedMasks) -> None:
         """Takes the place of the method; the layer's own stays in its class."""
@@ -185,16 +191,12 @@ class DeviceAttention(FusedAttention):
         return module.o_proj(mixed.reshape(len(hidden), 1, -1))
 
     def _agrees(
-        self,
-        cos: torch.Tensor,
-        asked: Asked,
-        generator: torch.Generator,
-        case: tuple[int, float, bool],
+        self, cos: torch.Tensor, asked: Asked, generator: torch.Generator, case: Case
     ) -> bool:
         """Whether both ways give the same bits for a token of two sequences, on the CPU."""
         from transformers.cache_utils import StaticLayer
 
-        length, scale, is_masked = case
+        length, scale, is_masked, _ = case
         module, dtype = self._module, self._parts[0].weight.dtype
 
         def random(*shape: int) -> torch.Tensor:

@@ -95,13 +95,30 @@ def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.fixture
+def fused_prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Sequences and tokens of the prompts whose heads the kernel made, with those of comparisons
+    (of one sequence)."""
+    seen: list[tuple[int, int]] = []
+    kernel = fused.attention_heads
+
+    def count(query, *arguments):
+        seen.append((query.shape[0], query.shape[1]))
+        return kernel(query, *arguments)
+
+    monkeypatch.setattr(fused, "attention_heads", count)
+    return seen
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["olmoe", "qwen2", "qwen3", "turned", "gpt_oss"])
-def test_the_usual_layers_are_fused_and_keep_their_bits(kind, dtype, fused_steps):
+def test_the_usual_layers_are_fused_and_keep_their_bits(kind, dtype, fused_steps, fused_prompts):
     model = make(kind, dtype)
     for masked in (False, True):
         fused_steps.clear()
+        fused_prompts.clear()
         found = run(model, model.layer, masked=masked)
+        assert fused_prompts.count((2, 5)) == 1
         # the first token finds no room behind the prompt
         assert fused_steps.count(2) == (4 if are_fused(2, model) else 0)
         expected = run(model, own_way(model), masked=masked)
@@ -114,11 +131,12 @@ OTHERS += ("looks into the cache", "ignores the mask", "has a factor")
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_layers_that_compute_something_else_are_left_alone(kind, fused_steps):
+def test_layers_that_compute_something_else_are_left_alone(kind, fused_steps, fused_prompts):
     model = make(kind)
     for masked in (False, True):
         found, expected = (run(model, way, masked=masked) for way in (model.layer, own_way(model)))
         assert fused_steps.count(2) == 0
+        assert fused_prompts.count((2, 5)) == 0
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
 
@@ -168,13 +186,15 @@ def new_weight(model: Model) -> None:
 @pytest.mark.parametrize(
     "change", [hook, replace_part, patch_part, other_attention, new_weight, watch]
 )
-def test_a_layer_that_somebody_changes_goes_its_own_way(change, fused_steps):
+def test_a_layer_that_somebody_changes_goes_its_own_way(change, fused_steps, fused_prompts):
     model = make("gpt_oss" if change is watch else "qwen3")
     run(model, model.layer)
     change(model)
     fused_steps.clear()
+    fused_prompts.clear()
     found = run(model, model.layer)
     assert fused_steps.count(2) == 0
+    assert fused_prompts.count((2, 5)) == 0
     for one, other in zip(found, run(model, own_way(model)), strict=True):
         assert torch.equal(one, other)
 
