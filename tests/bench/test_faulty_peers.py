@@ -94,6 +94,11 @@ def test_a_fault_is_one_line_with_its_place(
     assert failure.count("\n") == 0
 
 
+def test_errors_of_this_project_say_by_themselves_what_to_change(tmp_path: Path) -> None:
+    raising = "from moe_runtime.errors import CapacityError; raise CapacityError('too small')"
+    assert failure_of(written(tmp_path, ("return 6", raising))) == "too small"
+
+
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     file = written(tmp_path, ("return 6", "import numpy; return numpy.int64(6)"))
     program = find_peer(file, {"num_threads": 1})

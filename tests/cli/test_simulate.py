@@ -118,6 +118,13 @@ def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixtu
     assert err.count("\n") == 1
 
 
+def test_a_plot_of_another_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--plot", "scaling.gif"]) == 2
+    assert "scaling.gif: expected a name that ends in one of .png, .svg, .pdf" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_plot_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--ranks", "8", "--degrees", "1", "--plot", "/dev/full"]) == 2
     complaint = "error: /dev/full: the plot cannot be written: No space left on device\n"

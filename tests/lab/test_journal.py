@@ -145,6 +145,12 @@ def test_an_exception_around_a_block_neither_repeats_nor_cuts_it(
     recorder.close()
 
 
+def test_nothing_that_was_left_is_not_offered(tmp_path: Path) -> None:
+    (tmp_path / "t.npz.part").touch()
+    with pytest.raises(CheckpointError, match=r"t\.npz: No such file or directory$"):
+        read_trace(tmp_path / "t.npz")
+
+
 def test_what_was_left_is_named_and_never_overwritten(journal: Path, whole: Trace) -> None:
     target = journal.with_name("t.npz")
     with pytest.raises(CheckpointError, match=r"an interrupted recording left .*t\.npz\.part"):

@@ -64,19 +64,23 @@ class Served:
         body: Any = None,
         *,
         method: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str | None] | None = None,
     ) -> tuple[int, Any]:
-        """Status and body of a response; JSON is parsed, anything else is text."""
+        """Status and body of a response; JSON is parsed, anything else is text.
+
+        A header that is None is not sent.
+        """
         where = urlsplit(self.address)
         connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         given = {} if raw is None else {"content-type": "application/json"}
+        sent = {name: value for name, value in {**given, **(headers or {})}.items() if value}
         with contextlib.closing(connection):
             connection.request(
                 method or ("GET" if raw is None else "POST"),
                 path,
                 raw,
-                {**given, **(headers or {})},
+                sent,
             )
             response = connection.getresponse()
             text = response.read().decode()

@@ -38,12 +38,14 @@ Straggler = Annotated[float, typer.Option(min=1.0, help="How much slower rank 0 
 Shortcut = Annotated[
     str | None,
     typer.Option(
-        help="Seconds of what ScMoE's shortcut lets compute beside the exchange, in order: "
-        "feed-forward, attention and shared expert, such as 3e-4,1e-3,2e-4."
+        help="Seconds of each operation that ScMoE's shortcut lets compute beside the exchange, in "
+        "order; the paper's are feed-forward, attention and shared expert: 3e-4,1e-3,2e-4."
     ),
 ]
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 Plot = Annotated[
-    Path | None, typer.Option(help="Draw layer time and exposed communication (.png, .svg, .pdf).")
+    Path | None,
+    typer.Option(help=f"Draw layer time and exposed communication ({', '.join(PLOT_SUFFIXES)})."),
 ]
 
 MOST_RANKS = 1 << 13
@@ -87,6 +89,9 @@ def simulate(
 
     if plot is not None:
         check_output_path(plot, "plot")
+        if plot.suffix and plot.suffix.lower() not in PLOT_SUFFIXES:
+            endings = ", ".join(PLOT_SUFFIXES)
+            raise ValueError(f"--plot {plot}: expected a name that ends in one of {endings}")
     cluster = ASSUMED if machine is None else read_machine(machine)
     shape = SimulatedLayer(
         tokens_per_rank=tokens,

@@ -219,7 +219,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = _DEFAULT_MAX_BY
         return _read_columns(None, path, max_bytes=max_bytes)
     except CheckpointError as error:
         left = draft_of(path)
-        if Path(path).exists() or not left.exists():
+        if Path(path).exists() or not is_journal(left):
             raise
         raise CheckpointError(f"{error}; an interrupted recording left {left}") from error
 

@@ -213,7 +213,7 @@ class Endpoints:
         return self._server.begin(model, choices, self._client(request), deadline_s)
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
-        media = request.headers.get("content-type", "application/json").partition(";")[0].strip()
+        media = request.headers.get("content-type", "").partition(";")[0].strip()
         if media.lower() != "application/json":
             raise ApiError(
                 f"the body must be application/json, got {media[:100]!r}; give the header "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -328,7 +329,7 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
     inner = [part for part in problem["loc"][1:] if not _names_a_type(part)]
     place = [*problem["loc"][:1], *inner]
     if not place:
-        return ApiError(f"the body must be a JSON object, got {clipped(problem['input'])}")
+        return ApiError(f"the body must be a JSON object, got {_shown(problem['input'])}")
     name = ".".join(_cut(str(part)) for part in place)
     if problem["type"] == "missing":
         return FieldError(name, "is missing")
@@ -340,7 +341,12 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
         ending = f"; did you mean {near[0]}?" if near else ""
         return FieldError(name, f"is no field of this request{ending}", code="unknown_parameter")
     message = problem["msg"][:1].lower() + problem["msg"][1:]
-    return FieldError(name, f"{message}, got {clipped(problem['input'])}")
+    return FieldError(name, f"{message}, got {_shown(problem['input'])}")
+
+
+def _shown(value: object) -> str:
+    """A value for a message, by the names that JSON has for those that Python names otherwise."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else clipped(value)
 
 
 def _names_a_type(part: int | str) -> bool:

@@ -240,6 +240,8 @@ def test_keys_bodies_and_names_are_checked(tokenizer: Any) -> None:
         assert site.ask("/v1/completions", sent, headers=chunked)[0] in (400, 413)
         text = {**key, "content-type": "text/plain"}
         assert site.ask("/v1/completions", b"{}", headers=text)[0] == 415
+        # a page of another origin may send a body of no type without asking first
+        assert site.ask("/v1/completions", b"{}", headers={**key, "content-type": None})[0] == 415
         packed = {**key, "content-type": "application/json", "content-encoding": "gzip"}
         status, found = site.ask("/v1/completions", b"{}", headers=packed)
         assert (status, "content-encoding 'gzip'" in found["error"]["message"]) == (415, True)
