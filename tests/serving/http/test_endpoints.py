@@ -215,9 +215,9 @@ def test_a_client_that_goes_away_is_cancelled(tokenizer: Any, stream: bytes) -> 
     with scripted(tokenizer, [PromptRead(0), NewToken(7)]) as (site, engine):
         where = urlsplit(site.address)
         body = b'{"prompt": [5], "stream": ' + stream + b"}"
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         with socket.create_connection((where.hostname, where.port)) as client:
-            client.sendall(head + body)
+            client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
             assert engine.asked.wait(30)
         assert engine.cancelled.wait(30)
     (fields,) = [fields for event, fields in site.log if event == "request"]
