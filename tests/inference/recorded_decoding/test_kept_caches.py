@@ -266,7 +266,7 @@ def test_recordings_of_several_caches_stay_until_their_caches_or_an_expert_goes(
 @emulated
 def test_a_recording_whose_cache_is_gone_is_let_go_beside_others(checkpoint: Path) -> None:
     with loaded(checkpoint) as model, torch.no_grad():
-        own = model.new_cache(1, 20, {})["past_key_values"]
+        (own,) = model.new_cache(1, 20, {}).values()
         caches = [own, *(StaticCache(model.config, max_cache_len=20) for _ in range(2))]
         for cache in caches:  # the first one is in use meanwhile
             model(PROMPTS[0], past_key_values=cache, use_cache=True)
