@@ -6,9 +6,7 @@ head, H query heads, G key heads, K key width.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from moe_runtime.kernels.attention_step.weights import AttentionWeights
 from moe_runtime.kernels.native import STATUS_NO_MEMORY, native_library, needs_torch
@@ -54,13 +52,12 @@ def attention_heads(
             f"{list(sin_BTR.shape)}"
         )
     library, given = native_library(), (query_BTQ, key_BTN, cos_BTR, sin_BTR)
-    is_inference = not torch.is_grad_enabled() and forward_ad._current_level < 0
     if (
         library is None
         or weights.record is None
         or not batch * tokens
         or any(tensor.dtype is not weights.dtype or not tensor.is_cpu for tensor in given)
-        or not (is_inference or not needs_torch(*given, *weights.tensors()))
+        or needs_torch(*given, *weights.tensors())
     ):
         from moe_runtime.kernels.attention_step.reference import heads_reference
 

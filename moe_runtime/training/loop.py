@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.checkpoint import (
     Progress,
@@ -275,12 +276,14 @@ class Trainer:
     def _backward(self, rate: float) -> list[Losses]:
         """Adds up the gradients of the step; the losses of this process's micro-batches."""
         micro_batches = self._micro_batches()
-        if self._run.ranks.pipeline is not None:
-            inputs = [windows.to(self._run.device) for windows in micro_batches]
-            return self._run.ranks.pipeline.backward(inputs)
         losses: list[Losses] = []
-        parts = [partial(self._part, windows, losses) for windows in micro_batches]
-        self._run.optimizer.backward(parts, rate=rate)
+        # a caller's autocast would keep narrow copies of weights for the steps that follow
+        with without_autocast(self._run.device.type):
+            if self._run.ranks.pipeline is not None:
+                inputs = [windows.to(self._run.device) for windows in micro_batches]
+                return self._run.ranks.pipeline.backward(inputs)
+            parts = [partial(self._part, windows, losses) for windows in micro_batches]
+            self._run.optimizer.backward(parts, rate=rate)
         return losses
 
     def _means(self, losses: Sequence[Losses]) -> dict[str, float | None]:

@@ -147,9 +147,7 @@ def test_an_exception_around_a_block_neither_repeats_nor_cuts_it(
 
 def test_nothing_that_was_left_is_not_offered(tmp_path: Path) -> None:
     (tmp_path / "t.npz.part").touch()
-    with pytest.raises(
-        CheckpointError, match=r"t\.npz: cannot be read: No such file"
-    ):
+    with pytest.raises(CheckpointError, match=r"t\.npz: cannot be read: No such file"):
         read_trace(tmp_path / "t.npz")
 
 

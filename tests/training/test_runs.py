@@ -123,10 +123,13 @@ def test_bfloat16_follows_float32(tmp_path: Path) -> None:
     assert float32 == pytest.approx(bfloat16, abs=0.05)
 
 
-def test_a_caller_s_autocast_keeps_no_weights_from_before_an_update(tmp_path: Path) -> None:
-    alone = losses_of(tmp_path / "alone", "bfloat16")
-    with torch.autocast("cpu", enabled=False):
-        inside = losses_of(tmp_path / "inside", "bfloat16")
+@pytest.mark.parametrize("is_on", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_caller_s_autocast_changes_nothing(precision: str, is_on: bool, tmp_path: Path) -> None:
+    """Nor does one that an interrupt left entered: it would keep weights from before an update."""
+    alone = losses_of(tmp_path / "alone", precision)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+        inside = losses_of(tmp_path / "inside", precision)
     assert inside == alone
 
 

@@ -111,7 +111,7 @@ def answer_error(stream: Any, kind: type[BaseException], error: BaseException, t
     words = [kind.__name__, *str(error).strip().splitlines()[:1]]
     frames = traceback.extract_tb(trace)
     lines = [one.lineno for one in frames if one.filename == sys.argv[1]]
-    if kind.__module__.partition(".")[0] == "moe_runtime":  # says by itself what to change
+    if len(words) > 1 and kind.__module__ == "moe_runtime.errors":  # says what to change
         words, lines = words[1:], []
     where = f" ({os.path.basename(sys.argv[1])}, line {lines[-1]})" if lines else ""
     stream.write(json.dumps({"error": ": ".join(words) + where}) + "\n")

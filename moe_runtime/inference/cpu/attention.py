@@ -1,7 +1,9 @@
-"""Attention of single-token steps on a CPU: transformers' own, reading the cache once.
+"""Attention on a CPU: transformers' own, but for single tokens and for short prompts.
 
-In such a step attention is two small products with the cached keys and values. Torch's fused CPU
-kernel takes several times as long over them as reading the cache takes, more so in half precision.
+In a step of one token attention is two small products with the cached keys and values. Torch's
+fused CPU kernel takes several times as long over them as reading the cache takes, more so in half
+precision. With matrix units it makes code for every length of a prompt, and keeps it: short ones
+are padded to lengths of which there are few.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ if TYPE_CHECKING:
 ATTENTION, EAGER_ATTENTION = "moe_runtime", "moe_runtime_eager"
 """What this attention, for SDPA, and that for eager are called where transformers finds them."""
 
-LENGTHS = 64
-"""Where torch keeps code for lengths of prompts and contexts, they are multiples of this."""
+SHORT_CONTEXT, LENGTH_MULTIPLE = 1024, 64
+"""Where torch keeps code for each length of prompts and contexts, those of up to so many tokens are
+padded to multiples. Longer ones would be copied for longer than they are computed."""
 
 CHANGING_OPTIONS = frozenset(
     ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "sinks", "cache")
@@ -79,12 +82,12 @@ def attend(
     if mixed is not None:
         return mixed, None
     num_queries, with_threads = query.shape[2], torch_threads_for(query, key)
-    if keeps_code_of_lengths(query):
+    if keeps_code_of_length(query, key):
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if (bias := options.get("position_bias")) is not None:
-            options["position_bias"] = _padded(bias, query, key)
-        query, key, value, attention_mask = with_few_lengths(
+            options["position_bias"] = _padded_scores(bias, query, key)
+        query, key, value, attention_mask = padded(
             query, key, value, attention_mask, is_causal=is_causal
         )
     with with_threads:
@@ -94,17 +97,18 @@ def attend(
     return mixed[:, :num_queries], weights
 
 
-def keeps_code_of_lengths(query: torch.Tensor) -> bool:
-    """Whether torch makes and keeps code for every length of a prompt and of its context.
+def keeps_code_of_length(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether torch would make and keep code for this very length of a short prompt.
 
-    With matrix units its products in half precision do, half a mebibyte for each length, which a
-    server would gather for every one that it meets.
+    With matrix units its products in half precision do, half a mebibyte for each length: more than
+    a short prompt's own memory, and a server would gather it for every length that it meets.
     """
     is_half = query.is_cpu and query.dtype in (torch.bfloat16, torch.float16)
-    return is_half and query.shape[-2] > 1 and torch.cpu._is_amx_tile_supported()
+    has_units = is_half and torch.cpu._is_amx_tile_supported()
+    return has_units and 1 < query.shape[-2] <= key.shape[-2] <= SHORT_CONTEXT
 
 
-def with_few_lengths(
+def padded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -112,30 +116,33 @@ def with_few_lengths(
     *,
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What attention is called with, padded to multiples of `LENGTHS`; a few MiB are kept for all.
+    """What attention is called with, at lengths for all of which torch keeps a few MiB.
 
     Args:
         query: ``[B, H, Q, D]``; further queries follow, whose results are to be left out.
-        key: ``[B, G, S, D]``; further keys follow, which none of these queries attends to.
+        key: ``[B, G, S, D]``, Q at most S; none of these queries attends to the keys that follow.
         value: ``[B, G, S, V]``.
-        mask: None, or one that allows (bool) or adds, ``[B, 1 or H, 1 or Q, S]``.
+        mask: None, or one that allows (bool) or adds, ``[B, 1 or H, 1 or Q, 1 or S]``.
         is_causal: whether queries without a mask attend to no later key.
     """
     if mask is None and not is_causal:
         mask = query.new_zeros(1, 1, 1, key.shape[2])
-    if mask is not None:
-        mask = _padded(mask, query, key)
-    more = -query.shape[2] % LENGTHS, -key.shape[2] % LENGTHS
-    query = F.pad(query, (0, 0, 0, more[0]))
-    key, value = (F.pad(part, (0, 0, 0, more[1])) for part in (key, value))
+    mask = None if mask is None else _padded_scores(mask, query, key)
+    key, value, query = (_with_multiple(part) for part in (key, value, query))
     return query, key, value, mask
 
 
-def _padded(scores: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What allows or is added to scores, ``[..., 1 or Q, S]``; nothing attends to further keys."""
-    lowest = 0 if scores.dtype == torch.bool else torch.finfo(scores.dtype).min
-    more_queries = -query.shape[2] % LENGTHS if scores.shape[-2] > 1 else 0
-    return F.pad(scores, (0, -key.shape[2] % LENGTHS, 0, more_queries), value=lowest)
+def _with_multiple(part: torch.Tensor) -> torch.Tensor:
+    more = -part.shape[2] % LENGTH_MULTIPLE
+    return F.pad(part, (0, 0, 0, more)) if more else part
+
+
+def _padded_scores(scores: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What allows or is added to scores ``[..., 1 or Q, 1 or S]``: nothing attends to more keys."""
+    refused = 0 if scores.dtype == torch.bool else -torch.inf
+    scores = scores.expand(*scores.shape[:-1], key.shape[2])
+    more_queries = -query.shape[2] % LENGTH_MULTIPLE if scores.shape[-2] > 1 else 0
+    return F.pad(scores, (0, -key.shape[2] % LENGTH_MULTIPLE, 0, more_queries), value=refused)
 
 
 def single_query_attention(

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.inference.cpu.attention import (
     EAGER_ATTENTION,
+    SHORT_CONTEXT,
     changes_attention,
-    keeps_code_of_lengths,
+    keeps_code_of_length,
+    padded,
     single_query_attention,
-    with_few_lengths,
 )
 from moe_runtime.inference.cpu.threads import torch_threads_for
 from moe_runtime.kernels.linear.op import keeps_code
@@ -29,10 +30,6 @@ from moe_runtime.kernels.native import needs_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-SHORT_CONTEXT = 1024
-"""Tokens up to which a family's own attention over half precision is computed in fp32, where torch
-would keep code for each length."""
 
 _OWN = "eager_attention_forward"
 """What families call their own attention, a function of their module."""
@@ -147,8 +144,8 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     num_queries, with_threads = query.shape[2], torch_threads_for(query, key)
     parts = query, key, value, attention_mask
-    if keeps_code_of_lengths(query):
-        parts = with_few_lengths(*parts, is_causal=False)
+    if keeps_code_of_length(query, key):
+        parts = padded(*parts, is_causal=False)
     with with_threads:
         mixed = _fused_with_sinks(*parts, scale, sinks)
     return mixed[:, :, :num_queries].transpose(1, 2).to(query.dtype), None

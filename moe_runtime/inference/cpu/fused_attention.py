@@ -66,7 +66,7 @@ def fuse_attention_layers(model: PreTrainedModel) -> None:
 
 
 class FusedAttention:
-    """The ``forward`` of an attention layer, with a way of its own for steps of one token."""
+    """The ``forward`` of an attention layer, with ways of its own for one token and for several."""
 
     shows_weights = EAGER_ATTENTION  # the attention whose second result is not always None
     takes_prompts = True
@@ -91,6 +91,8 @@ class FusedAttention:
         self._weights: AttentionWeights | None = None
         self._angle_dim = 0
         self._fuses_prompts = False
+        registered = self._functions[2]
+        self._prompt_attention = registered and registered.get(self._attention)
         self.most_sequences = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -239,8 +241,10 @@ class FusedAttention:
         options: dict[str, Any],
     ) -> Tensor | None:
         module, weights, registered = self._module, self._weights, self._functions[2]
-        attend = registered.get(getattr(module.config, ATTENTION_SETTING))
-        if attend is None or weights is None:
+        attend = registered and registered.get(getattr(module.config, ATTENTION_SETTING))
+        if weights is None or attend is None or attend is not self._prompt_attention:
+            return None
+        if {hidden_states.dtype, cos.dtype, sin.dtype} != {weights.dtype}:
             return None
         q, k, v, o = (parts.linear_of(module, name) for name in parts.PROJECTIONS)
         query, key = attention_heads(q(hidden_states), k(hidden_states), weights, cos, sin)

@@ -345,7 +345,7 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
 
 
 def _shown(value: object) -> str:
-    """A value for a message, by the names that JSON has for those that Python names otherwise."""
+    """A value for a message; null, true and false by themselves as JSON has them."""
     return json.dumps(value) if value is None or isinstance(value, bool) else clipped(value)
 
 

@@ -100,26 +100,46 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.parametrize("is_biased", [False, True])
+@pytest.mark.parametrize("bias", ["none", "each", "for all keys"])
 @pytest.mark.parametrize("kind", ["causal", "none", "bool", "added"])
 @pytest.mark.parametrize("queries", [2, 36, 37])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_prompts_in_half_precision_have_few_lengths(dtype, queries, kind, is_biased, lengths):
+def test_prompts_in_half_precision_have_few_lengths(dtype, queries, kind, bias, lengths):
     query, key, value = inputs(dtype, queries=queries)
     options: dict[str, Any] = {"scaling": 0.3, "is_causal": kind == "causal"}
     mask, wide_mask = masks("none" if kind == "causal" else kind)
     mask = mask.to(dtype) if kind == "added" else mask
-    bias = torch.randn(2, 6, queries, 37, dtype=dtype) if is_biased else None
+    added = torch.randn(2, 6, queries, 37 if bias == "each" else 1, dtype=dtype)
+    added, wide_added = (None, None) if bias == "none" else (added, added.double())
     wide = [t.double() for t in (query, key, value)]
     with torch.inference_mode():
-        found, _ = attend(Layer(3), query, key, value, mask, position_bias=bias, **options)
-        bias = None if bias is None else bias.double()
-        exact, _ = sdpa_attention_forward(Layer(3), *wide, wide_mask, position_bias=bias, **options)
+        found, _ = attend(Layer(3), query, key, value, mask, position_bias=added, **options)
+        exact, _ = sdpa_attention_forward(
+            Layer(3), *wide, wide_mask, position_bias=wide_added, **options
+        )
     assert lengths == {(64, 64)}
     assert found.shape == exact.shape
     assert found.dtype == dtype
     # averages of at most |value| by weights in the dtype, in fp32, rounded once to the dtype
     assert (found - exact).abs().max() < (torch.finfo(dtype).eps + 1e-5) * value.abs().max()
+
+
+def test_a_query_that_sees_nothing_is_averaged_over_the_keys_that_there_are(lengths):
+    query, key, value = inputs(torch.bfloat16, queries=3)
+    mask = torch.full((1, 1, 3, 37), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        found, _ = attend(Layer(3), query, key, value, mask, scaling=0.3)
+    mean = value.double().mean(2).repeat_interleave(3, 1)[:, None].expand(-1, 3, -1, -1)
+    assert (found - mean).abs().max() < torch.finfo(torch.bfloat16).eps * value.abs().max()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(2, 1025), (38, 37), (1024, 1025)])
+def test_long_contexts_keep_their_lengths(queries, keys, lengths):
+    query, _, _ = inputs(torch.bfloat16, queries=queries, batch=1)
+    _, key, value = inputs(torch.bfloat16, length=keys, batch=1)
+    with torch.inference_mode():
+        attend(Layer(3), query, key, value, None, scaling=0.3)
+    assert lengths == {(queries, keys)}
 
 
 def test_families_that_decide_by_the_name_of_the_attention_are_known():

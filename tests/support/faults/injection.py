@@ -102,10 +102,10 @@ def raise_on(
     return struck
 
 
-def _autocast_depth() -> int:
-    """Contexts of autocast that this thread is in."""
+def _autocast_depth() -> tuple[int, bool]:
+    """Contexts of autocast that this thread is in, and whether it is on for the CPU."""
     torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+    return torch.autocast_decrement_nesting(), torch.is_autocast_enabled("cpu")
 
 
 class StruckThreads:
