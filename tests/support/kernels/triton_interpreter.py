@@ -4,7 +4,8 @@ Hardware does neither: products of bf16 are exact in fp32, and conversions round
 It also prepares the language anew for every launch and for every call of a function by another,
 works out at every call what a builtin does with the types of its operands, describes the type of
 every value anew, and computes sums of integers a second time for a check that it leaves out. That
-takes far longer than what most functions compute; here it is done once, or not at all.
+takes far longer than what most functions compute; here it is done once, or not at all, where Triton is
+one whose interpreter is known to allow it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 def repair_interpreter() -> None:
     """Patches the interpreter of this process; doing so twice is harmless."""
+    import triton
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -50,9 +52,11 @@ def repair_interpreter() -> None:
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
     builder.create_fp_to_fp = create_fp_to_fp
     builder.bf16_is_repaired = True
-    _prepare_the_language_once(interpreter)
-    _describe_types_once(interpreter)
-    _launch_repeatedly(interpreter)
+    # what is watched and repeated is what this version of the interpreter does
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+        _prepare_the_language_once(interpreter)
+        _describe_types_once(interpreter)
+        _launch_repeatedly(interpreter)
 
 
 def _prepare_the_language_once(interpreter: Any) -> None:
