@@ -4,8 +4,8 @@ Hardware does neither: products of bf16 are exact in fp32, and conversions round
 It also prepares the language anew for every launch and for every call of a function by another,
 works out at every call what a builtin does with the types of its operands, describes the type of
 every value anew, and computes sums of integers a second time for a check that it leaves out. That
-takes far longer than what most functions compute; here it is done once, or not at all, where Triton is
-one whose interpreter is known to allow it.
+takes far longer than what most functions compute; here it is done once, or not at all, where the
+interpreter is one that is known to allow it.
 """
 
 from __future__ import annotations
