@@ -69,7 +69,7 @@ class FusedAttention:
     """The ``forward`` of an attention layer, with ways of its own for one token and for several."""
 
     shows_weights = EAGER_ATTENTION  # the attention whose second result is not always None
-    takes_prompts = True
+    takes_prompts = True  # and not single tokens alone
 
     def __init__(self, module: Any) -> None:
         """Takes the place of the method; the layer's own stays in its class."""

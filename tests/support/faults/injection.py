@@ -75,7 +75,7 @@ def raise_on(
     Returns:
         Whether it came to that; how often a line is run may depend on how quick the disk is.
     """
-    left, struck, is_done, depth = occurrence, False, False, _autocast_depth()
+    left, struck, is_done, before = occurrence, False, False, _autocast_state()
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left, struck
@@ -98,11 +98,11 @@ def raise_on(
         sys.settrace(None)
     assert struck or is_done, "the call failed on its own"
     # inside an autocast that is never left, torch keeps narrow copies of weights that change
-    assert _autocast_depth() == depth, "the call left an autocast entered"
+    assert _autocast_state() == before, "the call left an autocast entered"
     return struck
 
 
-def _autocast_depth() -> tuple[int, bool]:
+def _autocast_state() -> tuple[int, bool]:
     """Contexts of autocast that this thread is in, and whether it is on for the CPU."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting(), torch.is_autocast_enabled("cpu")
