@@ -6,8 +6,8 @@ Shape suffixes: N sequences, S steps, L layers, K top-k.
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_runtime.planning.hybrid import MissPlan
 from moe_runtime.planning.miss_speeds import MissSpeeds
+from moe_runtime.policies.eviction.base import EvictionPolicy
 
 Way = Literal["copied", "on the CPU", "planned"]
 
@@ -55,12 +56,19 @@ class Replayed(NamedTuple):
 
 
 class MissReplay:
-    """The layers of a model, each with slots on the device for some of its experts (LRU)."""
+    """The layers of a model, each with slots on the device for some of its experts."""
 
-    def __init__(self, machine: Machine, num_slots: int, way: Way) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        num_slots: int,
+        way: Way,
+        new_policy: Callable[[], EvictionPolicy[int]],
+    ) -> None:
         self._machine, self._way, self._num_slots = machine, way, num_slots
+        self._new_policy = new_policy
         self._speeds, self._drawn = MissSpeeds(), random.Random(0)
-        self._caches: list[OrderedDict[int, None]] = []
+        self._policies: list[EvictionPolicy[int]] = []
         self._behind_s = 0.0  # of the link, for what nobody waits for
 
     def run(self, paths_NSLK: np.ndarray, num_warm: int) -> Replayed:
@@ -68,25 +76,33 @@ class MissReplay:
 
         Every layer begins with the experts that it used most in the first steps, which go before.
         """
-        self._caches = [
-            self._most_used(paths_NSLK[:, :num_warm, layer]) for layer in range(paths_NSLK.shape[2])
+        self._policies = [
+            self._warm(paths_NSLK[:, :num_warm, layer]) for layer in range(paths_NSLK.shape[2])
         ]
         found = [
-            np.sum([self._layer(*each) for each in zip(self._caches, step, strict=True)], axis=0)
+            np.sum([self._layer(*each) for each in zip(self._policies, step, strict=True)], axis=0)
             for step in paths_NSLK[:, num_warm:].transpose(1, 2, 0, 3)
         ]
         return Replayed(*np.array(found).T)
 
-    def _most_used(self, ids: np.ndarray) -> OrderedDict[int, None]:
-        most = Counter(ids.ravel().tolist()).most_common(self._num_slots)
-        return OrderedDict.fromkeys(expert for expert, _ in reversed(most))
+    def _warm(self, ids_NSK: np.ndarray) -> EvictionPolicy[int]:
+        """A policy that holds the experts that were used most, and knows when."""
+        most = Counter(ids_NSK.ravel().tolist()).most_common(self._num_slots)
+        policy = self._new_policy()
+        for expert, _ in reversed(most):
+            policy.insert(expert)
+        for step_NK in ids_NSK.swapaxes(0, 1):
+            for expert in set(step_NK.ravel().tolist()):
+                if expert in policy:
+                    policy.touch(expert)
+        return policy
 
-    def _layer(self, cache: OrderedDict[int, None], ids_NK: np.ndarray) -> tuple[float, float]:
+    def _layer(self, policy: EvictionPolicy[int], ids_NK: np.ndarray) -> tuple[float, float]:
         """Predicted and spent seconds."""
         rows = Counter(ids_NK.ravel().tolist())
-        missing = {expert: number for expert, number in rows.items() if expert not in cache}
+        missing = {expert: number for expert, number in rows.items() if expert not in policy}
         for expert in rows.keys() - missing.keys():
-            cache.move_to_end(expert)
+            policy.touch(expert)
         residents_s = self._machine.product_s * (len(missing) < len(rows))
         plan, spent_s = MissPlan((), (), residents_s), residents_s
         if missing:
@@ -95,10 +111,17 @@ class MissReplay:
         else:
             self._behind_s = max(0.0, self._behind_s - spent_s)
         for expert in (*plan.copied, *plan.kept):
-            cache[expert] = None
-            while len(cache) > self._num_slots:
-                cache.popitem(last=False)
+            self._insert(policy, expert, rows)
         return plan.seconds or spent_s, spent_s
+
+    def _insert(self, policy: EvictionPolicy[int], expert: int, rows: Mapping[int, int]) -> None:
+        """What the layer has just used stays, as in a store; if that is all, what came first goes."""
+        if len(policy) == self._num_slots:
+            victim = policy.victim(lambda key: key not in rows, expert)
+            victim = policy.victim(lambda _: True, expert) if victim is None else victim
+            assert victim is not None
+            policy.remove(victim)
+        policy.insert(expert)
 
     def _plan(self, missing: Mapping[int, int], *, has_residents: bool) -> MissPlan:
         if self._way == "copied":
