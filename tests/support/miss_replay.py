@@ -115,7 +115,7 @@ class MissReplay:
         return plan.seconds or spent_s, spent_s
 
     def _insert(self, policy: EvictionPolicy[int], expert: int, rows: Mapping[int, int]) -> None:
-        """What the layer has just used stays, as in a store; if that is all, what came first goes."""
+        """What the layer has just used stays, as in a store; if that is all, one of it goes."""
         if len(policy) == self._num_slots:
             victim = policy.victim(lambda key: key not in rows, expert)
             victim = policy.victim(lambda _: True, expert) if victim is None else victim
