@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moe_runtime.inference.budget import bytes_per_token
-from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
+from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.serving.caches.kv_account import PIECE
 from moe_runtime.serving.requests import GenerationRequest, RequestTooLongError
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.expert_mlp import ActivationSpec
+from moe_runtime.kernels.expert_mlp.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
-from moe_runtime.kernels.grouped_gemm.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.operands.activation import GateLayout

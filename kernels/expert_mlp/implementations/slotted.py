@@ -8,10 +8,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_fwd
+from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS, DecodeProducts
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.op import resolve_activation, validate_routing
 from moe_runtime.kernels.expert_mlp.quantized.quantized_experts import QuantizedExperts
-from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS, DecodeProducts
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.packed import Weights

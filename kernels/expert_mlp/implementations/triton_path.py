@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_fwd
+from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS, decode_expert_mlp
 from moe_runtime.kernels.expert_mlp.experts import (
     PackedExperts,
     RoutedExperts,
@@ -25,7 +26,6 @@ from moe_runtime.kernels.expert_mlp.experts import (
 from moe_runtime.kernels.expert_mlp.parameter_gradients import EVERY_GRADIENT, ParameterGradients
 from moe_runtime.kernels.expert_mlp.rows import Gradients, Needs, RoutedBatch, SortedRows
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
-from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.token_sort import token_sort

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_fwd
+from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS, decode_expert_mlp
 from moe_runtime.kernels.expert_mlp.quantized.quantized_experts import QuantizedExperts
-from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.packed import takes_format

@@ -26,7 +26,7 @@ from moe_runtime.inference.cpu.fused_attention import (
     same_bits,
 )
 from moe_runtime.inference.cpu.stand_ins import Asked, call_on_stand_ins
-from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
+from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.kernels.linear.gpu import linears_of_a_row
 from moe_runtime.kernels.rms_norm import FORMS, rms_norm_reference
 from moe_runtime.kernels.rotary_step import RowNorm, rotary_step

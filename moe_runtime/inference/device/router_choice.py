@@ -23,7 +23,7 @@ from moe_runtime.kernels.expert_choice import (
     choose_experts,
 )
 from moe_runtime.kernels.expert_choice.op import MOST_CHOICES, MOST_EXPERTS, ChoiceImpl
-from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
+from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.triton_support import is_interpreted
 

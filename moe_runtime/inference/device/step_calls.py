@@ -9,7 +9,7 @@ import torch
 
 from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, cache_of
 from moe_runtime.inference.device.static_caches import is_filled
-from moe_runtime.kernels.grouped_gemm.decode import MAX_TOKENS
+from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 
 _ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
 

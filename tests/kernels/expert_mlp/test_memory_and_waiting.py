@@ -21,10 +21,10 @@ from moe_runtime.kernels.expert_mlp import (
     StackedExperts,
     expert_mlp,
 )
+from moe_runtime.kernels.expert_mlp.decode import DecodeProducts
 from moe_runtime.kernels.expert_mlp.implementations.triton_path import TritonPath
 from moe_runtime.kernels.expert_mlp.rows import Needs, RoutedBatch, SortedRows
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
-from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.token_sort import token_sort

@@ -14,7 +14,7 @@ from low_precision import assert_as_good_as_eager
 from stacked_experts import make_experts
 
 from moe_runtime.kernels.expert_mlp import expert_mlp
-from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts, decode_expert_mlp
+from moe_runtime.kernels.expert_mlp.decode import DecodeProducts, decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
 from moe_runtime.kernels.operands.activation import ActivationSpec, GateLayout
 from moe_runtime.kernels.triton_support import PreparedLaunch

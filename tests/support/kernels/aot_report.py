@@ -26,9 +26,9 @@ from moe_runtime.kernels.block_sparse.kernel import (
     launch_sdd,
 )
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather, expert_topology
+from moe_runtime.kernels.expert_mlp.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.columns import BLOCK_SIZES, ExpertColumns
-from moe_runtime.kernels.grouped_gemm.decode import decode_expert_mlp
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.packed import BLOCKS_READ

@@ -11,8 +11,8 @@ from aot_small import meta
 from torch import Tensor
 
 from moe_runtime.kernels.combine.kernel import launch_combine_fwd
+from moe_runtime.kernels.expert_mlp.decode import DecodeProducts
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
-from moe_runtime.kernels.grouped_gemm.decode import DecodeProducts
 from moe_runtime.kernels.grouped_gemm.forward import activated_product, plain_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, ProductKind, Tile

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moe_runtime.kernels.grouped_gemm.decode_launches import (
+from moe_runtime.kernels.expert_mlp.decode.decode_launches import (
     MOST_PREPARED,
     DecodeRows,
     Strides,
     chain,
     rows_of_gate_and_up,
 )
-from moe_runtime.kernels.grouped_gemm.decode_row_kernel import decode_down_row, decode_up_row
+from moe_runtime.kernels.expert_mlp.decode.decode_row_kernel import decode_down_row, decode_up_row
 from moe_runtime.kernels.grouped_gemm.packed import Weights
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
 from moe_runtime.kernels.triton_support import PreparedLaunch, cdiv, power_of_2

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels.expert_mlp.decode.decode_kernel import users
 from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fwd
-from moe_runtime.kernels.grouped_gemm.decode_kernel import users
 
 
 @triton.jit

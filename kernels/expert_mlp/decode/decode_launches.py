@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from moe_runtime.kernels.grouped_gemm.decode_kernel import decode_combine, decode_down, decode_up
+from moe_runtime.kernels.expert_mlp.decode.decode_kernel import (
+    decode_combine,
+    decode_down,
+    decode_up,
+)
 from moe_runtime.kernels.grouped_gemm.packed import depth_of
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile
 from moe_runtime.kernels.quantized import WeightFormat

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.grouped_gemm.decode_launches import (
-    MAX_TOKENS as MAX_TOKENS,
-)
-from moe_runtime.kernels.grouped_gemm.decode_launches import (
+from moe_runtime.kernels.expert_mlp.decode.decode_launches import (
     DecodeRows,
     prepare_down,
     prepare_sums,
     prepare_up,
 )
-from moe_runtime.kernels.grouped_gemm.decode_row import (
+from moe_runtime.kernels.expert_mlp.decode.decode_row import (
     prepare_down_row,
     prepare_up_row,
     takes_row,
