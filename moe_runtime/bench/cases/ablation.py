@@ -91,8 +91,8 @@ def read_variants(
     """
     tree = read_toml(path)
     tables = tree.pop("variants", {})
-    base = build_tree_of(path, tree)
-    set_key(tree, "run.steps", steps_of(base.run.steps))
+    with _blamed(BASE, path):
+        set_key(tree, "run.steps", steps_of(build_tree(TrainConfig, tree).run.steps))
     if not isinstance(tables, dict):
         raise ValueError(f"{path}: variants must be tables [variants.NAME], got {tables!r}")
     asked = [*tables.items(), *(one for words in vary for one in _changes(words))]
@@ -107,15 +107,10 @@ def read_variants(
             raise ValueError(f"{path}: variants.{name} must be a table, got {changes!r}")
         if name in found:
             raise ValueError(f"{path}: variant {name!r} is asked for twice")
-        config = build_tree_of(path, lay_over(tree, changes), name)
+        with _blamed(name, path):
+            config = build_tree(TrainConfig, lay_over(tree, changes))
         found[name] = Variant(name=name, config=config, changes=changes)
     return list(found.values())
-
-
-def build_tree_of(path: Path, tree: Mapping[str, Any], name: str = BASE) -> TrainConfig:
-    """The configuration that a tree says; an error names file and variant."""
-    with _blamed(name, f"{path}: "):
-        return build_tree(TrainConfig, tree)
 
 
 def _changes(words: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -135,13 +130,14 @@ def _changes(words: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @contextlib.contextmanager
-def _blamed(name: str, before: str = "") -> Iterator[None]:
-    """Gives an error over a configuration the name of its variant."""
+def _blamed(name: str, path: Path | None = None) -> Iterator[None]:
+    """Gives an error over a configuration the names of its file and variant."""
     try:
         yield
     except (ValueError, MoERuntimeError) as error:
-        which = "" if name == BASE else f"variant {name!r}: "
-        raise ValueError(f"{before}{which}{error}") from None
+        file = "" if path is None else f"{path}: "
+        variant = "" if name == BASE else f"variant {name!r}: "
+        raise ValueError(f"{file}{variant}{error}") from None
 
 
 class TrainedVariant:
@@ -266,6 +262,19 @@ def _mean_of(records: Sequence[StepRecord], name: str) -> float | None:
     return fmean(values) if values else None
 
 
+def _kept(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by dotted name; what JSON has no word for is written as a text."""
+    kinds = (str, int, list, type(None))
+    return {
+        name: value if isinstance(value, kinds) or _is_number(value) else str(value)
+        for name, value in leaves(tree, "")
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
 @contextlib.contextmanager
 def _systems(
     variants: Sequence[Variant], place: Path, is_stopping: Callable[[], bool]
@@ -328,8 +337,8 @@ def measure_ablation(
         "context": config.data.context,
         "seeds": [config.run.seed + number for number in range(seeds)],
         "device": str(systems[0].device),
-        "configuration": dict(leaves(dataclasses.asdict(config), "")),
-        "variants": {one.name: dict(leaves(one.changes, "")) for one in variants[1:]},
+        "configuration": _kept(dataclasses.asdict(config)),
+        "variants": {one.name: _kept(one.changes) for one in variants[1:]},
     }
     measured = describe_own_systems(systems, found, METRICS)
     return make_results("ablation", {**settings, **about}, ended, measured)

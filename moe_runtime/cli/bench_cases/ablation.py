@@ -64,22 +64,25 @@ def bench_ablation(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    if output is not None:
-        require_not_read(output, "results", [config_file])
-        check_output_path(output, "results")
     quiet_transformers(session)
     import torch
 
     from moe_runtime.bench.cases.ablation import measure_ablation, read_variants
+    from moe_runtime.training.data.text import text_files
 
     def steps_of(configured: int) -> int:
         return steps or (max(1, configured // 10) if quick else configured)
 
     variants = read_variants(config_file, vary or (), steps_of=steps_of)
+    folder = config_file.resolve().parent
+    if output is not None:
+        read = [file for one in variants for file in text_files(one.config.data, folder)]
+        require_not_read(output, "results", [config_file, *read])
+        check_output_path(output, "results")
     with stop_on_signals(shared.STOPPING) as stop:
         results = measure_ablation(
             variants,
-            config_file.resolve().parent,
+            folder,
             seeds or (1 if quick else 3),
             time.monotonic,
             settings={"model": config_file.name, "num_threads": torch.get_num_threads()},
@@ -96,7 +99,7 @@ def show_ablation(results: dict[str, Any]) -> None:
     columns = {
         what: metric
         for what, metric in _COLUMNS.items()
-        if any(metric in one["summary"] for one in shown)
+        if any(metric in one["summary"] and one["summary"][metric]["p99"] for one in shown)
     }
     rows = [
         [
