@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import shutil
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from moe_runtime.bench.runner import (
     run_in_turn,
 )
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.folders import remove_or_warn
 from moe_runtime.reading import read_toml
 from moe_runtime.training.config_tree import (
     build_tree,
@@ -239,7 +239,7 @@ class TrainedVariant:
                 return trainer.train(should_stop=self._is_stopping, on_record=records.append)
         finally:
             # The next run reads the same encoded text, and nothing else.
-            shutil.rmtree(preparation.checkpoints, ignore_errors=True)
+            remove_or_warn(preparation.checkpoints, "no run goes on from it")
             if self._storage is not None:
                 remove_own_files(self._storage)
 

@@ -64,6 +64,9 @@ def bench_ablation(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
+    if output is not None:
+        require_not_read(output, "results", [config_file])
+        check_output_path(output, "results")
     quiet_transformers(session)
     import torch
 
@@ -77,8 +80,7 @@ def bench_ablation(
     folder = config_file.resolve().parent
     if output is not None:
         read = [file for one in variants for file in text_files(one.config.data, folder)]
-        require_not_read(output, "results", [config_file, *read])
-        check_output_path(output, "results")
+        require_not_read(output, "results", read)
     with stop_on_signals(shared.STOPPING) as stop:
         results = measure_ablation(
             variants,
