@@ -143,7 +143,8 @@ moments = "bf16"
         (["model.moe.gate=switch"], "", "variant 'model.moe.gate=switch': model.moe: "),
         (["model.moe.gate=swich"], "", "variant 'model.moe.gate=swich': model.moe: unknown gate"),
         (["data.context=31"], "", "variant 'data.context=31': [data]: tokens_per_step"),
-        (["run.host_memory=1MiB"], "", "variant 'run.host_memory=1MiB': "),
+        (["run.host_memory=1MiB"], "", "variant 'run.host_memory=1MiB': a budget of 1 MiB is"),
+        ([], '[variants.one.run]\nhost_memory = "1GiB"\nstorage_dir = "none"', "variant 'one': "),
         (["run.steps=9,9"], "", "variant 'run.steps=9' is asked for twice"),
         ([], "[variants]\none = 1", "variants.one must be a table, got 1"),
         ([], "[variants.one.run]\nseed = -1", "variant 'one': [run]: seed must be at least 0"),
@@ -219,6 +220,23 @@ def test_a_training_that_is_stopped_within_has_no_numbers(tmp_path: Path) -> Non
     # Who begins changes from round to round.
     assert done == [BASE, "model.moe.top_k=1", "model.moe.top_k=1"]
     assert [len(one["repetitions"]) for one in results["measurements"]] == [1, 2]
+
+
+def test_threads_of_one_variant_are_not_those_of_the_next(tmp_path: Path) -> None:
+    path = write_run(tmp_path, config=CONFIG.replace("threads = 1\n", ""))
+    variants = read_variants(path, ["run.threads=2,0"], steps_of=lambda steps: 1)
+    seen: list[tuple[str, int]] = []
+    torch.set_num_threads(3)
+    results = measure_ablation(
+        variants,
+        tmp_path,
+        2,
+        lambda: 0.0,
+        settings={"model": "m"},
+        on_repetition=lambda name, number: seen.append((name, torch.get_num_threads())),
+    )
+    assert sorted(set(seen)) == [(BASE, 3), ("run.threads=0", 3), ("run.threads=2", 2)]
+    assert torch.get_num_threads() == results["settings"]["num_threads"] == 3
 
 
 def test_a_variant_that_diverges_says_so_and_the_others_go_on(

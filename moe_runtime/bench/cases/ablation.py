@@ -27,7 +27,7 @@ from moe_runtime.bench.runner import (
     StoppedRepetitionError,
     run_in_turn,
 )
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import MoERuntimeError, named_failure
 from moe_runtime.folders import remove_or_warn
 from moe_runtime.reading import read_toml
 from moe_runtime.training.config_tree import (
@@ -156,6 +156,7 @@ class TrainedVariant:
         place: Path,
         output: Path,
         storage: Path | None,
+        num_threads: int,
         is_stopping: Callable[[], bool],
     ) -> None:
         """Prepares a run, as `moe-runtime train --dry-run` does, and lets it go.
@@ -165,6 +166,7 @@ class TrainedVariant:
             place: what its relative paths start from.
             output: folder of its runs.
             storage: an own folder for offloaded experts; None where all are in memory.
+            num_threads: of torch, where the variant does not say.
             is_stopping: asked after every step.
 
         Raises:
@@ -175,7 +177,7 @@ class TrainedVariant:
         self.losses: list[list[float | None]] = []
         self.compared = self.equal = 0
         self._output, self._storage, self._is_stopping = output, storage, is_stopping
-        self._num_threads = torch.get_num_threads()
+        self._num_threads = num_threads
         with _blamed(self.name):
             preparation = self._prepare(0)
             self._state_bytes = _state_bytes(preparation)
@@ -216,9 +218,9 @@ class TrainedVariant:
             self.equal += sum(one == other for one, other in pairs)
 
     def _prepare(self, number: int) -> Preparation:
-        # A variant that sets threads leaves them to the process.
-        torch.set_num_threads(self._num_threads)
         config = self._variant.config
+        # Another variant may have set them for all of the process.
+        torch.set_num_threads(self._num_threads)
         run = replace(
             config.run,
             output=self._output,
@@ -264,15 +266,7 @@ def _mean_of(records: Sequence[StepRecord], name: str) -> float | None:
 
 def _kept(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves by dotted name; what JSON has no word for is written as a text."""
-    kinds = (str, int, list, type(None))
-    return {
-        name: value if isinstance(value, kinds) or _is_number(value) else str(value)
-        for name, value in leaves(tree, "")
-    }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+    return json.loads(json.dumps(dict(leaves(tree, "")), default=str), parse_constant=str)
 
 
 @contextlib.contextmanager
@@ -281,7 +275,9 @@ def _systems(
 ) -> Iterator[list[TrainedVariant]]:
     systems: list[TrainedVariant] = []
     texts: list[Any] = []
+    num_threads = torch.get_num_threads()
     with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, num_threads)
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for variant in variants:
             config, storage = variant.config, None
@@ -291,9 +287,11 @@ def _systems(
                 texts.append(text)
             if config.run.host_memory is not None:
                 disk = place / (config.run.storage_dir or root)
-                storage = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=disk)))
+                with _blamed(variant.name), named_failure(disk, "offloaded experts' folder"):
+                    storage = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=disk)))
             output = root / f"text-{texts.index(text)}"
-            systems.append(TrainedVariant(variant, place, output, storage, is_stopping))
+            one = TrainedVariant(variant, place, output, storage, num_threads, is_stopping)
+            systems.append(one)
         yield systems
 
 
@@ -337,6 +335,7 @@ def measure_ablation(
         "context": config.data.context,
         "seeds": [config.run.seed + number for number in range(seeds)],
         "device": str(systems[0].device),
+        "num_threads": config.run.threads or torch.get_num_threads(),
         "configuration": _kept(dataclasses.asdict(config)),
         "variants": {one.name: _kept(one.changes) for one in variants[1:]},
     }

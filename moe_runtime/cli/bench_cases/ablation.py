@@ -68,8 +68,6 @@ def bench_ablation(
         require_not_read(output, "results", [config_file])
         check_output_path(output, "results")
     quiet_transformers(session)
-    import torch
-
     from moe_runtime.bench.cases.ablation import measure_ablation, read_variants
     from moe_runtime.training.data.text import text_files
 
@@ -87,7 +85,7 @@ def bench_ablation(
             folder,
             seeds or (1 if quick else 3),
             time.monotonic,
-            settings={"model": config_file.name, "num_threads": torch.get_num_threads()},
+            settings={"model": config_file.name},
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,
         )
