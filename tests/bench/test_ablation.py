@@ -239,17 +239,20 @@ def test_threads_of_one_variant_are_not_those_of_the_next(tmp_path: Path) -> Non
     assert torch.get_num_threads() == results["settings"]["num_threads"] == 3
 
 
-def test_a_variant_that_diverges_says_so_and_the_others_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "change", ["optimizer.peak_rate=1e+30", "model.moe.gate_options.bias_update_rate=x"]
+)
+def test_a_variant_that_fails_says_so_and_the_others_go_on(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(tmp_path)
-    words = ["--vary", "optimizer.peak_rate=1e30", "--seeds", "1", "--steps", "30", "--json"]
+    words = ["--vary", change, "--seeds", "1", "--steps", "30", "--json"]
     assert main(["bench", "ablation", str(path), *words]) == 1
     shown = capsys.readouterr()
     base, other = json.loads(shown.out)["measurements"]
     assert len(base["repetitions"]) == 1
     assert other["repetitions"] == []
-    assert f"optimizer.peak_rate=1e+30: {other['failure']}" in shown.err
+    assert f"{change}: {other['failure']}" in shown.err
 
 
 def test_quick_trains_once_and_briefly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
