@@ -21,6 +21,10 @@ class PeerFailedError(MoERuntimeError):
     """A system under test gave no numbers; the text says why, in one line."""
 
 
+class StoppedRepetitionError(MoERuntimeError):
+    """A repetition was ended because the measurement is stopping; it has no numbers."""
+
+
 @contextmanager
 def peer_failures() -> Iterator[None]:
     """What torch or a system under test raises becomes a failure of the system.
@@ -45,6 +49,7 @@ class BenchSystem(Protocol):
 
         Raises:
             PeerFailedError: there are no numbers, and will be none.
+            StoppedRepetitionError: nothing more is to be measured.
         """
         ...
 
@@ -127,6 +132,8 @@ def run_in_turn(
             except PeerFailedError as error:
                 measured.failure, measured.repetitions = str(error), []
                 continue
+            except StoppedRepetitionError:
+                return found, "interrupted"
             on_repetition(system.name, len(measured.repetitions))
         longest_s = max(longest_s, clock() - round_begin)
         working = [one for one in found.values() if one.failure is None]

@@ -39,7 +39,8 @@ def read_tree(cls: type[_Config], path: Path, *, settings: tuple[str, ...] = ())
     """
     tree = read_toml(path)
     for setting in settings:
-        _override(tree, setting)
+        key, text = split_setting(setting)
+        set_key(tree, key, toml_value(text))
     try:
         return build_tree(cls, tree)
     except ValueError as error:
@@ -91,22 +92,49 @@ def _first_required(hint: Any, name: str) -> str:
     return name
 
 
-def _override(tree: dict[str, Any], setting: str) -> None:
+def split_setting(setting: str) -> tuple[str, str]:
+    """Key and value of `key.inner=value`, the value as it was written.
+
+    Raises:
+        ValueError: there is no key, or no equals sign.
+    """
     key, equals, text = setting.partition("=")
     key = key.strip()
     if not equals or not key:
         raise ValueError(f"expected KEY=VALUE such as run.steps=100, got {setting!r}")
+    return key, text
+
+
+def toml_value(text: str) -> Any:
+    """A value in TOML's notation; a bare word is a text and needs no quotes inside the shell's."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        # A bare word is a text: run.output=runs/a needs no quotes inside the shell's.
-        value = text.strip()
+        return text.strip()
+
+
+def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a dotted key of nested tables, in place; tables that are missing are made.
+
+    Raises:
+        ValueError: what the key leads through is no table.
+    """
     *tables, last = key.split(".")
     for table in tables:
         tree = tree.setdefault(table, {})
         if not isinstance(tree, dict):
             raise ValueError(f"{key}: {table!r} is not a table")
     tree[last] = value
+
+
+def lay_over(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree in which the values of another stand in the place of its own, tables key by key."""
+    merged = dict(tree)
+    for key, value in changes.items():
+        below = tree.get(key, {})
+        is_table = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[key] = lay_over(below, value) if is_table else value
+    return merged
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:

@@ -62,6 +62,7 @@ BRIEFLY = {
     "bench layer": {"--time": "1", "--precision": "0.5", "--tokens": "4"},
     "bench training": {"--time": "1", "--precision": "0.5", "--context": "16"},
     "bench policies": {"--time": "1", "--precision": "0.5"},
+    "bench ablation": {"--steps": "1"},
 }
 # Lines that are held against the parser alone.
 NOT_RUN = {
@@ -78,6 +79,7 @@ NOT_RUN = {
     "moe-runtime bench io MODEL": "runs with options",
     "moe-runtime bench ops*": "takes seconds: tests/bench/test_op_times.py",
     "moe-runtime bench training MODEL": "runs with options",
+    "moe-runtime bench ablation CONFIG.toml": "runs with options",
     "moe-runtime bench policies TRACE": "runs with options",
     "moe-runtime bench report RESULTS...": "runs with options",
     "moe-runtime report TRACE|STATS": "runs with either",

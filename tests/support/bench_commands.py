@@ -159,6 +159,15 @@ BENCH_CASES = {
         dict.fromkeys(("shape", "isa", "quick", "output"), "tests/bench/test_training_steps.py")
         | {"device": "tests/cli/test_missing_device.py"},
     ),
+    "bench ablation": Case(
+        ("moe_runtime.bench.cases.ablation.read_variants",),
+        ("run.toml",),
+        {
+            "config_file": ("", Path("run.toml")),
+            "vary": ("--vary run.seed=237", "run.seed=237"),
+        },
+        dict.fromkeys(("seeds", "steps", "quick", "output"), "tests/bench/test_ablation.py"),
+    ),
     "bench policies": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
@@ -224,6 +233,7 @@ BENCH_INPUTS = {
     ],
     "bench io": [(["bench", "io", "MODEL", "--output"], "MODEL/config.json")],
     "bench experts": [(["bench", "experts", "MODEL", "--output"], "MODEL/config.json")],
+    "bench ablation": [(["bench", "ablation", "FILE", "--output"], "FILE")],
     "bench policies": [
         (["bench", "policies", "TRACE", "--output"], "TRACE"),
         (["bench", "policies", "TRACE", "--golden", "FILE", "--output"], "FILE"),

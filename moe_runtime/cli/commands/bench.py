@@ -2,6 +2,7 @@
 
 import typer
 
+from moe_runtime.cli.bench_cases.ablation import bench_ablation
 from moe_runtime.cli.bench_cases.dispatch import bench_dispatch
 from moe_runtime.cli.bench_cases.expert_layer import bench_experts
 from moe_runtime.cli.bench_cases.io import bench_io
@@ -31,6 +32,7 @@ def bench_app() -> typer.Typer:
     app.command("layer", cls=StrictCommand)(bench_layer)
     app.command("ops", cls=StrictCommand)(bench_ops)
     app.command("training", cls=StrictCommand)(bench_training)
+    app.command("ablation", cls=StrictCommand)(bench_ablation)
     app.command("policies", cls=StrictCommand)(bench_policies)
     app.command("dispatch", cls=StrictCommand)(bench_dispatch)
     app.command("serve", cls=StrictCommand)(bench_serve)

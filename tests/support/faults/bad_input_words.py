@@ -48,6 +48,7 @@ _SOUND = {
         *("model", "--quick", "--time", "1", "--layers", "1", "--sequences", "1"),
         *("--context", "8", "--precision", "1"),
     ),
+    "bench ablation": ("train.toml", "--vary", "run.seed=1", "--quick", "--steps", "1"),
     "bench dispatch": ("--quick", "--time", "1", "--tokens", "8", "--dim", "4", "--precision", "1"),
     "bench compare": ("results.json", "results.json"),
     "bench report": ("results.json",),
