@@ -12,6 +12,7 @@ from moe_runtime.config import format_bytes
 
 _LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype", "device")
 _TEXT = ("model", "layers", "weights", "prompt_tokens", "new_tokens", "device")
+_TRACE = ("model", "tokens", "layers", "experts", "top_k")
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "latency": _TEXT,
     "throughput": (*_TEXT, "batch"),
@@ -20,7 +21,9 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "layer": _LAYER,
     "ops": _LAYER,
     "training": (*_LAYER, "layers", "sequences", "context"),
-    "policies": ("model", "tokens", "layers", "experts", "top_k", "scope", "side_by_side"),
+    "policies": (*_TRACE, "scope", "side_by_side"),
+    "predictors": (*_TRACE, "test_share", "seed", "max_tokens", "side_by_side", "link"),
+    "placements": (*_TRACE, "fit", "devices", "nodes"),
     "dispatch": ("ranks", "tokens", "dim", "experts", "top_k"),
     "kernels": ("dtype",),
     "device-decode": _TEXT,
@@ -50,6 +53,12 @@ _WORDS = {
     "context": "of {} tokens",
     "tokens": "{} tokens",
     "ranks": "{} ranks",
+    "devices": "{} devices",
+    "nodes": "{} nodes",
+    "fit": "placed by {} of it",
+    "test_share": "{} of it held out",
+    "seed": "seed {}",
+    "max_tokens": "{} tokens of that",
     "chat": "chat",
     "ignore_eos": "to the last token",
 }

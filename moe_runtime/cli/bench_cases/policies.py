@@ -55,7 +55,7 @@ Time = Annotated[
         "--time", min=1.0, help="Seconds after which no repetition begins. [120; quick: 30]"
     ),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="Three policies, half a minute.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Three of them, half a minute.")]
 
 
 def bench_policies(
