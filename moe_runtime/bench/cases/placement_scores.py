@@ -42,17 +42,17 @@ class PlacementsPlan:
         profile: loads and transitions that placements are made from.
         future: ``[T, L, K]`` routing that they are scored on.
         devices: where experts go.
+        told: what algorithms are told.
         num_replicas: slots of a layer beyond one for each expert; algorithms that make no copies
             go without.
-        told: what algorithms are told.
         searches: also those that search.
     """
 
     profile: RoutingProfile
     future: np.ndarray
     devices: Devices
+    told: PlacementOptions
     num_replicas: int = 0
-    told: PlacementOptions = PlacementOptions()
     searches: bool = True
 
     def systems(self) -> "list[PlacedExperts]":

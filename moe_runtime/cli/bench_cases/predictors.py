@@ -1,7 +1,7 @@
 """``moe-runtime bench predictors``: predictors on sequences held out of the user's traces."""
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
