@@ -62,6 +62,8 @@ BRIEFLY = {
     "bench layer": {"--time": "1", "--precision": "0.5", "--tokens": "4"},
     "bench training": {"--time": "1", "--precision": "0.5", "--context": "16"},
     "bench policies": {"--time": "1", "--precision": "0.5"},
+    "bench predictors": {"--time": "1", "--precision": "0.5"},
+    "bench placements": {"--time": "1", "--precision": "0.5", "--time-limit": "1"},
 }
 # Lines that are held against the parser alone.
 NOT_RUN = {
@@ -79,6 +81,7 @@ NOT_RUN = {
     "moe-runtime bench ops*": "takes seconds: tests/bench/test_op_times.py",
     "moe-runtime bench training MODEL": "runs with options",
     "moe-runtime bench policies TRACE": "runs with options",
+    "moe-runtime bench predictors TRACE": "runs with options",
     "moe-runtime bench report RESULTS...": "runs with options",
     "moe-runtime report TRACE|STATS": "runs with either",
     "moe-runtime doctor [[]PATH]": "runs with and without",

@@ -176,7 +176,7 @@ BENCH_CASES = {
             "precision": ("--precision 0.17", ("precision", 0.17)),
         },
         dict.fromkeys(
-            ("num_experts", "train", "golden", "quick", "output"),
+            ("num_experts", "train", "predictor", "expert_size", "golden", "quick", "output"),
             "tests/bench/test_policy_replays.py",
         ),
     ),
@@ -214,10 +214,10 @@ BENCH_CASES = {
             "moe_runtime.planning.placement.split_window",
             "moe_runtime.bench.cases.placement_scores.measure_placements",
         ),
-        ("t.npz", "--gpus", "2"),
+        ("t.npz",),
         {
             "trace": ("", Path("t.npz")),
-            "gpus": ("", ("gpus_per_node", 2)),
+            "gpus": ("--gpus 4", ("gpus_per_node", 2)),
             "nodes": ("--nodes 2", ("num_nodes", 2)),
             "replicas": ("--replicas 6", ("num_replicas", 6)),
             "groups": ("--groups 3", ("num_groups", 3)),

@@ -168,7 +168,7 @@ def replay(
             predictor=predictor if trained is None else trained.name,
             trained=trained,
             machine=machine,
-            sizes=_sizes(expert_size, recorded) if "," in expert_size else None,
+            sizes=sizes_of(expert_size, recorded) if "," in expert_size else None,
         )
         rows = run_experiment(
             workload_of(recorded), experiment, on_progress=lambda what: progress(what, 0, 0)
@@ -261,8 +261,12 @@ def machine_of(
     )
 
 
-def _sizes(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
-    """Bytes of each expert, from a size for each layer or for each expert of each layer."""
+def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
+    """Bytes of each expert, from a size for each layer or for each expert of each layer.
+
+    Raises:
+        ValueError: there are neither as many sizes as layers nor as experts, or one is none.
+    """
     from moe_runtime.types import ExpertKey
 
     layers, experts = trace.signature.num_layers, trace.signature.num_experts
