@@ -183,6 +183,22 @@ def test_the_command_writes_what_the_other_commands_read(
     assert "recall_at_k_ahead_1" in (tmp_path / "r.html").read_text("utf-8")
 
 
+def test_another_trace_may_teach(
+    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = trace_of(make_routes(SHAPE, num_sequences=5, seed=1))
+    write_trace(tmp_path / "t.npz", trace)
+    write_trace(tmp_path / "other.npz", other)
+    words = ["--predictor", "popularity", "--train", str(tmp_path / "other.npz"), "--time", "1"]
+    words += ["--precision", "1", "--json"]
+    assert main(["bench", "predictors", str(tmp_path / "t.npz"), *words]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    found = printed["measurements"][0]["summary"]["recall_at_k_ahead_1"]["median"]
+    assert found == pytest.approx(counted_by_hand(routes_of(other), routes_of(trace), SHAPE.top_k))
+    assert printed["settings"]["training_sequences"] == 5
+    assert printed["settings"]["test_sequences"] == 8
+
+
 def test_the_quick_ones_are_three(
     trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +223,8 @@ def test_the_quick_ones_are_three(
         (["t.npz", "--bandwidth", "3GB", "--capacity", "1%"], "a token needs"),
         (["t.npz", "--test-share", "0.95"], "leaves nothing to train"),
         (["t.npz", "--side-by-side", "5"], "expected a trace of at least 5 requests"),
+        (["t.npz", "--train", "t.npz", "--test-share", "0.5"], "--test-share has no effect"),
+        (["t.npz", "--train", "wide.npz"], "was recorded from another model"),
         (["t.npz", "-o", "t.npz"], "t.npz"),
         ([], "expected at least one TRACE"),
     ],
@@ -221,7 +239,9 @@ def test_bad_words_of_predictors_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_trace(tmp_path / "t.npz", trace)
+    wide = Shape(num_layers=3, num_experts=17, top_k=2)
+    write_trace(tmp_path / "wide.npz", trace_of(make_routes(wide, num_sequences=2, length=5)))
     assert main(["bench", "predictors", *words, "--time", "1"]) == 2
-    err = [one for one in capsys.readouterr().err.splitlines() if "is fitted" not in one]
+    err = [one for one in capsys.readouterr().err.splitlines() if "fitting it" not in one]
     assert complaint in err[0]
     assert len(err) == 1

@@ -206,7 +206,7 @@ BENCH_CASES = {
             "max_s": ("--time 37", ("max_s", 37.0)),
             "precision": ("--precision 0.17", ("precision", 0.17)),
         },
-        dict.fromkeys(("quick", "output"), "tests/bench/test_predictor_recall.py"),
+        dict.fromkeys(("train", "quick", "output"), "tests/bench/test_predictor_recall.py"),
     ),
     "bench placements": Case(
         (

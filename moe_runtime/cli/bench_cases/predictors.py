@@ -1,7 +1,8 @@
 """``moe-runtime bench predictors``: predictors on sequences held out of the user's traces."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,6 +33,7 @@ from moe_runtime.cli.commands.replay import (
     SideBySide,
     machine_of,
     parse_shares,
+    read_routes_to_learn,
 )
 from moe_runtime.cli.console import Session, print_table, say_line
 from moe_runtime.cli.stopping import stop_on_signals
@@ -41,6 +43,9 @@ from moe_runtime.files import check_output_path
 if TYPE_CHECKING:
     from moe_runtime.lab.replay.link_model import Machine
 
+Train = Annotated[
+    Path | None, typer.Option(help="Trace to learn from, in the place of a part of TRACE.")
+]
 _QUICK = ("popularity", "token-identity", "layer-affinity")
 _TIMED = ("latency", "expert_size", "layer_time", "known_ahead", "expert_time", "capacity")
 
@@ -49,6 +54,7 @@ def bench_predictors(
     ctx: typer.Context,
     traces: Traces = None,
     predictor: Names = None,
+    train: Train = None,
     test_share: TestShare = 0.5,
     seed: Seed = 0,
     distances: Distances = "1,2,4",
@@ -82,6 +88,8 @@ def bench_predictors(
         raise ValueError("expected at least one TRACE, as `run --prompts FILE --trace` records it")
     if bandwidth is None:
         refuse_given(ctx, _TIMED, "is about prefetching in modelled time; give --bandwidth too")
+    if train is not None:
+        refuse_given(ctx, ("test_share",), "has no effect where --train gives what is learned from")
     from moe_runtime.bench.cases.predictor_recall import PredictorsPlan, measure_predictors
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.replay.experiment import usual_capacities
@@ -99,14 +107,18 @@ def bench_predictors(
     machine = machine_of(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
     routes, signature = read_sequences(traces)
     require_layers(ctx, ahead, signature.num_layers)
-    training, held_out = split_unrepeated(routes, test_share=test_share, seed=seed)
-    test = routes.select(held_out)
+    if train is None:
+        parts = split_unrepeated(routes, test_share=test_share, seed=seed)
+        training, test = map(routes.select, parts)
+    else:
+        whole = trace_of_routes(routes, signature)
+        training, test = read_routes_to_learn(train, None, whole, traces[0]), routes
     served = serve_side_by_side(trace_of_routes(test, signature), count=side_by_side or 1)
     if max_tokens is not None:
         served = served.steps(0, min(served.num_steps, -(-max_tokens // (side_by_side or 1))))
     plan = PredictorsPlan(
         predictors=names,
-        training=routes.select(training),
+        training=training,
         test=test,
         served=workload_of(served),
         distances=ahead,
@@ -130,9 +142,10 @@ def bench_predictors(
                 "experts": signature.num_experts,
                 "top_k": signature.top_k,
                 "sequences": routes.num_sequences,
-                "training_sequences": len(training),
-                "test_sequences": len(held_out),
-                "test_share": test_share,
+                "train": None if train is None else train.name,
+                "training_sequences": training.num_sequences,
+                "test_sequences": test.num_sequences,
+                "test_share": test_share if train is None else None,
                 "seed": seed,
                 "distances": list(ahead),
                 "max_tokens": max_tokens,
@@ -142,7 +155,7 @@ def bench_predictors(
                 "precision": precision,
                 "max_s": rules.max_s,
             },
-            on_count=lambda name: say_line(f"{name}: is fitted, and its recall counted"),
+            on_count=lambda name: say_line(f"{name}: fitting it, and counting its recall"),
             on_repetition=shared.say_repetition,
             is_stopping=lambda: stop.is_set,
         )
