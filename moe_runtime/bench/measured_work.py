@@ -12,6 +12,7 @@ from moe_runtime.config import format_bytes
 
 _LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype", "device")
 _TEXT = ("model", "layers", "weights", "prompt_tokens", "new_tokens", "device")
+_TRACE = ("model", "tokens", "layers", "experts", "top_k")
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "latency": _TEXT,
     "throughput": (*_TEXT, "batch"),
@@ -21,7 +22,9 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "ops": _LAYER,
     "training": (*_LAYER, "layers", "sequences", "context"),
     "ablation": ("model", "steps", "sequences", "context", "device"),
-    "policies": ("model", "tokens", "layers", "experts", "top_k", "scope", "side_by_side"),
+    "policies": (*_TRACE, "scope", "side_by_side", "expert_size"),
+    "predictors": (*_TRACE, "train", "test_share", "seed", "max_tokens", "side_by_side", "link"),
+    "placements": (*_TRACE, "fit", "devices", "nodes"),
     "dispatch": ("ranks", "tokens", "dim", "experts", "top_k"),
     "kernels": ("dtype",),
     "device-decode": _TEXT,
@@ -52,6 +55,14 @@ _WORDS = {
     "context": "of {} tokens",
     "tokens": "{} tokens",
     "ranks": "{} ranks",
+    "devices": "{} devices",
+    "expert_size": "experts of {}",
+    "nodes": "{} nodes",
+    "fit": "placed by {} of it",
+    "train": "taught by {}",
+    "test_share": "{} of it held out",
+    "seed": "seed {}",
+    "max_tokens": "{} tokens of that",
     "chat": "chat",
     "ignore_eos": "to the last token",
 }

@@ -3,7 +3,7 @@
 ``research.placement_solvers`` adds ExFlow and MoETuner; the commands take those.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,19 +129,33 @@ def random_score(
         seed: of the placements.
         on_draw: called with the number of each placement, from 1, before it is scored.
     """
-    random = np.random.default_rng(seed)
-    num_layers = ids_TLK.shape[1]
-    width = -(-num_experts // devices.num_gpus) * devices.num_gpus
+    drawn = random_placements(
+        ids_TLK.shape[1], num_experts, devices, num_draws=num_draws, seed=seed
+    )
     scores = []
-    for number in range(num_draws):
-        on_draw(number + 1)
+    for number, placement in enumerate(drawn, 1):
+        on_draw(number)
+        scores.append(score_placement(placement, ids_TLK, devices))
+    return mean_score(scores)
+
+
+def random_placements(
+    num_layers: int, num_experts: int, devices: Devices, *, num_draws: int = 5, seed: int = 0
+) -> Iterator[Placement]:
+    """Random placements without replicas; see `random_score`."""
+    random = np.random.default_rng(seed)
+    width = -(-num_experts // devices.num_gpus) * devices.num_gpus
+    for _ in range(num_draws):
         slots = np.stack([random.permutation(width) for _ in range(num_layers)])
-        placement = Placement(
+        yield Placement(
             expert_of_slot=np.where(slots < num_experts, slots, -1),
             num_experts=num_experts,
             num_gpus=devices.num_gpus,
         )
-        scores.append(score_placement(placement, ids_TLK, devices))
+
+
+def mean_score(scores: Sequence[PlacementScore]) -> PlacementScore:
+    """The mean of each number, over at least one score."""
     names = PlacementScore.__dataclass_fields__
     return PlacementScore(
         **{name: float(np.mean([getattr(score, name) for score in scores])) for name in names}

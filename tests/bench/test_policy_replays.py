@@ -17,6 +17,7 @@ from moe_runtime.bench.measured_work import work_of
 from moe_runtime.bench.results import read_results, write_results
 from moe_runtime.bench.runner import Rules
 from moe_runtime.cli.main import main
+from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.replay.experiment import Experiment, run_experiment
 from moe_runtime.lab.replay.untimed import DemandReplay
@@ -26,6 +27,7 @@ from moe_runtime.lab.traces.routes import routes_of
 from moe_runtime.lab.traces.side_by_side import side_by_side
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.prediction import Shape
+from moe_runtime.types import ExpertKey
 
 SHAPE = Shape(num_layers=3, num_experts=16, top_k=2)
 
@@ -108,6 +110,10 @@ def test_the_command_finds_what_a_replay_finds_and_compares(
         (["--side-by-side", "9"], "expected a trace of at least 9 requests"),
         (["--policy", "lru", "--train", "t.npz"], "of lru nothing learns"),
         (["--capacity", "x"], "--capacity must be shares"),
+        (["--policy", "predicted"], "--predictor and the policy predicted belong together"),
+        (["--policy", "predicted", "--predictor", "eam"], "--predictor eam needs --train"),
+        (["--policy", "predicted", "--predictor", "eamm"], "unknown predictor 'eamm'"),
+        (["--policy", "lru", "--expert-size", "1MiB"], "--expert-size must be one size, 3 for"),
     ],
 )
 def test_bad_words_of_policies_are_one_line(
@@ -146,6 +152,52 @@ def test_learners_are_taught_and_requests_decode_side_by_side(
         found = [one["summary"]["hit_rate_at_0.25"]["median"] for one in printed["measurements"]]
         assert found == [row.hit_rate for row in rows]
     assert work_of(printed)["side_by_side"] == 3
+
+
+def test_predicted_asks_what_was_trained_and_bytes_are_weighed(
+    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = trace_of(make_routes(SHAPE, num_sequences=8, seed=1))
+    write_trace(tmp_path / "t.npz", trace)
+    write_trace(tmp_path / "other.npz", other)
+    fit = ["predictor", "fit", str(tmp_path / "other.npz"), "--predictor", "layer-affinity"]
+    assert main([*fit, "-o", str(tmp_path / "p.npz"), "--json"]) == 0
+    sizes = [3 << 20, 1 << 20, 2 << 20]
+    words = [str(tmp_path / "t.npz"), "--policy", "predicted,lec", "--capacity", "25%", "--scope"]
+    words += ["global", "--time", "1", "--precision", "1", "--expert-size", "3MiB,1MiB,2MiB"]
+    expected = {
+        row.policy: row
+        for row in run_experiment(
+            workload_of(trace),
+            Experiment(
+                policies=["predicted", "lec"],
+                capacities=[0.25],
+                scope="global",
+                training=routes_of(other),
+                predictor="layer-affinity",
+                sizes={
+                    ExpertKey(layer, expert): size
+                    for layer, size in enumerate(sizes)
+                    for expert in range(SHAPE.num_experts)
+                },
+            ),
+            bounds=False,
+        )
+    }
+    capsys.readouterr()
+    for more in (
+        ["--predictor", "layer-affinity", "--train", str(tmp_path / "other.npz")],
+        ["--predictor", str(tmp_path / "p.npz")],
+    ):
+        assert main(["bench", "policies", *words, *more, "--json"]) == 0
+        for one in json.loads(capsys.readouterr().out)["measurements"]:
+            summary, row = one["summary"], expected[one["system"]]
+            assert summary["hit_rate_at_0.25"]["median"] == row.hit_rate
+            assert summary["read_bytes_at_0.25"]["median"] == row.loaded_bytes
+    assert main(["bench", "policies", *words, *more]) == 0
+    read = expected["lec"].loaded_bytes
+    assert read is not None
+    assert format_bytes(read) in capsys.readouterr().out
 
 
 def golden_rows(trace: Trace) -> list[dict[str, Any]]:

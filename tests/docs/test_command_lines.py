@@ -63,6 +63,8 @@ BRIEFLY = {
     "bench training": {"--time": "1", "--precision": "0.5", "--context": "16"},
     "bench policies": {"--time": "1", "--precision": "0.5"},
     "bench ablation": {"--steps": "1"},
+    "bench predictors": {"--time": "1", "--precision": "0.5"},
+    "bench placements": {"--time": "1", "--precision": "0.5", "--time-limit": "1"},
 }
 # Lines that are held against the parser alone.
 NOT_RUN = {
@@ -81,6 +83,7 @@ NOT_RUN = {
     "moe-runtime bench training MODEL": "runs with options",
     "moe-runtime bench ablation CONFIG.toml": "runs with options",
     "moe-runtime bench policies TRACE": "runs with options",
+    "moe-runtime bench predictors TRACE": "runs with options",
     "moe-runtime bench report RESULTS...": "runs with options",
     "moe-runtime report TRACE|STATS": "runs with either",
     "moe-runtime doctor [[]PATH]": "runs with and without",

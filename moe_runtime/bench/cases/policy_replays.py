@@ -17,7 +17,8 @@ from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
 from moe_runtime.lab.replay.experiment import Experiment, policy_of, run_experiment
 from moe_runtime.lab.replay.untimed import ask_policy, replay_demand
 from moe_runtime.lab.traces.workload import Workload
-from moe_runtime.policies.prediction import Routes
+from moe_runtime.policies.prediction import Estimator, Routes
+from moe_runtime.types import ExpertKey
 
 _COMPARED_EVENTS = 4096
 
@@ -33,6 +34,8 @@ class PoliciesPlan:
         scope: ``per-layer`` or ``global``.
         training: what learners are taught first; None leaves them to the workload.
         reset_per_sequence: each request has a cache and policies of its own.
+        predictor: a trained one, which ``predicted`` asks.
+        sizes: bytes of each expert, where they differ: what is read is weighed by them.
     """
 
     workload: Workload
@@ -41,6 +44,8 @@ class PoliciesPlan:
     scope: str
     training: Routes | None = None
     reset_per_sequence: bool = False
+    predictor: Estimator | None = None
+    sizes: Mapping[ExpertKey, int] | None = None
 
     def experiment(self, policy: str) -> Experiment:
         """The replays of a policy.
@@ -48,17 +53,21 @@ class PoliciesPlan:
         Raises:
             ValueError: there is no such policy, scope or capacity.
         """
+        asked = self.predictor if policy == "predicted" else None
         return Experiment(
             policies=[policy],
             capacities=self.capacities,
             scope=self.scope,
             training=self.training,
             reset_per_sequence=self.reset_per_sequence,
+            predictor=None if asked is None else asked.name,
+            trained=asked,
+            sizes=self.sizes,
         )
 
 
 def metrics_of(plan: PoliciesPlan) -> dict[str, Metric]:
-    """Speed, share of hits, and share of layer visits without a load, at each capacity."""
+    """Speed, share of hits, share of layer visits without a load, bytes, at each capacity."""
     metrics: dict[str, Metric] = {}
     for capacity in plan.capacities:
         metrics |= {
@@ -66,6 +75,8 @@ def metrics_of(plan: PoliciesPlan) -> dict[str, Metric]:
             f"hit_rate_at_{capacity:g}": Metric("share", better="more"),
             f"all_resident_at_{capacity:g}": Metric("share", better="more"),
         }
+        if plan.sizes is not None:
+            metrics[f"read_bytes_at_{capacity:g}"] = Metric("bytes")
     return metrics
 
 
@@ -97,6 +108,8 @@ class PolicyReplays:
                 f"hit_rate_at_{row.capacity:g}": row.hit_rate,
                 f"all_resident_at_{row.capacity:g}": row.all_resident_rate,
             }
+            if row.loaded_bytes is not None:
+                found[f"read_bytes_at_{row.capacity:g}"] = row.loaded_bytes
         return found
 
     def _compare(self) -> None:

@@ -9,6 +9,7 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.bench_cases.tables import mean_cell
+from moe_runtime.cli.commands.predictor import check_trainable
 from moe_runtime.cli.commands.replay import (
     LEARNERS,
     NumExperts,
@@ -19,9 +20,11 @@ from moe_runtime.cli.commands.replay import (
     parse_shares,
     read_routes_to_learn,
     read_trace_to_replay,
+    sizes_of,
 )
 from moe_runtime.cli.console import Session, print_table, say_line
 from moe_runtime.cli.stopping import stop_on_signals
+from moe_runtime.config import format_bytes
 from moe_runtime.files import check_output_path
 
 _QUICK = ("lru", "lfu", "belady-bypass")
@@ -47,7 +50,21 @@ Golden = Annotated[
 ]
 Train = Annotated[
     Path | None,
-    typer.Option(help="Trace that static pinning and activation-aware learn from first."),
+    typer.Option(help="Trace that static, activation-aware and --predictor learn from first."),
+]
+Predictor = Annotated[
+    str | None,
+    typer.Option(
+        help="What the policy predicted asks: a name (needs --train), or the .npz file of a "
+        "trained one."
+    ),
+]
+ExpertSize = Annotated[
+    str | None,
+    typer.Option(
+        help="Sizes separated by commas, one for each layer, or one for each expert of each layer: "
+        "what is read is weighed by them, and lec and gdsf go by them."
+    ),
 ]
 Time = Annotated[
     float | None,
@@ -55,7 +72,7 @@ Time = Annotated[
         "--time", min=1.0, help="Seconds after which no repetition begins. [120; quick: 30]"
     ),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="Three policies, half a minute.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Three of them, half a minute.")]
 
 
 def bench_policies(
@@ -65,6 +82,8 @@ def bench_policies(
     capacity: Capacity = None,
     scope: Scope = "per-layer",
     train: Train = None,
+    predictor: Predictor = None,
+    expert_size: ExpertSize = None,
     reset: Reset = False,
     side_by_side: SideBySide = None,
     num_experts: NumExperts = None,
@@ -88,23 +107,40 @@ def bench_policies(
         check_output_path(output, "results")
     from moe_runtime.bench.cases.policy_replays import PoliciesPlan, measure_policies, metrics_of
     from moe_runtime.bench.runner import Rules
+    from moe_runtime.inference.prediction.predictors import is_file_name
     from moe_runtime.lab.replay.experiment import usual_capacities
+    from moe_runtime.lab.traces.predictor_file import read_predictor
     from moe_runtime.lab.traces.workload import workload_of
+    from moe_runtime.policies.prediction import make_estimator
 
     names = _names(policy, quick=quick)
+    if (predictor is not None) != ("predicted" in names):
+        raise ValueError(
+            "--predictor and the policy predicted belong together: name it in --policy, too"
+        )
+    named = None if predictor is None or is_file_name(predictor) else check_trainable(predictor)
+    if named is not None and train is None:
+        raise ValueError(f"--predictor {named} needs --train, or give the file of a trained one")
     shares = None if capacity is None else parse_shares(capacity)
-    if train is not None and not LEARNERS & set(names):
+    if train is not None and named is None and not LEARNERS & set(names):
         raise ValueError(f"--train has nothing to train: of {', '.join(names)} nothing learns")
     recorded = read_trace_to_replay(trace, num_experts, side_by_side)
+    training = None if train is None else read_routes_to_learn(train, num_experts, recorded, trace)
+    trained = None
+    if named is not None and training is not None:
+        trained = make_estimator(named, training.shape)
+        trained.fit(training)
+    elif predictor is not None:
+        trained = read_predictor(predictor, recorded.signature)
     plan = PoliciesPlan(
         workload=workload_of(recorded),
         policies=names,
         capacities=list(dict.fromkeys(shares or usual_capacities(recorded.signature, scope))),
         scope=scope,
-        training=None
-        if train is None
-        else read_routes_to_learn(train, num_experts, recorded, trace),
+        training=training,
         reset_per_sequence=reset,
+        predictor=trained,
+        sizes=None if expert_size is None else sizes_of(expert_size, recorded),
     )
     if golden is not None:
         from moe_runtime.bench.cases.golden_counts import require_golden
@@ -127,6 +163,8 @@ def bench_policies(
                 "capacities": plan.capacities,
                 "scope": scope,
                 "train": None if train is None else train.name,
+                "predictor": None if predictor is None else Path(predictor).name,
+                "expert_size": expert_size,
                 "reset": reset,
                 "side_by_side": side_by_side,
                 "precision": precision,
@@ -161,8 +199,11 @@ def show_policies(results: dict[str, Any]) -> None:
                 for name in ("hit_rate", "all_resident")
             )
             speed = mean_cell(one, f"accesses_per_s_at_{capacity:g}", 1e-6)
-            rows.append([one["system"], f"{capacity:.1%}", hits, resident, speed])
-    columns = ("capacity", "hits", "layers without a load", "M accesses/s")
+            read = one["summary"].get(f"read_bytes_at_{capacity:g}")
+            weighed = [] if read is None else [format_bytes(round(read["median"]))]
+            rows.append([one["system"], f"{capacity:.1%}", hits, resident, *weighed, speed])
+    sized = results["settings"].get("expert_size") is not None
+    columns = ("capacity", "hits", "layers without a load", *["read"] * sized, "M accesses/s")
     print_table(
         f"policies on {results['settings']['model']}",
         [("policy", "left"), *((name, "right") for name in columns)],

@@ -9,7 +9,9 @@ from moe_runtime.cli.bench_cases.io import bench_io
 from moe_runtime.cli.bench_cases.kernels import bench_kernels
 from moe_runtime.cli.bench_cases.layer import bench_layer
 from moe_runtime.cli.bench_cases.ops import bench_ops
+from moe_runtime.cli.bench_cases.placements import bench_placements
 from moe_runtime.cli.bench_cases.policies import bench_policies
+from moe_runtime.cli.bench_cases.predictors import bench_predictors
 from moe_runtime.cli.bench_cases.throughput import bench_throughput
 from moe_runtime.cli.bench_cases.training import bench_training
 from moe_runtime.cli.commands.bench_compare import bench_compare
@@ -34,6 +36,8 @@ def bench_app() -> typer.Typer:
     app.command("training", cls=StrictCommand)(bench_training)
     app.command("ablation", cls=StrictCommand)(bench_ablation)
     app.command("policies", cls=StrictCommand)(bench_policies)
+    app.command("predictors", cls=StrictCommand)(bench_predictors)
+    app.command("placements", cls=StrictCommand)(bench_placements)
     app.command("dispatch", cls=StrictCommand)(bench_dispatch)
     app.command("serve", cls=StrictCommand)(bench_serve)
     app.command("compare", cls=StrictCommand)(bench_compare)

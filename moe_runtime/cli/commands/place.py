@@ -16,6 +16,7 @@ from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     from moe_runtime.parallel.placement_map import MapUpdate, PlacementMap
+    from moe_runtime.policies.placement import Devices
     from moe_runtime.policies.placement.scoring import PlacementScore
 
 TraceFile = Annotated[
@@ -110,12 +111,11 @@ def place(
         {name for name, readers in _READERS.items() if algorithm not in readers},
         f"has no effect on {algorithm}; leave it out, or name another --algorithm",
     )
-    if gpus % nodes:
-        raise ValueError(f"--gpus {gpus} is not a multiple of --nodes {nodes}")
+    devices = devices_of(gpus, nodes)
     from moe_runtime.lab.traces import read_trace
     from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
     from moe_runtime.planning.placement import PlacementOptions, random_score, split_window
-    from moe_runtime.policies.placement import Devices, RoundRobin, RoutingProfile
+    from moe_runtime.policies.placement import RoundRobin, RoutingProfile
     from moe_runtime.policies.placement.scoring import score_placement
     from moe_runtime.research.placement_solvers import SEARCHING, check_algorithm, place_experts
 
@@ -125,7 +125,6 @@ def place(
         num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
     )
     check_algorithm(algorithm)
-    devices = Devices(num_nodes=nodes, gpus_per_node=gpus // nodes)
     with _working() as say:
         say(f"reading {trace.name}")
         recorded = read_trace(trace)
@@ -165,6 +164,19 @@ def place(
         print_json(_as_json(new, scores, update, output, len(past), len(future)))
     else:
         _print(new, scores, update, output, len(past), len(future))
+
+
+def devices_of(gpus: int, nodes: int) -> "Devices":
+    """As many devices over as many nodes.
+
+    Raises:
+        ValueError: the nodes do not divide the devices.
+    """
+    from moe_runtime.policies.placement import Devices
+
+    if gpus % nodes:
+        raise ValueError(f"--gpus {gpus} is not a multiple of --nodes {nodes}")
+    return Devices(num_nodes=nodes, gpus_per_node=gpus // nodes)
 
 
 @contextlib.contextmanager

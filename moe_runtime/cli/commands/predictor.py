@@ -97,7 +97,7 @@ def fit(
     check_output_path(output, "predictor")
     read = _read_text(ctx, traces, model, text, host_memory, [predictor])
     if read is None:
-        routes, signature = _read(traces or [])
+        routes, signature = read_sequences(traces or [])
         estimator = _make(predictor, routes)
     else:
         routes, signature = read.routes, read.signature
@@ -138,25 +138,22 @@ def evaluate(
     """
     _begin(ctx, debug, as_json)
     from moe_runtime.lab.replay.evaluation import evaluate as measure
-    from moe_runtime.lab.traces.routes import split_numbers, unrepeated
+    from moe_runtime.lab.traces.routes import split_unrepeated
     from moe_runtime.policies.prediction import PREDICTORS
 
     names = predictor or [
         name for name, kind in PREDICTORS.items() if model is not None or not kind.needs_hidden
     ]
-    ahead = _parse_distances(distances)
+    ahead = parse_distances(distances)
     read = _read_text(ctx, traces, model, text, host_memory, names)
-    routes = _read(traces or [])[0] if read is None else read.routes
-    _require_layers(ctx, ahead, routes.shape.num_layers)
-    kept = unrepeated(routes)
-    unique = routes.select(kept)
-    chosen = split_numbers(len(kept), test_share=test_share, seed=seed)
-    train, test = (routes.select([kept[number] for number in part]) for part in chosen)
+    routes = read_sequences(traces or [])[0] if read is None else read.routes
+    require_layers(ctx, ahead, routes.shape.num_layers)
+    windows, held_out = split_unrepeated(routes, test_share=test_share, seed=seed)
+    train, test = routes.select(windows), routes.select(held_out)
     hidden = None
     if read is None:
         estimators = [_make(name, train) for name in names]
     else:
-        windows, held_out = ([kept[number] for number in part] for part in chosen)
         estimators = [read.trained(name, windows) for name in names]
         hidden = read.part(held_out)[1]
     results = measure(
@@ -164,7 +161,7 @@ def evaluate(
     )
     facts = {
         "sequences": routes.num_sequences,
-        "repeated_sequences": routes.num_sequences - unique.num_sequences,
+        "repeated_sequences": routes.num_sequences - len(windows) - len(held_out),
         "training_sequences": train.num_sequences,
         "test_sequences": test.num_sequences,
         **_coverage(estimators, test),
@@ -229,7 +226,12 @@ def check_trainable(name: str, *, from_text: bool = False) -> str:
     return name
 
 
-def _parse_distances(text: str) -> tuple[int, ...]:
+def parse_distances(text: str) -> tuple[int, ...]:
+    """Reads ``1,2,4``.
+
+    Raises:
+        ValueError: a part is no positive number.
+    """
     try:
         ahead = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -239,8 +241,12 @@ def _parse_distances(text: str) -> tuple[int, ...]:
     return ahead
 
 
-def _require_layers(ctx: typer.Context, ahead: tuple[int, ...], num_layers: int) -> None:
-    """Refuses distances that were asked for and at which no layer lies."""
+def require_layers(ctx: typer.Context, ahead: tuple[int, ...], num_layers: int) -> None:
+    """Refuses distances that were asked for and at which no layer lies.
+
+    Raises:
+        ValueError: there is no layer at the largest one.
+    """
     source = ctx.get_parameter_source("distances")
     is_given = source is not None and source.name == "COMMANDLINE"
     if is_given and max(ahead) >= num_layers:
@@ -249,7 +255,12 @@ def _require_layers(ctx: typer.Context, ahead: tuple[int, ...], num_layers: int)
         )
 
 
-def _read(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
+def read_sequences(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
+    """The sequences of traces of one model, and the model.
+
+    Raises:
+        CheckpointError: one is none, has no choices, or is of another model than the first.
+    """
     from moe_runtime.errors import CheckpointError
     from moe_runtime.lab.traces.readers import read_any_trace
     from moe_runtime.lab.traces.routes import join_routes, routes_of, same_model, shown_model

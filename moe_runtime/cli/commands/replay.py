@@ -138,7 +138,7 @@ def replay(
         refuse_given(ctx, times, "is about modelled time; give --bandwidth too")
     elif "," in expert_size:
         raise ValueError("--expert-size must be one size where --bandwidth models time")
-    machine = _machine(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
+    machine = machine_of(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
     all_names = [name for name in POLICIES if name != "predicted" or predictor is not None]
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
     is_trained = predictor is not None and is_file_name(predictor)
@@ -168,7 +168,7 @@ def replay(
             predictor=predictor if trained is None else trained.name,
             trained=trained,
             machine=machine,
-            sizes=_sizes(expert_size, recorded) if "," in expert_size else None,
+            sizes=sizes_of(expert_size, recorded) if "," in expert_size else None,
         )
         rows = run_experiment(
             workload_of(recorded), experiment, on_progress=lambda what: progress(what, 0, 0)
@@ -230,7 +230,7 @@ def parse_shares(text: str) -> list[float]:
     return shares
 
 
-def _machine(
+def machine_of(
     bandwidth: str | None,
     latency: float,
     expert_size: str,
@@ -238,6 +238,11 @@ def _machine(
     known_ahead: float,
     expert_time: float,
 ) -> "Machine | None":
+    """The modelled machine that the options say; None without a bandwidth.
+
+    Raises:
+        ValueError: a size cannot be read, or times do not fit each other.
+    """
     if bandwidth is None:
         return None
     from moe_runtime.lab.replay.link_model import Machine
@@ -256,8 +261,12 @@ def _machine(
     )
 
 
-def _sizes(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
-    """Bytes of each expert, from a size for each layer or for each expert of each layer."""
+def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
+    """Bytes of each expert, from a size for each layer or for each expert of each layer.
+
+    Raises:
+        ValueError: there are neither as many sizes as layers nor as experts, or one is none.
+    """
     from moe_runtime.types import ExpertKey
 
     layers, experts = trace.signature.num_layers, trace.signature.num_experts

@@ -44,7 +44,7 @@ class Experiment:
         adaptive: per-layer shares move to where misses could be saved.
         reset_per_sequence: empty the cache whenever another request begins.
         training: sequences to learn from, for static pinning, activation-aware and predictors.
-        predictor: name of what to prefetch by, or None.
+        predictor: name of what to prefetch by, and of what ``predicted`` asks, or None.
         trained: the predictor itself where it need not be trained first; ``predictor`` is its name.
         machine: what moving and computing costs; None leaves time out.
         sizes: bytes of each expert, where they differ: what is loaded is weighed, and policies that
@@ -80,7 +80,8 @@ class Experiment:
             raise ValueError(
                 f"unknown predictor {self.predictor!r}: {nearest(self.predictor, PREDICTORS)}"
             )
-        if self.predictor is not None and self.machine is None:
+        asked = "predicted" in self.policies
+        if self.predictor is not None and self.machine is None and not asked:
             raise ValueError("prefetching is a matter of time; say how fast the link is")
         if self.predictor is not None and self.training is None and self.trained is None:
             raise ValueError(
@@ -91,7 +92,7 @@ class Experiment:
             raise ValueError(
                 "modelled time knows one size of all experts; leave out one of the two"
             )
-        if "predicted" in self.policies and self.predictor is None:
+        if asked and self.predictor is None:
             raise ValueError("policy 'predicted' needs a predictor; name one")
 
     @property

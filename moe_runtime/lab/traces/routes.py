@@ -5,7 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_runtime.lab.traces.format import Trace
+from moe_runtime.lab.traces.format import (
+    PHASES,
+    TRACE_VERSION,
+    Trace,
+    absent_id,
+    expert_dtype,
+)
 from moe_runtime.policies.prediction.base import Routes, shape_of
 from moe_runtime.types import ModelSignature
 
@@ -75,6 +81,43 @@ def unrepeated(routes: Routes) -> list[int]:
         for gram in grams:
             seen.setdefault(gram, set()).add(sequence)
     return kept
+
+
+def split_unrepeated(
+    routes: Routes, *, test_share: float, seed: int = 0
+) -> tuple[list[int], list[int]]:
+    """As `split_numbers`, of the sequences that do not repeat an earlier one.
+
+    Raises:
+        ValueError: either part would be empty.
+    """
+    kept = unrepeated(routes)
+    train, test = split_numbers(len(kept), test_share=test_share, seed=seed)
+    return [kept[number] for number in train], [kept[number] for number in test]
+
+
+def trace_of_routes(routes: Routes, signature: ModelSignature) -> Trace:
+    """Sequences as a trace that decoded one after another, a token in each step.
+
+    Args:
+        routes: of the model.
+        signature: the model's.
+    """
+    lengths = np.diff(routes.offsets)
+    request = np.repeat(np.arange(routes.num_sequences, dtype=np.int32), lengths)
+    dtype = expert_dtype(signature.num_experts)
+    is_absent = routes.expert_ids >= signature.num_experts
+    return Trace(
+        version=TRACE_VERSION,
+        signature=signature,
+        step_phase=np.full(routes.num_tokens, PHASES.index("decode"), np.uint8),
+        step_start=np.arange(routes.num_tokens + 1, dtype=np.int64),
+        token_request=request,
+        token_id=routes.token_ids.astype(np.int32),
+        token_position=(np.arange(routes.num_tokens) - routes.offsets[request]).astype(np.int32),
+        expert_ids=np.where(is_absent, absent_id(dtype), routes.expert_ids).astype(dtype),
+        gate_weights=routes.gate_weights.astype(np.float16),
+    )
 
 
 def split_sequences(routes: Routes, *, test_share: float, seed: int = 0) -> tuple[Routes, Routes]:

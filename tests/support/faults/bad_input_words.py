@@ -42,6 +42,10 @@ _SOUND = {
     "bench io": ("model", "--quick", "--time", "1", "--experts", "2", "--precision", "1"),
     "bench experts": ("model", "--quick", "--time", "1", "--tokens", "1", "--precision", "1"),
     "bench policies": ("trace.npz", "--quick", "--time", "1", "--precision", "1"),
+    "bench predictors": ("trace.npz", "--quick", "--time", "1", "--precision", "1"),
+    "bench placements": (
+        *("trace.npz", "--gpus", "2", "--quick", "--time", "1", "--precision", "1"),
+    ),
     "bench layer": ("model", "--quick", "--time", "1", "--tokens", "1", "--precision", "1"),
     "bench ops": ("--quick", "--time", "1", "--tokens", "1", "--precision", "1"),
     "bench training": (

@@ -1,0 +1,181 @@
+"""`bench placements`: scores are those of a walk over the tokens, of every algorithm."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_routes import make_routes
+from traces import trace_of
+
+from moe_runtime.bench.cases import placement_scores
+from moe_runtime.bench.cases.placement_scores import PlacementsPlan, measure_placements
+from moe_runtime.bench.results import read_results
+from moe_runtime.bench.runner import Rules
+from moe_runtime.cli.main import main
+from moe_runtime.lab.traces import write_trace
+from moe_runtime.lab.traces.format import Trace
+from moe_runtime.planning.placement import PlacementOptions
+from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
+from moe_runtime.policies.prediction import Shape
+from moe_runtime.research.placement_solvers import ALGORITHMS, place_experts
+
+SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
+SEARCHING = {"exflow", "moetuner"}
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return trace_of(make_routes(SHAPE, num_sequences=4))
+
+
+def walked(placement: Placement, ids: np.ndarray) -> dict[str, float]:
+    """The scores of a placement without copies, token by token."""
+    per_gpu = placement.slots_per_gpu
+    where = [
+        [[row.tolist().index(e) // per_gpu for e in experts] for row, experts in rows]
+        for token in ids.tolist()
+        for rows in [list(zip(placement.expert_of_slot, token, strict=True))]
+    ]
+    loads = np.zeros((placement.num_layers, placement.num_gpus))
+    hops, first_hops, copies = [], [], []
+    for token in where:
+        for layer, gpus in enumerate(token):
+            copies.append(len(set(gpus)))
+            for gpu in gpus:
+                loads[layer, gpu] += 1
+        for here, there in itertools.pairwise(token):
+            hops += [a != b for a in here for b in there]
+            first_hops.append(here[0] != there[0])
+    return {
+        "balancedness": float((loads.mean(axis=1) / loads.max(axis=1)).mean()),
+        "hops": float(np.mean(hops)),
+        "primary_hops": float(np.mean(first_hops)),
+        "devices_per_token": float(np.mean(copies)),
+    }
+
+
+def test_scores_are_those_of_a_walk_over_the_tokens(
+    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path / "t.npz", trace)
+    path = tmp_path / "r.json"
+    words = ["--gpus", "2", "--fit", "0.25", "--load-slack", "0.3", "--time-limit", "20"]
+    words += ["--precision", "1", "--time", "1", "-o", str(path), "--json"]
+    assert main(["bench", "placements", str(tmp_path / "t.npz"), *words]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == read_results(path)
+    found = {one["system"]: one for one in printed["measurements"]}
+    assert found.keys() == {"random", *ALGORITHMS}
+    num_past = trace.num_tokens // 4
+    future = trace.expert_ids[num_past:]
+    profile = RoutingProfile.from_ids(trace.expert_ids[:num_past], SHAPE.num_experts)
+    told = PlacementOptions(load_slack=0.3, time_limit_s=20.0)
+    for name in ALGORITHMS:
+        devices = Devices(num_nodes=1, gpus_per_node=2)
+        expected = walked(place_experts(name, profile, devices, options=told), future)
+        assert found[name]["quality"] == {"compared": future.size, "equal": future.size}
+        assert found[name]["summary"]["place_s"]["median"] > 0
+        for metric, value in expected.items():
+            assert found[name]["summary"][metric]["median"] == pytest.approx(value), (name, metric)
+    assert "place_s" not in found["random"]["summary"]
+    assert found["random"]["quality"]["equal"] == 5 * future.size  # drawn as often
+
+    for one in printed["measurements"]:  # as often as it takes to be sure
+        one["repetitions"] = [dict(one["repetitions"][0]) for _ in range(3)]
+    path.write_text(json.dumps(printed))
+    for one in printed["measurements"]:
+        for repetition in one["repetitions"]:
+            repetition["hops"] += 0.1
+    (tmp_path / "more.json").write_text(json.dumps(printed))
+    compare = ["bench", "compare", str(path), str(tmp_path / "more.json"), "--json"]
+    assert main(compare) == 1
+    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
+    worse = {(one["system"], one["metric"]) for one in verdicts if one["word"] == "worse"}
+    assert worse == {(name, "hops") for name in found}
+    assert main(["bench", "report", str(path), "-o", str(tmp_path / "r.html")]) == 0
+    assert "balancedness" in (tmp_path / "r.html").read_text("utf-8")
+
+
+def test_copies_are_made_beside_and_searches_left_out(
+    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path / "t.npz", trace)
+    words = ["bench", "placements", str(tmp_path / "t.npz"), "--quick", "--time", "1"]
+    words += ["--gpus", "4", "--nodes", "2", "--replicas", "4", "--groups", "2", "--no-align"]
+    assert main([*words, "--precision", "1", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    summaries = {one["system"]: one["summary"] for one in printed["measurements"]}
+    copying = {f"{name}, 4 replicas" for name in ("round-robin", "eplb")}
+    assert summaries.keys() == {"random", *ALGORITHMS} - SEARCHING | copying
+    for summary in summaries.values():
+        assert 0 < summary["node_hops"]["median"] < summary["hops"]["median"]
+    assert printed["settings"]["groups"] == 2
+    assert printed["settings"]["aligned"] is False
+    assert main([*words, "--precision", "1"]) == 0
+    assert "eplb, 4 replicas" in capsys.readouterr().out
+
+
+def test_who_cannot_place_has_no_numbers_and_the_others_have(
+    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path / "t.npz", trace)
+    words = ["--gpus", "3", "--quick", "--time", "1", "--precision", "1", "--json"]
+    assert main(["bench", "placements", str(tmp_path / "t.npz"), *words]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    for one in printed["measurements"]:
+        if one["system"] == "random":  # leaves slots empty
+            assert one["failure"] is None
+        else:
+            assert "do not divide among 3 devices" in one["failure"]
+
+
+def test_visits_counted_elsewhere_are_found_out(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = placement_scores.gpus_of_tokens
+
+    def with_one_wrong(placement: Placement, ids: np.ndarray) -> np.ndarray:
+        gpus = counted(placement, ids).copy()
+        gpus[3, 1, 0] = 1 - gpus[3, 1, 0]
+        return gpus
+
+    monkeypatch.setattr(placement_scores, "gpus_of_tokens", with_one_wrong)
+    plan = PlacementsPlan(
+        profile=RoutingProfile.from_ids(trace.expert_ids, SHAPE.num_experts),
+        future=trace.expert_ids,
+        devices=Devices(num_nodes=1, gpus_per_node=2),
+        told=PlacementOptions(),
+        searches=False,
+    )
+    rules = Rules(judged=(), least=1, most=1)
+    results = measure_placements(plan, rules, lambda: 0.0, settings={})
+    for one in results["measurements"]:
+        assert one["failure"].startswith("1 of ")
+        assert not one["repetitions"]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--gpus", "4", "--nodes", "3"], "--gpus 4 is not a multiple of --nodes 3"),
+        (["--gpus", "2", "--fit", "1"], "leaves nothing to place by"),
+        (["--gpus", "2", "--num-experts", "4"], "leave out the number of experts, 4"),
+        (["--gpus", "2", "-o", "t.npz"], "t.npz"),
+    ],
+)
+def test_bad_words_of_placements_are_one_line(
+    words: list[str],
+    complaint: str,
+    trace: Trace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_trace(tmp_path / "t.npz", trace)
+    assert main(["bench", "placements", "t.npz", *words, "--quick", "--time", "1"]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1

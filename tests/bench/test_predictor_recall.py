@@ -1,0 +1,247 @@
+"""`bench predictors`: recall is what counting gives, and without a complete control nothing is."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic_routes import make_routes
+from traces import trace_of
+
+from moe_runtime.bench.cases import predictor_recall
+from moe_runtime.bench.cases.predictor_recall import (
+    PredictorsPlan,
+    fit_and_count,
+    measure_predictors,
+)
+from moe_runtime.bench.measured_work import work_words
+from moe_runtime.bench.results import read_results
+from moe_runtime.bench.runner import Rules
+from moe_runtime.cli.main import main
+from moe_runtime.lab.replay.evaluation import Evaluation
+from moe_runtime.lab.replay.link_model import Machine
+from moe_runtime.lab.replay.timed import replay_timed
+from moe_runtime.lab.traces import write_trace
+from moe_runtime.lab.traces.format import Trace
+from moe_runtime.lab.traces.routes import routes_of, split_sequences, trace_of_routes
+from moe_runtime.lab.traces.workload import workload_of
+from moe_runtime.policies.eviction import Setting, make_policy
+from moe_runtime.policies.prediction import Routes, Shape, TrackedPredictor, make_estimator
+
+SHAPE = Shape(num_layers=3, num_experts=16, top_k=2)
+RULES = Rules(judged=(), least=2, most=2)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return trace_of(make_routes(SHAPE, num_sequences=8))
+
+
+def plan_of(trace: Trace, **fields: Any) -> PredictorsPlan:
+    training, test = split_sequences(routes_of(trace), test_share=0.5)
+    served = workload_of(trace_of_routes(test, trace.signature))
+    return PredictorsPlan(
+        **{
+            "predictors": ["popularity", "layer-affinity"],
+            "training": training,
+            "test": test,
+            "served": served,
+            "distances": (1, 2),
+            **fields,
+        }
+    )
+
+
+def counted_by_hand(training: Routes, test: Routes, width: int) -> float:
+    """Recall of popularity, one token, layer and expert at a time; mean over layers."""
+    shares = []
+    for layer in range(SHAPE.num_layers):
+        seen = training.expert_ids[:, layer].ravel().tolist()
+        best = sorted(range(SHAPE.num_experts), key=lambda e, seen=seen: (-seen.count(e), e))
+        visited = test.expert_ids[:, layer].ravel().tolist()
+        shares.append(sum(one in best[:width] for one in visited) / len(visited))
+    return sum(shares) / len(shares)
+
+
+def test_recall_is_what_counting_by_hand_gives(trace: Trace) -> None:
+    plan = plan_of(trace)
+    results = measure_predictors(plan, RULES, lambda: 0.0, settings={})
+    popularity = results["measurements"][0]
+    assert popularity["quality"] == {"compared": 4, "equal": 4}
+    for repetition in popularity["repetitions"]:
+        assert len(repetition["prediction_s"]) == plan.test.num_tokens
+        for name, width in (("k", SHAPE.top_k), ("2k", 2 * SHAPE.top_k)):
+            by_hand = counted_by_hand(plan.training, plan.test, width)
+            for distance in (1, 2):
+                assert repetition[f"recall_at_{name}_ahead_{distance}"] == pytest.approx(by_hand)
+
+
+def test_without_a_complete_control_there_are_no_numbers(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = predictor_recall.evaluate
+
+    def with_a_miss(*words: Any, **options: Any) -> list[Evaluation]:
+        control, *rest = counted(*words, **options)
+        first = dataclasses.replace(control.recalls[0], mean_at_k=0.999)
+        return [dataclasses.replace(control, recalls=(first, *control.recalls[1:])), *rest]
+
+    monkeypatch.setattr(predictor_recall, "evaluate", with_a_miss)
+    results = measure_predictors(plan_of(trace), RULES, lambda: 0.0, settings={})
+    assert results["ended"] == "failed"
+    for one in results["measurements"]:
+        assert one["failure"].endswith("found it in 3 of 4 recalls")
+        assert not one["repetitions"]
+
+
+def test_prefetching_is_that_of_a_timed_replay(trace: Trace) -> None:
+    machine = Machine(
+        bytes_per_s=1e9, latency_s=1e-5, expert_bytes=10**6, layer_s=1e-3, expert_s=1e-4
+    )
+    plan = plan_of(trace, machine=machine, capacities=[0.25])
+    found = fit_and_count("layer-affinity", plan).found
+    estimator = make_estimator("layer-affinity", SHAPE)
+    estimator.fit(plan.training)
+    without, with_it = (
+        replay_timed(
+            plan.served,
+            make_policy("lru", num_slots=12, setting=Setting(shape=SHAPE)),
+            12,
+            machine,
+            predictor=predictor,
+        ).total
+        for predictor in (None, TrackedPredictor(estimator))
+    )
+    assert with_it.prefetches > 0
+    assert found["useful_prefetches_at_0.25"] == with_it.useful / with_it.prefetches
+    reads = (with_it.misses + with_it.prefetches) / without.misses
+    assert found["reads_of_lru_at_0.25"] == reads
+    assert found["waits_of_lru_at_0.25"] == with_it.stall_s / without.stall_s
+
+
+def test_what_was_counted_is_kept_when_it_is_stopped(trace: Trace) -> None:
+    """Whoever stops it during the first one gets its numbers, timed once."""
+    results = measure_predictors(
+        plan_of(trace), RULES, lambda: 0.0, settings={}, is_stopping=lambda: True
+    )
+    assert results["ended"] == "interrupted"
+    (one,) = results["measurements"]
+    assert one["system"] == "popularity"
+    assert len(one["repetitions"]) == 1
+    assert one["summary"]["recall_at_k_ahead_1"]["median"] > 0
+
+
+def test_sequences_as_a_trace_are_the_same_sequences() -> None:
+    routes = make_routes(SHAPE, num_sequences=3, length=5)
+    routes.expert_ids[4, 1] = SHAPE.num_experts
+    trace = trace_of_routes(routes, trace_of(routes).signature)
+    assert (trace.expert_ids[4, 1] == trace.absent).all()
+    again = routes_of(trace)
+    np.testing.assert_array_equal(again.expert_ids, routes.expert_ids)
+    np.testing.assert_array_equal(again.offsets, routes.offsets)
+    np.testing.assert_array_equal(again.token_ids, routes.token_ids)
+
+
+def test_the_command_writes_what_the_other_commands_read(
+    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path / "t.npz", trace)
+    path = tmp_path / "r.json"
+    words = ["--predictor", "popularity", "--predictor", "eam", "--precision", "1", "--time", "1"]
+    words += ["--bandwidth", "3GB", "--expert-size", "1MB", "--layer-time", "0.002"]
+    words += ["--capacity", "50%", "--side-by-side", "2", "--seed", "3", "--max-tokens", "60"]
+    command = ["bench", "predictors", str(tmp_path / "t.npz"), *words, "-o", str(path)]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "used prefetches" in shown
+    results = read_results(path)
+    assert [one["system"] for one in results["measurements"]] == ["popularity", "eam"]
+    popularity = results["measurements"][0]["summary"]
+    assert f"{popularity['recall_at_k_ahead_1']['median']:.2%}" in shown
+    assert all(len(one["prediction_s"]) == 30 for one in results["measurements"][0]["repetitions"])
+    assert "seed 3, 60 tokens of that, 2 side by side, " in work_words(results)
+    recall = ["predictor", "evaluate", str(tmp_path / "t.npz"), "--predictor", "popularity"]
+    assert main([*recall, "--seed", "3", "--max-tokens", "60", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["results"][1]["recalls"]
+    for one in told:
+        assert popularity[f"recall_at_k_ahead_{one['distance']}"]["median"] == one["mean_at_k"]
+    for one in results["measurements"]:  # as often as it takes to be sure
+        one["repetitions"] = [dict(one["repetitions"][0]) for _ in range(3)]
+    path.write_text(json.dumps(results))
+    for one in results["measurements"]:
+        for repetition in one["repetitions"]:
+            repetition["recall_at_2k_ahead_4"] *= 0.9
+    (tmp_path / "less.json").write_text(json.dumps(results))
+    compare = ["bench", "compare", str(path), str(tmp_path / "less.json"), "--json"]
+    assert main(compare) == 1
+    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
+    worse = {(one["system"], one["metric"]) for one in verdicts if one["word"] == "worse"}
+    assert worse == {(name, "recall_at_2k_ahead_4") for name in ("popularity", "eam")}
+    assert main(["bench", "report", str(path), "-o", str(tmp_path / "r.html")]) == 0
+    assert "recall_at_k_ahead_1" in (tmp_path / "r.html").read_text("utf-8")
+
+
+def test_another_trace_may_teach(
+    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = trace_of(make_routes(SHAPE, num_sequences=5, seed=1))
+    write_trace(tmp_path / "t.npz", trace)
+    write_trace(tmp_path / "other.npz", other)
+    words = ["--predictor", "popularity", "--train", str(tmp_path / "other.npz"), "--time", "1"]
+    words += ["--precision", "1", "--json"]
+    assert main(["bench", "predictors", str(tmp_path / "t.npz"), *words]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    found = printed["measurements"][0]["summary"]["recall_at_k_ahead_1"]["median"]
+    assert found == pytest.approx(counted_by_hand(routes_of(other), routes_of(trace), SHAPE.top_k))
+    assert printed["settings"]["training_sequences"] == 5
+    assert printed["settings"]["test_sequences"] == 8
+
+
+def test_the_quick_ones_are_three(
+    trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path / "t.npz", trace)
+    words = ["--quick", "--time", "1", "--precision", "1", "--json"]
+    assert main(["bench", "predictors", str(tmp_path / "t.npz"), *words]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert len(printed["measurements"]) == 3
+    assert printed["settings"]["link"] is None
+    assert not any("_at_0." in name for name in printed["measurements"][0]["summary"])
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["t.npz", "--predictor", "popularty"], "unknown predictor 'popularty'"),
+        (["t.npz", "--predictor", "next-gate"], "looks at hidden states"),
+        (["t.npz", "--distances", "3"], "--distances must be below 3"),
+        (["t.npz", "--distances", "x"], "--distances must be positive numbers"),
+        (["t.npz", "--layer-time", "1"], "give --bandwidth too"),
+        (["t.npz", "--capacity", "50%"], "give --bandwidth too"),
+        (["t.npz", "--bandwidth", "3GB", "--capacity", "1%"], "a token needs"),
+        (["t.npz", "--test-share", "0.95"], "leaves nothing to train"),
+        (["t.npz", "--side-by-side", "5"], "expected a trace of at least 5 requests"),
+        (["t.npz", "--train", "t.npz", "--test-share", "0.5"], "--test-share has no effect"),
+        (["t.npz", "--train", "wide.npz"], "was recorded from another model"),
+        (["t.npz", "-o", "t.npz"], "t.npz"),
+        ([], "expected at least one TRACE"),
+    ],
+)
+def test_bad_words_of_predictors_are_one_line(
+    words: list[str],
+    complaint: str,
+    trace: Trace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_trace(tmp_path / "t.npz", trace)
+    wide = Shape(num_layers=3, num_experts=17, top_k=2)
+    write_trace(tmp_path / "wide.npz", trace_of(make_routes(wide, num_sequences=2, length=5)))
+    assert main(["bench", "predictors", *words, "--time", "1"]) == 2
+    err = [one for one in capsys.readouterr().err.splitlines() if "fitting it" not in one]
+    assert complaint in err[0]
+    assert len(err) == 1
