@@ -106,9 +106,7 @@ def bench_throughput(
     num_built_in, has_after = batch * (batches or (1 if quick else 2)), shape is not None
 
     def read_ids(path: str) -> Ids:
-        return prompt_ids(
-            path, texts, prompt_tokens, num_built_in, num_new, has_after=has_after
-        )
+        return prompt_ids(path, texts, prompt_tokens, num_built_in, num_new, has_after=has_after)
 
     about_model = asked_model(model, shape, layers, peers, read_ids, keep=keep_shape, output=output)
     with about_model as asked:

@@ -94,9 +94,7 @@ def bench_latency(
     num_built_in, has_after = 2 if quick else 4, shape is not None
 
     def read_ids(path: str) -> Ids:
-        return prompt_ids(
-            path, texts, prompt_tokens, num_built_in, num_new, has_after=has_after
-        )
+        return prompt_ids(path, texts, prompt_tokens, num_built_in, num_new, has_after=has_after)
 
     about_model = asked_model(model, shape, layers, peers, read_ids, keep=keep_shape, output=output)
     with about_model as asked:

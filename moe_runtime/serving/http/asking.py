@@ -56,7 +56,8 @@ def _wrapped(seed: int) -> int:
 
 def _token(text: str, size: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < size):
-        raise FieldError("logit_bias", f"expected token ids from 0 to {size - 1}, got {text[:50]!r}")
+        problem = f"expected token ids from 0 to {size - 1}, got {text[:50]!r}"
+        raise FieldError("logit_bias", problem)
     return int(text)
 
 
