@@ -129,7 +129,8 @@ def _integer(least: int, most: int = 2**63 - 1) -> BeforeValidator:
 
     def check(given: Any) -> int:
         if type(given) is not int or not least <= given <= most:
-            raise PydanticCustomError("integer", f"expected an integer from {least} to {most}")
+            ends = {"least": least, "most": most}
+            raise PydanticCustomError("integer", "expected an integer from {least} to {most}", ends)
         return given
 
     return BeforeValidator(check)
