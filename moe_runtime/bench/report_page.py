@@ -17,7 +17,10 @@ from moe_runtime.lab.report.style import INK, SERIES, SURFACE, drawing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_HOW_DRAWN = "Bars: mean of the repetitions with its 95 % interval; dots: p50, p90 and p99 of all."
+_HOW_DRAWN = (
+    "Bars: mean of the repetitions with its 95 % interval, where a repetition of several values "
+    "counts with their median; dots: p50, p90 and p99 of all values."
+)
 _HEADER = ("repetitions", "mean", "95 % interval", "p50", "p90", "p99", "unit")
 
 
@@ -168,15 +171,15 @@ def _metric_section(anchor: str, rows: Sequence[ResultRow], has_plot: bool) -> S
     first = rows[0]
     scale, unit = first.scale
     is_less_better = first.summary["better"] == "less"
-    best = (min if is_less_better else max)(rows, key=lambda row: row.summary["median"])
+    best = (min if is_less_better else max)(rows, key=lambda row: row.summary["mean"])
     name = first.metric.replace("_per_s", "_a_second").removesuffix("_s").replace("_", " ")
     name = name.replace("rss bytes", "memory")
     return Section(
         name=anchor,
         title=f"{name[:1].upper()}{name[1:]} ({': '.join(filter(None, (first.case, first.work)))})",
         lesson=(
-            f"{'Less' if is_less_better else 'More'} is better. The median of {best.label} is "
-            f"{figure(best.summary['median'] * scale)} {unit}"
+            f"{'Less' if is_less_better else 'More'} is better. The mean of {best.label} is "
+            f"{figure(best.summary['mean'] * scale)} {unit}"
             + (", the best of them." if len(rows) > 1 else ".")
         ),
         how=_HOW_DRAWN if has_plot else "",

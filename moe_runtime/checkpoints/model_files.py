@@ -77,12 +77,16 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Reads ``config.json``.
+    """Reads ``config.json``, or what a GGUF file says in its place.
 
     Raises:
         CheckpointError: it is missing, damaged, or has sizes that no model has.
         UnsupportedModelError: transformers does not know the architecture.
     """
+    if folder.is_file():
+        from moe_runtime.checkpoints.gguf import read_model
+
+        return read_model(folder).config
     import transformers
 
     file = folder / "config.json"

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from moe_runtime.errors import CheckpointError, blamed_on
 from moe_runtime.inference.incremental_text import IncrementalText
+from moe_runtime.inference.token_limit import known_positions
 
 COLDEST = 1e-20
 """Lowest temperature but 0: logits, which are divided by it in fp32, stay finite below 1e18."""
@@ -275,9 +276,8 @@ def check_length(config: Any, num_prompt_tokens: int, max_new_tokens: int) -> No
     Raises:
         ValueError: it does; the message has the numbers.
     """
-    text_config = config.get_text_config()
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if isinstance(limit, int) and num_prompt_tokens + max_new_tokens > limit:
+    limit = known_positions(config)
+    if limit is not None and num_prompt_tokens + max_new_tokens > limit:
         raise ValueError(
             f"the prompt has {num_prompt_tokens} token{'s'[num_prompt_tokens == 1 :]} and "
             f"{max_new_tokens} new ones are asked for, but the model knows {limit} positions; "

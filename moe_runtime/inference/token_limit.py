@@ -19,6 +19,12 @@ DEFAULT_TOKENS = 4096
 """Tokens that memory is set aside for where nothing was said, if the model knows as many."""
 
 
+def known_positions(config: PreTrainedConfig) -> int | None:
+    """Tokens of the longest sequence that a model knows; None where its configuration says none."""
+    known = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return known if isinstance(known, int) else None
+
+
 def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
     """What ``max_tokens`` stands for.
 
@@ -31,8 +37,8 @@ def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
         ValueError: fewer than one.
     """
     if max_tokens is None:
-        known = getattr(config.get_text_config(), "max_position_embeddings", None)
-        return min(DEFAULT_TOKENS, known) if isinstance(known, int) else DEFAULT_TOKENS
+        known = known_positions(config)
+        return DEFAULT_TOKENS if known is None else min(DEFAULT_TOKENS, known)
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     return max_tokens

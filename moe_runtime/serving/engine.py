@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.inference.token_limit import known_positions
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.caches.kv_account import PIECE, KVAccount
 from moe_runtime.serving.caches.prefix_files import PrefixDisk
@@ -100,9 +101,9 @@ class Engine:
                 self._account, most_running=self._options.most_running, adapters=self._adapters
             )
             self._rows = RowDecoding(self._passes, self._scheduler, self._options)
-            positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-            known = positions if isinstance(positions, int) else capacity
-            self.most_request_tokens = min(self._rows.most_request_tokens, known)
+            known = known_positions(model.config)
+            own = self._rows.most_request_tokens
+            self.most_request_tokens = own if known is None else min(own, known)
             undo.pop_all()
         self._changed = threading.Condition()
         self._arrived: deque[Sequence] = deque()

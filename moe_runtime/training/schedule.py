@@ -12,16 +12,16 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """The rate of one step.
 
     Rises linearly over the first `warmup_steps` and reaches the peak at the last of them; then
-    falls along half a cosine and ends at `final_share` of the peak with the last step.
+    falls along half a cosine, from the peak in the first step after them to `final_share` of it
+    where the run ends, behind its last step: no step is lost to an end of 0.
 
     Args:
         config: the peak and the shape.
-        step: number of the step, the first is 0.
+        step: number of the step, the first is 0; below `num_steps`.
         num_steps: steps of the whole run.
     """
     if step < config.warmup_steps:
         return config.peak_rate * (step + 1) / config.warmup_steps
-    remaining = num_steps - 1 - config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / remaining) if remaining > 0 else 1.0
+    progress = (step - config.warmup_steps) / (num_steps - config.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.peak_rate * (config.final_share + (1 - config.final_share) * cosine)

@@ -122,7 +122,11 @@ class Preparation:
 
 
 def prepare(
-    config: TrainConfig, folder: Path, *, on_stage: Callable[[str], None] = lambda stage: None
+    config: TrainConfig,
+    folder: Path,
+    *,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    keeps_text: bool = True,
 ) -> Preparation:
     """Reads and encodes the text and builds the model.
 
@@ -130,6 +134,7 @@ def prepare(
         config: of the run.
         folder: what relative paths start from: that of the configuration file.
         on_stage: called with a word on what is being done.
+        keeps_text: the tokenizer and what it encodes are written to the run's folder.
 
     Raises:
         ValueError: text, tokenizer or model cannot be as configured.
@@ -151,10 +156,12 @@ def prepare(
         for name, source in config.data.sources.items()
     }
     on_stage("preparing the tokenizer")
-    tokenizer = obtain_tokenizer(config.tokenizer, corpora, folder=folder, saved=output / TOKENIZER)
+    tokenizer = obtain_tokenizer(
+        config.tokenizer, corpora, folder=folder, saved=output / TOKENIZER, keeps=keeps_text
+    )
     on_stage("encoding the text")
     streams = {
-        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name)
+        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name, keeps=keeps_text)
         for name, corpus in corpora.items()
     }
     config = _with_vocabulary(config, tokenizer)

@@ -159,6 +159,7 @@ def test_devices_are_asked_for_where_all_systems_compute_on_one(tmp_path: Path) 
         (["--peer", "none.py"], "--peer none.py: no such file"),
         (["--prompts", "p.txt", "--prompt-tokens", "3"], "has no effect"),
         (["-n", "1"], "max-new-tokens"),
+        (["-n", "100000000", "--host-memory", "1GiB"], "but the model knows 512 positions"),
     ],
 )
 def test_bad_words_are_one_line(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from moe_runtime.bench.intervals import percentile
+from moe_runtime.bench.report_page import results_page
 from moe_runtime.bench.results import (
     Metric,
     describe_system,
@@ -92,6 +93,28 @@ def test_what_is_no_results_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(CheckpointError, match="not results of moe-runtime bench"):
         read_results(tmp_path / "r.json")
+
+
+def test_the_page_says_what_its_bars_show() -> None:
+    """The best by the mean is not the best by the median here."""
+    values = {"uneven": [2.0, 2.0, 11.0], "even": [4.0, 4.0, 4.0]}
+    metrics = {"t_s": Metric("s", is_judged=True), "rate": Metric("1/s", "more", is_judged=True)}
+    measured = [
+        describe_system(
+            name,
+            MeasuredSystem(repetitions=[{"t_s": [one, one], "rate": one} for one in found]),
+            metrics,
+            system_versions={},
+            quality=None,
+        )
+        for name, found in values.items()
+    ]
+    page = results_page([("r", make_results("latency", {}, "time", measured))], has_plots=True)
+    for section, best in zip(page.sections, ("even is 4 s", "uneven is 5 1/s"), strict=False):
+        assert f"The mean of {best}, the best of them." in section.lesson
+        assert section.figure is not None
+        axes = section.figure.axes[0]
+        assert [bar.get_width() for bar in axes.patches] == [5.0, 4.0]  # of uneven and even
 
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

@@ -40,6 +40,17 @@ def smallest_budget(checkpoint: Path) -> int:
     return refused.value.smallest_bytes
 
 
+def test_positions_are_named_before_memory(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]
+    words = ["-p", PROMPT, "-n", str(10**8), "--host-memory", "1GiB"]
+    assert main(["run", str(checkpoint), *words]) == 2
+    err = capsys.readouterr().err
+    assert f"100000000 new ones are asked for, but the model knows {known} positions" in err
+    assert err.count("\n") == 1
+
+
 def test_run_streams_experts_and_says_what_transformers_says(
     checkpoint: Path, tmp_path: Path
 ) -> None:

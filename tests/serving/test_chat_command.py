@@ -270,6 +270,19 @@ def test_options_arrive(
     assert options - {"debug", "config", "help"} == followed
 
 
+def test_a_conversation_is_as_long_as_the_model_knows(
+    model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    assert say(model, [], "--max-tokens", str(known)) == 0
+    capsys.readouterr()
+    for asked in (known + 1, 10**8):  # so many would exceed the memory, too
+        assert say(model, [], "--max-tokens", str(asked)) == 2
+        err = capsys.readouterr().err
+        assert f"--max-tokens {asked}: a conversation cannot be longer than the {known} pos" in err
+        assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [

@@ -186,6 +186,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = json.loads(capsys.readouterr().out)
     assert plan["steps"] == 2
     assert plan["offload"]["experts"] == 12
+    assert not (tmp_path / "out").exists()
     assert main([*words, "--export-dtype", "bfloat16", "--json"]) == 0
     shown = capsys.readouterr()
     summary = json.loads(shown.out)
@@ -200,6 +201,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--zeroth-order", "--dry-run", "--json"]) == 0
     other = json.loads(capsys.readouterr().out)
     assert other["zeroth_order"]
+    assert not (tmp_path / "zeroth").exists()
     assert other["offload"]["disk_bytes"] < plan["offload"]["disk_bytes"] / 2
     assert main([*words, "--zeroth-order", "--trace", str(tmp_path / "t.npz"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["complete"]

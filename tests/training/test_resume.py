@@ -219,8 +219,8 @@ def test_a_new_schedule_holds_for_the_steps_to_come(
     assert train(path, "--resume", "--reschedule", *steps) == 0
     taken = [record for record in training_records(tmp_path / "out") if "loss" in record]
     assert [record["step"] for record in taken] == [1, 2, 3, 4, 5, 6]
-    # Half a cosine over the three steps after the warm-up, the last at a tenth of the peak.
-    cosine = [0.5 * (1 + math.cos(math.pi * part / 3)) for part in (1, 2, 3)]
+    # Half a cosine over the four steps after the warm-up, to a tenth of the peak behind the last.
+    cosine = [0.5 * (1 + math.cos(math.pi * part / 4)) for part in (1, 2, 3)]
     expected = [5e-3 * (0.1 + 0.9 * share) for share in cosine]
     assert [record["rate"] for record in taken[3:]] == pytest.approx(expected)
     # Once changed, the new settings are the run's.

@@ -89,8 +89,11 @@ def test_a_dry_run_says_what_would_happen(
 ) -> None:
     assert train(write_run(tmp_path), "--dry-run", *words) == 0
     shown = capsys.readouterr().out
-    assert not (tmp_path / "out" / "checkpoints").exists()
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    assert train(write_run(tmp_path), "--dry-run", *words) == 0
+    assert capsys.readouterr().out == shown
+    assert not list((tmp_path / "out").iterdir())
     if words:
         plan = json.loads(shown)
         assert plan["tokens"] == 8 * 256

@@ -90,7 +90,8 @@ class GgufShape:
     def write_settings(self, folder: Path) -> None:
         """Writes the tokenizer, and a configuration for who reads it by that."""
         write_tokenizer(folder, self.vocab_size)
-        (folder / "config.json").write_text('{"model_type": "gpt2"}\n')
+        settings = {"model_type": "gpt2", "n_positions": _CONTEXT}
+        (folder / "config.json").write_text(f"{json.dumps(settings)}\n")
 
     def is_complete(self, folder: Path) -> bool:
         """Whether the file is there; it gets its name when it is whole."""

@@ -196,7 +196,13 @@ def split_off(ids: Ids, num_new: int) -> tuple[Ids, Ids]:
 
 
 def prompt_ids(
-    model: str, texts: Sequence[str] | None, num_tokens: int, num_built_in: int, num_after: int = 0
+    model: str,
+    texts: Sequence[str] | None,
+    num_tokens: int,
+    num_built_in: int,
+    num_new: int,
+    *,
+    has_after: bool,
 ) -> Ids:
     """Token ids of prompts, or of built-in ones.
 
@@ -204,19 +210,26 @@ def prompt_ids(
         model: the checkpoint, whose tokenizer is taken.
         texts: of the prompts; None for built-in ones.
         num_tokens, num_built_in: of built-in prompts.
-        num_after: ids of text that follow each prompt.
+        num_new: tokens that a system says after each.
+        has_after: as many ids of text follow each prompt.
+
+    Raises:
+        ValueError: the model knows too few positions for them.
     """
     from moe_runtime.bench.texts import cut_prompts
+    from moe_runtime.checkpoints.model_files import read_config
     from moe_runtime.cli.commands.run import load_tokenizer
-    from moe_runtime.inference.generation import encode_prompt
+    from moe_runtime.inference.generation import check_length, encode_prompt
 
-    tokenizer = load_tokenizer(model)
+    tokenizer, config = load_tokenizer(model), read_config(Path(model))
     if texts is None:
-        return cut_prompts(tokenizer, num_built_in, num_tokens + num_after)
+        check_length(config, num_tokens, num_new)
+        return cut_prompts(tokenizer, num_built_in, num_tokens + num_new * has_after)
     found = [encode_prompt(tokenizer, text)["input_ids"][0].tolist() for text in texts]
-    if not num_after:
+    check_length(config, max(map(len, found)), num_new)
+    if not has_after:
         return found
-    after = cut_prompts(tokenizer, len(found), num_after)
+    after = cut_prompts(tokenizer, len(found), num_new)
     return [ids + more for ids, more in zip(found, after, strict=True)]
 
 

@@ -91,14 +91,14 @@ def bench_latency(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    num_after = num_new if shape else 0
+    num_built_in, has_after = 2 if quick else 4, shape is not None
 
     def read_ids(path: str) -> Ids:
-        return prompt_ids(path, texts, prompt_tokens, 2 if quick else 4, num_after)
+        return prompt_ids(path, texts, prompt_tokens, num_built_in, num_new, has_after=has_after)
 
     about_model = asked_model(model, shape, layers, peers, read_ids, keep=keep_shape, output=output)
     with about_model as asked:
-        given, after = split_off(asked.ids, num_after) if shape else (asked.ids, None)
+        given, after = split_off(asked.ids, num_new) if has_after else (asked.ids, None)
         plan = LatencyPlan(prompts=given, num_new=num_new, agreement=agreement, continuations=after)
         of_all = common_settings(asked.path, threads, plan.prompts, num_new, limit, place.setting)
         ours = own_settings(

@@ -97,16 +97,24 @@ def chat(
         parse_budget(budget, name=option)
     quiet_transformers(session)
     import moe_runtime
+    from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
     from moe_runtime.inference.generation import (
         check_options,
         encode_messages,
         end_token_ids,
         stop_strings_of,
     )
+    from moe_runtime.inference.token_limit import known_positions
     from moe_runtime.serving.requests import SamplingOptions
 
     check_options(max_new_tokens, temperature, top_p, seed)
     tokenizer = load_tokenizer(model)
+    known = known_positions(read_config(find_checkpoint(model, weights=False)))
+    if max_tokens is not None and known is not None and max_tokens > known:
+        raise ValueError(
+            f"--max-tokens {max_tokens}: a conversation cannot be longer than the {known} "
+            "positions that the model knows; give at most as many"
+        )
     first = [] if system is None else [{"role": "system", "content": system}]
     # a template that cannot be used is refused before weights are read
     encode_messages(tokenizer, [*first, {"role": "user", "content": "Hello"}])

@@ -89,7 +89,9 @@ Trace = Annotated[
         "--trace", metavar="FILE.npz", help="Record where the gates send tokens, for `report`."
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen, and stop.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would happen, write nothing, and stop.")
+]
 Seed = Annotated[
     int,
     typer.Option(
@@ -203,7 +205,7 @@ def finetune(
     from moe_runtime.training.data.prepared import removed_unless_begun
 
     with removed_unless_begun(settings.run.output.expanduser()):
-        preparation = _prepare(settings, has_steps=steps is not None)
+        preparation = _prepare(settings, has_steps=steps is not None, keeps_text=not dry_run)
         _warn_of_adapters(preparation)
         if dry_run:
             _show_plan(preparation, as_json=as_json)
@@ -217,7 +219,9 @@ def finetune(
         raise typer.Exit(exit_code)
 
 
-def _prepare(config: "FinetuneConfig", *, has_steps: bool) -> "FinetunePreparation":
+def _prepare(
+    config: "FinetuneConfig", *, has_steps: bool, keeps_text: bool
+) -> "FinetunePreparation":
     with loading_bar() as progress:
         from moe_runtime.training.finetune.finetuning import prepare
 
@@ -225,6 +229,7 @@ def _prepare(config: "FinetuneConfig", *, has_steps: bool) -> "FinetunePreparati
             config,
             epochs=None if has_steps else 1,
             on_stage=lambda stage: progress(stage, 0, 0),
+            keeps_text=keeps_text,
         )
 
 

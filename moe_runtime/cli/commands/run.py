@@ -105,7 +105,7 @@ def run(
         with loading_bar() as progress:
             quiet_transformers(session)
             tokenizer = load_tokenizer(model)
-            room = _room_for(tokenizer, texts, sampling, max_tokens, chat=chat)
+            room = _room_for(model, tokenizer, texts, sampling, max_tokens, chat=chat)
             loaded = _load_model(
                 model,
                 device=device,
@@ -180,6 +180,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def _room_for(
+    model: str,
     tokenizer: Any,
     texts: list[str],
     sampling: dict[str, Any],
@@ -188,13 +189,16 @@ def _room_for(
     chat: bool,
 ) -> int:
     """How many tokens the key-value cache must hold: memory that experts cannot have."""
-    from moe_runtime.inference.generation import check_options, encode_prompt
+    from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
+    from moe_runtime.inference.generation import check_length, check_options, encode_prompt
 
     check_options(**sampling)
     num_prompt_tokens = max(
         encode_prompt(tokenizer, text, chat=chat)["input_ids"].shape[1] for text in texts
     )
     num_new_tokens = sampling["max_new_tokens"]
+    config = read_config(find_checkpoint(model, weights=False))
+    check_length(config, num_prompt_tokens, num_new_tokens)
     needed = num_prompt_tokens + num_new_tokens
     if max_tokens is not None and max_tokens < needed:
         raise ValueError(
@@ -215,17 +219,8 @@ def _generate(
     loaded: Any, tokenizer: Any, texts: list[str], *, show: bool, **settings: Any
 ) -> "list[GenerationResult]":
     """Answers one prompt after another, up to an interruption."""
-    from moe_runtime.inference.generation import (
-        GenerationInterrupted,
-        check_length,
-        encode_prompt,
-        generate_text,
-    )
+    from moe_runtime.inference.generation import GenerationInterrupted, generate_text
 
-    for text in texts:
-        # Before the first is answered, not when its turn has come.
-        tokens = encode_prompt(tokenizer, text, chat=settings["chat"])["input_ids"]
-        check_length(loaded.config, tokens.shape[1], settings["max_new_tokens"])
     results = []
     for text in texts:
         output = TextOutput()

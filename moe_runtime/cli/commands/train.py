@@ -37,7 +37,7 @@ Settings = Annotated[
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Prepare everything, show what would happen, and stop.")
+    bool, typer.Option("--dry-run", help="Show what would happen, write nothing, and stop.")
 ]
 
 # Weight, gradient and AdamW's two moments, all in float32.
@@ -87,6 +87,7 @@ def train(
                     config,
                     folder,
                     on_stage=lambda stage: progress(stage, 0, 0),
+                    keeps_text=not dry_run,
                 )
         if dry_run:
             _show_plan(preparation, ranks, as_json=as_json)

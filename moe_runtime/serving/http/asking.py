@@ -56,7 +56,8 @@ def _wrapped(seed: int) -> int:
 
 def _token(text: str, size: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < size):
-        raise FieldError("logit_bias", f"expected token ids below {size}, got {text[:50]!r}")
+        problem = f"expected token ids from 0 to {size - 1}, got {text[:50]!r}"
+        raise FieldError("logit_bias", problem)
     return int(text)
 
 
@@ -118,7 +119,7 @@ def check_tokens(ids: Sequence[int], model: ServedModel, param: str) -> None:
     size, most = model.vocabulary.size, model.engine.most_request_tokens
     wrong = next((token for token in ids if token >= size), None)
     if wrong is not None:
-        raise FieldError(param, f"has token {wrong}, expected ids below {size}")
+        raise FieldError(param, f"has token {wrong}, expected ids from 0 to {size - 1}")
     if len(ids) > most:
         raise _too_long(f"{param}: has {len(ids)} tokens", most, param)
 
@@ -160,7 +161,8 @@ def choices_for(
     stops = (*body.stop_strings, *(() if body.ignore_eos else vocabulary.stop_strings))
     if wrong := [token for token in body.stop_token_ids or () if token >= vocabulary.size]:
         raise FieldError(
-            "stop_token_ids", f"has token {wrong[0]}, expected ids below {vocabulary.size}"
+            "stop_token_ids",
+            f"has token {wrong[0]}, expected ids from 0 to {vocabulary.size - 1}",
         )
     choices = []
     for prompt in prompts:

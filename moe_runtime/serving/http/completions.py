@@ -21,7 +21,10 @@ from moe_runtime.serving.http.schema import CompletionBody
 
 DEFAULT_MAX_TOKENS = 16
 """As OpenAI's."""
-_EXPECTED = "expected a string, a list of strings, token ids, or a list of lists of token ids"
+_EXPECTED = (
+    "expected a string, a list of strings, token ids (integers from 0 on), or a list of lists of "
+    "token ids"
+)
 
 
 def read_prompts(given: Any) -> list[str] | list[list[int]]:

@@ -8,7 +8,16 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from moe_runtime.checkpoints.strict_json import clipped, nests_deeper, parse_value
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
@@ -115,7 +124,19 @@ def _texts(given: dict[str, Any]) -> dict[str, str]:
     return given
 
 
-Count = Annotated[int, Field(ge=0)]
+def _integer(least: int, most: int = 2**63 - 1) -> BeforeValidator:
+    """Takes integers of a range, and says which range that is of whatever else comes."""
+
+    def check(given: Any) -> int:
+        if type(given) is not int or not least <= given <= most:
+            ends = {"least": least, "most": most}
+            raise PydanticCustomError("integer", "expected an integer from {least} to {most}", ends)
+        return given
+
+    return BeforeValidator(check)
+
+
+Count = Annotated[int, _integer(0)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True), AfterValidator(_few)]
 
@@ -143,19 +164,19 @@ class GenerationFields(_Body):
     repetition_penalty: float | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, _integer(-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, _integer(-(2**63))] | None = None
     logit_bias: Annotated[dict[str, Any], AfterValidator(_biases)] | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, _integer(1, 128)] | None = None
     stop: (
         StopString | Annotated[list[StopString], Field(fail_fast=True), AfterValidator(_few)] | None
     ) = None
     stop_token_ids: Annotated[list[Count], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    priority: int | None = None
+    priority: Annotated[int, _integer(-(2**63))] | None = None
     response_format: Annotated[dict[str, Any], AfterValidator(_known_fields)] | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
@@ -186,7 +207,7 @@ class CompletionBody(GenerationFields):
 
     prompt: Any
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, _integer(0, MOST_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
     best_of: Annotated[Any, AfterValidator(_only("best_of", 1))] = None
 
@@ -248,7 +269,7 @@ class ChatBody(GenerationFields):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, _integer(0, MOST_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

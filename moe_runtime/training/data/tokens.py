@@ -1,6 +1,7 @@
 """Documents as streams of token ids, kept on disk so that a resumed run need not encode again."""
 
 import hashlib
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,12 @@ class TokenStreams:
 
 
 def obtain_tokenizer(
-    config: TokenizerConfig, corpora: Mapping[str, Corpus], *, folder: Path, saved: Path
+    config: TokenizerConfig,
+    corpora: Mapping[str, Corpus],
+    *,
+    folder: Path,
+    saved: Path,
+    keeps: bool = True,
 ) -> "PreTrainedTokenizerBase":
     """The tokenizer of a run: loaded from its folder, or trained once and saved with the run.
 
@@ -52,6 +58,7 @@ def obtain_tokenizer(
         corpora: the text, to train on.
         folder: what a relative path starts from.
         saved: folder in the run's output where a trained one is kept.
+        keeps: a new one is saved there; it is trained for this process alone otherwise.
 
     Raises:
         CheckpointError: the tokenizer's files are damaged.
@@ -63,6 +70,10 @@ def obtain_tokenizer(
     if not (saved / "tokenizer.json").is_file():
         texts = (text for corpus in corpora.values() for text in corpus.training)
         tokenizer = train_tokenizer(texts, vocab_size=config.vocab_size)
+        if not keeps:
+            with tempfile.TemporaryDirectory(prefix="moe-tokenizer-") as scratch:
+                save_tokenizer(tokenizer, Path(scratch))
+                return load_tokenizer(Path(scratch))
         with replace_folder(saved, keeps=lambda path: True) as new:
             save_tokenizer(tokenizer, new)
     return load_tokenizer(saved)
@@ -97,7 +108,12 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def encode_corpus(
-    corpus: Corpus, tokenizer: "PreTrainedTokenizerBase", *, cache: Path, name: str
+    corpus: Corpus,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    cache: Path,
+    name: str,
+    keeps: bool = True,
 ) -> TokenStreams:
     """The token streams of a corpus, read from the cache where they lie there already.
 
@@ -106,6 +122,7 @@ def encode_corpus(
         tokenizer: a fast tokenizer with an end-of-text token.
         cache: folder for encoded streams.
         name: of the source, for file names.
+        keeps: what is encoded is written there; it stays in memory otherwise.
 
     Raises:
         OSError: the cache cannot be written.
@@ -119,6 +136,9 @@ def encode_corpus(
         path = cache / f"{name}-{side}-{fingerprint}.npy"
         if not path.is_file():
             ids = encode(documents, tokenizer)
+            if not keeps:
+                streams.append(ids)
+                continue
             make_folders(cache)
             with write_atomically(path) as file:
                 np.save(file, ids)

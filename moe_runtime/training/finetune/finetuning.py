@@ -131,6 +131,7 @@ def prepare(
     *,
     epochs: float | None = None,
     on_stage: Callable[[str], None] = lambda stage: None,
+    keeps_text: bool = True,
 ) -> FinetunePreparation:
     """Reads headers and text, and divides the budget; reads no weights yet.
 
@@ -138,6 +139,7 @@ def prepare(
         config: of the run.
         epochs: how often all text is trained on; replaces `config.run.steps`.
         on_stage: called with a word on what is being done.
+        keeps_text: the encoded text is written to the run's folder.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
@@ -173,7 +175,7 @@ def prepare(
     }
     on_stage("encoding the text")
     streams = {
-        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name)
+        name: encode_corpus(corpus, tokenizer, cache=output / DATA, name=name, keeps=keeps_text)
         for name, corpus in corpora.items()
     }
     _check_vocabulary(checkpoint, streams)

@@ -95,6 +95,41 @@ def test_a_value_that_is_long_is_cut() -> None:
     assert len(caught.value.message) < 400
 
 
+@pytest.mark.parametrize(
+    ("field", "least", "most"),
+    [
+        ("seed", -(2**63), 2**63 - 1),
+        ("priority", -(2**63), 2**63 - 1),
+        ("top_k", -1, 2**63 - 1),
+        ("max_tokens", 0, 2**63 - 1),
+        ("min_tokens", 0, 2**63 - 1),
+        ("max_completion_tokens", 0, 2**63 - 1),
+        ("top_logprobs", 0, 20),
+        ("n", 1, 128),
+    ],
+)
+def test_integers_out_of_range_are_told_the_range(field: str, least: int, most: int) -> None:
+    def parse(value: object) -> ChatBody:
+        text = b'{"messages":[%s],"%s":%s}' % (
+            TEXT_MESSAGE,
+            field.encode(),
+            str(value).lower().encode(),
+        )
+        return parse_body(ChatBody, text)
+
+    for value in (least, most):
+        assert getattr(parse(value), field) == value
+    assert getattr(parse("null"), field) is None
+    for value in (least - 1, most + 1, 2**70, -(2**70), 1.5, True, '"7"'):
+        with pytest.raises(ApiError) as caught:
+            parse(value)
+        error = caught.value.body()["error"]
+        expected = f"{field}: expected an integer from {least} to {most}, got "
+        assert (caught.value.status, error["param"]) == (400, field)
+        assert error["message"].startswith(expected)
+        assert "\n" not in error["message"]
+
+
 def test_long_bodies_are_read_outside_the_loop(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,15 @@ def test_sections(text: str, expected: list[Any], step: int) -> None:
     )
 
 
+def test_a_call_that_is_cut_is_no_content() -> None:
+    text = f'{CALL}{{"city": "Rome"}}'
+    call = ParsedCall("weather", '{"city": "Rome"}')
+    for end in range(len("<|channel|>"), len(text) + 1):  # a mark is one token
+        sections = HarmonySections([WEATHER], ROLE)
+        found = [*sections.add(text[:end]), *sections.end(is_cut=True)]
+        assert found == ([call] if end == len(text) else [])
+
+
 def test_calls_without_tools_are_content() -> None:
     assert parts_of(HarmonySections(), f"{CALL}{{}}<|call|>", 1) == [("content", "{}")]
 

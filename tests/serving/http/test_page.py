@@ -20,6 +20,30 @@ setTimeout(async () => {
 }, 1500);
 </script>"""
 """What a user does, behind the page's own script. The browser's clock stands while it fetches."""
+FAILING = """<script>
+setTimeout(async () => {
+  const asked = [], real = window.fetch, events = text => new Response(text, {status: 200});
+  const piece = 'data: {"choices": [{"delta": {"content": "<img src=x>"}}]}\\n\\n';
+  const answers = [
+    () => { throw new TypeError("gone"); },
+    () => new Response("<h1>bad</h1>", {status: 502}),
+    () => new Response("{}", {status: 401}),
+    () => events(piece),
+    () => events(piece + 'data: {"error": {"message": "it failed"}}\\n\\n'),
+    () => events("data: [DONE]\\n\\n"),
+  ];
+  window.fetch = (path, options) =>
+    path.startsWith("/v1/chat") ? Promise.resolve().then(answers.shift()) : real(path, options);
+  while (answers.length) {
+    $("text").value = "q";
+    $("send").click();
+    while (running) await real("/ping");
+    asked.push($("text").value);
+  }
+  document.title = asked.join();
+}, 1500);
+</script>"""
+"""A server that fails in one way after the other."""
 CLEARING = """<script>
 setTimeout(async () => {
   const said = [], answered = async () => { while (running) await fetch("/ping"); };
@@ -79,7 +103,8 @@ def test_a_browser_chats_and_watches(site: Served, browse: Callable[[str, str], 
     _, answer = site.ask("/v1/chat/completions", asked)
     said = answer["choices"][0]["message"]["content"]
     assert said
-    assert talk == [("user", "hello"), ("assistant", said)]
+    assert talk[:2] == [("user", "hello"), ("assistant", said)]
+    assert [kind for kind, _ in talk[2:]] == ["note"]  # that says why it ends
 
 
 def test_a_narrow_window_has_all_and_what_is_cleared_is_forgotten(
@@ -88,3 +113,21 @@ def test_a_narrow_window_has_all_and_what_is_cleared_is_forgotten(
     (title,) = re.findall("<title>(.*)</title>", browse(CLEARING, "600,900"))
     # the second conversation has one question and its answer; nothing is beyond the right edge
     assert title == " user,assistant 0 true"
+
+
+def test_whatever_fails_is_said(browse: Callable[[str, str], str]) -> None:
+    shown = browse(FAILING, "1280,900")
+    talk = re.findall(r'<div class="message (\w+)">([^<]*)</div>', shown)
+    text = ("assistant", "&lt;img src=x&gt;")
+    assert [one for one in talk if one != ("user", "q")] == [
+        ("error", "The server does not answer."),
+        ("error", "The server answers 502 to /v1/chat/completions."),
+        ("error", "This server wants a key: give it in the field “key”."),
+        text,
+        ("error", "The answer breaks off: the server has ended it."),
+        text,
+        ("error", "it failed"),
+        ("note", "The answer is empty."),
+    ]
+    # a question without an answer stands there to be asked again
+    assert re.findall("<title>(.*)</title>", shown) == ["q,q,q,,,q"]

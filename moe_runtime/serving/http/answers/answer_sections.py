@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_runtime.serving.http.answers.answer_text import JsonMarkSearch, MarkSearch
-from moe_runtime.serving.http.answers.tool_formats import ParsedCall, ToolFormat, bare_calls
+from moe_runtime.serving.http.answers.tool_formats import (
+    ParsedCall,
+    ToolFormat,
+    bare_calls,
+    may_be_bare_call,
+)
 from moe_runtime.serving.http.schema import Function
 
 
@@ -80,16 +85,29 @@ class AnswerSections:
             text = (yield from self._pass(mark)) + text
             self._search = self._new_search()
 
-    def end(self) -> Iterator[Part]:
-        """No more text comes."""
-        yield from self._take(self._search.end())
+    def end(self, *, is_cut: bool = False) -> Iterator[Part]:
+        """No more text comes.
+
+        Args:
+            is_cut: the model would have written more; of a call that has only begun, or of its
+                mark, nothing is given then.
+        """
+        held = self._search.end()
+        mark = None if self._tools is None else self._mark_of_call(self._tools)
+        yield from self._take("" if is_cut and mark and mark.startswith(held) else held)
         while self._section == "call":
-            text = yield from self._finish_call("")
+            text = yield from self._finish_call("", is_cut=is_cut)
             self._search = self._new_search()
             yield from self.add(text)
             yield from self._take(self._search.end())
         if self._spaces and not self._is_behind_mark and self._section == "content":
             yield "content", self._spaces
+
+    def _mark_of_call(self, tools: ToolFormat) -> str | None:
+        """What text of the section may turn out to begin, for a call to begin or to end."""
+        if self._section == "content":
+            return tools.opens
+        return tools.closes if self._section == "call" else None
 
     def _new_search(self) -> MarkSearch:
         """Looks for what may end the section that the text is in."""
@@ -147,8 +165,12 @@ class AnswerSections:
         self._spaces = self._spaces if section == "call" else ""
         self._section, self._is_behind_mark = section, True
 
-    def _finish_call(self, mark: str) -> Generator[Part, None, str]:
+    def _finish_call(self, mark: str, *, is_cut: bool = False) -> Generator[Part, None, str]:
         """Gives the calls that were written, or the text where it is none.
+
+        Args:
+            mark: that ends it; empty where the text ends.
+            is_cut: the model would have written more: text that is no call may be its beginning.
 
         Returns:
             Text behind a mark that seemed to lie in a string, where that was no call.
@@ -157,13 +179,17 @@ class AnswerSections:
         text, spaces, self._call = self._call, self._spaces, ""
         is_bare, self._is_bare = self._is_bare, False
         self._enter("content")
+        calls: list[ParsedCall] = []
         try:
-            calls = (bare_calls if is_bare else self._tools.parse)(text, self._functions)
+            for call in (bare_calls if is_bare else self._tools.parse)(text, self._functions):
+                calls.append(call)
         except (ValueError, RecursionError):
             opens, closes = "" if is_bare else self._tools.opens, self._tools.closes
             first, found, rest = (text + mark).partition(closes) if closes else (text, mark, "")
-            self._has_content, self._is_behind_mark = True, False
-            yield "content", spaces + opens + first + found
-            return rest
+            has_begun = not is_bare or may_be_bare_call(text, self._functions)
+            if found or not (is_cut and has_begun):
+                self._has_content, self._is_behind_mark = True, False
+                yield "content", spaces + opens + first + found
+                return rest
         yield from calls
         return ""

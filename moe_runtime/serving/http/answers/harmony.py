@@ -77,11 +77,15 @@ class HarmonySections:
                 self._begin()
                 self._search = MarkSearch((*_ENDS, _START, _CHANNEL))
 
-    def end(self) -> Iterator[Part]:
-        """No more text comes."""
+    def end(self, *, is_cut: bool = False) -> Iterator[Part]:
+        """No more text comes.
+
+        Args:
+            is_cut: the model would have written more; a call that has only begun is nothing then.
+        """
         yield from self._take(self._search.end())
         if self._is_message:
-            yield from self._finish()
+            yield from self._finish(is_cut=is_cut)
         elif self._header and not any(mark in self._header for mark in HARMONY_MARKS):
             self._is_first = True
             yield from self._say("content", self._header)
@@ -110,18 +114,18 @@ class HarmonySections:
         elif text:
             yield from self._say(self._kind, text)
 
-    def _finish(self) -> Iterator[Part]:
+    def _finish(self, *, is_cut: bool = False) -> Iterator[Part]:
         """A message ends."""
         self._is_message = False
         if self._kind is not None:
             return
         try:
-            arguments = read_json(self._call or "{}")
+            arguments = read_json(self._call or ("" if is_cut else "{}"))
         except (ValueError, RecursionError):
             arguments = None
         if isinstance(arguments, dict):
             yield ParsedCall(self._called, json_text(arguments))
-        else:
+        elif not is_cut:
             yield from self._say("content", self._call)
 
     def _say(self, kind: Kind, text: str) -> Iterator[Part]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class ParsedCall:
     arguments: str
 
 
-Parser = Callable[[str, Sequence[Function]], list[ParsedCall]]
+Parser = Callable[[str, Sequence[Function]], Iterable[ParsedCall]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ToolFormat:
         known_by: strings of which one stands in the chat template of such a model.
         opens: begins the text of a call.
         closes: ends it; None where it goes on to the end of the answer.
-        parse: reads the text between; raises ``ValueError`` or ``KeyError`` where it is no call.
+        parse: gives the calls of the text between; raises ``ValueError`` where one is none.
         arguments_key: of the JSON object that a call is, where it is one.
         before_arguments: stands between a function's name and the JSON object of its arguments,
             where a call is not one object with both.
@@ -98,25 +98,31 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 
-def _json_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
+def _json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
     """JSON objects, one after another or in lists, with ``;`` or spaces between them."""
-    return [_json_call(value) for value in _json_values(text)]
+    return map(_json_call, _json_values(text))
 
 
-def bare_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
+def bare_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
     """JSON objects without a mark before them, which may as well be the answer itself.
 
     Raises:
         ValueError: one of them does not name a tool that was given, and arguments for it.
     """
     names = [function.name for function in functions]
-    values = list(_json_values(text))
-    for value in values:
+    for value in _json_values(text):
         if not isinstance(value, dict) or value.get("name") not in names:
             raise ValueError("expected the name of a tool")
         if not value.keys() & {"arguments", "parameters"}:
             raise ValueError("expected arguments")
-    return [_json_call(value) for value in values]
+        yield _json_call(value)
+
+
+def may_be_bare_call(text: str, functions: Sequence[Function]) -> bool:
+    """Whether text without a mark begins as a call of a tool that was given does."""
+    begun = "".join(text.split())
+    names = (json.dumps({"name": one.name}, separators=(",", ":"))[1:-1] for one in functions)
+    return any(name in begun or f"{{{name}".startswith(begun) for name in names)
 
 
 def _json_values(text: str) -> Iterator[Any]:
@@ -138,19 +144,18 @@ def _json_call(value: Any) -> ParsedCall:
     return ParsedCall(value["name"], json_text(arguments))
 
 
-def _named_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
+def _named_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
     """``NAME[ARGS]{...}``, and more of them behind ``[TOOL_CALLS]``."""
-    calls, end = [], 0
+    end = 0
     rest = text.rstrip()
-    while not calls or end < len(rest):
+    while not end or end < len(rest):
         found = _NAMED.match(rest, end)
-        if found is None or (found["opens"] is None) != (not calls):
+        if found is None or (found["opens"] is None) != (not end):
             raise ValueError("expected the name of a function")
         value, end = _DECODER.raw_decode(rest, found.end())
         if not isinstance(value, dict):
             raise ValueError("expected the arguments to be an object")
-        calls.append(ParsedCall(found["name"], json_text(value)))
-    return calls
+        yield ParsedCall(found["name"], json_text(value))
 
 
 def _xml_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
