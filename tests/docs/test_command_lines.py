@@ -83,6 +83,7 @@ NOT_RUN = {
     "moe-runtime bench training MODEL": "runs with options",
     "moe-runtime bench ablation CONFIG.toml": "runs with options",
     "moe-runtime bench policies TRACE": "runs with options",
+    "moe-runtime bench predictors": "runs with options",
     "moe-runtime bench predictors TRACE": "runs with options",
     "moe-runtime bench report RESULTS...": "runs with options",
     "moe-runtime report TRACE|STATS": "runs with either",
