@@ -81,7 +81,11 @@ def attend(
     mixed = single_query_attention(query, key, value, attention_mask, options)
     if mixed is not None:
         return mixed, None
-    num_queries, with_threads = query.shape[2], torch_threads_for(query, key)
+    num_queries, value_dim = query.shape[2], value.shape[3]
+    with_threads = torch_threads_for(query, key)
+    if value_dim < key.shape[3]:
+        # torch's fused kernel takes one width; without it the scores of all pairs are kept at once
+        value = F.pad(value, (0, key.shape[3] - value_dim))
     if keeps_code_of_length(query, key):
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -94,7 +98,7 @@ def attend(
         mixed, weights = private.sdpa_attention_forward(
             module, query, key, value, attention_mask, **options
         )
-    return mixed[:, :num_queries], weights
+    return mixed[:, :num_queries, :, :value_dim], weights
 
 
 def keeps_code_of_length(query: torch.Tensor, key: torch.Tensor) -> bool:

@@ -69,6 +69,30 @@ def test_everything_else_is_transformers_own(change):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("mask", ["none", "bool", "added"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_values_are_given_to_torch_as_wide_as_keys(mask, dtype, monkeypatch):
+    widths = set[tuple[int, int]]()
+
+    def sdpa(module: object, query: Any, key: Any, value: Any, *rest: Any, **options: Any):
+        widths.add((key.shape[3], value.shape[3]))
+        return sdpa_attention_forward(module, query, key, value, *rest, **options)
+
+    monkeypatch.setattr(transformers_private, "sdpa_attention_forward", sdpa)
+    query, key, value = inputs(dtype, queries=5)
+    value = value[..., :11]
+    ours, theirs = masks(mask)
+    ours = ours.to(dtype) if mask == "added" else ours
+    with torch.inference_mode():
+        found, _ = attend(Layer(3), query, key, value, ours, scaling=0.3)
+        wide = (query.double(), key.double(), value.double())
+        exact, _ = sdpa_attention_forward(Layer(3), *wide, theirs, scaling=0.3)
+    assert widths == {(16, 16)}
+    assert found.shape == exact.shape
+    # averages of at most |value| by weights in the dtype, in fp32, rounded once to the dtype
+    assert (found - exact).abs().max() < (torch.finfo(dtype).eps + 1e-5) * value.abs().max()
+
+
 def test_options_that_ask_for_more_are_passed_on(monkeypatch: pytest.MonkeyPatch):
     passed: list[dict[str, object]] = []
 

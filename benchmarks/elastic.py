@@ -1,0 +1,152 @@
+"""A generation service while its ranks come and go: `python benchmarks/elastic.py [--save]`.
+
+Six requests run while the service goes from two ranks to four, to three, rebalances by what it
+counted, and goes back to two, several times over. Measured of each change: experts that travelled,
+seconds that it was prepared while tokens went on, and the longest that any request waited for its
+next token, during the change and in the second before it. At the end every answer must be that of
+one process, token by token. All ranks share this machine's cores: this is no measurement of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+from harness.arguments import positive
+from harness.suite_results import save_results
+from transformers import AutoTokenizer
+
+import moe_runtime
+from moe_runtime.bench.results import Metric
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.research.elastic import (
+    ChangeReport,
+    ElasticRequest,
+    ElasticService,
+    start_local_workers,
+)
+
+PROMPTS = (
+    "The for statement is used to iterate",
+    "A class definition is an executable statement.",
+    "The import system",
+    "def function(argument):",
+    "Strings are sequences of",
+    "An exception is raised when",
+)
+METRICS = {
+    "experts_moved": Metric("count", is_judged=False),
+    "requests_moved": Metric("count", is_judged=False),
+    "prepared_s": Metric("s"),
+    "longest_wait_s": Metric("s"),
+    "longest_wait_before_s": Metric("s", is_judged=False),
+}
+QUIET_S = 1.0
+"""Between two changes."""
+
+Prompt = tuple[int, ...]
+Change = Callable[[], "Future[ChangeReport]"]
+
+
+class TokenTimes:
+    """When every request got its tokens."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._times: list[list[float]] = [[] for _ in range(num_requests)]
+
+    def add(self, request: int, token: int) -> None:
+        """A request has got a token."""
+        self._times[request].append(time.perf_counter())
+
+    def longest_wait_s(self, begin_s: float, end_s: float) -> float:
+        """The longest time between two tokens of a request that overlaps a stretch of time."""
+        waits = [
+            after - before
+            for times in self._times
+            for before, after in itertools.pairwise(times)
+            if after >= begin_s and before <= end_s
+        ]
+        return max(waits, default=0.0)
+
+
+def answers_of_one_process(prompts: list[Prompt], num_tokens: int) -> list[Prompt]:
+    model = moe_runtime.load(pocket_path(), device="cpu", max_tokens=1024)
+    with model.moe:
+        found = [
+            model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
+            for prompt in prompts
+        ]
+    pairs = zip(found, prompts, strict=True)
+    return [tuple(tokens[0, len(prompt) :].tolist()) for tokens, prompt in pairs]
+
+
+def measure(change: Change, times: TokenTimes) -> dict[str, float]:
+    quiet_s = time.perf_counter()
+    time.sleep(QUIET_S)
+    begin_s = time.perf_counter()
+    report = change().result()
+    end_s = time.perf_counter()
+    return {
+        "experts_moved": report.num_transfers,
+        "requests_moved": report.num_moved_requests,
+        "prepared_s": report.prepare_s,
+        "longest_wait_s": times.longest_wait_s(begin_s, end_s),
+        "longest_wait_before_s": times.longest_wait_s(quiet_s, begin_s),
+    }
+
+
+def run(rounds: int, num_tokens: int) -> dict[str, list[dict[str, float]]]:
+    """Numbers of each change, in every round."""
+    tokenizer = AutoTokenizer.from_pretrained(pocket_path())
+    prompts: list[Prompt] = [tuple(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
+    service = ElasticService(pocket_path(), timeout_s=100)
+    start_local_workers(3, pocket_path(), service.address, timeout_s=100)
+    changes: Mapping[str, Change] = {
+        "2 to 4 ranks": lambda: service.resize(4),
+        "4 to 3 ranks": lambda: service.resize(3),
+        "rebalance, 2 replicas or more": lambda: service.rebalance(num_replicas=2),
+        "3 to 2 ranks": lambda: service.resize(2),
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in changes}
+    with service.start(2):
+        times = TokenTimes(len(prompts))
+        requests = [ElasticRequest(prompt=one, max_new_tokens=num_tokens) for one in prompts]
+        answers = [
+            service.submit(request, partial(times.add, number))
+            for number, request in enumerate(requests)
+        ]
+        for name, change in [*changes.items()] * rounds:
+            if all(answer.done() for answer in answers):
+                raise SystemExit("the answers ended before the changes: give more --new-tokens")
+            found[name].append(measure(change, times))
+            print(
+                name, {key: round(value, 3) for key, value in found[name][-1].items()}, flush=True
+            )
+        got = [answer.result() for answer in answers]
+    if got != answers_of_one_process(prompts, num_tokens):
+        raise SystemExit("an answer differs from that of one process")
+    print(f"all {len(got)} answers are those of one process, token by token")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="times that all changes are made"
+    )
+    parser.add_argument("--new-tokens", type=positive, default=700, help="of each request")
+    parser.add_argument("--save", action="store_true", help="write this machine's results file")
+    arguments = parser.parse_args()
+    found = run(arguments.rounds, arguments.new_tokens)
+    if arguments.save:
+        settings = {"model": "pocket", "requests": len(PROMPTS), "new_tokens": arguments.new_tokens}
+        save_results("elastic", settings, found, METRICS)
+
+
+if __name__ == "__main__":
+    main()
