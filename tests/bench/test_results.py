@@ -175,7 +175,8 @@ def test_answers_of_committed_cases_are_equal() -> None:
     found = [read_results(path) for name in names for path in sorted(FOLDER.glob(f"{name}.json"))]
     cases = {one["case"] for one in found}
     texts = {"latency", "throughput", "io", "experts", "layer", "ops"}
-    assert cases == texts | {"policies", "training", "dispatch", "kernels"}
+    traces = {"policies", "predictors", "placements"}
+    assert cases == texts | traces | {"training", "dispatch", "kernels"}
     for one in found:
         asked = one["settings"].get("agreement")
         least = 0.9 if asked is None else asked
