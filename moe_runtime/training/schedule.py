@@ -7,6 +7,9 @@ import math
 
 from moe_runtime.training.run_config import OptimizerConfig
 
+COURSE = "half a cosine to behind the last step"
+"""What a run that goes on must have begun with, as its other settings."""
+
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """The rate of one step.
@@ -17,11 +20,11 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
     Args:
         config: the peak and the shape.
-        step: number of the step, the first is 0; below `num_steps`.
+        step: number of the step, the first is 0; from `num_steps` on the rate stays at its end.
         num_steps: steps of the whole run.
     """
     if step < config.warmup_steps:
         return config.peak_rate * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / (num_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.peak_rate * (config.final_share + (1 - config.final_share) * cosine)

@@ -47,6 +47,8 @@ def test_short_runs_have_a_rate(
     config = OptimizerConfig(peak_rate=1.0, warmup_steps=warmup, final_share=final_share)
     rates = [learning_rate(config, step, steps) for step in range(steps)]
     assert rates == pytest.approx(expected)
+    # no step of a run comes to the end, and none behind it rises again
+    assert learning_rate(config, 2 * steps + 8, steps) == pytest.approx(final_share)
 
 
 class Toy(nn.Module):

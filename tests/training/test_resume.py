@@ -14,6 +14,7 @@ from training_runs import CONFIG, error_of, states_equal, train, training_record
 from warm_python import warm_python
 
 from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.data import prepared
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.session import prepare, start
 
@@ -197,6 +198,20 @@ def test_a_run_that_is_extended_is_the_longer_run(tmp_path: Path) -> None:
     assert one == other
     last = Path("out") / "checkpoints" / "step-00000008.pt"
     assert states_equal(tmp_path / "whole" / last, tmp_path / "parts" / last)
+
+
+def test_a_run_that_began_with_another_course_of_the_rate_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "COURSE", "a straight line")
+        assert train(path, "--set", "run.steps=3") == 0
+    more = ("--resume", "--set", "run.steps=3")
+    line = error_of(capsys, path, *more)
+    assert "optimizer.course = 'a straight line'" in line
+    assert "add --reschedule" in line
+    assert train(path, *more, "--reschedule") == 0
 
 
 def test_a_new_schedule_holds_for_the_steps_to_come(

@@ -40,6 +40,7 @@ from moe_runtime.training.metrics import (
     read_records,
 )
 from moe_runtime.training.run_config import LoopConfig, ParallelConfig
+from moe_runtime.training.schedule import COURSE
 from moe_runtime.training.sharded import read_progress
 
 SUMMARY_FILE = "summary.json"
@@ -75,7 +76,7 @@ _FREE = frozenset(
 _SCHEDULE = frozenset(
     {
         *("run.steps", "data.short_context", "data.short_share"),
-        *(f"optimizer.{name}" for name in ("peak_rate", "warmup_steps", "final_share")),
+        *(f"optimizer.{name}" for name in ("peak_rate", "warmup_steps", "final_share", "course")),
     }
 )
 
@@ -252,6 +253,7 @@ def settings_of(config: Any, streams: Mapping[str, TokenStreams]) -> dict[str, A
     """What of a configuration must be the same when a run goes on, by dotted name."""
     flat = dict(leaves(dataclasses.asdict(config), ""))
     kept = {name: value for name, value in flat.items() if name not in _FREE}
+    kept["optimizer.course"] = COURSE
     for name, stream in streams.items():
         kept[f"text of source {name!r}"] = stream.fingerprint
     return kept
