@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=positive, default=3, help="times that all changes are made"
     )
-    parser.add_argument("--new-tokens", type=positive, default=700, help="of each request")
+    parser.add_argument("--new-tokens", type=positive, default=480, help="of each request")
     parser.add_argument("--save", action="store_true", help="write this machine's results file")
     arguments = parser.parse_args()
     found = run(arguments.rounds, arguments.new_tokens)

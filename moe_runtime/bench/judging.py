@@ -3,7 +3,8 @@
 A difference counts when it is larger than a bound and would be rare by chance: the rank test of
 Mann and Whitney (1947), exact, one-sided in the direction of the difference, at most 5 %. It takes
 one number of each repetition, since only repetitions are independent; with three on each side every
-one of the one must lie beyond every one of the other, and fewer never suffice.
+one of the one must lie beyond every one of the other. Fewer on either side are noise: one number
+beyond twenty others may be an outlier.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from moe_runtime.bench.runner import MeasuredSystem
 
 _MOST_EXACT = 100
 _CHANCE = 0.05
+_FEWEST = 3
 _MOST = 1e9
 
 
@@ -64,7 +66,8 @@ def judge(
     method = "exact" if max(len(before), len(after)) <= _MOST_EXACT else "asymptotic"
     tested = mannwhitneyu(after, before, alternative="greater" if grew else "less", method=method)
     chance = float(tested.pvalue)
-    if abs(change) <= bound or chance > _CHANCE:
+    is_enough = min(len(before), len(after)) >= _FEWEST
+    if abs(change) <= bound or chance > _CHANCE or not is_enough:
         return "noise", change, chance
     return "worse" if grew == is_less_better else "better", change, chance
 

@@ -16,6 +16,9 @@ from moe_runtime.training.offload.optimizers.moments import MomentStorage
 Precision = Literal["float32", "bfloat16"]
 PipelineSchedule = Literal["1f1b", "gpipe"]
 
+MOST_THREADS, MOST_WORDS = 4096, 1 << 24
+"""Beyond them threads are not started, and a tokenizer's tables have no room."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
@@ -55,10 +58,10 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         if (self.path is None) == (self.vocab_size is None):
             raise ValueError("give either path (a tokenizer's folder) or vocab_size (to train one)")
-        if self.vocab_size is not None and self.vocab_size < 260:
+        if self.vocab_size is not None and not 260 <= self.vocab_size <= MOST_WORDS:
             raise ValueError(
-                "vocab_size must be at least 260 (256 bytes and the special tokens), "
-                f"got {self.vocab_size}"
+                "vocab_size must be at least 260 (256 bytes and the special tokens) and at most "
+                f"{MOST_WORDS}, got {self.vocab_size}"
             )
 
 
@@ -266,6 +269,9 @@ class RunConfig:
         for name in ("seed", "threads", "evaluate_every", "checkpoint_every", "trace_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name, most in (("seed", 2**63 - 1), ("threads", MOST_THREADS)):
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if self.host_memory is not None and (self.compile or self.start_from is not None):
             other = "compile" if self.compile else "start_from"
             raise ValueError(f"host_memory cannot be combined with {other}; leave one of them out")

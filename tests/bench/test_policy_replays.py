@@ -110,7 +110,7 @@ def test_the_command_finds_what_a_replay_finds_and_compares(
         (["--side-by-side", "9"], "expected a trace of at least 9 requests"),
         (["--policy", "lru", "--train", "t.npz"], "of lru nothing learns"),
         (["--capacity", "x"], "--capacity must be shares"),
-        (["--policy", "predicted"], "--predictor and the policy predicted belong together"),
+        (["--policy", "predicted"], "the policy predicted asks a predictor: give --predictor, too"),
         (["--policy", "predicted", "--predictor", "eam"], "--predictor eam needs --train"),
         (["--policy", "predicted", "--predictor", "eamm"], "unknown predictor 'eamm'"),
         (["--policy", "lru", "--expert-size", "1MiB"], "--expert-size must be one size, 3 for"),

@@ -114,10 +114,10 @@ def bench_policies(
     from moe_runtime.policies.prediction import make_estimator
 
     names = _names(policy, quick=quick)
-    if (predictor is not None) != ("predicted" in names):
-        raise ValueError(
-            "--predictor and the policy predicted belong together: name it in --policy, too"
-        )
+    if predictor is None and "predicted" in names:
+        raise ValueError("the policy predicted asks a predictor: give --predictor, too")
+    if predictor is not None and "predicted" not in names:
+        raise ValueError("--predictor is for the policy predicted: name it in --policy, too")
     named = None if predictor is None or is_file_name(predictor) else check_trainable(predictor)
     if named is not None and train is None:
         raise ValueError(f"--predictor {named} needs --train, or give the file of a trained one")

@@ -220,8 +220,8 @@ def check_trainable(name: str, *, from_text: bool = False) -> str:
         raise ValueError(f"--predictor: unknown predictor {name!r}: {nearest(name, PREDICTORS)}")
     if PREDICTORS[name].needs_hidden and not from_text:
         raise ValueError(
-            f"--predictor {name} looks at hidden states, which traces do not hold; give --model "
-            "and --text instead"
+            f"--predictor {name} looks at hidden states, which traces do not hold; `moe-runtime "
+            "predictor` takes --model and --text instead"
         )
     return name
 
