@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http.answers.answer_text import AnswerText
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine
 from moe_runtime.serving.http.generating import AnswerChoice
@@ -159,10 +160,11 @@ def choices_for(
     end_ids = frozenset() if body.ignore_eos else vocabulary.end_ids
     stop_ids = end_ids | frozenset(body.stop_token_ids or ())
     stops = (*body.stop_strings, *(() if body.ignore_eos else vocabulary.stop_strings))
-    if wrong := [token for token in body.stop_token_ids or () if token >= vocabulary.size]:
+    given = body.stop_token_ids or ()
+    if wrong := [token for token in given if not 0 <= token < vocabulary.size]:
         raise FieldError(
             "stop_token_ids",
-            f"has token {wrong[0]}, expected ids from 0 to {vocabulary.size - 1}",
+            f"has token {clipped(wrong[0])}, expected ids from 0 to {vocabulary.size - 1}",
         )
     choices = []
     for prompt in prompts:

@@ -174,7 +174,7 @@ class GenerationFields(_Body):
     stop: (
         StopString | Annotated[list[StopString], Field(fail_fast=True), AfterValidator(_few)] | None
     ) = None
-    stop_token_ids: Annotated[list[Count], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, _integer(-(2**63))] | None = None
     response_format: Annotated[dict[str, Any], AfterValidator(_known_fields)] | None = None

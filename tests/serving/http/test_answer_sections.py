@@ -211,6 +211,18 @@ CUT: list[tuple[str, str, list[Any]]] = [
         "llama-json",
         [ROME, ParsedCall("weather", "{}")],
     ),
+    (
+        'See [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}, '
+        '{"name": "weather", "arguments": {}}]',
+        "mistral",
+        [("content", "See"), ROME, ParsedCall("weather", "{}")],
+    ),
+    (
+        'See <tool_call>[{"name": "weather", "arguments": {"city": "Rome"}}, '
+        '{"name": "weather", "arguments": {}}]</tool_call>',
+        "hermes",
+        [("content", "See"), ROME, ParsedCall("weather", "{}")],
+    ),
 ]
 
 
@@ -246,10 +258,46 @@ def test_a_call_that_has_only_begun_is_no_content(
             parts += sections.add(text[at : min(at + step, end)])
         parts += sections.end(is_cut=True)
         content = "".join(part[1] for part in parts if isinstance(part, tuple))
-        assert content.rstrip() == before, text[:end]
+        # A mark that is not whole is text.
+        begun, opens = content.removeprefix(before).strip(), FORMATS[tools].opens
+        assert content.startswith(before)
+        assert begun in [opens[:length] for length in range(len(opens))], text[:end]
+        assert text[:end].rstrip().endswith(begun)
         calls = [part for part in parts if isinstance(part, ParsedCall)]
         assert calls == whole[: len(calls)]
     assert calls == whole
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("hermes", "Wrap it in <tool_call> tags; a long explanation"),
+        ("hermes", "if a <"),
+        ("hermes", '<tool_call>{"a": 1}</tool_c'),
+        ("hermes", "<tool_call>[1, 2"),
+        ("hermes", '<tool_call>{"name": "weather"} and text'),
+        ("qwen-xml", "Wrap it in <tool_call> tags; a long explanation"),
+        ("qwen-xml", "<tool_call><func>"),
+        ("mistral", "see [TOOL_CALLS] in the docs"),
+        ("mistral", "[TOOL_CALLS][see below"),
+        ("mistral-args", "see [TOOL_CALLS] in the docs"),
+        ("mistral-args", '[TOOL_CALLS]weather[ARGS]{"a": 1} and text'),
+        ("llama-json", "use <|python_tag|> for that"),
+        ("llama-json", '{"available": [{"name": "weather", "note'),
+        ("llama-json", '{"name": "weather", "note": "r'),
+        ("llama-json", '{"name": "weather", "parameters": {}} and text'),
+    ],
+)
+def test_text_that_is_cut_stays_whole_behind_a_mention_of_a_mark(
+    tools: str, text: str, step: int
+) -> None:
+    sections = AnswerSections(None, FORMATS[tools], [WEATHER])
+    parts: list[Any] = []
+    for at in range(0, len(text), step):
+        parts += sections.add(text[at : at + step])
+    parts += sections.end(is_cut=True)
+    assert "".join(part[1] for part in parts) == text
 
 
 @pytest.mark.parametrize(

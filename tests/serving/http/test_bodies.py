@@ -30,7 +30,7 @@ def filled(unit: bytes, begin: bytes, end: bytes) -> bytes:
     ("kind", "raw", "param"),
     [
         (ChatBody, filled(b"0", b'{"messages":[', b"]}"), "messages.0"),
-        (CompletionBody, filled(b"-1", b'{"prompt":"a","stop_token_ids":[', b"]}"), None),
+        (CompletionBody, filled(b'"a"', b'{"prompt":"a","stop_token_ids":[', b"]}"), None),
         (CompletionBody, filled(b"0", b'{"prompt":"a","stop":[', b"]}"), "stop.0"),
         (DetokenizeBody, filled(b'"a"', b'{"tokens":[', b"]}"), "tokens.0"),
         (

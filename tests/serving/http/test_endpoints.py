@@ -303,6 +303,7 @@ def test_a_model_without_a_template_has_no_chats(tokenizer: Any) -> None:
         ({"stop": ["a"] * 17}, "stop", "at most 16 strings, got 17"),
         ({"stop": ["a", {}]}, "stop.1", "string"),
         ({"stop_token_ids": [4096]}, "stop_token_ids", "has token 4096, expected ids from 0 to 40"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "has token -1, expected ids from 0 to 40"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids.0", "integer"),
         ({"stream_options": {"bogus": 1}}, "stream_options.bogus", "no field"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most the 4 of the answer, got 5"),

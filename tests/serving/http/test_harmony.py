@@ -91,6 +91,12 @@ def test_sections(text: str, expected: list[Any], step: int) -> None:
     )
 
 
+def test_a_call_of_no_object_that_is_cut_is_content() -> None:
+    sections = HarmonySections([WEATHER], ROLE)
+    text = "<|channel|>commentary to=functions.weather<|message|>a long text <|en"
+    assert [*sections.add(text), *sections.end(is_cut=True)] == [("content", "a long text <|en")]
+
+
 def test_a_call_that_is_cut_is_no_content() -> None:
     text = f'{CALL}{{"city": "Rome"}}'
     call = ParsedCall("weather", '{"city": "Rome"}')

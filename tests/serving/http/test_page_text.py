@@ -80,3 +80,9 @@ def test_every_field_has_a_name() -> None:
 
 def test_the_page_stays_small() -> None:
     assert len(PAGE.encode()) < 12 << 10
+
+
+def test_a_model_is_chosen_once_its_template_is_known() -> None:
+    choose = SCRIPT[SCRIPT.index("async function choose") : SCRIPT.index("async function* chunks")]
+    assert choose.index("await reach") < choose.index("model = chosen.value")
+    assert SCRIPT.count("model = chosen.value") == 1

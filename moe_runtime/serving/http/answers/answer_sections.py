@@ -89,25 +89,20 @@ class AnswerSections:
         """No more text comes.
 
         Args:
-            is_cut: the model would have written more; of a call that has only begun, or of its
-                mark, nothing is given then.
+            is_cut: the model would have written more; of a call that has only begun, nothing is
+                given then.
         """
         held = self._search.end()
-        mark = None if self._tools is None else self._mark_of_call(self._tools)
-        yield from self._take("" if is_cut and mark and mark.startswith(held) else held)
         while self._section == "call":
-            text = yield from self._finish_call("", is_cut=is_cut)
+            if not is_cut:
+                yield from self._take(held)
+            text = yield from self._finish_call(held if is_cut else "", is_cut=is_cut)
             self._search = self._new_search()
             yield from self.add(text)
-            yield from self._take(self._search.end())
+            held = self._search.end()
+        yield from self._take(held)
         if self._spaces and not self._is_behind_mark and self._section == "content":
             yield "content", self._spaces
-
-    def _mark_of_call(self, tools: ToolFormat) -> str | None:
-        """What text of the section may turn out to begin, for a call to begin or to end."""
-        if self._section == "content":
-            return tools.opens
-        return tools.closes if self._section == "call" else None
 
     def _new_search(self) -> MarkSearch:
         """Looks for what may end the section that the text is in."""
@@ -169,7 +164,7 @@ class AnswerSections:
         """Gives the calls that were written, or the text where it is none.
 
         Args:
-            mark: that ends it; empty where the text ends.
+            mark: that ends it, or what of that was written where the text ends.
             is_cut: the model would have written more: text that is no call may be its beginning.
 
         Returns:
@@ -186,7 +181,9 @@ class AnswerSections:
         except (ValueError, RecursionError):
             opens, closes = "" if is_bare else self._tools.opens, self._tools.closes
             first, found, rest = (text + mark).partition(closes) if closes else (text, mark, "")
-            has_begun = not is_bare or may_be_bare_call(text, self._functions)
+            has_begun = (
+                may_be_bare_call(text, self._functions) if is_bare else self._tools.may_begin(text)
+            )
             if found or not (is_cut and has_begun):
                 self._has_content, self._is_behind_mark = True, False
                 yield "content", spaces + opens + first + found

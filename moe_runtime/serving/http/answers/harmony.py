@@ -12,7 +12,12 @@ from collections.abc import Iterator, Sequence
 
 from moe_runtime.serving.http.answers.answer_sections import Kind, Part
 from moe_runtime.serving.http.answers.answer_text import MarkSearch
-from moe_runtime.serving.http.answers.tool_formats import ParsedCall, json_text, read_json
+from moe_runtime.serving.http.answers.tool_formats import (
+    ParsedCall,
+    json_text,
+    may_be_object,
+    read_json,
+)
 from moe_runtime.serving.http.schema import Function
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -83,7 +88,9 @@ class HarmonySections:
         Args:
             is_cut: the model would have written more; a call that has only begun is nothing then.
         """
-        yield from self._take(self._search.end())
+        held = self._search.end()
+        if not (is_cut and self._is_message and self._kind is None and may_be_object(self._call)):
+            yield from self._take(held)
         if self._is_message:
             yield from self._finish(is_cut=is_cut)
         elif self._header and not any(mark in self._header for mark in HARMONY_MARKS):
@@ -125,7 +132,7 @@ class HarmonySections:
             arguments = None
         if isinstance(arguments, dict):
             yield ParsedCall(self._called, json_text(arguments))
-        elif not is_cut:
+        elif not (is_cut and may_be_object(self._call)):
             yield from self._say("content", self._call)
 
     def _say(self, kind: Kind, text: str) -> Iterator[Part]:

@@ -17,6 +17,13 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.D
 _NAMED = re.compile(
     r"\s*(?P<opens>\[TOOL_CALLS\]\s*)?(?P<name>[^\s\[{]+)\s*(\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*"
 )
+_NAMED_BEGUN = re.compile(
+    r"\s*(\[TOOL_CALLS\]\s*)?([\w.-]+\s*(\[CALL_ID\]\s*\w*\s*)?)?"
+    r"(\[[A-Z_]*|\[ARGS\]\s*(\{.*)?)?",
+    re.DOTALL,
+)
+_OBJECT = re.compile(r"\s*(\{\s*([\"}]|\Z)|\Z)")
+_BETWEEN = " \t\r\n;"
 _CHOICES = ("anyOf", "oneOf", "allOf")
 """Keys of a schema that have others from which a value may have its types."""
 
@@ -47,6 +54,7 @@ class ToolFormat:
         opens: begins the text of a call.
         closes: ends it; None where it goes on to the end of the answer.
         parse: gives the calls of the text between; raises ``ValueError`` where one is none.
+        may_begin: whether text behind ``opens`` may begin calls, whole ones before it.
         arguments_key: of the JSON object that a call is, where it is one.
         before_arguments: stands between a function's name and the JSON object of its arguments,
             where a call is not one object with both.
@@ -59,6 +67,7 @@ class ToolFormat:
     opens: str
     closes: str | None
     parse: Parser
+    may_begin: Callable[[str], bool]
     arguments_key: str | None = "arguments"
     before_arguments: str | None = None
     before_id: str | None = None
@@ -100,7 +109,21 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 def _json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
     """JSON objects, one after another or in lists, with ``;`` or spaces between them."""
-    return map(_json_call, _json_values(text))
+    values, rest = _json_values(text)
+    yield from map(_json_call, values)
+    if rest:
+        raise ValueError("expected a JSON value")
+
+
+def _may_be_json_calls(text: str) -> bool:
+    values, rest = _json_values(text)
+    is_named = all(isinstance(value, dict) and "name" in value for value in values)
+    return is_named and may_be_object(rest.removeprefix("["))
+
+
+def may_be_object(text: str) -> bool:
+    """Whether text may begin a JSON object; none of it may, too."""
+    return _OBJECT.match(text) is not None
 
 
 def bare_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
@@ -109,28 +132,59 @@ def bare_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]
     Raises:
         ValueError: one of them does not name a tool that was given, and arguments for it.
     """
-    names = [function.name for function in functions]
-    for value in _json_values(text):
-        if not isinstance(value, dict) or value.get("name") not in names:
-            raise ValueError("expected the name of a tool")
-        if not value.keys() & {"arguments", "parameters"}:
-            raise ValueError("expected arguments")
+    values, rest = _json_values(text)
+    for value in values:
+        if not _is_bare_call(value, functions):
+            raise ValueError("expected the name of a tool, and arguments")
         yield _json_call(value)
+    if rest:
+        raise ValueError("expected a JSON value")
 
 
 def may_be_bare_call(text: str, functions: Sequence[Function]) -> bool:
-    """Whether text without a mark begins as a call of a tool that was given does."""
-    begun = "".join(text.split())
-    names = (json.dumps({"name": one.name}, separators=(",", ":"))[1:-1] for one in functions)
-    return any(name in begun or f"{{{name}".startswith(begun) for name in names)
+    """Whether text without a mark begins as calls of tools that were given do."""
+    values, rest = _json_values(text)
+    begun = "".join(rest.removeprefix("[").split())
+    heads = (
+        f'{{{kind}"name":"{one.name}","{key}":'
+        for one in functions
+        for kind in ("", '"type":"function",')
+        for key in ("parameters", "arguments")
+    )
+    return all(_is_bare_call(value, functions) for value in values) and any(
+        begun.startswith(head) or head.startswith(begun) for head in heads
+    )
 
 
-def _json_values(text: str) -> Iterator[Any]:
-    rest = text.strip(" \t\r\n;")
-    while rest:
-        value, end = _DECODER.raw_decode(rest)
-        yield from value if isinstance(value, list) else [value]
-        rest = rest[end:].strip(" \t\r\n;")
+def _is_bare_call(value: Any, functions: Sequence[Function]) -> bool:
+    is_named = isinstance(value, dict) and any(value.get("name") == one.name for one in functions)
+    return is_named and bool(value.keys() & {"arguments", "parameters"})
+
+
+def _json_values(text: str) -> tuple[list[Any], str]:
+    """Values, those of lists one by one; and the text behind the last that is whole.
+
+    That text begins with ``[`` where a list has begun and does not end.
+    """
+    values, rest, is_list = [], text.strip(_BETWEEN), False
+    while rest or is_list:
+        if is_list and rest.startswith("]"):
+            is_list, rest = False, rest[1:].lstrip(_BETWEEN)
+            continue
+        if not is_list and rest.startswith("["):
+            is_list, rest = True, rest[1:].lstrip()
+            continue
+        try:
+            value, end = _DECODER.raw_decode(rest)
+        except (ValueError, RecursionError):
+            break
+        values.append(value)
+        rest = rest[end:].lstrip(" \t\r\n" if is_list else _BETWEEN)
+        if is_list and rest[:1] == ",":
+            rest = rest[1:].lstrip()
+        elif is_list and rest[:1] != "]":
+            break
+    return values, "[" * is_list + rest
 
 
 def _json_call(value: Any) -> ParsedCall:
@@ -146,16 +200,37 @@ def _json_call(value: Any) -> ParsedCall:
 
 def _named_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
     """``NAME[ARGS]{...}``, and more of them behind ``[TOOL_CALLS]``."""
-    end = 0
-    rest = text.rstrip()
-    while not end or end < len(rest):
-        found = _NAMED.match(rest, end)
-        if found is None or (found["opens"] is None) != (not end):
-            raise ValueError("expected the name of a function")
-        value, end = _DECODER.raw_decode(rest, found.end())
+    calls, rest = _read_named(text)
+    yield from calls
+    if rest or not calls:
+        raise ValueError("expected the name of a function, and an object")
+
+
+def _may_be_named_calls(text: str) -> bool:
+    calls, rest = _read_named(text)
+    is_next = not calls or not rest or rest.lstrip().startswith("[")
+    return is_next and _NAMED_BEGUN.fullmatch(rest) is not None
+
+
+def _read_named(text: str) -> tuple[list[ParsedCall], str]:
+    """Whole calls, and the text behind them."""
+    calls: list[ParsedCall] = []
+    end, rest = 0, text.rstrip()
+    while (found := _NAMED.match(rest, end)) and (found["opens"] is None) == (not end):
+        try:
+            value, behind = _DECODER.raw_decode(rest, found.end())
+        except (ValueError, RecursionError):
+            break
         if not isinstance(value, dict):
-            raise ValueError("expected the arguments to be an object")
-        yield ParsedCall(found["name"], json_text(value))
+            break
+        calls.append(ParsedCall(found["name"], json_text(value)))
+        end = behind
+    return calls, rest[end:]
+
+
+def _may_be_xml_call(text: str) -> bool:
+    begun, opens = text.lstrip(), "<function="
+    return begun.startswith(opens) or opens.startswith(begun)
 
 
 def _xml_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
@@ -220,26 +295,41 @@ def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
 
 TOOL_FORMATS = (
     ToolFormat(
-        "qwen-xml", ("<function=",), "<tool_call>", "</tool_call>", _xml_calls, arguments_key=None
+        "qwen-xml",
+        ("<function=",),
+        "<tool_call>",
+        "</tool_call>",
+        _xml_calls,
+        _may_be_xml_call,
+        arguments_key=None,
     ),
-    ToolFormat("hermes", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_calls),
+    ToolFormat(
+        "hermes",
+        ("<tool_call>",),
+        "<tool_call>",
+        "</tool_call>",
+        _json_calls,
+        _may_be_json_calls,
+    ),
     ToolFormat(
         "mistral-args",
         ("[ARGS]",),
         "[TOOL_CALLS]",
         None,
         _named_calls,
+        _may_be_named_calls,
         arguments_key=None,
         before_arguments="[ARGS]",
         before_id="[CALL_ID]",
     ),
-    ToolFormat("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", None, _json_calls),
+    ToolFormat("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", None, _json_calls, _may_be_json_calls),
     ToolFormat(
         "llama-json",
         ("<|python_tag|>", '"parameters":'),
         "<|python_tag|>",
         None,
         _json_calls,
+        _may_be_json_calls,
         arguments_key="parameters",
         bare=True,
     ),
