@@ -31,6 +31,7 @@ def chance_by_counting(before: list[float], after: list[float]) -> float:
         ([15.0, 16, 17], [10.0, 11, 12], "better"),
         ([10.0, 11, 16], [15.0, 15.5, 17], "noise"),  # one of them lies among the others
         ([10.0, 11], [15.0, 16], "noise"),  # two repetitions say nothing
+        ([float(n) for n in range(10, 30)], [90.0], "noise"),  # one may be an outlier
         ([10.0, 11, 12], [12.01, 12.02, 12.03], "noise"),  # certain, and below the bound
     ],
 )
