@@ -113,7 +113,10 @@ def test_the_command_finds_what_a_replay_finds_and_compares(
         (["--policy", "predicted"], "--predictor and the policy predicted belong together"),
         (["--policy", "predicted", "--predictor", "eam"], "--predictor eam needs --train"),
         (["--policy", "predicted", "--predictor", "eamm"], "unknown predictor 'eamm'"),
-        (["--policy", "lru", "--expert-size", "1MiB"], "--expert-size must be one size, 3 for"),
+        (
+            ["--policy", "lru", "--expert-size", "1MiB,2MiB"],
+            "--expert-size must be one size, 3 for",
+        ),
     ],
 )
 def test_bad_words_of_policies_are_one_line(

@@ -224,6 +224,8 @@ def test_the_quick_ones_are_three(
         (["t.npz", "--test-share", "0.95"], "leaves nothing to train"),
         (["t.npz", "--side-by-side", "5"], "expected a trace of at least 5 requests"),
         (["t.npz", "--train", "t.npz", "--test-share", "0.5"], "--test-share has no effect"),
+        (["t.npz", "--train", "t.npz"], "every sequence repeats one of --train"),
+        (["t.npz", "--train", "t.npz", "--seed", "1"], "--seed has no effect"),
         (["t.npz", "--train", "wide.npz"], "was recorded from another model"),
         (["t.npz", "-o", "t.npz"], "t.npz"),
         ([], "expected at least one TRACE"),
