@@ -99,17 +99,18 @@ def test_numbers_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_budget_changes_no_bit_and_narrow_moments_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = write_run(
         tmp_path,
         config=CONFIG.replace("threads = 1", 'host_memory = "1GiB"').replace("= 16", "= 128", 1)
-        + f"""
+        + """
 [variants.disk.run]
 host_memory = "37MiB"
-storage_dir = "{disk}"
+storage_dir = "~/disk"
 
 [variants.bf16.run.offload]
 moments = "bf16"
@@ -157,6 +158,7 @@ moments = "bf16"
             "variant 'one': parallel changes nothing here: one process",
         ),
         (["model.moe.gate_options.top_k=1"], "", "'softmax_topk' has no option 'top_k'"),
+        (["model.moe.gate_options.bias_update_rate=x"], "", "must be a number, got 'x'"),
         (["model.moe.gate=hash"], "", "gate 'hash' needs the option 'vocab_size'"),
         (["run.steps=9,9"], "", "variant 'run.steps=9' is asked for twice"),
         ([], "[variants]\none = 1", "variants.one must be a table, got 1"),

@@ -222,8 +222,7 @@ class TrainedVariant:
         records: list[Record] = []
         try:
             is_complete = self._train(records)
-        except (MoERuntimeError, OSError, RuntimeError, TypeError, ValueError) as error:
-            # An option of a gate that is of no type it can use is found in the first step.
+        except (MoERuntimeError, OSError, RuntimeError, ValueError) as error:
             lines = str(error).splitlines() or [type(error).__name__]
             raise PeerFailedError(lines[0]) from None
         if not is_complete:
