@@ -21,10 +21,16 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "layer": _LAYER,
     "ops": _LAYER,
     "training": (*_LAYER, "layers", "sequences", "context"),
-    "ablation": ("model", "steps", "sequences", "context", "device"),
-    "policies": (*_TRACE, "scope", "side_by_side", "expert_size"),
+    "ablation": (
+        *("model", "steps", "sequences", "context", "device"),
+        *("configuration", "seeds", "variants"),
+    ),
+    "policies": (*_TRACE, "scope", "side_by_side", "expert_size", "predictor", "train"),
     "predictors": (*_TRACE, "train", "test_share", "seed", "max_tokens", "side_by_side", "link"),
-    "placements": (*_TRACE, "fit", "devices", "nodes"),
+    "placements": (
+        *(*_TRACE, "fit", "devices", "nodes", "replicas"),
+        *("groups", "load_slack", "aligned", "time_limit_s"),
+    ),
     "dispatch": ("ranks", "tokens", "dim", "experts", "top_k"),
     "kernels": ("dtype",),
     "device-decode": _TEXT,
@@ -32,6 +38,8 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "serve": ("model", "prompt_tokens", "output_tokens", "chat", "ignore_eos"),
 }
 """By case, the settings that say what was measured; other numbers of tokens are in metrics."""
+_UNSAID = ("configuration", "seeds", "variants", "aligned", "load_slack", "time_limit_s")
+"""Compared, and too long or too rarely given for a heading."""
 _CPU = "the CPU"
 _WORDS = {
     "weights": "{} weights",
@@ -60,6 +68,9 @@ _WORDS = {
     "nodes": "{} nodes",
     "fit": "placed by {} of it",
     "train": "taught by {}",
+    "predictor": "predicted by {}",
+    "replicas": "{} replicas",
+    "groups": "{} groups",
     "test_share": "{} of it held out",
     "seed": "seed {}",
     "max_tokens": "{} tokens of that",
@@ -98,7 +109,7 @@ def work_words(results: Mapping[str, Any]) -> str:
     for name, value in work_of(results).items():
         if name == "layers" and value is not None:
             words.append(_layers(results["settings"]))
-        elif value not in (None, False, [], _CPU):
+        elif name not in _UNSAID and value not in (None, False, [], _CPU):
             shown = " and ".join(map(str, value)) if isinstance(value, list) else str(value)
             words.append(counted(known.get(name, "{}"), shown))
     return ", ".join(words)
@@ -135,9 +146,7 @@ def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> No
     """
     one, other = work_of(before), work_of(after)
     differing = [
-        f"{name} {one[name]!r} before, {other[name]!r} after"
-        for name in one
-        if one[name] != other[name]
+        _difference(name, one[name], other[name]) for name in one if one[name] != other[name]
     ]
     if differing:
         raise ValueError(
@@ -150,6 +159,14 @@ def counted(words: str, shown: object) -> str:
     """Words with a number in the place of ``{}``; of one thing without the plural's s."""
     one = re.sub(r"(\{\} [a-z ]+?)s\b", r"\1", words) if str(shown) == "1" else words
     return one.format(shown)
+
+
+def _difference(name: str, one: Any, other: Any) -> str:
+    """What differs; of tables the first key that does."""
+    while isinstance(one, Mapping) and isinstance(other, Mapping):
+        key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
+        name, one, other = f"{name}.{key}", one.get(key), other.get(key)
+    return f"{name} {one!r} before, {other!r} after"
 
 
 def _each_once(values: list[Any]) -> list[Any]:

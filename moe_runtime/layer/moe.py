@@ -148,8 +148,10 @@ class MoELayer(nn.Module):
                 "loss_weights": loss_weights,
                 "name": f"the gate of {name}",
                 **place,
-                **(gate_options or {}),
             }
+            for option in options.keys() & (gate_options or {}):
+                raise ValueError(f"gate_options has {option!r}, which the layer itself gives")
+            options |= gate_options or {}
             gate, options = _with_zero_experts(gate, zero_experts, options)
             self.gate = make_gate(gate, hidden_size, num_experts, top_k, **options)
         if experts is not None:

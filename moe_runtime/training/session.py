@@ -180,7 +180,7 @@ def prepare(
         config=config,
         folder=folder,
         output=output,
-        storage=folder / (config.run.storage_dir or output / EXPERTS),
+        storage=folder / (config.run.storage_dir or output / EXPERTS).expanduser(),
         tokenizer=tokenizer,
         streams=streams,
         batches=batches,

@@ -99,17 +99,18 @@ def test_numbers_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_budget_changes_no_bit_and_narrow_moments_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = write_run(
         tmp_path,
         config=CONFIG.replace("threads = 1", 'host_memory = "1GiB"').replace("= 16", "= 128", 1)
-        + f"""
+        + """
 [variants.disk.run]
 host_memory = "37MiB"
-storage_dir = "{disk}"
+storage_dir = "~/disk"
 
 [variants.bf16.run.offload]
 moments = "bf16"
@@ -145,6 +146,20 @@ moments = "bf16"
         (["data.context=31"], "", "variant 'data.context=31': [data]: tokens_per_step"),
         (["run.host_memory=1MiB"], "", "variant 'run.host_memory=1MiB': a budget of 1 MiB is"),
         ([], '[variants.one.run]\nhost_memory = "1GiB"\nstorage_dir = "none"', "variant 'one': "),
+        (["run.tensorboard=true"], "", "run.tensorboard changes nothing here: nothing is kept"),
+        (
+            ["run.evaluate_every=3"],
+            "",
+            "variant 'run.evaluate_every=3': run.evaluate_every changes",
+        ),
+        (
+            [],
+            "[variants.one.parallel]",
+            "variant 'one': parallel changes nothing here: one process",
+        ),
+        (["model.moe.gate_options.top_k=1"], "", "'softmax_topk' has no option 'top_k'"),
+        (["model.moe.gate_options.bias_update_rate=x"], "", "must be a number, got 'x'"),
+        (["model.moe.gate=hash"], "", "gate 'hash' needs the option 'vocab_size'"),
         (["run.steps=9,9"], "", "variant 'run.steps=9' is asked for twice"),
         ([], "[variants]\none = 1", "variants.one must be a table, got 1"),
         ([], "[variants.one.run]\nseed = -1", "variant 'one': [run]: seed must be at least 0"),
@@ -239,9 +254,27 @@ def test_threads_of_one_variant_are_not_those_of_the_next(tmp_path: Path) -> Non
     assert torch.get_num_threads() == results["settings"]["num_threads"] == 3
 
 
-@pytest.mark.parametrize(
-    "change", ["optimizer.peak_rate=1e+30", "model.moe.gate_options.bias_update_rate=x"]
-)
+@pytest.mark.parametrize("words", [["--quick"], ["--steps", "3"]])
+def test_steps_of_a_variant_and_of_the_command_are_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    assert main(["bench", "ablation", str(path), "--vary", "run.steps=4", *words]) == 2
+    err = capsys.readouterr().err
+    assert "run.steps varies: leave out --steps and --quick" in err
+    assert err.count("\n") == 1
+
+
+def test_a_stop_while_variants_are_prepared_is_asked_about(tmp_path: Path) -> None:
+    variants = read_variants(write_run(tmp_path), ["run.seed=1,2"])
+    results = measure_ablation(
+        variants, tmp_path, 1, lambda: 0.0, settings={"model": "m"}, is_stopping=lambda: True
+    )
+    assert [one["system"] for one in results["measurements"]] == [BASE]
+    assert results["ended"] == "interrupted"
+
+
+@pytest.mark.parametrize("change", ["optimizer.peak_rate=1e+30"])
 def test_a_variant_that_fails_says_so_and_the_others_go_on(
     change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,13 +1,19 @@
 """Results of different work: never side by side, and said what each measured."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from moe_runtime.bench.measured_work import model_words, work_of, work_words
+from moe_runtime.bench.measured_work import (
+    model_words,
+    require_same_work,
+    work_of,
+    work_words,
+)
 from moe_runtime.bench.results import (
     Metric,
     describe_system,
@@ -90,6 +96,33 @@ def test_other_work_is_not_compared(
     err = capsys.readouterr().err
     assert (complaint or "num_threads: 2 before, 1 after") in err
     assert err.count("\n") == (1 if complaint else 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "before", "after", "complaint"),
+    [
+        ("placements", "replicas", 0, 8, "replicas 0 before, 8 after"),
+        ("placements", "aligned", True, False, "aligned True before, False after"),
+        ("policies", "train", None, "b.npz", "train None before, 'b.npz' after"),
+        ("ablation", "seeds", [0], [0, 1], "seeds [0] before, [0, 1] after"),
+        (
+            *("ablation", "configuration", {"run.seed": 0, "optimizer.peak_rate": 1.0}),
+            *({"run.seed": 0, "optimizer.peak_rate": 2.0},),
+            "configuration.optimizer.peak_rate 1.0 before, 2.0 after",
+        ),
+        (
+            *("ablation", "variants", {"a": {"run.steps": 1}}, {"a": {"run.steps": 2}}),
+            "variants.a.run.steps 1 before, 2 after",
+        ),
+    ],
+)
+def test_each_setting_that_changes_the_work_counts(
+    case: str, name: str, before: Any, after: Any, complaint: str
+) -> None:
+    one, other = ({"case": case, "settings": {name: value}} for value in (before, after))
+    require_same_work(one, one)
+    with pytest.raises(ValueError, match=f"the same work, got {re.escape(complaint)};"):
+        require_same_work(one, other)
 
 
 def test_the_report_keeps_other_work_apart_and_says_what_was_interrupted(

@@ -16,6 +16,7 @@ from moe_runtime.bench.cases.policy_replays import PoliciesPlan, beginning, meas
 from moe_runtime.bench.measured_work import work_of
 from moe_runtime.bench.results import read_results, write_results
 from moe_runtime.bench.runner import Rules
+from moe_runtime.cli.commands.replay import sizes_of
 from moe_runtime.cli.main import main
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
@@ -113,7 +114,10 @@ def test_the_command_finds_what_a_replay_finds_and_compares(
         (["--policy", "predicted"], "the policy predicted asks a predictor: give --predictor, too"),
         (["--policy", "predicted", "--predictor", "eam"], "--predictor eam needs --train"),
         (["--policy", "predicted", "--predictor", "eamm"], "unknown predictor 'eamm'"),
-        (["--policy", "lru", "--expert-size", "1MiB"], "--expert-size must be one size, 3 for"),
+        (
+            ["--policy", "lru", "--expert-size", "1MiB,2MiB"],
+            "--expert-size must be one size, 3 for",
+        ),
     ],
 )
 def test_bad_words_of_policies_are_one_line(
@@ -128,6 +132,12 @@ def test_bad_words_of_policies_are_one_line(
     err = capsys.readouterr().err
     assert complaint in err
     assert err.count("\n") == 1
+
+
+def test_one_size_is_that_of_every_expert(trace: Trace) -> None:
+    sizes = sizes_of("3MiB", trace)
+    assert len(sizes) == trace.signature.num_layers * trace.signature.num_experts
+    assert set(sizes.values()) == {3 << 20}
 
 
 def test_learners_are_taught_and_requests_decode_side_by_side(

@@ -197,6 +197,15 @@ def test_another_trace_may_teach(
     assert found == pytest.approx(counted_by_hand(routes_of(other), routes_of(trace), SHAPE.top_k))
     assert printed["settings"]["training_sequences"] == 5
     assert printed["settings"]["test_sequences"] == 8
+    # Three of eight were learned from: the others alone are held out.
+    known = trace_of(routes_of(trace).select([0, 3, 5]))
+    write_trace(tmp_path / "other.npz", known)
+    assert main(["bench", "predictors", str(tmp_path / "t.npz"), *words]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["settings"]["test_sequences"] == 5
+    found = printed["measurements"][0]["summary"]["recall_at_k_ahead_1"]["median"]
+    held_out = routes_of(trace).select([1, 2, 4, 6, 7])
+    assert found == pytest.approx(counted_by_hand(routes_of(known), held_out, SHAPE.top_k))
 
 
 def test_the_quick_ones_are_three(
@@ -224,6 +233,8 @@ def test_the_quick_ones_are_three(
         (["t.npz", "--test-share", "0.95"], "leaves nothing to train"),
         (["t.npz", "--side-by-side", "5"], "expected a trace of at least 5 requests"),
         (["t.npz", "--train", "t.npz", "--test-share", "0.5"], "--test-share has no effect"),
+        (["t.npz", "--train", "t.npz"], "every sequence repeats one of --train"),
+        (["t.npz", "--train", "t.npz", "--seed", "1"], "--seed has no effect"),
         (["t.npz", "--train", "wide.npz"], "was recorded from another model"),
         (["t.npz", "-o", "t.npz"], "t.npz"),
         ([], "expected at least one TRACE"),

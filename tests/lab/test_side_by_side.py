@@ -37,5 +37,5 @@ def test_the_next_request_takes_the_place_of_one_that_ends() -> None:
         ids = trace.token_id[trace.token_request == request]
         assert ids.tolist() == list(range(ENDS[request], ENDS[request + 1]))
     np.testing.assert_array_equal(trace.expert_ids, routes.expert_ids[trace.token_id])
-    with pytest.raises(ValueError, match=r"at least 6 requests .* got one of 5"):
+    with pytest.raises(ValueError, match=r"at least 6 requests .* got a trace of 5 requests"):
         side_by_side(mixed, count=6)

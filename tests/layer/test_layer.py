@@ -304,6 +304,8 @@ def test_zero_experts_choose_their_gate() -> None:
         ({"zero_experts": 3}, "zero_experts must be counts by kind"),
         ({"gate": "switchh"}, "did you mean 'switch'"),
         ({"gate_options": {"scal": 2.0}}, "did you mean 'scale'"),
+        ({"gate_options": {"top_k": 1}}, "has no option 'top_k'"),
+        ({"gate_options": {"num_groups": 1}}, "gate_options has 'num_groups', which the layer"),
         ({"gate": "gshard", "zero_experts": ZeroExpertCounts()}, "need the gate 'moepp'"),
         ({"zero_experts": {"copi": 1}}, "no kind 'copi'; did you mean 'copy'"),
         ({"gate": make_gate("switch", D, E, 1)}, "the gate was made for"),

@@ -39,6 +39,21 @@ from moe_runtime.routing import Capacity, Routing, RoutingContext, gate_options,
         (("sinkhorn", 8, 4, 1), {"max_iterations": 0}, "max_iterations must be at least 1"),
         (("expert_choice", 8, 4, 1), {"max_experts_per_token": 9}, "must be in 1..4, got 9"),
         (("cosine_topk", 8, 4, 1), {"temperature": 0.0}, "temperature must be positive"),
+        (("softmax_topk", 8, 4, 2), {"top_k": 1}, "gate 'softmax_topk' has no option 'top_k'"),
+        (("hash", 8, 4, 1), {}, "gate 'hash' needs the option 'vocab_size'"),
+        (("hash", 8, 4, 1), {"vocab_size": True}, "option 'vocab_size' of gate 'hash' must be"),
+        (
+            ("hash", 8, 4, 1),
+            {"vocab_size": 2, "frequencies": ["x", "y"]},
+            "gate 'hash' cannot be made with the options {",
+        ),
+        (("moepp", 8, 4, 2), {"zero_experts": "x"}, "option 'zero_experts' of gate 'moepp' must"),
+        (
+            ("sigmoid_topk", 8, 4, 2),
+            {"bias_update_rate": "x"},
+            "option 'bias_update_rate' of gate 'sigmoid_topk' must be a number, got 'x'",
+        ),
+        (("expert_choice", 8, 4, 1), {"max_experts_per_token": 1.5}, "gate 'expert_choice' must"),
     ],
 )
 def test_sizes_and_names(arguments: tuple, options: dict, message: str) -> None:

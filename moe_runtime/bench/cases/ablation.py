@@ -47,6 +47,15 @@ from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.session import Preparation, prepare, start
 
 BASE = "as configured"
+_OVERWRITTEN = {
+    **dict.fromkeys(
+        ("run.output", "run.tensorboard", "run.trace"), "nothing is kept of a training"
+    ),
+    "run.evaluate_every": "held-out text is measured after the last step alone",
+    "run.checkpoint_every": "no training goes on from a checkpoint",
+    "parallel": "one process trains",
+}
+"""Keys that are the same in all trainings, and why."""
 METRICS = {
     "loss": Metric("nats"),
     "held_out_loss": Metric("nats"),
@@ -74,7 +83,10 @@ class Variant:
 
 
 def read_variants(
-    path: Path, vary: Sequence[str] = (), *, steps_of: Callable[[int], int] = lambda steps: steps
+    path: Path,
+    vary: Sequence[str] = (),
+    *,
+    steps_of: Callable[[int], int] | None = None,
 ) -> list[Variant]:
     """The configuration of a file, and one variant for each table of ``variants`` and each value.
 
@@ -82,7 +94,8 @@ def read_variants(
         path: a file as `moe-runtime train` reads it. A table ``[variants.NAME]`` in it is laid over
             the rest, key by key.
         vary: ``key.inner=value,value`` each, in TOML's notation: a variant for every value.
-        steps_of: how many to take, given those of the file.
+        steps_of: how many to take, given those of the file; None takes them, and those of
+            variants.
 
     Raises:
         ValueError: the file, a key or a value is none that a run can have; the message names the
@@ -92,7 +105,8 @@ def read_variants(
     tree = read_toml(path)
     tables = tree.pop("variants", {})
     with _blamed(BASE, path):
-        set_key(tree, "run.steps", steps_of(build_tree(TrainConfig, tree).run.steps))
+        configured = build_tree(TrainConfig, tree).run.steps
+        set_key(tree, "run.steps", configured if steps_of is None else steps_of(configured))
     if not isinstance(tables, dict):
         raise ValueError(f"{path}: variants must be tables [variants.NAME], got {tables!r}")
     asked = [*tables.items(), *(one for words in vary for one in _changes(words))]
@@ -109,8 +123,23 @@ def read_variants(
             raise ValueError(f"{path}: variant {name!r} is asked for twice")
         with _blamed(name, path):
             config = build_tree(TrainConfig, lay_over(tree, changes))
+            _check_changes(changes, has_steps=steps_of is not None)
         found[name] = Variant(name=name, config=config, changes=changes)
     return list(found.values())
+
+
+def _check_changes(changes: Mapping[str, Any], *, has_steps: bool) -> None:
+    """Refuses keys that a training here does not go by.
+
+    Raises:
+        ValueError: names the key, and why.
+    """
+    run = [f"run.{key}" for key in changes.get("run", {})]
+    for key in [*changes, *run]:
+        if key in _OVERWRITTEN:
+            raise ValueError(f"{key} changes nothing here: {_OVERWRITTEN[key]}; leave it out")
+    if has_steps and "run.steps" in run:
+        raise ValueError("run.steps varies: leave out --steps and --quick, or this variant")
 
 
 def _changes(words: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -193,8 +222,7 @@ class TrainedVariant:
         records: list[Record] = []
         try:
             is_complete = self._train(records)
-        except (MoERuntimeError, OSError, RuntimeError, TypeError, ValueError) as error:
-            # An option of a gate that is of no type it can use is found in the first step.
+        except (MoERuntimeError, OSError, RuntimeError, ValueError) as error:
             lines = str(error).splitlines() or [type(error).__name__]
             raise PeerFailedError(lines[0]) from None
         if not is_complete:
@@ -281,13 +309,15 @@ def _systems(
         stack.callback(torch.set_num_threads, num_threads)
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for variant in variants:
+            if systems and is_stopping():
+                break
             config, storage = variant.config, None
             # Variants of one text share what it is encoded to.
             text = config.tokenizer, config.data
             if text not in texts:
                 texts.append(text)
             if config.run.host_memory is not None:
-                disk = place / (config.run.storage_dir or root)
+                disk = place / (config.run.storage_dir or root).expanduser()
                 with _blamed(variant.name), named_failure(disk, "offloaded experts' folder"):
                     storage = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=disk)))
             output = root / f"text-{texts.index(text)}"

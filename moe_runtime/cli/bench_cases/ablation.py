@@ -72,9 +72,10 @@ def bench_ablation(
     from moe_runtime.training.data.text import text_files
 
     def steps_of(configured: int) -> int:
-        return steps or (max(1, configured // 10) if quick else configured)
+        return steps or max(1, configured // 10)
 
-    variants = read_variants(config_file, vary or (), steps_of=steps_of)
+    is_told = quick or steps is not None
+    variants = read_variants(config_file, vary or (), steps_of=steps_of if is_told else None)
     folder = config_file.resolve().parent
     if output is not None:
         read = [file for one in variants for file in text_files(one.config.data, folder)]

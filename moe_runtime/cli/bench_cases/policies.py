@@ -62,7 +62,7 @@ Predictor = Annotated[
 ExpertSize = Annotated[
     str | None,
     typer.Option(
-        help="Sizes separated by commas, one for each layer, or one for each expert of each layer: "
+        help="One size, or sizes separated by commas for each layer or each expert of each layer: "
         "what is read is weighed by them, and lec and gdsf go by them."
     ),
 ]

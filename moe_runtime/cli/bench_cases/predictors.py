@@ -90,10 +90,17 @@ def bench_predictors(
         refuse_given(ctx, _TIMED, "is about prefetching in modelled time; give --bandwidth too")
     if train is not None:
         refuse_given(ctx, ("test_share",), "has no effect where --train gives what is learned from")
+        if max_tokens is None:
+            refuse_given(ctx, ("seed",), "has no effect with --train; give --max-tokens too")
     from moe_runtime.bench.cases.predictor_recall import PredictorsPlan, measure_predictors
     from moe_runtime.bench.runner import Rules
     from moe_runtime.lab.replay.experiment import usual_capacities
-    from moe_runtime.lab.traces.routes import split_unrepeated, trace_of_routes
+    from moe_runtime.lab.traces.routes import (
+        join_routes,
+        split_unrepeated,
+        trace_of_routes,
+        unrepeated,
+    )
     from moe_runtime.lab.traces.side_by_side import side_by_side as serve_side_by_side
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.prediction import PREDICTORS
@@ -112,7 +119,12 @@ def bench_predictors(
         training, test = map(routes.select, parts)
     else:
         whole = trace_of_routes(routes, signature)
-        training, test = read_routes_to_learn(train, None, whole, traces[0]), routes
+        training = read_routes_to_learn(train, None, whole, traces[0])
+        first = training.num_sequences
+        new = [number - first for number in unrepeated(join_routes([training, routes]))]
+        test = routes.select([number for number in new if number >= 0])
+        if not test.num_sequences:
+            raise ValueError(f"every sequence repeats one of --train {train}; record other prompts")
     served = serve_side_by_side(trace_of_routes(test, signature), count=side_by_side or 1)
     if max_tokens is not None:
         served = served.steps(0, min(served.num_steps, -(-max_tokens // (side_by_side or 1))))

@@ -262,7 +262,7 @@ def machine_of(
 
 
 def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
-    """Bytes of each expert, from a size for each layer or for each expert of each layer.
+    """Bytes of each expert, from one size, one for each layer or one for each expert of each layer.
 
     Raises:
         ValueError: there are neither as many sizes as layers nor as experts, or one is none.
@@ -271,6 +271,8 @@ def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
 
     layers, experts = trace.signature.num_layers, trace.signature.num_experts
     sizes = [options.bytes_of(part.strip(), "--expert-size") for part in text.split(",")]
+    if len(sizes) == 1:
+        sizes *= layers
     if len(sizes) == layers:
         sizes = [size for size in sizes for _ in range(experts)]
     if len(sizes) != layers * experts:
