@@ -95,42 +95,53 @@ def test_passages_are_found_and_wrong_figures_too() -> None:
 
 def test_the_peer_that_is_ahead_is_said_to_be() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
-    name = "generate-gpt-oss-20b-amd-epyc-avx2-2c-24g.json"
-    systems = [one for one in measured(name) if one["failure"] is None]
-    (line,) = (line for line in page.splitlines() if line.startswith("- **MXFP4 in memory"))
-    rates = [one["summary"]["decode_tokens_per_s"]["median"] for one in systems]
-    assert re.findall(r"\d\.\d\d", line) == [f"{rate:.2f}" for rate in rates]
-    assert [one["system"] for one in systems] == [
-        *(f"{name}, all memory" for name in ("ours", "ours:int8", "llama.cpp")),
-        *(f"{name}, 7 GiB" for name in ("ours", "llama.cpp")),
-    ]
-    assert rates[1] < rates[2]
+    name = "latency-gpt-oss-20b-none-amd-epyc-2c-24g.json"
+    found = {one["system"]: one["summary"]["between_tokens_s"]["p50"] for one in measured(name)}
+    (told,) = (
+        part for part in page.split("\n\n") if part.startswith("gpt-oss-20b's shape in MXFP4")
+    )
+    assert name in told
+    order = ("moe_runtime", "llama_cpp", "moe_runtime:int8")
+    assert re.findall(r"\d+\.\d\b", told) == [f"{1e3 * found[system]:.1f}" for system in order]
+    assert found["llama_cpp"] < found["moe_runtime"]
 
 
-def test_the_table_of_requests_in_groups_is_that_of_its_file() -> None:
+def test_the_tables_of_policies_are_those_of_their_files() -> None:
     page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
-    name = "grouped-requests-amd-epyc-avx2-2c-24g.json"
-    assert name in page
-    cells = re.findall(r"^\| (\d+) % \| (\d+) \| (.* %) \|$", page, flags=re.MULTILINE)
-    shown = {(int(share), int(group)): rest.split(" | ") for share, group, rest in cells}
-    rows = [row for one in measured(name) for row in one["repetitions"]]
-    assert len(shown) == len(rows) == 8
-    for row in rows:
-        rates = [value for metric, value in row.items() if metric.startswith("hit_rate_")]
-        shares = [*rates, row["useful_share"], row["traffic_ratio"], row["stall_ratio"]]
-        expected = [f"{100 * share:.1f} %" for share in shares]
-        assert shown[round(100 * row["capacity"]), row["group"]] == expected
+
+    def rates(name: str, system: str, metrics: list[str]) -> list[str]:
+        file = f"{name}-amd-epyc-2c-24g.json"
+        (one,) = (one for one in measured(file) if one["system"] == system)
+        return [f"{100 * one['summary'][metric]['median']:.1f} %" for metric in metrics]
+
+    told = re.findall(r"^\| (?:`([\w-]+)`.*|(optimum)) \| (.* %) \| (.* %) \|$", page, flags=re.M)
+    assert len(told) == 6
+    for policy, optimum, *cells in told:
+        system = "belady-bypass" if optimum else policy
+        names = ("bench-policies-told", "bench-policies-told-reset")
+        assert cells == [rates(name, system, ["hit_rate_at_0.25"])[0] for name in names]
+    rows = re.findall(r"^\| (\d+) % \| (\d+) \| (.*) \|$", page, flags=re.MULTILINE)
+    assert len(rows) == 8
+    for percent, group, rest in rows:
+        share, beside = f"{int(percent) / 100:g}", f"side-by-side-{group}"
+        policies = ("lru", "activation-aware", "belady-bypass")
+        expected = [
+            rates(f"bench-policies-{beside}", policy, [f"hit_rate_at_{share}"])[0]
+            for policy in policies
+        ]
+        if group != "8":
+            metrics = ("useful_prefetches", "reads_of_lru", "waits_of_lru")
+            asked = [f"{metric}_at_{share}" for metric in metrics]
+            expected += rates(f"bench-predictors-{beside}", "eam", asked)
+        assert rest.split(" | ") == expected + ["–"] * (6 - len(expected))
 
 
-def test_rates_of_latent_attention_are_kept() -> None:
-    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
-    name = "latent-attention-amd-epyc-avx2-2c-24g.json"
-    found = {one["system"]: one["summary"]["tokens_per_s"]["median"] for one in measured(name)}
-    said = page.partition("cached tokens decode")[2].partition("whose products")[0]
-    systems = ("ours", "expanding", "transformers")
-    rates = [
-        rate for system in systems for name, rate in found.items() if name.startswith(f"{system},")
-    ]
-    assert len(rates) == len(found) == 9
-    assert re.findall(r"\d+\.\d", said) == [f"{rate:.1f}" for rate in rates]
-    assert f"`benchmarks/results/{name}`" in page
+def test_the_table_of_gates_is_that_of_its_file() -> None:
+    page = (ROOT / "docs" / "gates.md").read_text(encoding="utf-8")
+    systems = measured("ablation-gates-amd-epyc-2c-24g.json")
+    found = {one["system"]: one["summary"] for one in systems}
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, flags=re.MULTILINE)
+    assert len(rows) == len(found) == 17
+    for gate, *cells in rows:
+        summary = found.get(gate, found["as configured"])
+        assert cells == [f"{summary[metric]['mean']:.2f}" for metric in ("max_load", "loss")]
