@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import torch
 from harness.arguments import positive
@@ -75,7 +76,7 @@ class TokenTimes:
 
 
 def answers_of_one_process(prompts: list[Prompt], num_tokens: int) -> list[Prompt]:
-    model = moe_runtime.load(pocket_path(), device="cpu", max_tokens=1024)
+    model: Any = moe_runtime.load(pocket_path(), device="cpu", max_tokens=1024)
     with model.moe:
         found = [
             model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
@@ -102,7 +103,7 @@ def measure(change: Change, times: TokenTimes) -> dict[str, float]:
 
 def run(rounds: int, num_tokens: int) -> dict[str, list[dict[str, float]]]:
     """Numbers of each change, in every round."""
-    tokenizer = AutoTokenizer.from_pretrained(pocket_path())
+    tokenizer: Any = AutoTokenizer.from_pretrained(pocket_path())
     prompts: list[Prompt] = [tuple(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
     service = ElasticService(pocket_path(), timeout_s=100)
     start_local_workers(3, pocket_path(), service.address, timeout_s=100)

@@ -134,14 +134,3 @@ def test_the_tables_of_policies_are_those_of_their_files() -> None:
             asked = [f"{metric}_at_{share}" for metric in metrics]
             expected += rates(f"bench-predictors-{beside}", "eam", asked)
         assert rest.split(" | ") == expected + ["–"] * (6 - len(expected))
-
-
-def test_the_table_of_gates_is_that_of_its_file() -> None:
-    page = (ROOT / "docs" / "gates.md").read_text(encoding="utf-8")
-    systems = measured("ablation-gates-amd-epyc-2c-24g.json")
-    found = {one["system"]: one["summary"] for one in systems}
-    rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, flags=re.MULTILINE)
-    assert len(rows) == len(found) == 17
-    for gate, *cells in rows:
-        summary = found.get(gate, found["as configured"])
-        assert cells == [f"{summary[metric]['mean']:.2f}" for metric in ("max_load", "loss")]

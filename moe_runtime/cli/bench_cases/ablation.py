@@ -58,7 +58,7 @@ def bench_ablation(
 ) -> None:
     """Train variants of a configuration with the same seeds, and compare what came out.
 
-    All take turns with the first seed, then with the next one, the configuration as it is among them.
+    All take turns with the first seed, the configuration as it is among them, then with the next.
     What cannot be trained is refused before anything is. Nothing is kept but the numbers. Ctrl-C
     ends the training that runs, and shows what was measured so far.
     """

@@ -27,7 +27,8 @@ def side_by_side(trace: Trace, *, count: int) -> Trace:
     if len(waiting) < count:
         raise ValueError(
             f"expected a trace of at least {count} requests to serve so many side by side, got a "
-            f"trace of {len(waiting)} requests; record more prompts, as `run --prompts FILE --trace` does"
+            f"trace of {len(waiting)} requests; record more prompts, as `run --prompts FILE "
+            "--trace` does"
         )
     running = [waiting.popleft() for _ in range(count)]
     rows: list[int] = []
