@@ -195,7 +195,10 @@ def describe(error: Exception, broken: Sequence[str] = ()) -> tuple[int, str]:
     if isinstance(error, MemoryError) or (
         not is_ours and any(words in str(error) for words in _NO_MEMORY)
     ):
-        return 2, "memory could not be allocated; try a smaller --host-memory, or a larger ulimit"
+        return 2, (
+            "memory could not be allocated; ask for less (a smaller budget, smaller sizes), or "
+            "raise the ulimit"
+        )
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return 2, one_line(f"{error.filename}: {error.strerror}")
     if isinstance(error, OSError) and error.strerror:
