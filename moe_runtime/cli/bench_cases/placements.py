@@ -94,11 +94,7 @@ def bench_placements(
             rules,
             time.monotonic,
             settings={
-                "model": trace.name,
-                "tokens": recorded.num_tokens,
-                "layers": signature.num_layers,
-                "experts": signature.num_experts,
-                "top_k": signature.top_k,
+                **shared.trace_settings(trace.name, recorded.num_tokens, signature),
                 "fit": fit,
                 "devices": gpus,
                 "nodes": nodes,

@@ -155,11 +155,7 @@ def bench_policies(
             rules,
             time.monotonic,
             settings={
-                "model": trace.name,
-                "tokens": recorded.num_tokens,
-                "layers": recorded.signature.num_layers,
-                "experts": recorded.signature.num_experts,
-                "top_k": recorded.signature.top_k,
+                **shared.trace_settings(trace.name, recorded.num_tokens, recorded.signature),
                 "capacities": plan.capacities,
                 "scope": scope,
                 "train": None if train is None else train.name,

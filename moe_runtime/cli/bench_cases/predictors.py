@@ -148,11 +148,9 @@ def bench_predictors(
             rules,
             time.monotonic,
             settings={
-                "model": ", ".join(path.name for path in traces),
-                "tokens": routes.num_tokens,
-                "layers": signature.num_layers,
-                "experts": signature.num_experts,
-                "top_k": signature.top_k,
+                **shared.trace_settings(
+                    ", ".join(path.name for path in traces), routes.num_tokens, signature
+                ),
                 "sequences": routes.num_sequences,
                 "train": None if train is None else train.name,
                 "training_sequences": training.num_sequences,

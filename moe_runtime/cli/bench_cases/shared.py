@@ -16,6 +16,7 @@ from moe_runtime.reading import require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.bench.peer_process import PeerProgram
+    from moe_runtime.types import ModelSignature
 
 STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
 
@@ -170,6 +171,23 @@ def keep_results(results: dict[str, Any], output: Path | None) -> str | None:
         except OSError as error:
             return f"error: {output}: the results cannot be written: {error.strerror}"
     return None
+
+
+def trace_settings(names: str, num_tokens: int, signature: "ModelSignature") -> dict[str, Any]:
+    """What results of recorded routing say of it.
+
+    Args:
+        names: of the trace's file, or of several.
+        num_tokens: in all of them.
+        signature: of the model.
+    """
+    return {
+        "model": names,
+        "tokens": num_tokens,
+        "layers": signature.num_layers,
+        "experts": signature.num_experts,
+        "top_k": signature.top_k,
+    }
 
 
 def end_case(
