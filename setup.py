@@ -55,7 +55,7 @@ AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512d
 X86_VARIANTS = {
     "avx2": AVX2_FLAGS,
     "avx512": AVX512_FLAGS,
-    "avx512bf16": [*AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"],
+    "avx512bf16": [*AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi", "-mavx512vbmi2"],
     "amx": [*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"],
     "vbmi2": [*AVX512_FLAGS, "-mavx512vbmi2"],
 }

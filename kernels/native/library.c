@@ -21,6 +21,7 @@ static int cpu_has_avx512(void) {
 static int cpu_has_dot_products(void) {
     unsigned eax, ebx, ecx, edx;
     return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
+           __builtin_cpu_supports("avx512vbmi2") &&
            __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
 }
 #endif

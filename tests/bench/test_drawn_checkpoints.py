@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME, is_complete, write_checkpoint
-from moe_runtime.bench.synthetic.drawn_tensors import make_parts, make_tensor, to_bfloat16_bits
+from moe_runtime.bench.synthetic.drawn_tensors import TensorPlan, make_parts
 from moe_runtime.bench.synthetic.family_plans import plan_tensors
 from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape
 from moe_runtime.bench.synthetic.tensor_places import locate_tensors
@@ -78,18 +78,10 @@ def test_scales_are_those_announced(shape: ModelShape) -> None:
     wanted = {"embed_tokens": 1.0, "q_proj": 0.02, "o_proj": 2e-5, "0.down_proj": 2e-5}
     for part, std in wanted.items():
         plan = next(plan for plan in plan_tensors(shape) if part in plan.name)
-        bits = make_tensor(plan, seed=0)
+        bits = make_parts(plan, seed=0)[0]
         values = torch.from_numpy(bits).view(torch.bfloat16).double()
         # The standard error of a sample's deviation is std / sqrt(2 n); five of them.
         assert values.std() == pytest.approx(std, rel=5 / (2 * values.numel()) ** 0.5 + 2**-8)
-
-
-def test_rounding_to_bfloat16_is_that_of_torch() -> None:
-    values = np.random.default_rng(0).standard_normal(10_000, dtype=np.float32)
-    ties = np.array([0x3F808000, 0x3F818000, 0x00000000, 0x80000000], dtype=np.uint32)
-    values = np.concatenate([values, ties.view(np.float32)])
-    expected = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
-    np.testing.assert_array_equal(to_bfloat16_bits(values), expected)
 
 
 def test_completeness_notices_seed_truncation_and_absence(
@@ -186,3 +178,20 @@ def test_quantised_weights_are_gaussian(stored: str) -> None:
         assert (counts > 0).all()
         signs = counts[1:8] / counts[9:16]
         assert ((signs > 0.8) & (signs < 1.25)).all()
+
+
+def test_mxfp4_codes_are_the_nearest_numbers() -> None:
+    """Of the eight magnitudes and the group's power of two, beside the same numbers in bf16."""
+    plan = TensorPlan("weight", (3, 130, 64), 0.02, "mxfp4")
+    blocks, scales = (torch.from_numpy(part) for part in make_parts(plan, seed=0))
+    exact = torch.from_numpy(make_parts(replace(plan, stored="bf16"), seed=0)[0])
+    numbers = exact.view(torch.bfloat16).double().view(3, 130, 2, 32)
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).view(3, 130, 2, 32).int()
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    steps = torch.exp2(scales.view(3, 130, 2, 1).double() - 127)
+    stored = torch.where(codes < 8, 1, -1) * magnitudes[codes % 8] * steps
+    nearest = (numbers.abs()[..., None] - magnitudes * steps[..., None]).abs().amin(-1)
+    # bf16 is off by at most 2**-9 of a number
+    assert ((stored - numbers).abs() <= nearest + numbers.abs() * 2**-8).all()
+    peaks = numbers.abs().amax(-1) / steps[..., 0]
+    assert ((peaks > 4 * (1 - 2**-8)) & (peaks < 8 * (1 + 2**-8))).all()

@@ -129,8 +129,10 @@ void planes_begin(PlanesReader *reader, const PlanesMatrix *matrix, const char *
     *reader = (PlanesReader){.matrix = matrix, .decode = planes_decode(), .coded = coded, .row = first_row};
 }
 
-static int begin_group(PlanesReader *reader) {
+/* Where a group begins, its escapes have to begin where those of the one before ended. */
+static int begin_row(PlanesReader *reader) {
     const PlanesMatrix *matrix = reader->matrix;
+    if (reader->row % PLANES_GROUP) return 1;
     const uint32_t *bounds = matrix->starts + reader->row / PLANES_GROUP;
     if (reader->escapes != reader->end || bounds[0] > bounds[1] || bounds[1] > matrix->num_escapes) return 0;
     reader->escapes = matrix->escapes + bounds[0];
@@ -138,13 +140,29 @@ static int begin_group(PlanesReader *reader) {
     return 1;
 }
 
+/* A row was read as far as its escapes say, or is damaged. */
+static int end_row(PlanesReader *reader, const uint8_t *escapes) {
+    reader->escapes = escapes;
+    reader->coded += planes_row_bytes(reader->matrix->cols);
+    reader->row++;
+    return escapes != NULL;
+}
+
 int planes_read(PlanesReader *reader, int64_t rows, char *out, int64_t out_stride) {
     const int64_t blocks = planes_blocks(reader->matrix->cols);
-    for (; rows > 0; rows--, reader->row++, out += out_stride) {
-        if (reader->row % PLANES_GROUP == 0 && !begin_group(reader)) return 0;
-        reader->escapes = reader->decode(reader->coded, reader->escapes, reader->end, reader->matrix->book, blocks, out);
-        if (!reader->escapes) return 0;
-        reader->coded += planes_row_bytes(reader->matrix->cols);
+    for (; rows > 0; rows--, out += out_stride) {
+        if (!begin_row(reader)) return 0;
+        if (!end_row(reader, reader->decode(reader->coded, reader->escapes, reader->end, reader->matrix->book, blocks, out))) return 0;
+    }
+    return 1;
+}
+
+int planes_multiply(PlanesReader *reader, PlanesDot dot, int64_t rows, const char *panel, int panel_rows, float *out, int64_t ldo) {
+    const PlanesMatrix *matrix = reader->matrix;
+    for (; rows > 0; rows--, out++) {
+        if (!begin_row(reader)) return 0;
+        if (!end_row(reader, dot(reader->coded, reader->escapes, reader->end, matrix->book, matrix->cols, panel, panel_rows, out, ldo)))
+            return 0;
     }
     return 1;
 }

@@ -49,6 +49,10 @@ const uint8_t *planes_decode_vbmi2(const char *row, const uint8_t *escapes, cons
                         char *out);
 #endif
 
+/* The products of one row, decoded as above, with the rows of a panel of bf16 pairs: out[m * ldo]. */
+typedef const uint8_t *(*PlanesDot)(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t cols,
+                                    const char *panel, int panel_rows, float *out, int64_t ldo);
+
 /* Writes one block of elements and returns how many escapes it has; there is room for 64. */
 typedef int (*PlanesEncode)(const uint16_t *values, const uint8_t *book, char *indices, char *signs, uint8_t *escapes);
 
@@ -78,6 +82,9 @@ void planes_begin(PlanesReader *reader, const PlanesMatrix *matrix, const char *
 
 /* The next rows, into rows that have room for whole blocks; says whether they are sound. */
 int planes_read(PlanesReader *reader, int64_t rows, char *out, int64_t out_stride);
+
+/* The products of the next rows with the rows of a panel: out[m * ldo + row]. */
+int planes_multiply(PlanesReader *reader, PlanesDot dot, int64_t rows, const char *panel, int panel_rows, float *out, int64_t ldo);
 
 /* The one that calls use: as good as the chosen instruction set and the processor allow. */
 PlanesDecode planes_decode(void);

@@ -10,6 +10,7 @@
 #define PANEL_ROWS 4
 #define HAS_BF16_DOT 0
 #define HAS_BYTE_DOT 0
+#define HAS_PLANES_DOT 0
 #define SINGLE_WEIGHT_ROWS 0
 #define HAS_QUANT_LANES 1
 #define HAS_TALL_STEPS 1

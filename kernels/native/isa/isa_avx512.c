@@ -3,6 +3,7 @@
 #define ISA_SYMBOL isa_avx512
 #define HAS_BF16_DOT 0
 #define HAS_BYTE_DOT 0
+#define HAS_PLANES_DOT 0
 
 #include "isa/vec_avx512.h"
 

@@ -4,6 +4,7 @@
 #define ISA_SYMBOL isa_avx512bf16
 #define HAS_BF16_DOT 1
 #define HAS_BYTE_DOT 1
+#define HAS_PLANES_DOT 1
 
 #include "isa/vec_avx512.h"
 

@@ -9,6 +9,7 @@
  *                          (the same pair in every lane) and vec_pair_rows (the elements of two rows as pairs)
  *   HAS_TALL_STEPS         1 when tall_steps has the innermost loop of a tile of all its weight rows and more than one row of x
  *   HAS_QUANT_LANES        1 when quantized_avx512.h, or with eight lanes quantized_avx2.h, can be compiled
+ *   HAS_PLANES_DOT         1 when planes_dot.h can be compiled
  *   HAS_BYTE_DOT           1 when _mm512_dpbusd_epi32 can be compiled
  *   vec_zero, vec_all, vec_load_f32, vec_store_f32, vec_load_f16, vec_load_bf16_even, vec_load_bf16_odd, vec_fma, vec_four_sums
  *
@@ -371,6 +372,12 @@ static void multiply(int kind, Matrix weight, int64_t num_weight_rows, int64_t k
     multiply_tiles(kind, weight, num_weight_rows, k, packed, num_rows, out, ldo, next, shape, ahead_distance(shape));
 }
 
+#if HAS_PLANES_DOT
+#include "formats/planes_dot.h"
+#define DOT_PLANES dot_planes
+#else
+#define DOT_PLANES NULL
+#endif
 #include "isa/columns_template.h"
 #include "isa/elements_template.h"
 
@@ -387,6 +394,7 @@ static float read_all(const char *data, int64_t bytes) {
 const Isa ISA_SYMBOL = {
     .name = ISA_NAME, .max_panel_rows = PANEL_ROWS, .tile_rows = TILE_ROWS, .k_step = K_STEP, .has_bf16_dot = HAS_BF16_DOT,
     .pack = pack, .multiply = multiply, .multiply_cached = multiply_cached,
+    .dot_planes = DOT_PLANES,
     .multiply_columns = multiply_columns, .activate = activate, .add_bias = add_bias, .store = store,
     .read_all = read_all, .quantized_kind = product_kind, .dequantize = dequantize,
 };

@@ -126,18 +126,28 @@ static void pack_hidden(const Call *call, ExpertWork *work, const float *values,
     }
 }
 
+/* Whether rows of the lossless code are multiplied as they are decoded: by a single panel. */
+static int dots_planes(const Call *call, int matrix, int64_t num_rows) {
+    return call->isa->dot_planes && call->kinds[matrix] == KIND_BF16_DOT && num_rows <= call->isa->max_panel_rows;
+}
+
 /* Rows of an expert times some rows of one of its matrices. Those that are decoded are so a few at a time: what was decoded
  * is in the cache when it is multiplied, as any rows of its type are. */
 static void multiply(Call *call, int matrix, Matrix weight, int64_t count, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next, Local *local) {
     const PlanesMatrix *planes = planes_of(&weight);
+    PlanesReader reader;
+    if (planes) planes_begin(&reader, planes, weight.data, weight.first_row);
+    if (planes && dots_planes(call, matrix, num_rows)) {
+        if (!planes_multiply(&reader, call->isa->dot_planes, count, packed, (int)num_rows, out, ldo))
+            atomic_store_explicit(&call->is_damaged, 1, memory_order_relaxed);
+        return;
+    }
     if (!is_decoded(call, &weight)) {
         call->isa->multiply(call->kinds[matrix], weight, count, k, packed, num_rows, out, ldo, next);
         return;
     }
     const Matrix decoded = {.data = local->decoded, .stride = decoded_stride(call, &weight, k)};
-    PlanesReader reader;
-    if (planes) planes_begin(&reader, planes, weight.data, weight.first_row);
     const int64_t most = decoded_rows(call, call->kinds[matrix]);
     for (int64_t row = 0; row < count; row += most) {
         const int64_t rows = min64(most, count - row);

@@ -7,7 +7,9 @@ of real ones; bytes drawn at random would flatter whoever compresses them.
 from __future__ import annotations
 
 import math
+import os
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +18,7 @@ import numpy as np
 from moe_runtime.bench.synthetic.model_shapes import BF16_BYTES, FP8_BLOCK, MXFP4_GROUP
 
 ITEM_BYTES = {"BF16": BF16_BYTES, "F8_E4M3": 1, "U8": 1}
+_PORTION_ROWS = FP8_BLOCK
 Stored = Literal["bf16", "fp8", "mxfp4"]
 
 
@@ -68,37 +71,38 @@ class TensorPlan:
         return sum(part.num_bytes for part in self.parts)
 
 
-def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """Rounds finite fp32 values to the nearest bf16 (ties to even); returns the bits as uint16."""
-    bits = values.view(np.uint32)
-    rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    return (rounded >> np.uint32(16)).astype(np.uint16)
-
-
-def make_tensor(plan: TensorPlan, seed: int) -> np.ndarray:
-    """The bits of one bf16 tensor; a function of seed and name only, whatever the order."""
-    return to_bfloat16_bits(_values(plan, seed))
-
-
 def make_parts(plan: TensorPlan, seed: int) -> list[np.ndarray]:
-    """The contents of `plan.parts`; a function of seed and name only, whatever the order."""
-    if plan.stored == "bf16":
-        return [make_tensor(plan, seed)]
+    """The contents of `plan.parts`; a function of seed and name only, whatever the order.
+
+    Every core draws portions of the weight, which stay in its cache until they are stored.
+    """
     import torch
 
-    values = torch.from_numpy(_values(plan, seed))
-    # an expert at a time, since the way to its codes takes several times its memory
-    packed = [_fp8(values)] if plan.stored == "fp8" else [*map(_mxfp4, values)]
-    return [torch.cat(parts).view(torch.uint8).numpy() for parts in zip(*packed, strict=True)]
+    store = {"bf16": _bf16, "fp8": _fp8, "mxfp4": _mxfp4}[plan.stored]
+    rows, cols = math.prod(plan.shape[:-1]), plan.shape[-1]
+
+    def portion(first: int) -> tuple[Any, ...]:
+        size = (min(_PORTION_ROWS, rows - first), cols)
+        return store(torch.from_numpy(_values(plan, seed, first, size)))
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        portions = zip(*pool.map(portion, range(0, rows, _PORTION_ROWS)), strict=True)
+        whole = [torch.cat(part) for part in portions]
+    bits = {1: torch.uint8, 2: torch.uint16}
+    return [one.view(bits[one.element_size()]).numpy() for one in whole]
 
 
-def _values(plan: TensorPlan, seed: int) -> np.ndarray:
+def _values(plan: TensorPlan, seed: int, first: int, size: tuple[int, int]) -> np.ndarray:
     if plan.std is None:
-        return np.ones(plan.shape, dtype=np.float32)
-    generator = np.random.Generator(np.random.SFC64([seed, zlib.crc32(plan.name.encode())]))
-    values = generator.standard_normal(plan.shape, dtype=np.float32)
+        return np.ones(size, dtype=np.float32)
+    bits = np.random.SFC64([seed, zlib.crc32(plan.name.encode()), first])
+    values = np.random.Generator(bits).standard_normal(size, dtype=np.float32)
     values *= np.float32(plan.std)
     return values
+
+
+def _bf16(values: Any) -> tuple[Any]:
+    return (values.bfloat16(),)
 
 
 def _fp8(values: Any) -> tuple[Any, Any]:
@@ -119,8 +123,10 @@ def _mxfp4(values: Any) -> tuple[Any, Any]:
 
     groups = values.unflatten(-1, (-1, MXFP4_GROUP))
     exponents = torch.frexp(groups.abs().amax(-1)).exponent - 1 - 2
-    scaled = torch.ldexp(groups, -exponents[..., None])
-    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    codes = torch.bucketize(scaled.abs(), between, out_int32=True) + 8 * (scaled < 0)
-    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    quarters = torch.ldexp(groups, (2 - exponents)[..., None])
+    # the middles between the eight magnitudes are whole quarters, the largest magnitude is below 8
+    middles = torch.tensor([1, 3, 5, 7, 10, 14, 20])
+    magnitudes = (torch.arange(33)[:, None] > middles).sum(1, dtype=torch.uint8)
+    codes = magnitudes[quarters.abs().ceil_().int()] + 8 * (quarters < 0).to(torch.uint8)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
     return blocks, (exponents + 127).clamp(0, 254).to(torch.uint8)
