@@ -35,6 +35,9 @@ from moe_runtime.kernels.quantized.reference import int8_values
 Values = Callable[[QuantizedMatrix, torch.dtype], Tensor]
 """Gives the values of a matrix, `[N, K]`, in a dtype."""
 
+PLANES_DTYPES = (torch.bfloat16, torch.float32)
+"""Of rows that are multiplied by bf16 in the lossless code."""
+
 # More rows take less time once the values are decoded, a few rows of weights at a time.
 _ROW_LIMIT = 48
 _ROW_LIMITS = {"avx2": 64, "amx": 5}
@@ -46,6 +49,13 @@ def quantized_row_limit(library: NativeLibrary) -> int:
     """Rows up to which `impl="auto"` multiplies codes as they are."""
     rest = _ROW_LIMIT_BESIDE_UNITS if library.has_matrix_units else _ROW_LIMIT
     return _ROW_LIMITS.get(library.isa, rest)
+
+
+def packed_row_limit(library: NativeLibrary, weight: QuantizedMatrix | PlanesMatrix) -> int:
+    """Rows up to which `impl="auto"` multiplies what is in memory; of lossless code as of bf16."""
+    if isinstance(weight, PlanesMatrix):
+        return native_row_limit(library, torch.bfloat16)
+    return quantized_row_limit(library)
 
 
 def quantized_linear(
@@ -63,7 +73,8 @@ def quantized_linear(
 
     Args:
         x: `[R, K]`; the kernel takes fp32, bf16 and fp16.
-        weight: `[N, K]`; of one in the lossless code the bits of `linear` with what it was.
+        weight: `[N, K]`; of one in the lossless code the bits of `linear` with what it was, which
+            a few rows at a time are again on the way.
         bias: `[N]`, fp32, bf16 or fp16, or None.
         impl: As in `linear`.
         values: How values are written out for `auto`; every call takes new memory without it.
@@ -75,9 +86,13 @@ def quantized_linear(
         ValueError: `impl="native"` cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
-    if isinstance(weight, PlanesMatrix):
-        return linear(x, decode_planes(weight), bias, impl=impl)
     library = require_native() if impl == "native" else native_library()
+    if isinstance(weight, PlanesMatrix):
+        if impl == "auto" and library is not None and len(x) <= packed_row_limit(library, weight):
+            of_bf16 = x.dtype in PLANES_DTYPES and (bias is None or bias.dtype == torch.bfloat16)
+            if of_bf16 and not _native_problem(x, weight, bias):
+                return _run(library, x, weight, bias, decodes=False)
+        return linear(x, decode_planes(weight), bias, impl=impl)
     if impl in ("auto", "native") and library is not None:
         problem = _native_problem(x, weight, bias)
         if impl == "native" and problem:
@@ -125,7 +140,9 @@ def write_values(matrix: QuantizedMatrix, dtype: torch.dtype, out_NK: Tensor | N
     return out_NK
 
 
-def _native_problem(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> str | None:
+def _native_problem(
+    x: Tensor, weight: QuantizedMatrix | PlanesMatrix, bias: Tensor | None
+) -> str | None:
     """Why the C kernel cannot take these arguments, or None."""
     if x.ndim != 2 or x.shape[1] != weight.num_cols:
         return f"x must be [R, {weight.num_cols}], got {list(x.shape)}"
@@ -145,7 +162,7 @@ def _native_problem(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> 
 def _run(
     library: NativeLibrary,
     x_RK: Tensor,
-    weight: QuantizedMatrix,
+    weight: QuantizedMatrix | PlanesMatrix,
     bias_N: Tensor | None,
     *,
     decodes: bool,

@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.lossless.reference import (
     BOOK_SIZE,
+    GROUP_ROWS,
     TAIL_BYTES,
     choose_book,
     coded_row_bytes,
@@ -77,9 +78,26 @@ class PlanesMatrix:
         return len(self.coded), self.num_cols
 
     @property
+    def device(self) -> torch.device:
+        """Where its parts are."""
+        return self.coded.device
+
+    @property
     def format(self) -> str:
         """What experts of one call must have in common."""
         return "planes"
+
+    def part(self, first: int, end: int) -> PlanesMatrix:
+        """Rows in the memory of these.
+
+        Args:
+            first: a multiple of 32.
+            end: another one, or N.
+        """
+        starts = self.starts[first // GROUP_ROWS : num_groups(end) + 1]
+        escapes = self.escapes[int(starts[0]) :]
+        own = starts - starts[0]
+        return PlanesMatrix(self.num_cols, self.coded[first:end], own, escapes, self.book)
 
     def native_record(self) -> tuple[list[int], array[int]]:
         """The four words of the C struct `Matrix`, and what they point at, which has to be kept."""

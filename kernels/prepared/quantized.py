@@ -1,4 +1,4 @@
-"""The product of few rows with one quantised weight, with what it asks answered once.
+"""The product of few rows with one quantised or coded weight, with what it asks answered once.
 
 Letters: R rows, K summed dimension, N outputs.
 """
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_runtime.kernels.linear.op import ROWS_PER_CALL, check_status
-from moe_runtime.kernels.linear.quantized import quantized_row_limit
+from moe_runtime.kernels.linear.quantized import PLANES_DTYPES, packed_row_limit
+from moe_runtime.kernels.lossless import PlanesMatrix
 from moe_runtime.kernels.native import DTYPE_CODES, native_library
 from moe_runtime.kernels.quantized import QuantizedMatrix
 
@@ -24,7 +25,7 @@ class PreparedQuantizedLinear:
         row_limit: rows up to which it is taken.
     """
 
-    def __init__(self, weight: QuantizedMatrix) -> None:
+    def __init__(self, weight: QuantizedMatrix | PlanesMatrix) -> None:
         """Takes down where the parts are; the weight must be kept as long as this."""
         self._dim_out, self._dim_in = weight.shape
         self.row_limit, library, record = 0, native_library(), weight.native_record()
@@ -32,11 +33,14 @@ class PreparedQuantizedLinear:
             words, self._kept = record
             self._words = array("q", words)
             self._address = self._words.buffer_info()[0]
-            self.row_limit = min(quantized_row_limit(library), ROWS_PER_CALL)
+            self.row_limit = min(packed_row_limit(library, weight), ROWS_PER_CALL)
+        is_bf16 = isinstance(weight, PlanesMatrix)
+        self._dtypes = PLANES_DTYPES if is_bf16 else tuple(DTYPE_CODES)
+        self._bias_dtypes = (torch.bfloat16,) if is_bf16 else tuple(DTYPE_CODES)
 
     def address(self, dtype: torch.dtype) -> int:
         """Where the C struct `Matrix` is; 0 where kernels cannot multiply rows of a dtype by it."""
-        return self._address if self.row_limit and dtype in DTYPE_CODES else 0
+        return self._address if self.row_limit and dtype in self._dtypes else 0
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """`x @ weight.T + bias`: `[..., K]` to `[..., N]`, in the bits of `quantized_linear`.
@@ -53,10 +57,13 @@ class PreparedQuantizedLinear:
         num_rows = x.numel() // self._dim_in if shape and shape[-1] == self._dim_in else 0
         if (
             not 0 < num_rows <= self.row_limit
-            or dtype not in DTYPE_CODES
+            or dtype not in self._dtypes
             or not x.is_cpu
             or not x.is_contiguous()
-            or (bias is not None and (bias.dtype not in DTYPE_CODES or not bias.is_contiguous()))
+            or (
+                bias is not None
+                and (bias.dtype not in self._bias_dtypes or not bias.is_contiguous())
+            )
             or torch.is_grad_enabled()
             or forward_ad._current_level >= 0
             or torch.is_autocast_enabled("cpu")

@@ -74,6 +74,11 @@ class QuantizedMatrix:
         return len(self.codes), self.num_cols
 
     @property
+    def device(self) -> torch.device:
+        """Where its parts are."""
+        return self.codes.device
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
         parts = (self.codes, self.scales, self.zero_points, self.global_scale)

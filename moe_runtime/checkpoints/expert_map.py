@@ -66,7 +66,8 @@ class ExpertMap:
         packings: for each layer, how those of its matrices are written that are quantised or coded.
         dense_entries: the checkpoint's weights that belong to no expert.
         buffers: of these, those that are no parameters; such a bound may be infinite.
-        packed_dense: of these, the quantised ones that stay so in memory, and their parameters.
+        packed_dense: of these, those that are codes in memory, and their parameters: quantised
+            ones, and such in bf16 as are to be in the lossless code.
         weight_mapping: the conversion table that transformers uses for this model.
         type_names: in what types matrices of experts lie in the files, each once.
     """
@@ -118,15 +119,31 @@ class ExpertMap:
     def dense_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the dense weights in memory where they are computed with in ``dtype``."""
         return sum(
-            cast(Any, entry).resident_bytes
+            _packed_bytes(entry)
             if name in self.packed_dense
             else math.prod(entry.shape) * dtype.itemsize
             for name, entry in self.dense_entries.items()
         )
 
 
-def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
+def _packed_bytes(entry: Weight) -> int:
+    if not isinstance(entry, TensorEntry):
+        return entry.resident_bytes
+    from moe_runtime.checkpoints.packed_reading import coded_bytes
+
+    rows, cols = entry.shape
+    return coded_bytes(rows, cols)
+
+
+def map_experts(
+    model: PreTrainedModel, checkpoint: Checkpoint, *, codes_dense: bool = False
+) -> ExpertMap:
     """Finds every routed expert of a model on the meta device in the checkpoint's files.
+
+    Args:
+        model: on the meta device.
+        checkpoint: of which nothing is read.
+        codes_dense: whether bf16 weights of linear layers are to be in the lossless code.
 
     Raises:
         UnsupportedModelError: the model has no routed experts, or none that can be read by range.
@@ -140,7 +157,7 @@ def map_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> ExpertMap:
     ]
     provenance = Provenance()
     entries = checkpoint.weights
-    converted = _convert(model, experts, entries, provenance, checkpoint.dtype)
+    converted = _convert(model, experts, entries, provenance, checkpoint.dtype, codes_dense)
     if checkpoint.runs is not None:
         checkpoint.runs.fill(experts)
     for layer, module in enumerate(experts.modules if checkpoint.runs is None else ()):
@@ -273,6 +290,7 @@ def _convert(
     entries: Sequence[Weight],
     provenance: Provenance,
     dtype: torch.dtype,
+    codes_dense: bool,
 ) -> dict[str, tuple[torch.Tensor | str, set[str]]]:
     """Runs the conversion of all expert tensors on stand-ins; what is dense goes to the map.
 
@@ -300,7 +318,7 @@ def _convert(
                 experts.dense_entries[entry.name] = entry
                 if name in buffers:
                     experts.buffers.add(entry.name)
-                if pattern is None and not isinstance(entry, TensorEntry):
+                if pattern is None and (codes_dense or not isinstance(entry, TensorEntry)):
                     from moe_runtime.checkpoints.packed_parameter import may_stay_packed
 
                     if may_stay_packed(model, name, entry):

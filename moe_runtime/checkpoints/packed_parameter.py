@@ -1,4 +1,4 @@
-"""Weights of linear layers that stay in memory as the checkpoint has them: codes and scales.
+"""Weights of linear layers that are in memory as codes: quantised as in the checkpoint, or coded.
 
 A linear layer keeps its class, its name and its parameters; of `weight` only the codes are there.
 """
@@ -14,13 +14,17 @@ from torch.autograd import forward_ad
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.absent import AbsentTensor
-from moe_runtime.checkpoints.packed_reading import read_matrix
+from moe_runtime.checkpoints.packed_reading import read_coded, read_matrix
+from moe_runtime.checkpoints.packing.manifest import MatrixForm
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.kernels.linear import (
     frozen_linear,
     quantized_linear,
     values_of,
 )
+from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes
+from moe_runtime.kernels.lossless.reference import GROUP_ROWS
 from moe_runtime.kernels.native import needs_torch
 from moe_runtime.kernels.prepared.quantized import PreparedQuantizedLinear
 from moe_runtime.kernels.quantized import QuantizedMatrix
@@ -32,7 +36,9 @@ if TYPE_CHECKING:
 
     from moe_runtime.checkpoints.dense_weights import DenseReader
     from moe_runtime.checkpoints.expert_map import ExpertMap
-    from moe_runtime.checkpoints.formats import PackedWeight
+    from moe_runtime.checkpoints.formats import Weight
+
+    AnyMatrix = QuantizedMatrix | PlanesMatrix
 
 _CONVERSIONS = frozenset(
     getattr(Tensor, name)
@@ -62,15 +68,15 @@ class PackedTensor(AbsentTensor):
         whole: one that has the rows of this and others, see `join_packed`.
     """
 
-    matrix: QuantizedMatrix
+    matrix: AnyMatrix
     product: PreparedQuantizedLinear
     whole: PackedTensor | None = None
 
     @staticmethod
-    def __new__(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __new__(cls, matrix: AnyMatrix, dtype: torch.dtype) -> PackedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Takes codes, and the type of the values that others see."""
-        place = matrix.codes.device
-        made: Any = AbsentTensor.__new__(cls, torch.Size(matrix.shape), dtype, place)
+        shape = torch.Size(matrix.shape)
+        made: Any = AbsentTensor.__new__(cls, shape, dtype, matrix.device)
         made.matrix, made.product = matrix, PreparedQuantizedLinear(matrix)
         return made
 
@@ -120,19 +126,19 @@ class PackedTensor(AbsentTensor):
 
 
 def refuse_change() -> Any:
-    """Says that a quantised weight is in memory as codes only.
+    """Says that a weight is in memory as codes only.
 
     Raises:
         UnsupportedUseError: always.
     """
     raise UnsupportedUseError(
-        "this weight is quantised in the checkpoint and stays so in memory: its values can be "
-        "read and copied, but not changed, trained, shared or replaced; train adapters beside it, "
-        "without merging them, or load a checkpoint in bf16"
+        "this weight is quantised in the checkpoint, or in the code of cache_code, and stays so in "
+        "memory: its values can be read and copied, but not changed, trained, shared or replaced; "
+        "train adapters beside it, without merging them, or load bf16 with cache_code none"
     )
 
 
-def packed_parameter(matrix: QuantizedMatrix, dtype: torch.dtype) -> nn.Parameter:
+def packed_parameter(matrix: AnyMatrix, dtype: torch.dtype) -> nn.Parameter:
     """A frozen parameter of a linear layer, of which the codes are in memory."""
     return nn.Parameter(PackedTensor(matrix, dtype), requires_grad=False)
 
@@ -142,7 +148,9 @@ def join_packed(parts: Sequence[nn.Linear]) -> None:
 
     Nothing is moved where groups of rows that share a scale would lie in two layers.
     """
-    matrices = [cast(PackedTensor, part.weight).matrix for part in parts]
+    matrices: Any = [cast(PackedTensor, part.weight).matrix for part in parts]
+    if any(isinstance(matrix, PlanesMatrix) for matrix in matrices):
+        return _join_coded(parts)
     kind = matrices[0].format
     group = kind.group_rows
     sizes = [len(matrix.codes) for matrix in matrices]
@@ -171,34 +179,58 @@ def join_packed(parts: Sequence[nn.Linear]) -> None:
         first = end
 
 
+def _join_coded(parts: Sequence[nn.Linear]) -> None:
+    """`join_packed` of weights in the lossless code, which get a code book in common."""
+    sizes = [part.out_features for part in parts]
+    if any(size % GROUP_ROWS for size in sizes[:-1]) or len({p.in_features for p in parts}) > 1:
+        return
+    dtype = parts[0].weight.dtype
+    values = [values_of(cast(PackedTensor, part.weight).matrix, dtype) for part in parts]
+    matrix = encode_planes(torch.cat(values))
+    whole, first = PackedTensor(matrix, dtype), 0
+    for part, size in zip(parts, sizes, strict=True):
+        part.weight = packed_parameter(matrix.part(first, first + size), dtype)
+        cast(PackedTensor, part.weight).whole = whole
+        first += size
+
+
 def whole_of(weights: Sequence[Tensor | None]) -> PackedTensor | None:
     """What `join_packed` made of some weights; None where these are not all of it, in order."""
     whole = getattr(weights[0], "whole", None)
     if whole is None or any(getattr(weight, "whole", None) is not whole for weight in weights):
         return None
-    places = [cast(PackedTensor, weight).matrix.codes.data_ptr() for weight in weights]
+    places = [_address(cast(PackedTensor, weight).matrix) for weight in weights]
     return whole if places == sorted(set(places)) else None
 
 
-def may_stay_packed(model: PreTrainedModel, name: str, weight: PackedWeight) -> bool:
+def _address(matrix: AnyMatrix) -> int:
+    rows = matrix.coded if isinstance(matrix, PlanesMatrix) else matrix.codes
+    return rows.data_ptr()
+
+
+def may_stay_packed(model: PreTrainedModel, name: str, weight: Weight) -> bool:
     """Whether a weight of a model is only multiplied by, as that of a linear layer.
 
     Args:
         model: on the meta device.
         name: of its parameter.
-        weight: as the checkpoint has it.
+        weight: as the checkpoint has it; one in bf16 stays so where the lossless code is shorter.
     """
     path, _, own_name = name.rpartition(".")
     module = model.get_submodule(path)
-    if type(module) is not nn.Linear or own_name != "weight" or weight.lead:
+    if type(module) is not nn.Linear or own_name != "weight":
         return False
-    if weight.convert is not None and not weight.moves_codes:
+    if isinstance(weight, TensorEntry):
+        is_bf16 = weight.dtype == "BF16" and module.weight.dtype == torch.bfloat16
+        form = MatrixForm(name, torch.bfloat16, tuple(weight.shape))
+        if not is_bf16 or weight.convert is not None or not form.is_coded("planes"):
+            return False
+    elif weight.lead or weight.is_transposed or (weight.convert and not weight.moves_codes):
         return False
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     wide = private.dtype_plan(model, module.weight.dtype)
     return (
-        not weight.is_transposed
-        and weight.shape == module.weight.shape
+        weight.shape == module.weight.shape
         and name not in {*tied, *tied.values()}
         and not any(re.search(pattern.replace("*", ".*"), name) for pattern in wide)
     )
@@ -211,10 +243,12 @@ def keep_packed(
 
     Raises:
         CheckpointError: one cannot be read.
+        CapacityError: one in bf16 takes more bytes in the lossless code than were set aside.
     """
     for entry_name, name in experts.packed_dense.items():
-        weight = cast("PackedWeight", experts.dense_entries[entry_name])
-        matrix = read_matrix(reader, weight)
+        weight = experts.dense_entries[entry_name]
+        read: Any = read_coded if isinstance(weight, TensorEntry) else read_matrix
+        matrix = read(reader, weight)
         parameter = packed_parameter(matrix, dtype)
         private.mark_as_initialized(parameter)
         path, _, own_name = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Quantised weights as a checkpoint's files have them, in memory: their codes, or their values."""
+"""Weights of a checkpoint's files in memory: their codes, their values, or bf16 in lossless code."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moe_runtime.errors import CapacityError
+from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes
+from moe_runtime.kernels.lossless.reference import TAIL_BYTES, coded_row_bytes, num_groups
 from moe_runtime.memory.layout import TensorRange
 from moe_runtime.memory.slab import aligned_bytes
 
 if TYPE_CHECKING:
     from moe_runtime.checkpoints.dense_weights import DenseReader
     from moe_runtime.checkpoints.formats import PackedWeight
+    from moe_runtime.checkpoints.safetensors_index import TensorEntry
     from moe_runtime.kernels.quantized import QuantizedMatrix
 
 _ELEMENTS_AT_ONCE = 2**16
@@ -32,6 +36,33 @@ def read_matrix(reader: DenseReader, weight: PackedWeight) -> QuantizedMatrix:
     if weight.convert is not None:
         matrix = dataclasses.replace(matrix, codes=weight.convert(matrix.codes))
     reader.report(weight)
+    return matrix
+
+
+ROOM_SHARE = 16
+"""Escapes have room for one of so many weights; trained weights have half or a third of that."""
+
+
+def coded_bytes(num_rows: int, num_cols: int) -> int:
+    """The most bytes that a bf16 matrix may take in the lossless code."""
+    starts_bytes, book_bytes = 4 * (num_groups(num_rows) + 1), 8
+    room = num_rows * num_cols // ROOM_SHARE + TAIL_BYTES
+    return num_rows * coded_row_bytes(num_cols) + starts_bytes + book_bytes + room
+
+
+def read_coded(reader: DenseReader, entry: TensorEntry) -> PlanesMatrix:
+    """A bf16 matrix in the lossless code.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        CapacityError: it takes more than `coded_bytes`.
+    """
+    matrix = encode_planes(reader.read(entry))
+    if matrix.nbytes > coded_bytes(*matrix.shape):
+        raise CapacityError(
+            f"{entry.name} does not fit in the lossless code: more than one weight in "
+            f"{ROOM_SHARE} has a rare exponent; load the model with cache_code none"
+        )
     return matrix
 
 

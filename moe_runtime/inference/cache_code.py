@@ -1,6 +1,6 @@
 """bf16 experts in the lossless code while they are in memory: 1.4 times as many in a budget.
 
-The checkpoint stays as it is. An expert is read as it lies in the files into one of a few landing
+Linear layers are coded as they are loaded, see `packed_parameter`. The checkpoint stays as it is. An expert is read as it lies in the files into one of a few landing
 slots, and from there it is encoded into the slot that it is computed from.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.packed_reading import ROOM_SHARE
 from moe_runtime.checkpoints.packing.expert_runs import PlanesPacking
 from moe_runtime.checkpoints.packing.manifest import (
     PART_ALIGNMENT,
@@ -24,6 +25,7 @@ from moe_runtime.checkpoints.packing.manifest import (
     aligned,
     lay_out_parts,
 )
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CapacityError, UnsupportedModelError
 from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.kernels.expert_mlp import ExpertWeights
@@ -42,8 +44,6 @@ from moe_runtime.types import ExpertKey
 
 LANDING_SLOTS = 2 * COPY_THREADS
 """Experts on their way into the code at once: each thread has one."""
-ROOM_SHARE = 16
-"""Escapes have room for one of so many weights; trained weights have half or a third of that."""
 SPARE_SLOTS = 1
 """Experts as they lie in the files whose bytes may be escapes that have no room in their slots."""
 
@@ -51,10 +51,10 @@ SPARE_SLOTS = 1
 def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, int]:
     """How experts lie in slots in the code, and the bytes of landing slots and spare escapes.
 
-    Matrices whose rows are not one behind the other stay as they are, as all that is not bf16.
+    Those of which no matrix gets smaller lie as in the files, without such slots. Matrices whose rows are not one behind the other stay as they are, as all that is not bf16.
 
     Raises:
-        UnsupportedModelError: no matrix of an expert gets smaller, or the model is on a device.
+        UnsupportedModelError: nothing of the model gets smaller, or it is on a device.
     """
     if place.type != "cpu":
         raise UnsupportedModelError(
@@ -80,8 +80,12 @@ def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, i
             places = tuple(part.offset for part in parts)
             coded.layouts[key] = ExpertLayout((extent,), ranges, places, places, 0)
     if any(experts.packings) or not any(coded.packings):
+        if any(
+            isinstance(experts.dense_entries[name], TensorEntry) for name in experts.packed_dense
+        ):
+            return experts, 0
         raise UnsupportedModelError(
-            "cache_code planes is for experts in bf16, and these are "
+            "cache_code planes is for weights in bf16: no linear layer is, and experts are "
             f"{' and '.join(experts.type_names)}, or lie transposed; expected cache_code none"
         )
     return coded, (LANDING_SLOTS + SPARE_SLOTS) * experts.slot_bytes

@@ -119,7 +119,7 @@ def inspect_checkpoint(
         path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
         dtype: the type to compute in, as for ``load``.
         max_tokens: tokens to reckon with, as for ``load``.
-        cache_code: how experts lie in memory, as for ``load``.
+        cache_code: how bf16 weights lie in memory, as for ``load``.
         verify: also read every weight of the model, and refuse those that are NaN or infinite.
         progress: called meanwhile with what is being done, the bytes done and the bytes in all.
 
@@ -132,7 +132,7 @@ def inspect_checkpoint(
     checkpoint = open_checkpoint(path_or_id, dtype)
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
-    experts = map_experts(model, checkpoint)
+    experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
     cached, landing_bytes = experts, 0
     if cache_code != "none":
         cached, landing_bytes = options.coded_experts(experts, torch.device("cpu"))

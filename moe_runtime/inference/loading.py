@@ -107,8 +107,9 @@ def load(
             for the model's own gates where they are found.
         shares: how a tier's slots are divided over the layers: ``"even"``, ``"adaptive"`` (they
             move to where misses cost most), or ``"auto"``: even, or what ``policy="auto"`` found.
-        cache_code: how bf16 experts lie in memory: ``"none"``, as in the files, or ``"planes"``, in
-            a code that loses nothing, so that a budget holds 1.4 times as many; only on a CPU.
+        cache_code: how bf16 experts and linear layers lie in memory: ``"none"``, as in the files,
+            or ``"planes"``, in a code that loses nothing, so that a budget holds 1.4 times as many
+            experts and a step reads fewer bytes; only on a CPU.
         activations: what is multiplied by quantised weights: ``"exact"``, or ``"int8"``: rounded to
             8 bits, 32 values to a scale, which is faster and loses digits; only on a CPU.
         misses: who computes experts that a GPU lacks: ``"device"``, once they are copied;
@@ -167,7 +168,7 @@ def load(
     set_up_libraries(checkpoint.dtype)
     # what is imported and set up by now is the libraries'; everything after this line is ours
     baseline = resident_bytes()
-    experts = map_experts(model, checkpoint)
+    experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
     if activations != "exact":
         options.round_activations(experts, place)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moe_runtime
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.packed_parameter import PackedTensor
 from moe_runtime.checkpoints.packing import pack_checkpoint
 from moe_runtime.cli.main import main
-from moe_runtime.errors import CapacityError, UnsupportedModelError
+from moe_runtime.errors import CapacityError, UnsupportedModelError, UnsupportedUseError
+from moe_runtime.inference.budget import BUFFER_SHARE
 from moe_runtime.inference.cache_code import LANDING_SLOTS, ROOM_SHARE, SPARE_SLOTS, coded_experts
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
@@ -90,10 +92,12 @@ def test_what_a_budget_buys_is_what_it_holds(source: Path) -> None:
     plain = inspect_checkpoint(source, max_tokens=MAX_TOKENS)
     coded = inspect_checkpoint(source, max_tokens=MAX_TOKENS, cache_code="planes")
     assert coded.expert_bytes == plain.expert_bytes
-    # landing slots and spare escapes, less the values of a matrix that is written out and its plain
-    # products
+    # landing slots and spare escapes, the values of a matrix that is written out, and a share of
+    # the dense weights
     landing = (LANDING_SLOTS + SPARE_SLOTS) * plain.slot_bytes
-    assert coded.reserve_bytes == plain.reserve_bytes + landing + 120 * 200 * 2
+    shares = [int(BUFFER_SHARE * summary.dense_bytes) for summary in (coded, plain)]
+    more = landing + 120 * 200 * 2 + shares[0] - shares[1]
+    assert coded.reserve_bytes == plain.reserve_bytes + more
     smallest = coded.smallest_budget_bytes
     with pytest.raises(CapacityError) as refusal:
         load(source, host_memory=smallest - 1, cache_code="planes")
@@ -197,22 +201,62 @@ def test_escapes_without_room_take_their_bytes_only_and_while_they_are_used_only
         move(2, *all_odd)  # nor what is no more in its slot
 
 
-@pytest.mark.parametrize("kind", ["fp32", "transposed", "quantised", "packed"])
-def test_experts_that_the_code_is_not_for_are_one_line(
+@pytest.mark.parametrize("kind", ["transposed", "quantised", "packed"])
+def test_linear_layers_are_coded_beside_experts_that_stay_as_they_are(
     source: Path, tmp_path: Path, kind: str
 ) -> None:
     folder = tmp_path / "out"
-    if kind == "fp32":
-        save(tiny_model(MIXTRAL), folder, sharded=False)
-    elif kind == "transposed":
-        gpt_oss = Family("gpt_oss", "GptOssForCausalLM", EVEN)
+    if kind == "transposed":
+        gpt_oss = Family("gpt_oss", "GptOssForCausalLM", {**EVEN, "hidden_size": 128})
         save(tiny_model(gpt_oss).bfloat16(), folder, sharded=False)
     else:
         pack_checkpoint(source, folder, quantize="fp8" if kind == "quantised" else None)
-    with pytest.raises(UnsupportedModelError, match=r"is for experts in bf16[^\n]*none$"):
-        load(folder, cache_code="planes")
+    plain, coded = (
+        inspect_checkpoint(folder, max_tokens=MAX_TOKENS, cache_code=code)
+        for code in ("none", "planes")
+    )
+    assert (coded.slot_bytes, coded.expert_bytes) == (plain.slot_bytes, plain.expert_bytes)
+    assert coded.dense_bytes < plain.dense_bytes
+    expected, _ = outcome(folder)
+    for budget in (coded.smallest_budget_bytes, "1GiB"):
+        found, _ = outcome(folder, cache_code="planes", host_memory=budget)
+        assert all(map(torch.equal, found, expected))
     with pytest.raises(ValueError, match="unknown cache_code 'zip'"):
         load(folder, cache_code="zip")
+
+
+def test_a_model_without_bf16_is_one_line(tmp_path: Path) -> None:
+    save(tiny_model(MIXTRAL), tmp_path / "out", sharded=False)
+    with pytest.raises(UnsupportedModelError, match=r"is for weights in bf16[^\n]*none$"):
+        load(tmp_path / "out", cache_code="planes")
+
+
+def test_dense_weights_take_the_bytes_that_inspect_says_at_most() -> None:
+    model = load(pocket_path(), cache_code="planes")
+    with model.moe:
+        weights = dict(model.named_parameters())
+        coded = {n: w for n, w in weights.items() if isinstance(w, PackedTensor)}
+        assert "model.layers.0.self_attn.q_proj.weight" in coded
+        largest = max(coded, key=lambda name: coded[name].numel())
+        planned = inspect_checkpoint(pocket_path(), cache_code="planes").dense_bytes
+        in_code = sum(cast(Any, weight).matrix.nbytes for weight in coded.values())
+        as_bf16 = sum(
+            w.nbytes for n, w in weights.items() if n not in coded and ".experts" not in n
+        )
+        assert in_code + as_bf16 <= planned
+        plain = load(pocket_path())
+        with plain.moe:
+            for name, weight in coded.items():
+                assert torch.equal(weight.detach() + 0, plain.get_parameter(name)), name
+        with pytest.raises(UnsupportedUseError, match="cache_code none"), torch.no_grad():
+            coded[largest].zero_()
+
+
+def test_a_linear_layer_without_room_for_its_escapes_is_refused_by_name(tmp_path: Path) -> None:
+    folder = with_odd_exponents(tmp_path / "odd", "layers.1.self_attn.q_proj.weight")
+    with pytest.raises(CapacityError, match=r"layers\.1\.self_attn\.q_proj\.weight does not fit"):
+        load(folder, cache_code="planes")
+    outcome(folder)
 
 
 def test_a_process_may_have_some_of_the_experts(source: Path) -> None:
