@@ -256,13 +256,11 @@ def test_a_call_that_has_only_begun_is_no_content(
         parts: list[Any] = []
         for at in range(0, end, step):
             parts += sections.add(text[at : min(at + step, end)])
-        parts += sections.end(is_cut=True)
+        parts += sections.end(cut_by="")
         content = "".join(part[1] for part in parts if isinstance(part, tuple))
-        # A mark that is not whole is text.
-        begun, opens = content.removeprefix(before).strip(), FORMATS[tools].opens
         assert content.startswith(before)
-        assert begun in [opens[:length] for length in range(len(opens))], text[:end]
-        assert text[:end].rstrip().endswith(begun)
+        # The first signs of a mark may be text.
+        assert content.removeprefix(before).strip() in ("", "<", "<|", "["), text[:end]
         calls = [part for part in parts if isinstance(part, ParsedCall)]
         assert calls == whole[: len(calls)]
     assert calls == whole
@@ -296,8 +294,62 @@ def test_text_that_is_cut_stays_whole_behind_a_mention_of_a_mark(
     parts: list[Any] = []
     for at in range(0, len(text), step):
         parts += sections.add(text[at : at + step])
-    parts += sections.end(is_cut=True)
+    parts += sections.end(cut_by="")
     assert "".join(part[1] for part in parts) == text
+
+
+def content_of(sections: AnswerSections, text: str, cut_by: str) -> str:
+    """The content where every character comes alone."""
+    parts: list[Any] = [part for char in text for part in sections.add(char)]
+    parts += sections.end(cut_by=cut_by)
+    return "".join(part[1] for part in parts if part[0] == "content")
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "stop", "content"),
+    [
+        ("hermes", 'See <tool_call>{"name": "weather", "argum', "ents", "See"),
+        ("hermes", 'See <tool_call>{"name": "weather", "arguments": {}', "}", "See"),
+        ("hermes", "See <tool_call>", "\n", "See"),
+        ("hermes", "Wrap it in <tool_call>{", "tags", "Wrap it in <tool_call>{"),
+        ("qwen-xml", "See <tool_call><function=weather><parameter=", "city", "See"),
+        ("qwen-xml", "See <tool_call><func", ">", "See <tool_call><func"),
+        ("mistral", 'See [TOOL_CALLS][{"name"', ":", "See"),
+        ("mistral-args", "See [TOOL_CALLS]wea", "ther", "See"),
+        ("mistral-args", "see [TOOL_CALLS]", " in the docs", "see [TOOL_CALLS]"),
+        ("llama-json", '{"name": "weather", "par', "ameters", ""),
+        ("llama-json", '{"name": "weather", ', '"note', '{"name": "weather", '),
+        # a mark that the stop string goes on with, and text
+        ("hermes", "See <tool", "_call", "See "),
+        ("hermes", "See <tool", "_call>{", "See "),
+        ("hermes", "See <tool", "s>", "See <tool"),
+    ],
+)
+def test_a_call_that_a_stop_string_cuts_is_no_content(
+    tools: str, text: str, stop: str, content: str
+) -> None:
+    assert content_of(AnswerSections(THINK, FORMATS[tools], [WEATHER]), text, stop) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "begins", "expected"),
+    [
+        ("<thi", "content", []),
+        ("<", "content", [("content", "<")]),
+        ("Hi <thi", "content", [("content", "Hi"), ("content", " <thi")]),  # no reasoning any more
+        ("well</thi", "reasoning", [("reasoning", "well")]),
+        ("well <", "reasoning", [("reasoning", "well"), ("reasoning", " <")]),
+        ("well <too", "reasoning", [("reasoning", "well <too")]),
+        ("<think>well</think>Hi <to", "content", [("reasoning", "well"), ("content", "Hi")]),
+    ],
+)
+def test_a_mark_that_has_only_begun_is_no_text(text: str, begins: Kind, expected: Any) -> None:
+    sections = AnswerSections(THINK, FORMATS["hermes"], [WEATHER], begins)
+    found = [*sections.add(text), *sections.end(cut_by="")]
+    assert [part for part in found if part != ("content", " ")] == expected
+    sections = AnswerSections(THINK, FORMATS["hermes"], [WEATHER], begins)
+    ended: list[Any] = [*sections.add(text), *sections.end()]
+    assert text.endswith(ended[-1][1])  # where the model ends by itself all of it is text
 
 
 @pytest.mark.parametrize(
@@ -305,7 +357,7 @@ def test_text_that_is_cut_stays_whole_behind_a_mention_of_a_mark(
 )
 def test_json_that_is_cut_stays_text_where_it_begins_no_call(text: str) -> None:
     sections = AnswerSections(None, FORMATS["llama-json"], [WEATHER])
-    parts = [*sections.add(text), *sections.end(is_cut=True)]
+    parts = [*sections.add(text), *sections.end(cut_by="")]
     assert "".join(part[1] for part in parts if isinstance(part, tuple)) == text
 
 
@@ -354,14 +406,25 @@ def test_json_that_was_asked_for_is_no_call(tokenizer: Any, kind: str | None) ->
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_max_tokens_within_a_call(tokenizer: Any, is_streamed: bool) -> None:
+@pytest.mark.parametrize(
+    ("text", "stop", "content"),
+    [
+        ('See <tool_call>{"name": "weather", "argum', None, "See"),
+        ("See <tool_ca", None, "See "),
+        ('See <tool_call>{"name": "weather", "arguments"', "argum", "See"),
+        ("See <tool_calls>", "s>", "See <tool_call"),
+    ],
+)
+def test_an_answer_that_is_cut_within_a_call(
+    tokenizer: Any, text: str, stop: str | None, content: str, is_streamed: bool
+) -> None:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{% if tools %}<tool_call>{% endif %}Who?"
-    text = 'See <tool_call>{"name": "weather", "argum'
     tokens = [NewToken(token) for token in tokenizer(text)["input_ids"]]
     engine = ScriptedEngine(lambda _: [PromptRead(0), *tokens, Finished("length")])
     tools = [{"type": "function", "function": WEATHER.model_dump(exclude_none=True)}]
-    body = {"messages": [{"role": "user", "content": ""}], "tools": tools, "stream": is_streamed}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": ""}], "tools": tools}
+    body |= {"stream": is_streamed, **({} if stop is None else {"stop": stop})}
     with served([model_of("m", engine, tokenizer, 4096)]) as site:
         if is_streamed:
             chunks = site.stream("/v1/chat/completions", body)
@@ -370,6 +433,6 @@ def test_max_tokens_within_a_call(tokenizer: Any, is_streamed: bool) -> None:
         else:
             choices = site.ask("/v1/chat/completions", body)[1]["choices"]
             messages = [choices[0]["message"]]
-    assert "".join(message.get("content") or "" for message in messages) == "See"
+    assert "".join(message.get("content") or "" for message in messages) == content
     assert not any("tool_calls" in message for message in messages)
-    assert choices[-1]["finish_reason"] == "length"
+    assert choices[-1]["finish_reason"] == ("length" if stop is None else "stop")
