@@ -5,13 +5,7 @@ Placements that need a solver (ExFlow's and MoETuner's) are in
 """
 
 from moe_runtime.policies.placement.balancing import AntiCorrelation, Greedy, RoundRobin
-from moe_runtime.policies.placement.base import (
-    EMPTY,
-    Devices,
-    Placement,
-    PlacementPolicy,
-    slots_needed,
-)
+from moe_runtime.policies.placement.base import EMPTY, Devices, Placement, PlacementPolicy
 from moe_runtime.policies.placement.eplb import EPLB, rebalance
 from moe_runtime.policies.placement.packing import PACKINGS
 from moe_runtime.policies.placement.profile import RoutingProfile
@@ -28,5 +22,4 @@ __all__ = [
     "RoundRobin",
     "RoutingProfile",
     "rebalance",
-    "slots_needed",
 ]
