@@ -26,6 +26,22 @@ _PARTIAL_BYTES = len(f".00000000{PARTIAL_SUFFIX}")
 _INTERRUPTED_BYTES = len(f"{INTERRUPTED_SUFFIX}-0000")
 
 
+def at_home(name: str) -> str:
+    """A name as it was given, ``~`` or ``~user`` at its beginning replaced by that home folder.
+
+    Shells do so with words, and neither with ``--output=~/x`` nor in files: every name that is
+    given as text comes through here once. ``./~`` stays what it is.
+
+    Raises:
+        ValueError: there is no such user, or no home folder.
+    """
+    path = os.path.expanduser(name)
+    if path.startswith("~"):
+        user = path.partition("/")[0]
+        raise ValueError(f"{name}: no home folder {user} is known; ./{name} is a name that has a ~")
+    return path
+
+
 def is_folder_name(path: str | os.PathLike[str]) -> bool:
     """Whether a name says that it is a folder's, as ``out/`` and ``out/.`` do, there or not.
 

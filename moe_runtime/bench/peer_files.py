@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_runtime.bench.peer_process import PeerProgram, this_python
 from moe_runtime.config import require_known
+from moe_runtime.places import at_home
 
 _FOLDER = Path(__file__).resolve().parent / "peers"
 _NOT_PEERS = ("__init__", "host")
@@ -225,7 +226,7 @@ def split_peer(asked: str) -> tuple[str, str, str, str]:
     files are there; without one, the first of all, so that the complaint is about what was meant.
     """
     ways = [
-        (name, variant, python, model)
+        (at_home(name), variant, at_home(python), at_home(model))
         for words, model in _ways(asked, "=")
         for named, python in _ways(words, "@")
         for name, variant in _ways(named, ":")

@@ -168,11 +168,25 @@ def read_results(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(raw, parse_constant=_refuse_constant)
         require_valid(found, read_schema())
+        _require_systems(found["measurements"])
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: not results of moe-runtime bench, version {VERSION}: {error}"
         ) from None
     return found
+
+
+def _require_systems(measurements: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses what no command writes and no schema can say."""
+    names = [one["system"] for one in measurements]
+    if not names:
+        raise ValueError("results.measurements: expected at least one system, got none")
+    for number, one in enumerate(measurements):
+        place = f"results.measurements[{number}]"
+        if one["system"] in names[:number]:
+            raise ValueError(f"{place}: {one['system']!r} is there a second time")
+        if one["summary"] and not one["repetitions"]:
+            raise ValueError(f"{place}: a summary without the repetitions that it is of")
 
 
 def _as_list(value: Any) -> list[float]:

@@ -18,7 +18,7 @@ from moe_runtime.checkpoints.settings_check import (
 from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
 from moe_runtime.config import nearest
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
-from moe_runtime.places import require_whole
+from moe_runtime.places import at_home, require_whole
 from moe_runtime.reading import read_bounded
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
     if not name:
         raise CheckpointError("expected a checkpoint's folder or its name on the hub, got no name")
     try:
-        folder = Path(path_or_id).expanduser()
+        folder = Path(at_home(name))
         is_folder, is_there = folder.is_dir(), folder.exists()
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{one_line(name)}: not the name of a folder: {error}") from None
     if is_folder:
         require_whole(folder)

@@ -6,6 +6,7 @@ from typing import Any
 import typer
 
 from moe_runtime.config import nearest
+from moe_runtime.places import at_home
 from moe_runtime.reading import read_toml
 
 
@@ -20,6 +21,7 @@ def apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
     """
     if path is None:
         return None
+    path = Path(at_home(str(path)))
     values = {key.replace("-", "_"): value for key, value in read_toml(path).items()}
     known = {
         param.opts[0].removeprefix("--").replace("-", "_"): param

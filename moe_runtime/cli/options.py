@@ -18,6 +18,7 @@ from moe_runtime.config import (
     parse_bytes,
     require_known,
 )
+from moe_runtime.places import at_home
 
 
 def named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[Any], Any]:
@@ -91,6 +92,7 @@ def _predictor(name: str) -> str:
     require_address_space()
     from moe_runtime.inference.prediction.predictors import check_predictor
 
+    name = at_home(name)
     if name != "auto" and name.isprintable():
         check_predictor(name)
     return name

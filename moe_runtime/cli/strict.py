@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from moe_runtime.checkpoints.model_files import files_of
-from moe_runtime.places import require_apart, require_file_name
+from moe_runtime.places import at_home, require_apart, require_file_name
 from moe_runtime.reading import require_not_read
 
 OUTPUTS = frozenset(
@@ -64,9 +64,14 @@ class StrictCommand(TyperCommand):
                 )
         written = {**(ctx.default_map or {}), **words}
         for param in self.params:
-            is_path = isinstance(ctx.params.get(param.name), Path)
-            if is_path and written.get(param.name) == "":
+            value, word = ctx.params.get(param.name), written.get(param.name)
+            if isinstance(value, Path) and word == "":
                 raise ValueError(f"{_shown(param)}: is empty, expected the name of a file")
+            # From what was written: a Path has lost the dot of ./~ already.
+            if isinstance(value, Path) and isinstance(word, str):
+                ctx.params[param.name] = Path(at_home(word))
+            elif isinstance(value, list | tuple) and any(isinstance(one, Path) for one in value):
+                ctx.params[param.name] = [Path(at_home(one)) for one in word or value]
         self._check_outputs(ctx, written)
         return rest
 
@@ -119,7 +124,7 @@ def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
         return
     for one in value if isinstance(value, list | tuple) else [value]:
         if isinstance(one, str | Path) and one:
-            path = Path(one)
+            path = Path(os.path.expanduser(one))
             yield from files_of(path) if os.path.isdir(path) else [path]
 
 

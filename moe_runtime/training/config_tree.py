@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_runtime.config import nearest, type_in_words
-from moe_runtime.places import require_file_name
+from moe_runtime.places import at_home, require_file_name
 from moe_runtime.reading import read_toml
 
 _Config = TypeVar("_Config")
@@ -191,13 +191,20 @@ def _convert_scalar(hint: Any, value: Any, name: str) -> Any:
     if hint is Any:
         return value
     if hint is Path and isinstance(value, str) and value:
-        return Path(value)
+        return _path(value, name)
     if hint is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     # bool is an int to Python, and never meant as one in a configuration.
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     raise ValueError(f"{name} must be {type_in_words(hint)}, got {value!r}")
+
+
+def _path(value: str, name: str) -> Path:
+    try:
+        return Path(at_home(value))
+    except ValueError as error:
+        raise ValueError(f"{name} is {error}") from None
 
 
 def _dotted(where: str, key: str) -> str:

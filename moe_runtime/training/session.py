@@ -145,9 +145,9 @@ def prepare(
     check_experts(config.model)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    output = folder / config.run.output.expanduser()
-    trace = config.run.trace and folder / config.run.trace.expanduser()
-    first = config.run.start_from and folder / config.run.start_from.expanduser()
+    output = folder / config.run.output
+    trace = config.run.trace and folder / config.run.trace
+    first = config.run.start_from and folder / config.run.start_from
     check_inputs_stay(output, trace, text_files(config.data, folder), first)
     check_outputs(output, trace)
     on_stage("reading the text")
@@ -180,7 +180,7 @@ def prepare(
         config=config,
         folder=folder,
         output=output,
-        storage=folder / (config.run.storage_dir or output / EXPERTS).expanduser(),
+        storage=folder / (config.run.storage_dir or output / EXPERTS),
         tokenizer=tokenizer,
         streams=streams,
         batches=batches,
@@ -197,7 +197,7 @@ def prepare(
     # A run that goes on has its weights from its own checkpoint.
     if config.run.start_from is not None and not checkpoints_in(preparation.checkpoints):
         on_stage("reading the first weights")
-        import_hugging_face(model, folder / config.run.start_from.expanduser())
+        import_hugging_face(model, folder / config.run.start_from)
     return preparation
 
 
@@ -347,7 +347,7 @@ def _open_trace(preparation: Preparation, ranks: OneRank, first_step: int) -> Tr
         )
     layers = set(model.routed_layers())
     return open_trace(
-        preparation.folder / run.trace.expanduser(),
+        preparation.folder / run.trace,
         signature_of_config(preparation.config.model),
         model,
         [f"{name}.experts" for name, module in model.named_modules() if module in layers],

@@ -1,7 +1,9 @@
 """Better, worse or noise: against ranks counted by hand, and by the command."""
 
 import json
+import re
 import sys
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,14 @@ def put(path: Path, times: list[float], **changes: Any) -> str:
     return str(path)
 
 
+def put_failed(path: Path) -> str:
+    """Results in which no system has numbers."""
+    one = describe_system(
+        "one", MeasuredSystem(failure="out of it"), {}, system_versions={}, quality=None
+    )
+    return put(path, [1.0], ended="failed", measurements=[one])
+
+
 def test_one_number_beyond_many_may_be_an_outlier() -> None:
     many = [float(number) for number in range(10, 30)]
     for found in ([90.0], [90.0, 91.0]):
@@ -98,15 +108,88 @@ def test_a_system_that_lost_its_numbers_is_said_and_counts(
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = put(tmp_path / "old.json", [10.0, 11, 12])
     other = put(tmp_path / "other.json", [10.0, 11, 12], case="io")
-    empty = put(tmp_path / "empty.json", [1.0], measurements=[])
+    failed = put_failed(tmp_path / "failed.json")
     for words, complaint in (
         ([old, other], "expected results of one case, got 'latency' and 'io'"),
-        ([old, empty], "no system has numbers in both results: one before, none after"),
+        ([old, failed], "no system has numbers in both results: one before, none after"),
+        ([failed, old], "no system has numbers in both results: none before, one after"),
+        ([failed, failed], "no system has numbers in both results: none before, none after"),
         ([old, str(tmp_path / "none.json")], "No such file"),
     ):
         assert main(["bench", "compare", *words]) == 2
         err = capsys.readouterr().err
         assert (err.count("\n"), complaint in err) == (1, True), err
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda text: text[: len(text) // 2], "not results of moe-runtime bench, version 1: "),
+        (lambda text: text.replace('"version": 1', '"version": 2'), "version: expected 1, got 2"),
+        (lambda text: text.replace("moe-runtime-bench", "x"), "format: expected 'moe-runtime-"),
+        (lambda text: text.replace('"gone"', '"one"'), "[1]: 'one' is there a second time"),
+        (lambda text: re.sub(r'"measurements": .*\]', '"measurements": []', text, flags=re.S),
+         "expected at least one system, got none"),
+        (lambda text: re.sub(r'"repetitions": \[\s*\{.*?\}\s*\]', '"repetitions": []', text,
+                             flags=re.S), "[0]: a summary without the repetitions"),
+        (None, "Is a directory"),
+    ],
+    ids=["cut", "version", "format", "twice", "none", "summary", "folder"],
+)  # fmt: skip
+def test_what_is_no_results_file_is_one_line(
+    change: Callable[[str], str] | None,
+    complaint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    good, bad, page = put(tmp_path / "good.json", [1.0, 2]), tmp_path / "bad", tmp_path / "p.html"
+    if change is None:
+        bad.mkdir()
+    else:
+        text = Path(good).read_text()
+        bad.write_text(change(text))
+        assert bad.read_text() != text
+    page.write_text("old")
+    compare, report = ["bench", "compare"], ["bench", "report", "-o", str(page)]
+    for words in (
+        [*compare, good, str(bad)],
+        [*compare, str(bad), good],
+        [*report, str(bad)],
+        [*report, good, str(bad)],
+    ):
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith(f"moe-runtime: error: {bad}: ")
+        assert complaint in err
+    assert page.read_text() == "old"
+
+
+def test_a_file_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing differs; a page would show each number twice."""
+    file, link, page = put(tmp_path / "r.json", [1.0, 2, 3]), tmp_path / "l", tmp_path / "p.html"
+    link.symlink_to(file)
+    assert main(["bench", "compare", file, file, "--json"]) == 0
+    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
+    assert {(one["word"], one["change"]) for one in verdicts} == {("noise", 0)}
+    for again in (file, str(link)):
+        assert main(["bench", "report", file, again, "-o", str(page)]) == 2
+        err = capsys.readouterr().err
+        assert (
+            err
+            == f"moe-runtime: error: {again}: is given a second time; give each results file once\n"
+        )
+        assert not page.exists()
+
+
+def test_a_page_of_failures_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = put_failed(tmp_path / "failed.json"), tmp_path / "p.html"
+    assert main(["bench", "report", file, "-o", str(page)]) == 0
+    said = f"moe-runtime: {file}: no system has numbers; the page says what failed\n"
+    assert said in capsys.readouterr().err
+    text = page.read_text()
+    assert "failed.json: one has no numbers" in text
+    assert "out of it" in text
 
 
 def test_the_report_has_every_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,11 +121,12 @@ def test_who_cannot_place_has_no_numbers_and_the_others_have(
     trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_trace(tmp_path / "t.npz", trace)
-    words = ["--gpus", "3", "--quick", "--time", "1", "--precision", "1", "--json"]
-    assert main(["bench", "placements", str(tmp_path / "t.npz"), *words]) == 0
+    words = ["--gpus", "3", "--replicas", "1", "--quick", "--time", "1", "--precision", "1"]
+    assert main(["bench", "placements", str(tmp_path / "t.npz"), *words, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     for one in printed["measurements"]:
-        if one["system"] == "random":  # leaves slots empty
+        # The baseline leaves slots empty.
+        if one["system"] in ("random", "round-robin, 1 replicas", "eplb, 1 replicas"):
             assert one["failure"] is None
         else:
             assert "do not divide among 3 devices" in one["failure"]
@@ -160,6 +161,15 @@ def test_visits_counted_elsewhere_are_found_out(
     ("words", "complaint"),
     [
         (["--gpus", "4", "--nodes", "3"], "--gpus 4 is not a multiple of --nodes 3"),
+        (
+            ["--gpus", "3"],
+            "8 experts and 0 replicas do not divide among 3 devices; 1 replicas would",
+        ),
+        (
+            ["--gpus", "4", "--replicas", "3"],
+            "8 experts and 3 replicas do not divide among 4 devices",
+        ),
+        (["--gpus", "2", "--replicas", "9"], "9 replicas are more than 2 devices have a use for"),
         (["--gpus", "2", "--fit", "1"], "leaves nothing to place by"),
         (["--gpus", "2", "--num-experts", "4"], "leave out the number of experts, 4"),
         (["--gpus", "2", "-o", "t.npz"], "t.npz"),

@@ -106,6 +106,26 @@ def test_the_peer_that_is_ahead_is_said_to_be() -> None:
     assert found["llama_cpp"] < found["moe_runtime"]
 
 
+def test_why_lru_is_the_beginning_is_what_its_files_say() -> None:
+    page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    (told,) = (part for part in page.split("\n\n") if part.startswith("It begins so because"))
+    found = {
+        (name, one["system"], share): one["summary"][f"hit_rate_at_{share}"]["median"]
+        for name in ("aging", "drifting")
+        for one in measured(f"bench-policies-{name}-amd-epyc-2c-24g.json")
+        for share in ("0.25", "0.5")
+    }
+    expected = [
+        100 * found[name, policy, share]
+        for name in ("aging", "drifting")
+        for share in ("0.25", "0.5")
+        for policy in ("lfu-aging", "lru")
+    ]
+    assert re.findall(r"\d+\.\d\d(?= %)", told) == [f"{rate:.2f}" for rate in expected]
+    assert expected[0] > expected[1]
+    assert expected[4] < expected[5]
+
+
 def test_the_tables_of_policies_are_those_of_their_files() -> None:
     page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
 

@@ -293,6 +293,7 @@ def test_a_conversation_is_as_long_as_the_model_knows(
         ("/undo", "/undo: there is no message to take back"),
         ("/save", "/save: is empty, expected the name of a file"),
         ("/save here.txt", "/save here.txt: is there already; give another name"),
+        ("/save ~no-one/here.txt", "no home folder ~no-one is known"),
         ('/save "here.txt"', "/save here.txt: is there already; give another name"),
         ('/save "here.txt', '/save "here.txt: no closing quotation'),
         ('/save "here.txt" there', "/save: expected nothing more, got 'there'"),

@@ -228,7 +228,7 @@ BENCH_CASES = {
             "trace": ("", Path("t.npz")),
             "gpus": ("--gpus 4", ("gpus_per_node", 2)),
             "nodes": ("--nodes 2", ("num_nodes", 2)),
-            "replicas": ("--replicas 6", ("num_replicas", 6)),
+            "replicas": ("--replicas 8", ("num_replicas", 8)),
             "groups": ("--groups 3", ("num_groups", 3)),
             "fit": ("--fit 0.375", 0.375),
             "load_slack": ("--load-slack 0.19", ("load_slack", 0.19)),

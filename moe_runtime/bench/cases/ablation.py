@@ -317,7 +317,7 @@ def _systems(
             if text not in texts:
                 texts.append(text)
             if config.run.host_memory is not None:
-                disk = place / (config.run.storage_dir or root).expanduser()
+                disk = place / (config.run.storage_dir or root)
                 with _blamed(variant.name), named_failure(disk, "offloaded experts' folder"):
                     storage = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=disk)))
             output = root / f"text-{texts.index(text)}"

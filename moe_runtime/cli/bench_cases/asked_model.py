@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_runtime.cli.console import say_line
+from moe_runtime.places import at_home
 from moe_runtime.reading import require_not_read
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _shape_of(name: str, layers: int | None) -> "ModelShape | OwnShape":
     if name.endswith(".json"):
         if layers is not None:
             raise ValueError(f"--layers: how many layers there are, {name} says; change it there")
-        return read_config_shape(Path(name))
+        return read_config_shape(Path(at_home(name)))
     if name in GGUF_SHAPES:
         return gguf_shape_of_name(name, layers)
     return shape_of_name(name, layers)

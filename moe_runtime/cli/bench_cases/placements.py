@@ -71,9 +71,12 @@ def bench_placements(
     from moe_runtime.bench.runner import Rules
     from moe_runtime.planning.placement import PlacementOptions, split_window
     from moe_runtime.policies.placement import RoutingProfile
+    from moe_runtime.policies.placement.base import slots_needed
 
     recorded = read_trace_to_replay(trace, num_experts, None)
     signature = recorded.signature
+    # Else no algorithm would have what was asked for.
+    slots_needed(signature.num_experts, replicas, gpus)
     past, future = split_window(recorded.expert_ids, fit)
     plan = PlacementsPlan(
         profile=RoutingProfile.from_ids(past, signature.num_experts),

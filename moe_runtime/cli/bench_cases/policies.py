@@ -26,6 +26,7 @@ from moe_runtime.cli.console import Session, print_table, say_line
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.config import format_bytes
 from moe_runtime.files import check_output_path
+from moe_runtime.places import at_home
 
 _QUICK = ("lru", "lfu", "belady-bypass")
 
@@ -113,6 +114,7 @@ def bench_policies(
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.prediction import make_estimator
 
+    predictor = predictor and at_home(predictor)
     names = _names(policy, quick=quick)
     if predictor is None and "predicted" in names:
         raise ValueError("the policy predicted asks a predictor: give --predictor, too")

@@ -1,5 +1,6 @@
 """``moe-runtime bench report``: results files as a page, plots, Markdown and CSV."""
 
+import os
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +48,10 @@ def bench_report(
     from moe_runtime.bench.results import read_results
     from moe_runtime.lab.report.page import write_page, write_plots
 
+    places = [os.path.realpath(path) for path in results]
+    for number, path in enumerate(results):
+        if places[number] in places[:number]:
+            raise ValueError(f"{path}: is given a second time; give each results file once")
     num_named = Counter(path.name for path in results)
     # Files of the same name in several folders are told apart by these.
     names = [path.name if num_named[path.name] == 1 else str(path) for path in results]
@@ -54,6 +59,8 @@ def bench_report(
     for path, (_, found) in zip(results, named, strict=True):
         if found["ended"] == "interrupted":
             say_line(f"{path}: was interrupted, and the page says so")
+        if not any(one["summary"] for one in found["measurements"]):
+            say_line(f"{path}: no system has numbers; the page says what failed")
     has_plots = find_spec("matplotlib") is not None
     if not has_plots:
         say_line(

@@ -20,7 +20,7 @@ from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.files import check_output_path, write_text
-from moe_runtime.places import require_file_name
+from moe_runtime.places import at_home, require_file_name
 
 if TYPE_CHECKING:
     from moe_runtime.serving.conversation import Conversation
@@ -235,7 +235,7 @@ class _Terminal:
 
     def _save(self, name: str) -> None:
         require_file_name(name, "/save")
-        path = Path(name)
+        path = Path(at_home(name))
         check_output_path(path, "conversation")
         if path.exists() and path.resolve() not in self._saved:
             raise ValueError(f"/save {name}: is there already; give another name")

@@ -26,6 +26,7 @@ from moe_runtime.cli.step_speed import (
 )
 from moe_runtime.cli.strict import FOLDER, refuse_given
 from moe_runtime.config import parse_budget
+from moe_runtime.places import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.training.finetune.finetuning import FinetunePreparation
@@ -158,7 +159,7 @@ def finetune(
         "model": model,
         "export_dtype": export_dtype,
         "run": {
-            "output": str(output),
+            "output": output,
             "steps": steps or 1,
             "seed": seed,
             "precision": precision,
@@ -189,9 +190,9 @@ def finetune(
     elif eps is not None:
         raise ValueError("--eps belongs to --zeroth-order; give both, or neither")
     if storage_dir is not None:
-        tree["run"]["storage_dir"] = str(storage_dir)
+        tree["run"]["storage_dir"] = storage_dir
     if trace is not None:
-        tree["run"]["trace"] = str(trace)
+        tree["run"]["trace"] = trace
     if lora is not None:
         places = [place.strip() for place in lora_on.split(",")]
         tree["lora"] = {"rank": lora, "places": places}
@@ -204,7 +205,7 @@ def finetune(
     quiet_transformers(session)
     from moe_runtime.training.data.prepared import removed_unless_begun
 
-    with removed_unless_begun(settings.run.output.expanduser()):
+    with removed_unless_begun(settings.run.output):
         preparation = _prepare(settings, has_steps=steps is not None, keeps_text=not dry_run)
         _warn_of_adapters(preparation)
         if dry_run:
@@ -269,7 +270,7 @@ def _finetune(
 
 def _pattern(name: str) -> str:
     """A folder stands for the text files in it."""
-    path = Path(name).expanduser()
+    path = Path(at_home(name))
     return str(path / "**" / "*.txt") if path.is_dir() else name
 
 

@@ -10,6 +10,7 @@ from moe_runtime.cli.console import Session, loading_bar, print_json, print_tabl
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
+from moe_runtime.places import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.lab.replay.experiment import Experiment, Row
@@ -141,6 +142,7 @@ def replay(
     machine = machine_of(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
     all_names = [name for name in POLICIES if name != "predicted" or predictor is not None]
     names = all_names if policy == "all" else [name.strip() for name in policy.split(",")]
+    predictor = predictor and at_home(predictor)
     is_trained = predictor is not None and is_file_name(predictor)
     if train is not None and (predictor is None or is_trained) and not LEARNERS & set(names):
         known = f"{predictor} is trained already" if is_trained else "nothing that is named learns"

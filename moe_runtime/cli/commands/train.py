@@ -71,11 +71,9 @@ def train(
     with joined_processes(session) as group, contextlib.ExitStack() as stack:
         config = read_tree(TrainConfig, config_file, settings=tuple(settings or ()))
         folder = config_file.resolve().parent
-        require_not_read(
-            config.run.trace and folder / config.run.trace.expanduser(), "trace", [config_file]
-        )
+        require_not_read(config.run.trace and folder / config.run.trace, "trace", [config_file])
         quiet_transformers(session)
-        stack.enter_context(removed_unless_begun(folder / config.run.output.expanduser()))
+        stack.enter_context(removed_unless_begun(folder / config.run.output))
         with loading_bar() as progress:
             from moe_runtime.training.ranks import OneRank, SeveralRanks
             from moe_runtime.training.session import prepare

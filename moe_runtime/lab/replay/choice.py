@@ -20,7 +20,10 @@ from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ModelSignature
 
 FALLBACK = "lru"
-"""What is chosen where nothing is known: close to the best on most texts, and free."""
+"""What is chosen where nothing is known: close to the best on most texts, and free.
+
+``lfu-aging`` misses less where hot experts stay, and more where they soon are others.
+"""
 CANDIDATES = ("lru", "lfu-aging", "lfru", "slru", "sieve", "gdsf")
 """Policies that cost next to nothing, in the order in which equals are preferred."""
 ONLINE_POLICIES = ("reuse", "predicted")

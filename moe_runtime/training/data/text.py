@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_runtime.places import at_home
 from moe_runtime.reading import decode_text, read_bounded
 from moe_runtime.training.run_config import DataConfig, SourceConfig
 
@@ -92,7 +93,7 @@ def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
     """The files of all patterns, each once, in the order of their paths."""
     found: set[Path] = set()
     for pattern in patterns:
-        matches = glob.glob(str(Path(pattern).expanduser()), root_dir=folder, recursive=True)
+        matches = glob.glob(str(Path(at_home(pattern))), root_dir=folder, recursive=True)
         files = [folder / match for match in matches if (folder / match).is_file()]
         if not files:
             raise ValueError(

@@ -65,7 +65,7 @@ def obtain_tokenizer(
         ValueError: the folder is none of a tokenizer, or the tokenizer has no end-of-text token.
     """
     if config.path is not None:
-        return load_tokenizer(folder / config.path.expanduser())
+        return load_tokenizer(folder / config.path)
     assert config.vocab_size is not None  # the configuration checks it
     if not (saved / "tokenizer.json").is_file():
         texts = (text for corpus in corpora.values() for text in corpus.training)

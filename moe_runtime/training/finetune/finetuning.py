@@ -149,8 +149,7 @@ def prepare(
         ValueError: the text or an option cannot be as given.
         OSError: a file cannot be read or written.
     """
-    output = config.run.output.expanduser()
-    trace = config.run.trace and config.run.trace.expanduser()
+    output, trace = config.run.output, config.run.trace
     device = device_of(config)
     on_stage("reading the checkpoint's headers")
     torch.manual_seed(config.run.seed)
@@ -333,7 +332,7 @@ def _open_trace(preparation: FinetunePreparation, first_step: int) -> TrainingTr
     if run.trace is None:
         return None
     return open_trace(
-        run.trace.expanduser(),
+        run.trace,
         signature_of(preparation.checkpoint, preparation.experts),
         preparation.model,
         [site.name for site in preparation.sites],

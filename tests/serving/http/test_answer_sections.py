@@ -176,56 +176,6 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
 ]
 
 
-ROME = ParsedCall("weather", '{"city": "Rome"}')
-CUT: list[tuple[str, str, list[Any]]] = [
-    (
-        'See <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>\n'
-        '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>',
-        "hermes",
-        [("content", "See"), ROME, ROME],
-    ),
-    (
-        "See <tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
-        "</tool_call>",
-        "qwen-xml",
-        [("content", "See"), ROME],
-    ),
-    (
-        'See [TOOL_CALLS]weather[CALL_ID]12[ARGS]{"city": "Rome"}[TOOL_CALLS]weather[ARGS]{}',
-        "mistral-args",
-        [("content", "See"), ROME, ParsedCall("weather", "{}")],
-    ),
-    (
-        'See [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]',
-        "mistral",
-        [("content", "See"), ROME],
-    ),
-    (
-        '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "weather"}',
-        "llama-json",
-        [ROME, ParsedCall("weather", "{}")],
-    ),
-    (
-        '{"name": "weather", "parameters": {"city": "Rome"}}; '
-        '{"name": "weather", "parameters": {}}',
-        "llama-json",
-        [ROME, ParsedCall("weather", "{}")],
-    ),
-    (
-        'See [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}, '
-        '{"name": "weather", "arguments": {}}]',
-        "mistral",
-        [("content", "See"), ROME, ParsedCall("weather", "{}")],
-    ),
-    (
-        'See <tool_call>[{"name": "weather", "arguments": {"city": "Rome"}}, '
-        '{"name": "weather", "arguments": {}}]</tool_call>',
-        "hermes",
-        [("content", "See"), ROME, ParsedCall("weather", "{}")],
-    ),
-]
-
-
 @pytest.mark.parametrize("step", [1, 2, 7, 10_000])
 @pytest.mark.parametrize(("text", "tools", "begins", "expected"), CASES)
 def test_sections(text: str, tools: str | None, begins: Kind, expected: Any, step: int) -> None:
@@ -241,72 +191,6 @@ def test_sections(text: str, tools: str | None, begins: Kind, expected: Any, ste
         else:
             found.append(part)
     assert found == expected
-
-
-@pytest.mark.parametrize("step", [1, 7, 10_000])
-@pytest.mark.parametrize(("text", "tools", "expected"), CUT)
-def test_a_call_that_has_only_begun_is_no_content(
-    text: str, tools: str, expected: Any, step: int
-) -> None:
-    """Wherever `max_tokens` cuts a call, no part of it is text; a call is whole or missing."""
-    whole = [part for part in expected if isinstance(part, ParsedCall)]
-    before = "".join(part[1] for part in expected if isinstance(part, tuple))
-    for end in range(len(before), len(text) + 1):
-        sections = AnswerSections(THINK, FORMATS[tools], [WEATHER], "content")
-        parts: list[Any] = []
-        for at in range(0, end, step):
-            parts += sections.add(text[at : min(at + step, end)])
-        parts += sections.end(is_cut=True)
-        content = "".join(part[1] for part in parts if isinstance(part, tuple))
-        # A mark that is not whole is text.
-        begun, opens = content.removeprefix(before).strip(), FORMATS[tools].opens
-        assert content.startswith(before)
-        assert begun in [opens[:length] for length in range(len(opens))], text[:end]
-        assert text[:end].rstrip().endswith(begun)
-        calls = [part for part in parts if isinstance(part, ParsedCall)]
-        assert calls == whole[: len(calls)]
-    assert calls == whole
-
-
-@pytest.mark.parametrize("step", [1, 7, 10_000])
-@pytest.mark.parametrize(
-    ("tools", "text"),
-    [
-        ("hermes", "Wrap it in <tool_call> tags; a long explanation"),
-        ("hermes", "if a <"),
-        ("hermes", '<tool_call>{"a": 1}</tool_c'),
-        ("hermes", "<tool_call>[1, 2"),
-        ("hermes", '<tool_call>{"name": "weather"} and text'),
-        ("qwen-xml", "Wrap it in <tool_call> tags; a long explanation"),
-        ("qwen-xml", "<tool_call><func>"),
-        ("mistral", "see [TOOL_CALLS] in the docs"),
-        ("mistral", "[TOOL_CALLS][see below"),
-        ("mistral-args", "see [TOOL_CALLS] in the docs"),
-        ("mistral-args", '[TOOL_CALLS]weather[ARGS]{"a": 1} and text'),
-        ("llama-json", "use <|python_tag|> for that"),
-        ("llama-json", '{"available": [{"name": "weather", "note'),
-        ("llama-json", '{"name": "weather", "note": "r'),
-        ("llama-json", '{"name": "weather", "parameters": {}} and text'),
-    ],
-)
-def test_text_that_is_cut_stays_whole_behind_a_mention_of_a_mark(
-    tools: str, text: str, step: int
-) -> None:
-    sections = AnswerSections(None, FORMATS[tools], [WEATHER])
-    parts: list[Any] = []
-    for at in range(0, len(text), step):
-        parts += sections.add(text[at : at + step])
-    parts += sections.end(is_cut=True)
-    assert "".join(part[1] for part in parts) == text
-
-
-@pytest.mark.parametrize(
-    "text", ['{"names": ["a"', '{"name": "Ann", "ag', "{ 7", "a < b", "no call [TOOL"]
-)
-def test_json_that_is_cut_stays_text_where_it_begins_no_call(text: str) -> None:
-    sections = AnswerSections(None, FORMATS["llama-json"], [WEATHER])
-    parts = [*sections.add(text), *sections.end(is_cut=True)]
-    assert "".join(part[1] for part in parts if isinstance(part, tuple)) == text
 
 
 @pytest.mark.parametrize(
@@ -351,25 +235,3 @@ def test_json_that_was_asked_for_is_no_call(tokenizer: Any, kind: str | None) ->
         assert "tool_calls" not in choice["message"]
     else:
         assert ("tool_calls" in choice["message"]) == (kind is None)
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_max_tokens_within_a_call(tokenizer: Any, is_streamed: bool) -> None:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = "{% if tools %}<tool_call>{% endif %}Who?"
-    text = 'See <tool_call>{"name": "weather", "argum'
-    tokens = [NewToken(token) for token in tokenizer(text)["input_ids"]]
-    engine = ScriptedEngine(lambda _: [PromptRead(0), *tokens, Finished("length")])
-    tools = [{"type": "function", "function": WEATHER.model_dump(exclude_none=True)}]
-    body = {"messages": [{"role": "user", "content": ""}], "tools": tools, "stream": is_streamed}
-    with served([model_of("m", engine, tokenizer, 4096)]) as site:
-        if is_streamed:
-            chunks = site.stream("/v1/chat/completions", body)
-            choices = [one["choices"][0] for one in chunks if isinstance(one, dict)]
-            messages = [choice["delta"] for choice in choices]
-        else:
-            choices = site.ask("/v1/chat/completions", body)[1]["choices"]
-            messages = [choices[0]["message"]]
-    assert "".join(message.get("content") or "" for message in messages) == "See"
-    assert not any("tool_calls" in message for message in messages)
-    assert choices[-1]["finish_reason"] == "length"

@@ -94,7 +94,21 @@ def test_sections(text: str, expected: list[Any], step: int) -> None:
 def test_a_call_of_no_object_that_is_cut_is_content() -> None:
     sections = HarmonySections([WEATHER], ROLE)
     text = "<|channel|>commentary to=functions.weather<|message|>a long text <|en"
-    assert [*sections.add(text), *sections.end(is_cut=True)] == [("content", "a long text <|en")]
+    assert [*sections.add(text), *sections.end(cut_by="")] == [("content", "a long text <|en")]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        (f'{CALL}{{"city"', ": ", []),
+        (CALL, "{", []),
+        (CALL, "a long text", [("content", "")]),
+        (f'{CALL}{{"city": "Rome"}}', "\n", [ParsedCall("weather", '{"city": "Rome"}')]),
+    ],
+)
+def test_a_stop_string_within_a_call(text: str, stop: str, expected: list[Any]) -> None:
+    sections = HarmonySections([WEATHER], ROLE)
+    assert [*sections.add(text), *sections.end(cut_by=stop)] == expected
 
 
 def test_a_call_that_is_cut_is_no_content() -> None:
@@ -102,7 +116,7 @@ def test_a_call_that_is_cut_is_no_content() -> None:
     call = ParsedCall("weather", '{"city": "Rome"}')
     for end in range(len("<|channel|>"), len(text) + 1):  # a mark is one token
         sections = HarmonySections([WEATHER], ROLE)
-        found = [*sections.add(text[:end]), *sections.end(is_cut=True)]
+        found = [*sections.add(text[:end]), *sections.end(cut_by="")]
         assert found == ([call] if end == len(text) else [])
 
 

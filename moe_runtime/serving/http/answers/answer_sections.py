@@ -85,22 +85,23 @@ class AnswerSections:
             text = (yield from self._pass(mark)) + text
             self._search = self._new_search()
 
-    def end(self, *, is_cut: bool = False) -> Iterator[Part]:
+    def end(self, *, cut_by: str | None = None) -> Iterator[Part]:
         """No more text comes.
 
         Args:
-            is_cut: the model would have written more; of a call that has only begun, nothing is
-                given then.
+            cut_by: where the model would have written more: what it wrote next, as far as that is
+                known. Of a call or a mark that has only begun, nothing is given then.
         """
         held = self._search.end()
         while self._section == "call":
-            if not is_cut:
+            if cut_by is None:
                 yield from self._take(held)
-            text = yield from self._finish_call(held if is_cut else "", is_cut=is_cut)
+            text = yield from self._finish_call("" if cut_by is None else held, cut_by)
             self._search = self._new_search()
             yield from self.add(text)
             held = self._search.end()
-        yield from self._take(held)
+        if cut_by is None or not self._begins_mark(held, cut_by):
+            yield from self._take(held)
         if self._spaces and not self._is_behind_mark and self._section == "content":
             yield "content", self._spaces
 
@@ -117,6 +118,21 @@ class AnswerSections:
         else:
             marks = [self._tools and self._tools.opens, self._reasoning and self._reasoning.opens]
         return MarkSearch([mark for mark in marks if mark is not None])
+
+    def _begins_mark(self, held: str, behind: str) -> bool:
+        """Whether text at the end of the section begins what would end it: with a letter at least.
+
+        Signs alone are as likely text: ``a <`` and ``[``.
+        """
+        marks = [self._tools and self._tools.opens]
+        if self._section == "reasoning":
+            marks = [self._reasoning and self._reasoning.closes]
+        elif not self._has_content:
+            marks.append(self._reasoning and self._reasoning.opens)
+        text = held + behind
+        return any(map(str.isalpha, held)) and any(
+            mark and (mark.startswith(text) or text.startswith(mark)) for mark in marks
+        )
 
     def _begin_bare(self, text: str) -> None:
         """Enters a call where the content begins as one without a mark does."""
@@ -160,12 +176,13 @@ class AnswerSections:
         self._spaces = self._spaces if section == "call" else ""
         self._section, self._is_behind_mark = section, True
 
-    def _finish_call(self, mark: str, *, is_cut: bool = False) -> Generator[Part, None, str]:
+    def _finish_call(self, mark: str, cut_by: str | None = None) -> Generator[Part, None, str]:
         """Gives the calls that were written, or the text where it is none.
 
         Args:
             mark: that ends it, or what of that was written where the text ends.
-            is_cut: the model would have written more: text that is no call may be its beginning.
+            cut_by: what the model wrote next, where it would have written more: text that is no
+                call may be its beginning.
 
         Returns:
             Text behind a mark that seemed to lie in a string, where that was no call.
@@ -181,10 +198,13 @@ class AnswerSections:
         except (ValueError, RecursionError):
             opens, closes = "" if is_bare else self._tools.opens, self._tools.closes
             first, found, rest = (text + mark).partition(closes) if closes else (text, mark, "")
+            begun = text + (cut_by or "")
             has_begun = (
-                may_be_bare_call(text, self._functions) if is_bare else self._tools.may_begin(text)
+                may_be_bare_call(begun, self._functions)
+                if is_bare
+                else self._tools.may_begin(begun)
             )
-            if found or not (is_cut and has_begun):
+            if found or cut_by is None or not has_begun:
                 self._has_content, self._is_behind_mark = True, False
                 yield "content", spaces + opens + first + found
                 return rest

@@ -112,11 +112,14 @@ class Piece:
         text: free to go; empty while a character or a stop string may be incomplete.
         tokens: those that the text has come past.
         finish: why the answer ends here; None while it goes on.
+        cut_by: where the model would have written more: the stop string that it wrote next, or
+            nothing where ``max_tokens`` ends the answer.
     """
 
     text: str
     tokens: tuple[AnswerToken, ...] = ()
     finish: FinishReason | None = None
+    cut_by: str | None = None
 
 
 class AnswerText:
@@ -164,7 +167,8 @@ class AnswerText:
             return piece
         tokens = (*piece.tokens, *self._waiting)
         self._waiting.clear()
-        return Piece(piece.text + self._stops.end(), tokens, reason)
+        cut_by = "" if reason == "length" else None
+        return Piece(piece.text + self._stops.end(), tokens, reason, cut_by)
 
     def _grow(self, text: str) -> Piece:
         self._num_decoded += len(text)
@@ -178,4 +182,4 @@ class AnswerText:
             self._waiting[0].offset < self._num_sent or not (self._stops.holds or stop)
         ):
             tokens.append(self._waiting.popleft())
-        return Piece(free, tuple(tokens), "stop" if stop else None)
+        return Piece(free, tuple(tokens), "stop" if stop else None, stop)

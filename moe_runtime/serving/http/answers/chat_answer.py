@@ -29,8 +29,7 @@ class _Message:
         """What the message grows by with a piece of text."""
         yield from map(self._delta, self._sections.add(piece.text))
         if piece.finish is not None:
-            ends = self._sections.end(is_cut=piece.finish == "length")
-            yield from map(self._delta, ends)
+            yield from map(self._delta, self._sections.end(cut_by=piece.cut_by))
 
     def reason(self, piece: Piece) -> str | None:
         """Why the message ends with a piece, if it does."""

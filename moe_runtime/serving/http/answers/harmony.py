@@ -82,17 +82,18 @@ class HarmonySections:
                 self._begin()
                 self._search = MarkSearch((*_ENDS, _START, _CHANNEL))
 
-    def end(self, *, is_cut: bool = False) -> Iterator[Part]:
+    def end(self, *, cut_by: str | None = None) -> Iterator[Part]:
         """No more text comes.
 
         Args:
-            is_cut: the model would have written more; a call that has only begun is nothing then.
+            cut_by: where the model would have written more: what it wrote next, as far as that is
+                known. A call that has only begun is nothing then.
         """
         held = self._search.end()
-        if not (is_cut and self._is_message and self._kind is None and may_be_object(self._call)):
+        if not (self._is_message and self._kind is None and self._may_be_cut(cut_by)):
             yield from self._take(held)
         if self._is_message:
-            yield from self._finish(is_cut=is_cut)
+            yield from self._finish(cut_by)
         elif self._header and not any(mark in self._header for mark in HARMONY_MARKS):
             self._is_first = True
             yield from self._say("content", self._header)
@@ -121,18 +122,21 @@ class HarmonySections:
         elif text:
             yield from self._say(self._kind, text)
 
-    def _finish(self, *, is_cut: bool = False) -> Iterator[Part]:
+    def _may_be_cut(self, cut_by: str | None) -> bool:
+        return cut_by is not None and may_be_object(self._call + cut_by)
+
+    def _finish(self, cut_by: str | None = None) -> Iterator[Part]:
         """A message ends."""
         self._is_message = False
         if self._kind is not None:
             return
         try:
-            arguments = read_json(self._call or ("" if is_cut else "{}"))
+            arguments = read_json(self._call or ("{}" if cut_by is None else ""))
         except (ValueError, RecursionError):
             arguments = None
         if isinstance(arguments, dict):
             yield ParsedCall(self._called, json_text(arguments))
-        elif not (is_cut and may_be_object(self._call)):
+        elif not self._may_be_cut(cut_by):
             yield from self._say("content", self._call)
 
     def _say(self, kind: Kind, text: str) -> Iterator[Part]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_runtime.places import at_home
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterChoice:
@@ -66,7 +68,7 @@ def adapters_of(words: Sequence[str], models: Sequence[str]) -> list[AdapterChoi
             raise ValueError(
                 f"--adapter {word}: expected {form}, with a model of {', '.join(models)}{no_model}"
             )
-        found.append(AdapterChoice(name, model or models[0], Path(folder)))
+        found.append(AdapterChoice(name, model or models[0], Path(at_home(folder))))
     twice = _twice([*models, *(choice.name for choice in found)])
     if twice is not None:
         whose = "the name of a model" if twice in models else "the name of two"
