@@ -1,4 +1,4 @@
-"""Weights of a checkpoint's files in memory: their codes, their values, or bf16 in lossless code."""
+"""Weights of a checkpoint in memory: their codes, their values, or bf16 in the lossless code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """bf16 experts in the lossless code while they are in memory: 1.4 times as many in a budget.
 
-Linear layers are coded as they are loaded, see `packed_parameter`. The checkpoint stays as it is. An expert is read as it lies in the files into one of a few landing
-slots, and from there it is encoded into the slot that it is computed from.
+Linear layers are coded as they are loaded, see `packed_parameter`. The checkpoint stays as it is. An
+expert is read as it lies in the files into one of a few landing slots, and from there it is encoded
+into the slot that it is computed from.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ SPARE_SLOTS = 1
 def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, int]:
     """How experts lie in slots in the code, and the bytes of landing slots and spare escapes.
 
-    Those of which no matrix gets smaller lie as in the files, without such slots. Matrices whose rows are not one behind the other stay as they are, as all that is not bf16.
+    Those of which no matrix gets smaller lie as in the files, without such slots. Matrices whose
+    rows are not one behind the other stay as they are, as all that is not bf16.
 
     Raises:
         UnsupportedModelError: nothing of the model gets smaller, or it is on a device.

@@ -140,11 +140,11 @@ static int begin_row(PlanesReader *reader) {
     return 1;
 }
 
-/* A row was read as far as its escapes say, or is damaged. */
-static int end_row(PlanesReader *reader, const uint8_t *escapes) {
+/* Rows were read as far as their escapes say, or are damaged. */
+static int end_rows(PlanesReader *reader, int64_t rows, const uint8_t *escapes) {
     reader->escapes = escapes;
-    reader->coded += planes_row_bytes(reader->matrix->cols);
-    reader->row++;
+    reader->coded += rows * planes_row_bytes(reader->matrix->cols);
+    reader->row += rows;
     return escapes != NULL;
 }
 
@@ -152,16 +152,19 @@ int planes_read(PlanesReader *reader, int64_t rows, char *out, int64_t out_strid
     const int64_t blocks = planes_blocks(reader->matrix->cols);
     for (; rows > 0; rows--, out += out_stride) {
         if (!begin_row(reader)) return 0;
-        if (!end_row(reader, reader->decode(reader->coded, reader->escapes, reader->end, reader->matrix->book, blocks, out))) return 0;
+        if (!end_rows(reader, 1, reader->decode(reader->coded, reader->escapes, reader->end, reader->matrix->book, blocks, out)))
+            return 0;
     }
     return 1;
 }
 
 int planes_multiply(PlanesReader *reader, PlanesDot dot, int64_t rows, const char *panel, int panel_rows, float *out, int64_t ldo) {
     const PlanesMatrix *matrix = reader->matrix;
-    for (; rows > 0; rows--, out++) {
+    for (int count; rows > 0; rows -= count, out += count) {
+        count = rows > 1 && reader->row % 2 == 0 ? 2 : 1; /* of one group */
         if (!begin_row(reader)) return 0;
-        if (!end_row(reader, dot(reader->coded, reader->escapes, reader->end, matrix->book, matrix->cols, panel, panel_rows, out, ldo)))
+        if (!end_rows(reader, count, dot(reader->coded, count, reader->escapes, reader->end, matrix->book, matrix->cols, panel,
+                                         panel_rows, out, ldo)))
             return 0;
     }
     return 1;

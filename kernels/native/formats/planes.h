@@ -49,9 +49,9 @@ const uint8_t *planes_decode_vbmi2(const char *row, const uint8_t *escapes, cons
                         char *out);
 #endif
 
-/* The products of one row, decoded as above, with the rows of a panel of bf16 pairs: out[m * ldo]. */
-typedef const uint8_t *(*PlanesDot)(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t cols,
-                                    const char *panel, int panel_rows, float *out, int64_t ldo);
+/* The products of one row or two, decoded as above, with the rows of a panel of bf16 pairs: out[m * ldo + row]. */
+typedef const uint8_t *(*PlanesDot)(const char *row, int rows, const uint8_t *escapes, const uint8_t *end, const uint8_t *book,
+                                    int64_t cols, const char *panel, int panel_rows, float *out, int64_t ldo);
 
 /* Writes one block of elements and returns how many escapes it has; there is room for 64. */
 typedef int (*PlanesEncode)(const uint16_t *values, const uint8_t *book, char *indices, char *signs, uint8_t *escapes);
