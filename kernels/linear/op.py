@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
     NEEDS_TORCH,
+    STATUS_DAMAGED,
     STATUS_NO_MEMORY,
     NativeLibrary,
     native_library,
@@ -263,6 +265,12 @@ def linear_into(
 
 
 def check_status(status: int, num_rows: int, dim_in: int) -> None:
-    """Raises `MemoryError` if the C kernel could not have the memory that it works in."""
+    """Raises `MemoryError` if the C kernel could not have the memory that it works in.
+
+    Raises:
+        CheckpointError: A weight in the lossless code is damaged.
+    """
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory to pack {num_rows} rows of {dim_in} values")
+    if status == STATUS_DAMAGED:
+        raise CheckpointError("a linear layer in the lossless code is damaged; load it again")

@@ -190,8 +190,8 @@ CacheCode = Annotated[
     str,
     typer.Option(
         callback=named("cache_code", lambda: CACHE_CODES),
-        help="How bf16 experts lie in memory: none (as in the files), or planes, a code that loses "
-        "nothing, so that a budget holds 1.4 times as many; on a CPU.",
+        help="How bf16 experts and linear layers lie in memory: none (as in the files), or planes, "
+        "a code that loses nothing: a budget holds 1.4 times as many experts; on a CPU.",
     ),
 ]
 Activations = Annotated[

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.kernels.linear import linear, quantized_linear
 from moe_runtime.kernels.lossless import (
     PlanesMatrix,
     decode_planes,
@@ -21,6 +22,7 @@ from moe_runtime.kernels.lossless import (
 )
 from moe_runtime.kernels.lossless import planes as planes_module
 from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.prepared.quantized import PreparedQuantizedLinear
 
 SIZES = [(1, 1), (3, 64), (5, 63), (2, 65), (17, 130), (32, 64), (70, 512), (0, 64)]
 
@@ -86,6 +88,57 @@ def test_every_instruction_set_reads_and_writes_the_same(make) -> None:
             assert all(map(torch.equal, parts(encode_planes(weight)), parts(matrix))), isa
     finally:
         library.select_isa(chosen)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (5, 63), (37, 65), (70, 2880), (129, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@torch.inference_mode()
+def test_products_have_the_bits_of_those_with_the_matrix(
+    rows: int, cols: int, dtype: torch.dtype
+) -> None:
+    """With every instruction set, for one row and for more than are decoded in registers."""
+    library = native_library()
+    if library is None:
+        pytest.skip("the native library is not built")
+    chosen = library.isa
+    weight, bias = weights(rows, cols, seed=5), weights(1, rows, seed=6)[0]
+    weight[:, ::7] *= 2.0**60  # escapes in every row
+    matrix = encode_planes(weight)
+    try:
+        for isa in library.isas():
+            library.select_isa(isa)
+            for num_rows in (1, 2, 3, 5, 6, 7, 40):
+                x = weights(num_rows, cols, seed=num_rows).to(dtype)
+                for used in (None, bias):
+                    expected = linear(x, weight, used)
+                    assert torch.equal(quantized_linear(x, matrix, used), expected), isa
+                    found = PreparedQuantizedLinear(matrix)(x, used)
+                    assert found is None or torch.equal(found, expected), isa
+    finally:
+        library.select_isa(chosen)
+
+
+def test_rows_of_a_matrix_are_a_matrix() -> None:
+    weight = any_bits(100, 70, seed=7)
+    matrix = encode_planes(weight)
+    for first, end in ((0, 32), (32, 96), (64, 100), (96, 100), (0, 100)):
+        part = matrix.part(first, end)
+        assert same_bits(decode_planes(part), weight[first:end])
+        assert same_bits(decode_reference(*parts(part), 70), weight[first:end])
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_products_notice_escapes_that_do_not_fit(num_rows: int) -> None:
+    if native_library() is None:
+        pytest.skip("the native library is not built")
+    matrix = encode_planes(any_bits(70, 130, seed=8))
+    for group in range(3):
+        starts = matrix.starts.clone()
+        starts[group + 1] = starts[group] if group < 2 else 2**30
+        damaged = dataclasses.replace(matrix, starts=starts)
+        x = torch.ones(num_rows, 130, dtype=torch.bfloat16)
+        with pytest.raises(CheckpointError, match="damaged"), torch.inference_mode():
+            quantized_linear(x, damaged)
 
 
 def test_rows_at_any_distance() -> None:
