@@ -30,11 +30,11 @@ class Peer:
             self._options |= {"max_total_tokens": 1024 + most, "max_running_requests": 1}
         import sglang  # type: ignore[import-not-found]
 
-        self._make: Any = sglang.Engine
+        self._api: Any = sglang
 
     def load(self) -> None:
         """Loads all weights; no prompt is remembered, so that each is read whole."""
-        self._engine = self._make(**self._options)
+        self._engine = self._api.Engine(**self._options)
 
     def stream(self, ids: list[int], num_new: int) -> Iterator[int]:
         """Reads the ids and gives its own likeliest tokens, one after another."""

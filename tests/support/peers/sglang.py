@@ -9,7 +9,7 @@ from recorded_calls import continuation, note
 class Engine:
     def __init__(self, **options: Any) -> None:
         note("Engine", **options)
-        self._places = min(options["context_length"], options["max_total_tokens"])
+        self._places = min(options["context_length"], options.get("max_total_tokens", 1 << 20))
 
     def generate(
         self, *, input_ids: list[int], sampling_params: dict[str, Any], stream: bool
