@@ -281,6 +281,7 @@ def test_second_derivatives_are_refused_or_right() -> None:
 
 OWN_ENVIRONMENT = {
     "moe_runtime/bench/peers/deepspeed.py": "DeepSpeed is told by it alone; its process is its own",
+    "moe_runtime/bench/peers/sglang.py": "as DeepSpeed",
     "moe_runtime/bench/peers/vllm.py": "as DeepSpeed",
 }
 

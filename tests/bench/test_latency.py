@@ -113,6 +113,24 @@ def test_imports_are_no_part_of_loading(tmp_path: Path) -> None:
     assert found["load_s"] < found["import_s"]
 
 
+def test_memory_is_that_of_a_peers_processes_together(tmp_path: Path) -> None:
+    """An engine in a process of its own holds 200 MiB, which are no part of the peer's."""
+    engine = "held = b'1' * (200 << 20); print(flush=True); input()"
+    run = f"""
+        import subprocess
+        run = {{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}}
+        self.engine = subprocess.Popen([sys.executable, "-c", {engine!r}], **run)
+        self.engine.stdout.readline()
+"""
+    peer = program(tmp_path)
+    file = tmp_path / "counting.py"
+    file.write_text(file.read_text().replace("        import slow_module\n", run))
+    with started(peer, 60.0) as process:
+        before = process.ask("start", settings={"variant": None})["rss_after_imports_bytes"]
+        process.ask("load")
+        assert process.ask("end")["peak_rss_bytes"] - before >= 200 << 20
+
+
 def test_a_peer_that_does_not_answer_is_ended(tmp_path: Path) -> None:
     with (
         started(program(tmp_path), 0.001) as process,

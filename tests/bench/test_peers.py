@@ -71,7 +71,7 @@ class Bench:
         return results["measurements"][1]
 
     def settings(self, cap: int | None) -> dict[str, Any]:
-        return {"num_threads": 3, "max_tokens": 9, "model": "elsewhere", "cap_bytes": cap}
+        return {"num_threads": 3, "max_tokens": 7, "model": "elsewhere", "cap_bytes": cap}
 
     def calls(self, name: str) -> list[tuple[list[Any], dict[str, Any]]]:
         lines = map(json.loads, self.log.read_text().splitlines())
@@ -100,11 +100,11 @@ def test_vllm_is_given_each_token_as_a_piece_of_a_resumable_request(bench: Bench
     assert options == {
         "model": str(bench.model),
         "skip_tokenizer_init": True,
-        "max_model_len": 9,
+        "max_model_len": 7,
         "max_num_seqs": 256,
         "enable_prefix_caching": False,
         "enforce_eager": True,
-        "kv_cache_memory_bytes": (1024 + 9) << 18,
+        "kv_cache_memory_bytes": (1024 + 7) << 18,
     }
     rules = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
     assert bench.calls("SamplingParams") == [([], rules)]
@@ -138,8 +138,10 @@ def test_sglang_is_asked_for_greedy_tokens_and_shut_down(bench: Bench) -> None:
     assert options == {
         "model_path": str(bench.model),
         "skip_tokenizer_init": True,
-        "context_length": 9,
+        "context_length": 7 + 8,
         "disable_radix_cache": True,
+        "max_total_tokens": 1024 + 7 + 8,
+        "max_running_requests": 1,
     }
     rules = {"temperature": 0.0, "max_new_tokens": 5, "ignore_eos": True}
     first, again, second = (args for args, _ in bench.calls("generate"))
@@ -224,7 +226,7 @@ def test_openvino_needs_the_exported_folder(bench: Bench) -> None:
 def test_an_engine_that_stops_early_gets_no_numbers(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = (STAND_INS / "sglang.py").read_text().replace("len(said) + 1", "len(said)")
+    short = (STAND_INS / "sglang.py").read_text().replace("- 2 -", "- 9 -")
     (tmp_path / "sglang.py").write_text(short)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{STAND_INS}")
     found = bench.latency("sglang")

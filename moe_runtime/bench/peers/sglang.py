@@ -1,10 +1,14 @@
 """SGLang: generates by itself, and cannot be given tokens.
 
-Not run by this project: the wheel on PyPI needs an NVIDIA GPU; its backend for processors is in no
-package there, and takes AMX and a build from source. Without the GPU the import fails, and its
-first line says so. With a GPU compare with ``moe-runtime bench serve`` as well.
+On a CPU its wheel computes with torch's operators: its own kernels for processors take AMX and a
+build from source. Without an NVIDIA driver it wants a ``libcuda.so.1`` all the same, and a library
+of that name with a function `cuPointerGetAttribute` will do, in ``LD_LIBRARY_PATH``. Run by this
+project on a CPU (0.5.23), not on a GPU; there compare with ``moe-runtime bench serve`` as well.
+Bytes read are those of this process, and another reads the weights. Of Qwen3-MoE, OLMoE and Mixtral
+it ignores that the output matrix is the embeddings': every token is then id 0.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,32 +18,32 @@ DEVICES = ("cpu", "cuda")
 
 
 class Peer:
-    """Needs ``model`` and ``max_tokens``."""
+    """Needs ``model`` and ``max_tokens``; its threads are those of ``OMP_NUM_THREADS``."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        # It keeps some of a sequence's places for itself, and gives fewer tokens where they lack.
+        most = settings["max_tokens"] + 8
+        self._options = {"model_path": settings["model"], "context_length": most}
+        self._options |= {"skip_tokenizer_init": True, "disable_radix_cache": True}
+        if settings.get("device", "cpu") == "cpu":  # else all memory is for keys and values
+            os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+            self._options |= {"max_total_tokens": 1024 + most, "max_running_requests": 1}
         import sglang  # type: ignore[import-not-found]
 
         self._api: Any = sglang
-        self._settings = settings
-        self._engine: Any = None
 
     def load(self) -> None:
         """Loads all weights; no prompt is remembered, so that each is read whole."""
-        self._engine = self._api.Engine(
-            model_path=self._settings["model"],
-            skip_tokenizer_init=True,
-            context_length=self._settings["max_tokens"],
-            disable_radix_cache=True,
-        )
+        self._engine = self._api.Engine(**self._options)
 
     def stream(self, ids: list[int], num_new: int) -> Iterator[int]:
         """Reads the ids and gives its own likeliest tokens, one after another."""
         rules = {"temperature": 0.0, "max_new_tokens": num_new, "ignore_eos": True}
         given = 0
         for found in self._engine.generate(input_ids=ids, sampling_params=rules, stream=True):
-            tokens = found["output_ids"]
-            yield from tokens[given:]
-            given = len(tokens)
+            tokens = found["output_ids"][given:]  # of all so far
+            yield from tokens
+            given += len(tokens)
 
     def close(self) -> None:
         """Ends the engine's processes."""
