@@ -265,14 +265,16 @@ def _gpt_oss_experts(
 def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> CopiedTensor:
     """Codes `[E, N, G, 16]` with neighbours in a byte, as ggml's blocks `[E, N, G * 17]`."""
     num_experts, num_rows, num_groups, _ = codes.shape
-    num_rows = len(range(*rows.indices(num_rows)))
+    num_rows, half = len(range(*rows.indices(num_rows))), MXFP4_GROUP // 4
 
     def read() -> np.ndarray:
-        pairs = codes.read_bytes()[:, rows]
-        values = np.stack((pairs & 15, pairs >> 4), -1).reshape(*pairs.shape[:-1], MXFP4_GROUP)
-        half = MXFP4_GROUP // 2
-        turned = values[..., :half] | values[..., half:] << 4
-        blocks = np.concatenate((scales.read_bytes()[:, rows, :, None], turned), -1)
+        blocks = np.empty((num_experts, num_rows, num_groups, BLOCK_BYTES), np.uint8)
+        each = zip(codes.read_bytes(), scales.read_bytes(), blocks, strict=True)
+        for pairs, exponents, block in each:  # what is written out stays in the cache
+            block[..., 0] = exponents[rows]
+            low, high = pairs[rows, :, :half], pairs[rows, :, half:]
+            block[..., 1::2] = low & 15 | high << 4
+            block[..., 2::2] = low >> 4 | high & 0xF0
         return blocks.reshape(num_experts, num_rows, num_groups * BLOCK_BYTES)
 
     return CopiedTensor(name, "MXFP4", (num_experts, num_rows, num_groups * MXFP4_GROUP), read)
