@@ -1,8 +1,8 @@
 """bf16 experts in the lossless code while they are in memory: 1.4 times as many in a budget.
 
-Linear layers are coded as they are loaded, see `packed_parameter`. The checkpoint stays as it is. An
-expert is read as it lies in the files into one of a few landing slots, and from there it is encoded
-into the slot that it is computed from.
+Linear layers are coded as they are loaded, see `packed_parameter`. The checkpoint stays as it is.
+An expert is read as it lies in the files into one of a few landing slots, and from there it is
+encoded into the slot that it is computed from.
 """
 
 from __future__ import annotations

@@ -101,9 +101,9 @@ def test_the_peer_that_is_ahead_is_said_to_be() -> None:
         part for part in page.split("\n\n") if part.startswith("gpt-oss-20b's shape in MXFP4")
     )
     assert name in told
-    order = ("moe_runtime", "llama_cpp", "moe_runtime:int8")
+    order = ("moe_runtime", "llama_cpp", "moe_runtime:int8", "moe_runtime:planes")
     assert re.findall(r"\d+\.\d\b", told) == [f"{1e3 * found[system]:.1f}" for system in order]
-    assert found["llama_cpp"] < found["moe_runtime"]
+    assert found["llama_cpp"] < found["moe_runtime:planes"] < found["moe_runtime"]
 
 
 def test_why_lru_is_the_beginning_is_what_its_files_say() -> None:
