@@ -16,9 +16,9 @@ from torch.autograd import forward_ad
 
 from moe_runtime.kernels.attention_step.weights import AttentionWeights
 from moe_runtime.kernels.linear import ROWS_PER_CALL
+from moe_runtime.kernels.linear.op import check_status
 from moe_runtime.kernels.native import (
     NEEDS_TORCH,
-    STATUS_NO_MEMORY,
     NativeLibrary,
     native_library,
     needs_torch,
@@ -169,6 +169,5 @@ def run_native(
         cos.shape[1], places, len(cached), None if mask is None else mask.data_ptr(),
         scratch.data_ptr(), out.data_ptr(), torch.get_num_threads() == library.num_threads,
     )  # fmt: skip
-    if status == STATUS_NO_MEMORY:
-        raise MemoryError(f"no memory for an attention step of {batch} sequences")
+    check_status(status, batch, weights.qkv.shape[1])
     return out

@@ -265,9 +265,10 @@ def linear_into(
 
 
 def check_status(status: int, num_rows: int, dim_in: int) -> None:
-    """Raises `MemoryError` if the C kernel could not have the memory that it works in.
+    """Raises what a status of the C kernel says.
 
     Raises:
+        MemoryError: It could not have the memory that it works in.
         CheckpointError: A weight in the lossless code is damaged.
     """
     if status == STATUS_NO_MEMORY:

@@ -148,6 +148,8 @@ def _native_problem(
         return f"x must be [R, {weight.num_cols}], got {list(x.shape)}"
     if x.dtype not in DTYPE_CODES:
         return f"x must be fp32, bf16 or fp16, got {x.dtype}"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"bias must be [{weight.shape[0]}], got {list(bias.shape)}"
     if not x.is_cpu or (bias is not None and bias.dtype not in DTYPE_CODES):
         return "it needs CPU tensors, and biases in fp32, bf16 or fp16"
     if needs_torch(x, bias):

@@ -54,7 +54,8 @@ def encode_reference(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     exponents_NK = bits_NK >> 7 & 255
     book = choose_book(torch.bincount(exponents_NK.flatten(), minlength=256))
     blocks = -(-cols // BLOCK)
-    padded = bits_NK.new_full((rows, blocks * BLOCK), int(book[0]) << 7)
+    # of two exponents the smaller is that of a finite number, which times zero is zero
+    padded = bits_NK.new_full((rows, blocks * BLOCK), int(book[:2].min()) << 7)
     padded[:, :cols] = bits_NK
     bits_NBP = padded.view(rows, blocks, BLOCK)[..., ELEMENT_OF_POSITION]
     exponents_NBP = bits_NBP >> 7 & 255

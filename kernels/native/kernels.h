@@ -137,7 +137,7 @@ typedef struct {
     /* The same for weights that were just written, of no quantised kind. */
     void (*multiply_cached)(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                             float *out, int64_t ldo);
-    /* The same of weights in the lossless code and one panel of KIND_BF16_DOT, a weight row at a time; NULL where there is none. */
+    /* The same of weights in the lossless code and one panel of KIND_BF16_DOT, one row or two at a time; NULL where there is none. */
     PlanesDot dot_planes;
     /* out[row * ldo + n] = dot(x row, column n of a matrix [k, num_columns]). Rows of x are bf16 for KIND_BF16_DOT, with a zero
      * behind an odd k, else fp32; ldo is a multiple of k_step, `sums` has num_rows * ldo elements. */

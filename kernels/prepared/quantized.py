@@ -42,6 +42,10 @@ class PreparedQuantizedLinear:
         """Where the C struct `Matrix` is; 0 where kernels cannot multiply rows of a dtype by it."""
         return self._address if self.row_limit and dtype in self._dtypes else 0
 
+    def _takes_bias(self, bias: Tensor) -> bool:
+        is_whole = bias.shape == (self._dim_out,) and bias.is_contiguous()
+        return is_whole and bias.dtype in self._bias_dtypes
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """`x @ weight.T + bias`: `[..., K]` to `[..., N]`, in the bits of `quantized_linear`.
 
@@ -60,10 +64,7 @@ class PreparedQuantizedLinear:
             or dtype not in self._dtypes
             or not x.is_cpu
             or not x.is_contiguous()
-            or (
-                bias is not None
-                and (bias.dtype not in self._bias_dtypes or not bias.is_contiguous())
-            )
+            or not (bias is None or self._takes_bias(bias))
             or torch.is_grad_enabled()
             or forward_ad._current_level >= 0
             or torch.is_autocast_enabled("cpu")

@@ -84,6 +84,20 @@ class QuantizedMatrix:
         parts = (self.codes, self.scales, self.zero_points, self.global_scale)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
+    def part(self, first: int, end: int) -> QuantizedMatrix:
+        """Rows in the memory of these, of a format without a global scale.
+
+        Args:
+            first: where a group of rows begins that share scales.
+            end: where another one does, or N.
+        """
+        group = self.format.group_rows
+        groups = slice(first // group, -(-end // group))
+        others = (
+            None if other is None else other[groups] for other in (self.scales, self.zero_points)
+        )
+        return QuantizedMatrix(self.format, self.num_cols, self.codes[first:end], *others)
+
     def native_record(self) -> tuple[list[int], array[int]] | None:
         """The four words of the C struct `Matrix`, and what they point at, which has to be kept.
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.absent import AbsentTensor
-from moe_runtime.checkpoints.packed_reading import read_coded, read_matrix
+from moe_runtime.checkpoints.packed_reading import coded_bytes, read_coded, read_matrix
 from moe_runtime.checkpoints.packing.manifest import MatrixForm
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import UnsupportedUseError
@@ -45,6 +45,10 @@ _CONVERSIONS = frozenset(
     for name in ("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "contiguous")
 )
 """What gives a tensor back as it is where there is nothing to convert."""
+
+_READ_AS_VALUES = ("kv_b_proj",)
+"""Linear layers whose weights are more than multiplied by: steps of latent attention divide them
+into keys and values."""
 
 _DATA: Any = Tensor.data
 _READING_CODES = (Tensor.detach, _DATA.__get__)
@@ -146,52 +150,53 @@ def packed_parameter(matrix: AnyMatrix, dtype: torch.dtype) -> nn.Parameter:
 def join_packed(parts: Sequence[nn.Linear]) -> None:
     """Moves the codes of linear layers into one matrix, whose rows theirs are from then on.
 
-    Nothing is moved where groups of rows that share a scale would lie in two layers.
+    Nothing is moved where groups of rows that share a scale, or that may be read apart, would lie
+    in two layers, where formats differ, or where a code book in common needs more memory.
     """
-    matrices: Any = [cast(PackedTensor, part.weight).matrix for part in parts]
-    if any(isinstance(matrix, PlanesMatrix) for matrix in matrices):
-        return _join_coded(parts)
-    kind = matrices[0].format
+    matrices = [cast(PackedTensor, part.weight).matrix for part in parts]
+    if all(isinstance(matrix, PlanesMatrix) for matrix in matrices):
+        joined: Any = _join_coded(cast("list[PlanesMatrix]", matrices))
+    elif any(isinstance(matrix, PlanesMatrix) for matrix in matrices):
+        return
+    else:
+        joined = _join_quantized(cast("list[QuantizedMatrix]", matrices))
+    if joined is None:
+        return
+    whole, first = PackedTensor(joined, parts[0].weight.dtype), 0
+    for part in parts:
+        end = first + part.out_features
+        part.weight = packed_parameter(joined.part(first, end), whole.dtype)
+        cast(PackedTensor, part.weight).whole = whole
+        first = end
+
+
+def _join_quantized(matrices: list[QuantizedMatrix]) -> QuantizedMatrix | None:
+    kind, num_cols = matrices[0].format, matrices[0].num_cols
     group = kind.group_rows
-    sizes = [len(matrix.codes) for matrix in matrices]
     if (
-        any((matrix.format, matrix.num_cols) != (kind, matrices[0].num_cols) for matrix in matrices)
+        any((matrix.format, matrix.num_cols) != (kind, num_cols) for matrix in matrices)
         or kind.global_scale != "none"
         or group == 0
-        or any(size % group for size in sizes[:-1])
+        or any(len(matrix.codes) % group for matrix in matrices[:-1])
     ):
-        return
-    dtype = parts[0].weight.dtype
+        return None
     codes = torch.cat([matrix.codes for matrix in matrices])
     others = [
         None if column[0] is None else torch.cat(cast("list[Tensor]", column))
         for column in ([m.scales for m in matrices], [m.zero_points for m in matrices])
     ]
-    whole = PackedTensor(QuantizedMatrix(kind, matrices[0].num_cols, codes, *others), dtype)
-    first = 0
-    for part, size in zip(parts, sizes, strict=True):
-        end = first + size
-        groups = slice(first // group, -(-end // group))
-        own = [None if other is None else other[groups] for other in others]
-        matrix = QuantizedMatrix(kind, whole.matrix.num_cols, codes[first:end], *own)
-        part.weight = packed_parameter(matrix, dtype)
-        cast(PackedTensor, part.weight).whole = whole
-        first = end
+    return QuantizedMatrix(kind, num_cols, codes, *others)
 
 
-def _join_coded(parts: Sequence[nn.Linear]) -> None:
-    """`join_packed` of weights in the lossless code, which get a code book in common."""
-    sizes = [part.out_features for part in parts]
-    if any(size % GROUP_ROWS for size in sizes[:-1]) or len({p.in_features for p in parts}) > 1:
-        return
-    dtype = parts[0].weight.dtype
-    values = [values_of(cast(PackedTensor, part.weight).matrix, dtype) for part in parts]
-    matrix = encode_planes(torch.cat(values))
-    whole, first = PackedTensor(matrix, dtype), 0
-    for part, size in zip(parts, sizes, strict=True):
-        part.weight = packed_parameter(matrix.part(first, first + size), dtype)
-        cast(PackedTensor, part.weight).whole = whole
-        first += size
+def _join_coded(matrices: list[PlanesMatrix]) -> PlanesMatrix | None:
+    num_cols = matrices[0].num_cols
+    if any(len(m.coded) % GROUP_ROWS for m in matrices[:-1]):
+        return None
+    if any(matrix.num_cols != num_cols for matrix in matrices):
+        return None
+    joined = encode_planes(torch.cat([values_of(matrix, torch.bfloat16) for matrix in matrices]))
+    planned = sum(coded_bytes(*matrix.shape) for matrix in matrices)
+    return joined if joined.nbytes <= planned else None
 
 
 def whole_of(weights: Sequence[Tensor | None]) -> PackedTensor | None:
@@ -221,6 +226,8 @@ def may_stay_packed(model: PreTrainedModel, name: str, weight: Weight) -> bool:
     if type(module) is not nn.Linear or own_name != "weight":
         return False
     if isinstance(weight, TensorEntry):
+        if path.rpartition(".")[2] in _READ_AS_VALUES:
+            return False
         is_bf16 = weight.dtype == "BF16" and module.weight.dtype == torch.bfloat16
         form = MatrixForm(name, torch.bfloat16, tuple(weight.shape))
         if not is_bf16 or weight.convert is not None or not form.is_coded("planes"):

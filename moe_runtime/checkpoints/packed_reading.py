@@ -39,14 +39,14 @@ def read_matrix(reader: DenseReader, weight: PackedWeight) -> QuantizedMatrix:
     return matrix
 
 
-ROOM_SHARE = 16
-"""Escapes have room for one of so many weights; trained weights have half or a third of that."""
+_ROOM_SHARE = 8
+"""Escapes of a linear layer have room for one of so many weights; trained ones have a quarter."""
 
 
 def coded_bytes(num_rows: int, num_cols: int) -> int:
     """The most bytes that a bf16 matrix may take in the lossless code."""
     starts_bytes, book_bytes = 4 * (num_groups(num_rows) + 1), 8
-    room = num_rows * num_cols // ROOM_SHARE + TAIL_BYTES
+    room = num_rows * num_cols // _ROOM_SHARE + TAIL_BYTES
     return num_rows * coded_row_bytes(num_cols) + starts_bytes + book_bytes + room
 
 
@@ -61,7 +61,7 @@ def read_coded(reader: DenseReader, entry: TensorEntry) -> PlanesMatrix:
     if matrix.nbytes > coded_bytes(*matrix.shape):
         raise CapacityError(
             f"{entry.name} does not fit in the lossless code: more than one weight in "
-            f"{ROOM_SHARE} has a rare exponent; load the model with cache_code none"
+            f"{_ROOM_SHARE} has a rare exponent; load the model with cache_code none"
         )
     return matrix
 

@@ -124,7 +124,7 @@ def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
         return
     for one in value if isinstance(value, list | tuple) else [value]:
         if isinstance(one, str | Path) and one:
-            path = Path(os.path.expanduser(one))
+            path = Path(at_home(one)) if isinstance(one, str) else one
             yield from files_of(path) if os.path.isdir(path) else [path]
 
 

@@ -146,11 +146,10 @@ def reserve_for(
 def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
     """Those of the weights of attention and experts."""
     text = config.get_text_config()
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
-    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
-    widths = [heads * head_dim, (getattr(text, "num_key_value_heads", None) or heads) * head_dim]
-    widths += [inner] if isinstance(inner, int) else []
+    hidden, heads, head_dim = text.hidden_size, text.num_attention_heads, widest_head(config)
+    inner = largest_of(text, "moe_intermediate_size") or largest_of(text, "intermediate_size")
+    widths = [heads * head_dim, (largest_of(text, "num_key_value_heads") or heads) * head_dim]
+    widths += [inner] if inner else []
     shapes = {(width, hidden) for width in widths}
     return shapes | {(hidden, width) for width in (widths[0], widths[-1])}
 
@@ -163,12 +162,25 @@ def reserve_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 def bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
     """Of the KV cache, and of activations."""
     text = config.get_text_config()
-    hidden = text.hidden_size
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
-    kv_layer = 2 * heads * head_dim * dtype.itemsize
-    activations = hidden * (12 * 4 + experts_per_token(config) * dtype.itemsize)
+    heads = largest_of(text, "num_key_value_heads") or text.num_attention_heads
+    kv_layer = 2 * heads * widest_head(config) * dtype.itemsize
+    activations = text.hidden_size * (12 * 4 + experts_per_token(config) * dtype.itemsize)
     return kv_layer * (text.num_hidden_layers + 1), activations
+
+
+def widest_head(config: PreTrainedConfig) -> int:
+    """Values of a head of attention, in the layers where they are most."""
+    text = config.get_text_config()
+    found = largest_of(text, "head_dim", "global_head_dim")
+    return found or text.hidden_size // text.num_attention_heads
+
+
+def largest_of(text: PreTrainedConfig, *names: str) -> int:
+    """The largest number that one of some attributes has in any layer; 0 where none is a number."""
+    # transformers refuses to read such as differ between layers, from the release that knows them
+    layers = text.per_layer_config if getattr(text, "per_layer_attributes", None) else [text]
+    values = (getattr(layer, name, None) for layer in layers for name in names)
+    return max((value for value in values if isinstance(value, int)), default=0)
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""bf16 experts in the lossless code while they are in memory: 1.4 times as many in a budget.
+"""bf16 weights in the lossless code while in memory: 1.4 times as many experts in a budget.
 
 Linear layers are coded as they are loaded, see `packed_parameter`. The checkpoint stays as it is.
 An expert is read as it lies in the files into one of a few landing slots, and from there it is
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.packed_reading import ROOM_SHARE
 from moe_runtime.checkpoints.packing.expert_runs import PlanesPacking
 from moe_runtime.checkpoints.packing.manifest import (
     PART_ALIGNMENT,
@@ -43,6 +42,9 @@ from moe_runtime.memory.tiers import TierStore
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 
+ROOM_SHARE = 16
+"""Escapes of an expert have room for one of so many weights; trained ones have half or a third of
+that."""
 LANDING_SLOTS = 2 * COPY_THREADS
 """Experts on their way into the code at once: each thread has one."""
 SPARE_SLOTS = 1
@@ -62,7 +64,8 @@ def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, i
         raise UnsupportedModelError(
             f"cache_code planes is for models on the CPU; expected none on {place.type}"
         )
-    coded = ExpertMap(experts.modules)
+    dense, packed = experts.dense_entries, experts.packed_dense
+    coded = ExpertMap(experts.modules, dense_entries=dense, packed_dense=packed)
     # a process may have some of the experts, and of a layer none
     own: list[list[ExpertKey]] = [[] for _ in experts.modules]
     for key in experts.layouts:
@@ -82,9 +85,7 @@ def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, i
             places = tuple(part.offset for part in parts)
             coded.layouts[key] = ExpertLayout((extent,), ranges, places, places, 0)
     if any(experts.packings) or not any(coded.packings):
-        if any(
-            isinstance(experts.dense_entries[name], TensorEntry) for name in experts.packed_dense
-        ):
+        if any(isinstance(dense[name], TensorEntry) for name in packed):
             return experts, 0
         raise UnsupportedModelError(
             "cache_code planes is for weights in bf16: no linear layer is, and experts are "

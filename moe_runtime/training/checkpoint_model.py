@@ -14,7 +14,7 @@ from moe_runtime.checkpoints.dense_weights import Progress, load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.gguf.linear_attention import SplitProjection
 from moe_runtime.checkpoints.opening import Checkpoint
-from moe_runtime.inference.budget import experts_per_token
+from moe_runtime.inference.budget import experts_per_token, widest_head
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.finetune.settings import LoraConfig
 from moe_runtime.training.offload.memory import SPARE_BYTES, expert_buffer_bytes
@@ -177,8 +177,7 @@ def activation_bytes(
     """
     text = config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    heads, head_dim = text.num_attention_heads, widest_head(config)
     widths = [getattr(text, n, None) for n in ("moe_intermediate_size", "intermediate_size")]
     width = next((int(w) for w in widths if isinstance(w, int)), 4 * hidden)
     routed = 2 * width * experts_per_token(config)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from training_runs import CONFIG, write_run
 
 from moe_runtime.bench.peer_files import split_peer
 from moe_runtime.checkpoints.model_files import find_checkpoint
+from moe_runtime.cli.commands.finetune import _pattern
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.traces import write_trace
@@ -86,6 +88,11 @@ def test_a_dot_makes_it_a_plain_name(home: Path) -> None:
     assert main(["report", "~/trace.npz", "-o", "./~/page.html", "--predictor", "none"]) == 0
     assert os.listdir("~") == ["page.html"]
     assert not (home / "page.html").exists()
+    shutil.copy(home / "trace.npz", "~")
+    whole = Path("~/trace.npz").read_bytes()
+    assert main(["report", "./~/trace.npz", "-o", "./~/trace.npz", "--predictor", "none"]) == 2
+    assert Path("~/trace.npz").read_bytes() == whole
+    assert _pattern("./~") == "./~/**/*.txt"
 
 
 def test_names_within_words(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

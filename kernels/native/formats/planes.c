@@ -98,6 +98,7 @@ MOE_EXPORT int64_t moe_planes_encode(const char *weight, int64_t stride, int64_t
                                      char *coded, uint32_t *starts, uint8_t *escapes) {
     const PlanesEncode encode_block = planes_encode();
     const int64_t blocks = planes_blocks(cols);
+    const uint16_t filler = (uint16_t)((book[0] < book[1] ? book[0] : book[1]) << 7); /* finite */
     int64_t count = 0;
     for (int64_t n = 0; n < rows; n++, weight += stride) {
         char *signs = coded + blocks * PLANES_INDEX_BYTES;
@@ -105,7 +106,7 @@ MOE_EXPORT int64_t moe_planes_encode(const char *weight, int64_t stride, int64_t
         for (int64_t first = 0; first < cols; first += PLANES_BLOCK, coded += PLANES_INDEX_BYTES, signs += PLANES_BLOCK) {
             const int64_t filled = cols - first < PLANES_BLOCK ? cols - first : PLANES_BLOCK;
             uint16_t values[PLANES_BLOCK];
-            for (int k = (int)filled; k < PLANES_BLOCK; k++) values[k] = (uint16_t)(book[0] << 7);
+            for (int k = (int)filled; k < PLANES_BLOCK; k++) values[k] = filler;
             memcpy(values, weight + 2 * first, (size_t)(2 * filled));
             count += encode_block(values, book, coded, signs, escapes + count);
         }

@@ -270,8 +270,8 @@ def _finetune(
 
 def _pattern(name: str) -> str:
     """A folder stands for the text files in it."""
-    path = Path(at_home(name))
-    return str(path / "**" / "*.txt") if path.is_dir() else name
+    is_folder = os.path.isdir(at_home(name))
+    return os.path.join(name, "**", "*.txt") if is_folder else name
 
 
 def _place_of_experts(preparation: "FinetunePreparation") -> Path:

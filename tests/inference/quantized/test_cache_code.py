@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,20 +13,33 @@ from moe_families import Family
 from quantized_checkpoints import EVEN
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import NEXT_TOKEN, PROMPT, save, tiny_model
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_runtime
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
-from moe_runtime.checkpoints.packed_parameter import PackedTensor
+from moe_runtime.checkpoints.packed_parameter import (
+    PackedTensor,
+    join_packed,
+    packed_parameter,
+    whole_of,
+)
 from moe_runtime.checkpoints.packing import pack_checkpoint
 from moe_runtime.cli.main import main
-from moe_runtime.errors import CapacityError, UnsupportedModelError, UnsupportedUseError
+from moe_runtime.errors import (
+    CapacityError,
+    CheckpointError,
+    UnsupportedModelError,
+    UnsupportedUseError,
+)
 from moe_runtime.inference.budget import BUFFER_SHARE
 from moe_runtime.inference.cache_code import LANDING_SLOTS, ROOM_SHARE, SPARE_SLOTS, coded_experts
 from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.kernels.lossless import encode_planes
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
 from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
 from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.types import ExpertKey
@@ -225,6 +239,27 @@ def test_linear_layers_are_coded_beside_experts_that_stay_as_they_are(
         load(folder, cache_code="zip")
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        Family("deepseek_v3", "DeepseekV3ForCausalLM", {"num_key_value_heads": 2}),
+        Family("olmoe", "OlmoeForCausalLM"),
+    ],
+    ids=lambda family: family.folder,
+)
+def test_families_have_the_same_bits(family: Family, tmp_path: Path) -> None:
+    """Among them one whose steps divide a linear layer's weight into keys and values."""
+    family = replace(family, config={**family.config, "hidden_size": 128})
+    folder = save(tiny_model(family).bfloat16(), tmp_path / "model", sharded=False)
+    model = load(folder, cache_code="planes")
+    coded = [p for p in model.parameters() if isinstance(p, PackedTensor)]
+    assert len(coded) > 4
+    model.moe.close()
+    expected, _ = outcome(folder)
+    found, _ = outcome(folder, cache_code="planes")
+    assert all(map(torch.equal, found, expected))
+
+
 def test_a_model_without_bf16_is_one_line(tmp_path: Path) -> None:
     save(tiny_model(MIXTRAL), tmp_path / "out", sharded=False)
     with pytest.raises(UnsupportedModelError, match=r"is for weights in bf16[^\n]*none$"):
@@ -250,6 +285,61 @@ def test_dense_weights_take_the_bytes_that_inspect_says_at_most() -> None:
                 assert torch.equal(weight.detach() + 0, plain.get_parameter(name)), name
         with pytest.raises(UnsupportedUseError, match="cache_code none"), torch.no_grad():
             coded[largest].zero_()
+
+
+def test_what_is_written_out_of_linear_layers_is_planned_for(source: Path) -> None:
+    checkpoint = open_checkpoint(source, "auto")
+    experts = map_experts(build_on_meta(checkpoint), checkpoint, codes_dense=True)
+    coded, _ = coded_experts(experts, torch.device("cpu"))
+    experts.dense_entries["large"] = replace(
+        experts.dense_entries["lm_head.weight"], shape=(999, 999)
+    )
+    experts.packed_dense["large"] = "large"
+    assert coded.largest_quantised == 999 * 999
+
+
+def layer_of(matrix: Any) -> nn.Linear:
+    layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+    layer.weight = packed_parameter(matrix, torch.bfloat16)
+    return layer
+
+
+def gaussian(rows: int, std: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return (std * torch.randn(rows, 256, generator=generator)).bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["alike", "quantised among them", "of other scales", "odd rows"])
+def test_projections_are_joined_where_nothing_is_lost(kind: str) -> None:
+    stds = (0.02, 2**-14, 2**-22) if kind == "of other scales" else (0.02, 0.01, 0.02)
+    sizes = (64, 40, 32) if kind == "odd rows" else (64, 32, 32)
+    values = [gaussian(size, std) for size, std in zip(sizes, stds, strict=True)]
+    matrices: list[Any] = [encode_planes(one) for one in values]
+    if kind == "quantised among them":
+        codes = torch.randint(0, 256, (32, 256), dtype=torch.uint8)
+        scales = torch.ones(32, 1, dtype=torch.bfloat16)
+        matrices[1] = QuantizedMatrix(WeightFormat("int8", "bf16", 1, 256), 256, codes, scales)
+    layers = [layer_of(matrix) for matrix in matrices]
+    join_packed(layers)
+    weights = [cast(PackedTensor, layer.weight) for layer in layers]
+    is_joined = whole_of(weights) is not None
+    assert is_joined == (kind == "alike")
+    for weight, matrix in zip(weights, matrices, strict=True):
+        assert torch.equal(weight.values(), matrix.dequantize(torch.bfloat16))
+        assert is_joined or weight.matrix is matrix
+    whole = weights[0].whole
+    if whole is not None:
+        assert torch.equal(whole.values(), torch.cat(values))
+
+
+def test_a_step_of_attention_with_damaged_codes_is_refused() -> None:
+    model = load(pocket_path(), cache_code="planes")
+    with model.moe, torch.inference_mode():
+        cache = model(PROMPT, use_cache=True).past_key_values
+        weight = model.model.layers[0].self_attn.o_proj.weight
+        weight.matrix.starts[1:] += 2**20
+        with pytest.raises(CheckpointError, match="damaged"):
+            model(NEXT_TOKEN, past_key_values=cache)
 
 
 def test_a_linear_layer_without_room_for_its_escapes_is_refused_by_name(tmp_path: Path) -> None:

@@ -118,6 +118,27 @@ def test_products_have_the_bits_of_those_with_the_matrix(
         library.select_isa(chosen)
 
 
+@torch.inference_mode()
+def test_what_fills_rows_up_is_finite() -> None:
+    """Though most numbers are not: with no column of `x` it may give more than zero."""
+    weight = torch.full((64, 65), -torch.inf, dtype=torch.bfloat16)
+    weight[3] = 1
+    matrix = encode_planes(weight)
+    assert all(map(torch.equal, parts(matrix), encode_reference(weight)))
+    x = torch.ones(2, 65, dtype=torch.bfloat16)
+    assert torch.equal(quantized_linear(x, matrix), linear(x, weight))
+
+
+@pytest.mark.parametrize("size", [1, 65])
+def test_a_bias_of_another_length_is_refused(size: int) -> None:
+    matrix, x = encode_planes(weights(64, 70)), weights(2, 70)
+    bias = torch.ones(size, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert PreparedQuantizedLinear(matrix)(x, bias) is None
+        with pytest.raises((RuntimeError, ValueError)):
+            quantized_linear(x, matrix, torch.ones(65, dtype=torch.bfloat16))
+
+
 def test_rows_of_a_matrix_are_a_matrix() -> None:
     weight = any_bits(100, 70, seed=7)
     matrix = encode_planes(weight)

@@ -20,7 +20,7 @@ SLIDING_THEN_FULL = {"layer_types": ["sliding_attention", "sliding_attention", "
 ALL_INDEXED = {"layer_types": ["indexed_attention"] * 3}
 GEMMA4 = {
     "enable_moe_block": True,
-    "global_head_dim": 8,
+    "global_head_dim": 16,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 96,
     **SLIDING_THEN_FULL,
@@ -145,7 +145,7 @@ TABLE = [
         "diffusion_gemma",
         "DiffusionGemmaForBlockDiffusion",
         {
-            "text_config": {"global_head_dim": 8, **SLIDING_THEN_FULL},
+            "text_config": {"global_head_dim": 16, **SLIDING_THEN_FULL},
             "vision_config": {"model_type": "gemma4_vision"},
             "canvas_length": 8,
         },
