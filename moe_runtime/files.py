@@ -24,15 +24,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_failure, named_file
-from moe_runtime.places import (
+from moe_runtime.file_names import (
     PARTIAL_SUFFIX,
     draft_of,
     interrupted_of,
+    partial_name,
+    partials_of,
+)
+from moe_runtime.places import (
     is_at,
     is_folder_name,
     open_directly,
-    partial_name,
-    partials_of,
     place_of,
     require_replaceable,
     require_right,

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from moe_runtime.errors import MoERuntimeWarning, named_file
+from moe_runtime.file_names import PARTIAL_SUFFIX, READY_SUFFIX, partial_name, partials_of
 from moe_runtime.files import (
     copy_rights,
     held,
@@ -31,14 +32,7 @@ from moe_runtime.files import (
     sync_folder,
     sync_name,
 )
-from moe_runtime.places import (
-    PARTIAL_SUFFIX,
-    READY_SUFFIX,
-    is_at,
-    partial_name,
-    partials_of,
-    require_replaceable,
-)
+from moe_runtime.places import is_at, require_replaceable
 
 _ASIDE_SUFFIX = ".old"
 _AT_FDCWD = -100

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.safetensors_index import read_checkpoint_index
 from moe_runtime.errors import CheckpointError
+from moe_runtime.file_names import require_whole
 from moe_runtime.models.lm.export import hugging_face_views
 from moe_runtime.models.lm.hugging_face import hugging_face_config, hugging_face_family
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.places import require_whole
 
 # What decides the numbers, or the shapes; a checkpoint's other settings do not matter here.
 _DECISIVE = (

@@ -18,7 +18,7 @@ from moe_runtime.checkpoints.settings_check import (
 from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
 from moe_runtime.config import nearest
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
-from moe_runtime.places import at_home, require_whole
+from moe_runtime.file_names import at_home, require_whole
 from moe_runtime.reading import read_bounded
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from moe_runtime.config import nearest
-from moe_runtime.places import at_home
+from moe_runtime.file_names import at_home
 from moe_runtime.reading import read_toml
 
 

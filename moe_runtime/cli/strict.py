@@ -13,7 +13,8 @@ import typer
 from typer.core import TyperCommand
 
 from moe_runtime.checkpoints.model_files import files_of
-from moe_runtime.places import at_home, require_apart, require_file_name
+from moe_runtime.file_names import at_home
+from moe_runtime.places import require_apart, require_file_name
 from moe_runtime.reading import require_not_read
 
 OUTPUTS = frozenset(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.file_names import partial_name, require_whole
 from moe_runtime.folders import replace_folder
 from moe_runtime.layer.experts import Experts
 from moe_runtime.models.lm.config import LanguageModelConfig
@@ -25,7 +26,6 @@ from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.models.lm.parallel import by_parts
 from moe_runtime.parallel import ParallelExperts
 from moe_runtime.parallel.logical import copy_part, logical_views
-from moe_runtime.places import partial_name, require_whole
 from moe_runtime.training.checkpoint import (
     SHARDED_SUFFIX,
     Progress,

@@ -17,6 +17,7 @@ from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 from moe_runtime import files
 from moe_runtime.cli.main import describe
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.file_names import draft_of
 from moe_runtime.files import (
     OutputFile,
     check_draft_path,
@@ -27,7 +28,6 @@ from moe_runtime.files import (
     remove_abandoned,
     write_atomically,
 )
-from moe_runtime.places import draft_of
 
 
 def write(path: Path | str, content: bytes = b"new") -> None:

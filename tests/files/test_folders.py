@@ -14,9 +14,9 @@ from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 
 from moe_runtime import folders
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.file_names import partial_name, require_whole
 from moe_runtime.files import held
 from moe_runtime.folders import recover_folder, replace_folder
-from moe_runtime.places import partial_name, require_whole
 
 
 def of_a_lower_layer(one: Path, other: Path) -> bool:

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import moe_runtime
 from moe_runtime.checkpoints.model_files import find_checkpoint
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
+from moe_runtime.file_names import partial_name
 from moe_runtime.inference import loading
 from moe_runtime.inference.generation import generate_text
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.memory import source as source_module
-from moe_runtime.places import partial_name
 
 VOCAB = 300
 

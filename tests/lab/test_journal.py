@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.file_names import draft_of
 from moe_runtime.files import OutputFile
 from moe_runtime.lab.traces import Trace, TraceRecorder, read_trace
 from moe_runtime.lab.traces.readers import read_any_trace
-from moe_runtime.places import draft_of
 from moe_runtime.types import ModelSignature
 
 SIGNATURE = ModelSignature(model_type="x", num_layers=2, num_experts=8, top_k=2, vocab_size=100)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.file_names import partial_name
 from moe_runtime.models.lm.tokenizer import train_tokenizer
-from moe_runtime.places import partial_name
 from moe_runtime.training.data.batches import (
     Batches,
     WindowStream,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_runtime.cli.console import say_line
-from moe_runtime.places import at_home
+from moe_runtime.file_names import at_home
 from moe_runtime.reading import require_not_read
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from moe_runtime.cli.commands.replay import (
 from moe_runtime.cli.console import Session, print_table, say_line
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.config import format_bytes
+from moe_runtime.file_names import at_home
 from moe_runtime.files import check_output_path
-from moe_runtime.places import at_home
 
 _QUICK = ("lru", "lfu", "belady-bypass")
 
