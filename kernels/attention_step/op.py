@@ -169,5 +169,6 @@ def run_native(
         cos.shape[1], places, len(cached), None if mask is None else mask.data_ptr(),
         scratch.data_ptr(), out.data_ptr(), torch.get_num_threads() == library.num_threads,
     )  # fmt: skip
-    check_status(status, batch, weights.qkv.shape[1])
+    if status:
+        check_status(status, batch, weights.qkv.shape[1])
     return out
