@@ -73,8 +73,8 @@ def quantized_linear(
 
     Args:
         x: `[R, K]`; the kernel takes fp32, bf16 and fp16.
-        weight: `[N, K]`; of one in the lossless code the bits of `linear` with what it was, which
-            a few rows at a time are again on the way.
+        weight: `[N, K]`; one in the lossless code gives the bits of `linear` with the matrix that
+            was coded.
         bias: `[N]`, fp32, bf16 or fp16, or None.
         impl: As in `linear`.
         values: How values are written out for `auto`; every call takes new memory without it.

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _ELEMENTS_AT_ONCE = 2**16
 """Elements of a quantised weight that are dequantised at once: a few megabytes on the way."""
+_ROOM_SHARE = 8
+"""Escapes of a linear layer have room for one of so many weights; trained ones have a quarter."""
 
 
 def read_matrix(reader: DenseReader, weight: PackedWeight) -> QuantizedMatrix:
@@ -37,10 +39,6 @@ def read_matrix(reader: DenseReader, weight: PackedWeight) -> QuantizedMatrix:
         matrix = dataclasses.replace(matrix, codes=weight.convert(matrix.codes))
     reader.report(weight)
     return matrix
-
-
-_ROOM_SHARE = 8
-"""Escapes of a linear layer have room for one of so many weights; trained ones have a quarter."""
 
 
 def coded_bytes(num_rows: int, num_cols: int) -> int:

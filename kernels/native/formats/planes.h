@@ -1,7 +1,7 @@
 /* The lossless code of bf16 matrices: sign and mantissa as they are, exponents as indices into a short code book.
  *
- * A row of `cols` elements is written in blocks of 64, the last one filled up with a number of the book. First come the indices of all
- * blocks, three words of 64 bits each: bit p of word i is bit i of the index of position p. Then come the bytes of sign
+ * A row of `cols` elements is written in blocks of 64, the last one filled up with a number of the book. First come the
+ * indices of all blocks, three words of 64 bits each: bit p of word i is bit i of the index of position p. Then come the bytes of sign
  * and mantissa, 64 a block. Index 7 says that the exponent is none of the book's seven; these exponents, in the order of
  * rows and positions, are the escapes. Where those of every 32nd row begin is written down, so rows are read from there.
  *
