@@ -11,7 +11,10 @@ from typing import Any
 from moe_runtime.config import format_bytes
 
 _LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype", "device")
-_TEXT = ("model", "layers", "weights", "prompt_tokens", "new_tokens", "device")
+_TEXT = (
+    *("model", "layers", "weights", "prompt_tokens", "new_tokens"),
+    *("followed_by", "device"),
+)
 _TRACE = ("model", "tokens", "layers", "experts", "top_k")
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "latency": _TEXT,
@@ -46,6 +49,7 @@ _WORDS = {
     "prompt_tokens": "prompts of {} tokens",
     "new_tokens": "{} new tokens",
     "output_tokens": "{} new tokens",
+    "followed_by": "the {}",
     "batch": "{} side by side",
     "side_by_side": "{} side by side",
     "expert_bytes": "experts of {} bytes",

@@ -195,28 +195,26 @@ def _difference(asked: str) -> str:
 
 
 def require_takes_shapes(programs: Sequence[PeerProgram]) -> None:
-    """Refuses peers that have nothing to do with random weights.
+    """Refuses peers that random weights are written in no form for.
 
     Args:
         programs: as asked for, read without settings of the run.
 
     Raises:
-        ValueError: one generates by itself, or reads what is made of a checkpoint elsewhere.
+        ValueError: one reads what is made of a checkpoint elsewhere.
     """
     for one in programs:
-        methods = describe_peer(one.file)["METHODS"]
-        if "stream" in methods:
-            raise ValueError(
-                f"--peer {one.name}: writes its own text and cannot be given another, and random "
-                "weights write none that could be compared; it can be measured with MODEL in the "
-                "place of --shape"
-            )
         if one.file.stem in EXPORTED_PEERS and "model" not in one.settings:
             raise ValueError(
                 f"--peer {one.name}: reads a folder that is exported from a checkpoint, and "
                 "--shape writes none; export what --keep-shape kept, and name it: "
                 f"--peer {one.name}=FOLDER"
             )
+
+
+def writes_own_text(program: PeerProgram) -> bool:
+    """Whether a peer generates by itself, so that no text can be given to it."""
+    return "stream" in describe_peer(program.file)["METHODS"]
 
 
 def split_peer(asked: str) -> tuple[str, str, str, str]:

@@ -18,7 +18,7 @@ from moe_runtime.cli.bench_cases.asked_model import (
 )
 from moe_runtime.cli.bench_cases.chosen_device import choose_device
 from moe_runtime.cli.bench_cases.tables import MEMORY_ROWS, show_systems
-from moe_runtime.cli.console import Session, quiet_transformers
+from moe_runtime.cli.console import Session, quiet_transformers, say_line
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
@@ -65,13 +65,13 @@ def bench_latency(
     Every repetition is a process of its own, systems in turn, until the means are certain to
     --precision or the time is up. All are given the same tokens; a system that would have said
     others gets no numbers. With --shape they are text, and what each finds likeliest after them is
-    compared. Ctrl-C shows what was measured so far.
+    compared, unless a peer writes its own text. Ctrl-C shows what was measured so far.
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
     require_one_model(model, shape, layers, keep=keep_shape)
     parse_budget(host_memory, name="--host-memory")
-    from moe_runtime.bench.peer_files import find_peers, our_program
+    from moe_runtime.bench.peer_files import find_peers, our_program, writes_own_text
 
     find_peers(peer or (), {}, "latency")  # who is unknown is refused before torch is imported
     place = choose_device(ctx, device, device_memory)
@@ -91,7 +91,11 @@ def bench_latency(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    num_built_in, has_after = 2 if quick else 4, shape is not None
+    alone = [one.name for one in peers if writes_own_text(one)]
+    num_built_in, has_after = 2 if quick else 4, shape is not None and not alone
+    followed = {"followed_by": "likeliest tokens"} if shape and alone else {}
+    if followed:
+        say_line(f"{alone[0]} writes its own text: prompts go on as this project finds likeliest")
 
     def read_ids(path: str) -> Ids:
         return prompt_ids(path, texts, prompt_tokens, num_built_in, num_new, has_after=has_after)
@@ -121,6 +125,7 @@ def bench_latency(
                 settings={
                     **{name: value for name, value in ours.items() if name != "model"},
                     **asked.facts,
+                    **followed,
                     "device": place.name,
                     "cap_bytes": limit,
                     "prompt_tokens": [len(ids) for ids in plan.prompts],
