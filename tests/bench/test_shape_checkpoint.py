@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -341,7 +340,7 @@ def noting(given: list[Any], place: str) -> Callable[..., Any]:
     return answer
 
 
-STREAMING = '''
+STREAMING = """
 INSTALL = "pip install torch"
 PACKAGES = ()
 
@@ -360,11 +359,12 @@ class Peer:
 
         given = torch.tensor([ids])
         rules = {"do_sample": False, "min_new_tokens": num_new}
-        yield from self.model.generate(given, max_new_tokens=num_new, **rules)[0, len(ids) :].tolist()
+        found = self.model.generate(given, max_new_tokens=num_new, **rules)
+        yield from found[0, len(ids) :].tolist()
 
     def close(self):
         pass
-'''
+"""
 
 
 def test_beside_a_peer_that_writes_its_own_text_all_go_on_with_what_is_likeliest(
