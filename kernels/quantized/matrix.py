@@ -120,6 +120,7 @@ class QuantizedMatrix:
                 kind.zero,
                 _GLOBAL_NUMBERS[kind.global_scale],
                 *_address_and_stride(self.scales),
+                0 if self.scales is None else len(self.scales),
                 *_address_and_stride(self.zero_points),
                 0 if self.global_scale is None else self.global_scale.data_ptr(),
                 kind.int8_activations,

@@ -328,7 +328,7 @@ static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int
             row.scales = scales + i * padded_groups;
             read_lane_scales(&row, weight.first_row + n);
             if (has_zeros && (!first || format->zeros)) read_lane_zeros(&row, weight.first_row + n, decoder, zeros + i * padded_groups);
-            fetch_scales(weight, n + rows_ahead < num_weight_rows ? n + rows_ahead : n, scale_bytes);
+            fetch_scales(&stream, n + rows_ahead, 1, scale_bytes);
         }
         if (panels == 1) {
             LANES_ROWS[decoder][scales_of_step - 1][num_rows - 1](&lanes, sources, k, packed, out + first, ldo);

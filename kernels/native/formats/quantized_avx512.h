@@ -259,17 +259,13 @@ static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int
     for (int64_t i = 0; i < at_once; i++) rows[i] = row_groups(weight, k, widened + i * room, zeros + i * room);
     for (int64_t n = 0, count; n < num_weight_rows; n += count) {
         count = n + at_once <= num_weight_rows ? at_once : 1;
-        const int64_t index = weight.first_row + n, last_row = weight.first_row + num_weight_rows - 1;
-        const int scales = read_lane_groups(count > 1 ? lanes.groups.reader : SCALES_WIDENED, rows, count, index, last_row);
+        const int64_t index = weight.first_row + n;
+        const int scales = read_lane_groups(count > 1 ? lanes.groups.reader : SCALES_WIDENED, rows, count, index);
         const int own_decoder = decoder_of_rows(rows, count, decoder, mode);
         const Matrix here = {.data = weight.data + n * weight.stride, .stride = weight.stride};
         const char *ahead = stream_row(&stream, n + rows_ahead);
         if (!ahead) ahead = here.data;
-        const int64_t fetched = n + rows_ahead < num_weight_rows ? n + rows_ahead : n;
-        if (weight.quantized->scale_stride == scale_bytes)
-            fetch_scales(weight, fetched, count * scale_bytes);
-        else
-            for (int64_t i = 0; i < count; i++) fetch_scales(weight, fetched + i, scale_bytes);
+        fetch_scales(&stream, n + rows_ahead, count, scale_bytes);
         if (count > 1) {
             LANES_OF_FOUR[mode][own_decoder][scales](&lanes, rows, here, ahead, packed, out + n);
             continue;

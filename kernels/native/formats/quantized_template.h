@@ -217,7 +217,7 @@ INLINE float load_element(const char *src, int dtype, int64_t i) {
 }
 
 /* How far ahead of its use a line is fetched, in bytes. */
-enum { LANES_AHEAD = 4 << 10 };
+enum { LANES_AHEAD = 8 << 10 };
 
 #if HAS_QUANT_LANES
 /* Groups of all columns count as the largest power of two. */
@@ -228,10 +228,18 @@ static int64_t fetched_scale_bytes(const Quantized *format, int64_t k) {
     return format->group_cols ? groups_of_row(format, k) * SCALE_BYTES[format->scale_type] : 0;
 }
 
-static void fetch_scales(Matrix weight, int64_t row, int64_t bytes) {
-    const Quantized *format = weight.quantized;
-    const char *scales = format->scales + group_of(weight.first_row + row, format->group_rows) * format->scale_stride;
-    for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(scales + i, 0, 2);
+/* Those of some rows from `row` on, which may be the next matrix's. */
+static void fetch_scales(const Stream *stream, int64_t row, int64_t count, int64_t bytes) {
+    const int is_next = row >= stream->num_rows;
+    const Matrix *matrix = is_next ? &stream->next : &stream->weight;
+    const Quantized *format = matrix->quantized;
+    if (!matrix->data || !format || format->codes != stream->weight.quantized->codes) return;
+    const int64_t first = matrix->first_row + row - (is_next ? stream->num_rows : 0), stride = format->scale_stride;
+    const int is_dense = stride == bytes && format->group_rows == 1;
+    for (int64_t i = 0; i < (is_dense ? 1 : count); i++) {
+        const char *scales = format->scales + group_of(first + i, format->group_rows) * stride;
+        for (int64_t b = 0; b < (is_dense ? count * bytes : bytes); b += CACHE_LINE) __builtin_prefetch(scales + b, 0, 2);
+    }
 }
 
 #if LANES == 8

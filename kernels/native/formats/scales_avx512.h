@@ -85,8 +85,8 @@ static int must_be_widened(const RowGroups *rows, int64_t count, int64_t behind)
 }
 
 /* Reads the groups of some rows, and returns how their scales are to be read. Stored ones are read as whole vectors: behind
- * them must be those of rows up to `last_row`. */
-static int read_lane_groups(int reader, RowGroups *rows, int64_t count, int64_t index, int64_t last_row) {
+ * them must be those of other rows. */
+static int read_lane_groups(int reader, RowGroups *rows, int64_t count, int64_t index) {
     const Quantized *format = rows->format;
     const int64_t stride = format->scale_stride;
     int64_t group = 0;
@@ -100,6 +100,6 @@ static int read_lane_groups(int reader, RowGroups *rows, int64_t count, int64_t 
         read_zeros(&rows[i], index + i);
     }
     if (reader == SCALES_WIDENED) return reader;
-    const int64_t behind = (group_of(last_row, format->group_rows) - group) * stride;
-    return must_be_widened(rows, count, behind) ? read_lane_groups(SCALES_WIDENED, rows, count, index, last_row) : reader;
+    const int64_t behind = (format->scale_rows - 1 - group) * stride;
+    return must_be_widened(rows, count, behind) ? read_lane_groups(SCALES_WIDENED, rows, count, index) : reader;
 }
