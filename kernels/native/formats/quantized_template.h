@@ -217,7 +217,7 @@ INLINE float load_element(const char *src, int dtype, int64_t i) {
 }
 
 /* How far ahead of its use a line is fetched, in bytes. */
-enum { LANES_AHEAD = 8 << 10 };
+enum { LANES_AHEAD = 12 << 10 };
 
 #if HAS_QUANT_LANES
 /* Groups of all columns count as the largest power of two. */
