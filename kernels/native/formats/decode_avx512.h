@@ -1,10 +1,16 @@
 /* Codes decoded in registers, vectors of sixteen lanes; a part of quantized_avx512.h. */
 
+/* The first bytes of a half of a vector. */
+INLINE __m256i load_some(const char *codes, int64_t bytes) {
+    return bytes > 0 ? _mm256_maskz_loadu_epi8(~0u >> (bytes < 32 ? 32 - bytes : 0), (const __m256i *)codes) : _mm256_setzero_si256();
+}
+
 /* A vector of codes, of a block of which `bytes` are there: the row may end at the end of the mapped memory, and what a
- * mask leaves out is not read. They are loaded once: a compiler that loads them again for the shifts is a fifth slower
- * from memory where rows begin within a line (measured on Zen 5, in a loop of such products alone). */
+ * mask leaves out is not read. Its cache line is waited for nevertheless, so that the last codes are loaded by halves. Whole
+ * vectors are loaded once: a compiler that loads them again for the shifts is a fifth slower from memory where rows begin
+ * within a line (measured on Zen 5, in a loop of such products alone). */
 INLINE __m512i load_codes(const char *codes, int64_t bytes) {
-    if (bytes < 64) return _mm512_maskz_loadu_epi8(bytes > 0 ? ~0ull >> (64 - bytes) : 0, codes);
+    if (bytes < 64) return _mm512_inserti64x4(_mm512_zextsi256_si512(load_some(codes, bytes)), load_some(codes + 32, bytes - 32), 1);
     __m512i loaded = _mm512_loadu_si512(codes);
     __asm__("" : "+v"(loaded));
     return loaded;
