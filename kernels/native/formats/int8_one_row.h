@@ -49,6 +49,7 @@ static void int8_one_row(const Int8Codes *how, const Int8Rows *rows, int first, 
     const char *zeros = (const char *)(rows->zeros + (how->has_zeros ? first * rows->groups : 0));
     __m256 acc = _mm256_setzero_ps();
     char padded[QUAD][QUANT_BLOCK / 2];
+    UNROLL for (int n = 0; n < QUAD; n++) __builtin_prefetch(rows->ahead[first + n] + (k - 1) / 2, 0, 3);
     for (int64_t at = 0; at < k; at += QUANT_BLOCK, x += INT8_BLOCK_BYTES, scales += 16, zeros += 16) {
         const char *codes[QUAD];
         __m128i of_rows[QUAD], zeros_of_rows[QUAD];
