@@ -18,13 +18,14 @@
 INLINE void block_rows(int code, int is_dot, int count, const CodeTable *table, const char *weight, int64_t stride, int64_t k, const float *x,
                        float *out) {
     const int codes = BLOCK_SIZES[code - CODE_BLOCKS].codes, bytes = BLOCK_SIZES[code - CODE_BLOCKS].bytes;
+    const int64_t ahead = (LANES_AHEAD / (count * stride) + 1) * count * stride;
     Vec acc[PANEL_ROWS][TILE_ROWS];
     UNROLL for (int n = 0; n < TILE_ROWS; n++) acc[0][n] = vec_zero();
     for (int64_t first = 0; first < k; first += codes, weight += bytes) {
         GroupNumbers numbers[TILE_ROWS];
-        /* the same block of the rows that are next; past the last row fetching is harmless */
+        /* the same block of later rows; past the last row fetching is harmless */
         UNROLL for (int n = 0; n < count; n++)
-            UNROLL for (int i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(weight + (count + n) * stride + i, 0, 3);
+            UNROLL for (int i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(weight + ahead + n * stride + i, 0, 3);
         UNROLL for (int n = 0; n < count; n++) {
             block_numbers(code, (const uint8_t *)weight + n * stride, &numbers[n]);
             IN_MEMORY(numbers[n]);
