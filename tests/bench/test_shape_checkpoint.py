@@ -1,19 +1,14 @@
 """`--shape` of `bench latency` and `bench throughput`: files that are there for one run."""
 
-import json
 import os
 import signal
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from warm_python import warm_python
 
-from moe_runtime.bench.measured_work import work_words
 from moe_runtime.bench.peer_files import find_peers
-from moe_runtime.bench.results import read_results
 from moe_runtime.bench.synthetic import shape_checkpoint as module
 from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME
 from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape, shape_of_name
@@ -26,13 +21,6 @@ from moe_runtime.files import held
 
 def files_of(shape: ModelShape, folder: Path, *, keep: bool = False, needs_gguf: bool = False):
     return shape_checkpoint(shape, folder, keep=keep, needs_gguf=needs_gguf, say=lambda line: None)
-
-
-def know_the_shape(shape: ModelShape, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For commands, as `tiny`, with a cache of its own and peers that start quickly."""
-    monkeypatch.setitem(SHAPES, "tiny", shape)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
 
 
 def entries(folder: Path) -> list[str]:
@@ -291,118 +279,3 @@ def test_bad_words_of_shapes_are_one_line(
     err = capsys.readouterr().err
     assert complaint in err
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("case", ["latency", "throughput"])
-def test_the_command_measures_a_shape_beside_transformers(
-    case: str,
-    shape: ModelShape,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """All are given text, from the disk where it may be kept, and nothing stays behind."""
-    know_the_shape(shape, tmp_path, monkeypatch)
-    path = tmp_path / "r.json"
-    words = ["--shape", "tiny", "--layers", "1", "--prompt-tokens", "5", "-n", "3", "--quick"]
-    words += ["--time", "1", "--threads", "1", "--peer", "transformers", "-o", str(path)]
-    words += ["--batch", "2"] if case == "throughput" else []
-    given: list[Any] = []
-    measured = f"moe_runtime.bench.cases.{case}._answer"
-    monkeypatch.setattr(measured, noting(given, measured))
-    assert main(["bench", case, *words]) == 0
-    results = read_results(path)
-    assert results["settings"]["model"] == "tiny"
-    assert (results["settings"]["layers"], results["settings"]["weights"]) == (1, "random")
-    for one in results["measurements"]:
-        assert one["failure"] is None
-        assert one["quality"]["compared"] == 6
-    # ours, untimed, then two repetitions' warm-up and answers: the same text for all
-    assert len({json.dumps(ids) for number, ids in given if number == 0}) == 1
-    assert given[0][1] is not None
-    assert entries(tmp_path / "cache") == []
-    err = capsys.readouterr().err
-    assert "writing random weights of tiny-1-layers, " in err
-    assert "removed after the run" in err
-
-
-def noting(given: list[Any], place: str) -> Callable[..., Any]:
-    """The function of a place, with what is given to a prompt or batch noted."""
-    from importlib import import_module
-
-    name, _, function = place.rpartition(".")
-    real = getattr(import_module(name), function)
-
-    def answer(process: Any, plan: Any, number: int, ids: Any) -> Any:
-        given.append((number, ids))
-        return real(process, plan, number, ids)
-
-    return answer
-
-
-STREAMING = """
-INSTALL = "pip install torch"
-PACKAGES = ()
-
-
-class Peer:
-    def __init__(self, settings):
-        self.path = settings["model"]
-
-    def load(self):
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype="auto")
-
-    def stream(self, ids, num_new):
-        import torch
-
-        given = torch.tensor([ids])
-        rules = {"do_sample": False, "min_new_tokens": num_new}
-        found = self.model.generate(given, max_new_tokens=num_new, **rules)
-        yield from found[0, len(ids) :].tolist()
-
-    def close(self):
-        pass
-"""
-
-
-def test_beside_a_peer_that_writes_its_own_text_all_go_on_with_what_is_likeliest(
-    shape: ModelShape,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    know_the_shape(shape, tmp_path, monkeypatch)
-    (tmp_path / "streams.py").write_text(STREAMING)
-    given: list[Any] = []
-    measured = "moe_runtime.bench.cases.latency._answer"
-    monkeypatch.setattr(measured, noting(given, measured))
-    words = ["--shape", "tiny", "--prompt-tokens", "5", "-n", "4", "--quick", "--time", "1"]
-    words += ["--peer", str(tmp_path / "streams.py"), "-o", str(tmp_path / "r.json")]
-    assert main(["bench", "latency", *words]) == 0
-    results = read_results(tmp_path / "r.json")
-    assert results["settings"]["followed_by"] == "likeliest tokens"
-    assert results["settings"]["prompt_tokens"] == [5, 5]
-    assert work_words(results).endswith("4 new tokens, the likeliest tokens")
-    for one in results["measurements"]:
-        assert (one["failure"], one["quality"]["compared"]) == (None, 8)
-    assert given[0][1] is None  # ours says first what all are held to
-    assert given[-1][1] is not None
-    err = capsys.readouterr().err
-    assert "streams writes its own text: prompts go on as this project finds likeliest" in err
-
-
-def test_a_peer_of_an_exported_folder_is_refused_without_one(
-    shape: ModelShape,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(SHAPES, "tiny", shape)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(["bench", "latency", "--shape", "tiny", "--peer", "openvino"]) == 2
-    err = capsys.readouterr().err
-    assert "name it: --peer openvino=FOLDER" in err
-    assert err.count("\n") == 1
-    assert not list(tmp_path.iterdir())

@@ -46,7 +46,8 @@ BENCH_CASES = {
         },
         dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_latency.py")
         | dict.fromkeys(("device", "device_memory", "misses"), "tests/bench/test_bench_devices.py")
-        | dict.fromkeys(("shape", "layers", "keep_shape"), "tests/bench/test_shape_checkpoint.py")
+        | dict.fromkeys(("shape", "layers"), "tests/bench/test_shape_runs.py")
+        | {"keep_shape": "tests/bench/test_shape_checkpoint.py"}
         | {"cap": "tests/bench/test_memory_cap.py"},
     ),
     "bench throughput": Case(
@@ -72,7 +73,8 @@ BENCH_CASES = {
         },
         dict.fromkeys(("prompts", "quick", "output"), "tests/bench/test_throughput.py")
         | dict.fromkeys(("device", "device_memory", "misses"), "tests/bench/test_bench_devices.py")
-        | dict.fromkeys(("shape", "layers", "keep_shape"), "tests/bench/test_shape_checkpoint.py")
+        | dict.fromkeys(("shape", "layers"), "tests/bench/test_shape_runs.py")
+        | {"keep_shape": "tests/bench/test_shape_checkpoint.py"}
         | {"cap": "tests/bench/test_memory_cap.py"},
     ),
     "bench io": Case(

@@ -18,7 +18,7 @@
 INLINE void block_rows(int code, int is_dot, int count, const CodeTable *table, const char *weight, int64_t stride, int64_t k, const float *x,
                        float *out) {
     const int codes = BLOCK_SIZES[code - CODE_BLOCKS].codes, bytes = BLOCK_SIZES[code - CODE_BLOCKS].bytes;
-    const int64_t ahead = (LANES_AHEAD / (count * stride) + 1) * count * stride;
+    const int64_t apart = count * stride, ahead = apart > 0 ? (LANES_AHEAD / apart + 1) * apart : 0; /* rows may lie in one place */
     Vec acc[PANEL_ROWS][TILE_ROWS];
     UNROLL for (int n = 0; n < TILE_ROWS; n++) acc[0][n] = vec_zero();
     for (int64_t first = 0; first < k; first += codes, weight += bytes) {

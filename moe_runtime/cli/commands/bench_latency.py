@@ -145,6 +145,7 @@ def show_latency(results: dict[str, Any]) -> None:
     from moe_runtime.bench.measured_work import cap_words, device_words, model_words
 
     settings = results["settings"]
-    words = [f"latency of {model_words(settings)}", device_words(results), *cap_words(settings)]
-    title = ", ".join(words)
+    followed = [f"the {settings['followed_by']}"] if "followed_by" in settings else []
+    words = [f"latency of {model_words(settings)}", *followed, device_words(results)]
+    title = ", ".join([*words, *cap_words(settings)])
     show_systems(results, title, _SPREADS, MEMORY_ROWS, "likeliest tokens equal")

@@ -68,6 +68,19 @@ def test_products_of_blocks_against_fp64(
     assert torch.equal(quantized_linear(x_RK, every_other, impl="native"), both[:, 1::2])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_blocks_may_lie_in_one_place(
+    isa: str, name: str, generator: torch.Generator
+) -> None:
+    one = random_matrix(BLOCK_FORMATS[name], 1, 2 * BLOCKS[name].num_codes, generator)
+    same = QuantizedMatrix(one.format, one.num_cols, one.codes.expand(9, -1))
+    x_RK = torch.randn(3, one.num_cols, generator=generator)
+    for rows_RK in (x_RK[:1], x_RK):
+        product = quantized_linear(rows_RK, one, impl="native")
+        assert torch.equal(quantized_linear(rows_RK, same, impl="native"), product.expand(-1, 9))
+    assert torch.equal(values_of(same, torch.float32), one.dequantize().expand(9, -1))
+
+
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0", "mxfp4_block"])
 def test_a_row_by_blocks_has_the_same_bits_whatever_the_others_are(
     isa: str, library: NativeLibrary, name: str, generator: torch.Generator
