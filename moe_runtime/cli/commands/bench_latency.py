@@ -91,11 +91,7 @@ def bench_latency(
         precision=precision,
         max_s=max_s or (60.0 if quick else 300.0),
     )
-    alone = [one.name for one in peers if writes_own_text(one)]
-    num_built_in, has_after = 2 if quick else 4, shape is not None and not alone
-    followed = {"followed_by": "likeliest tokens"} if shape and alone else {}
-    if followed:
-        say_line(f"{alone[0]} writes its own text: prompts go on as this project finds likeliest")
+    num_built_in, has_after = 2 if quick else 4, shape is not None
 
     def read_ids(path: str) -> Ids:
         return prompt_ids(path, texts, prompt_tokens, num_built_in, num_new, has_after=has_after)
@@ -103,6 +99,15 @@ def bench_latency(
     about_model = asked_model(model, shape, layers, peers, read_ids, keep=keep_shape, output=output)
     with about_model as asked:
         given, after = split_off(asked.ids, num_new) if has_after else (asked.ids, None)
+        alone = [
+            one.name for one in peers if writes_own_text(one) and not asked.failures.get(one.name)
+        ]
+        followed = {"followed_by": "likeliest tokens"} if has_after and alone else {}
+        if followed:
+            say_line(
+                f"{alone[0]} writes its own text: prompts go on as this project finds likeliest"
+            )
+            after = None
         plan = LatencyPlan(prompts=given, num_new=num_new, agreement=agreement, continuations=after)
         of_all = common_settings(asked.path, threads, plan.prompts, num_new, limit, place.setting)
         ours = own_settings(
