@@ -83,6 +83,10 @@ AT_ONCE = (
         (("return 5", "return '5'"), "a token must be its number, an int, got '5' (str)"),
         ((AT_ONCE, STREAM.format("return")), "RuntimeError: 1 tokens came, 4 were asked for"),
         ((AT_ONCE, STREAM.format("while True: yield 5")), "more tokens came, 4 were asked for"),
+        (
+            (AT_ONCE, STREAM.replace("yield 5", "return [5] * 4").format("")),
+            "as they are made; it returned list",
+        ),
         ((AT_ONCE, STREAM.format("raise OSError('ends')")), "OSError: ends (first_try.py, line "),
     ],
 )

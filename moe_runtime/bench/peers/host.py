@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,13 @@ def measure(peer: Any, ids: list[int], num_new: int, given: list[int] | None) ->
 def _listen(peer: Any, ids: list[int], num_new: int) -> dict[str, Any]:
     """As ``measure``, of a peer that generates by itself: the tokens are its own."""
     before, begin = _io(), time.perf_counter()
-    likeliest, at_s = [], []
-    for token in itertools.islice(peer.stream(ids, num_new), num_new + 1):
+    likeliest, at_s, stream = [], [], peer.stream(ids, num_new)
+    if not isinstance(stream, Iterator):
+        kind = type(stream).__name__
+        raise TypeError(
+            f"stream must yield tokens one by one, as they are made; it returned {kind}"
+        )
+    for token in itertools.islice(stream, num_new + 1):
         likeliest.append(token)
         at_s.append(time.perf_counter() - begin)
     after = _io()
