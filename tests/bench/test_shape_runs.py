@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,19 @@ def know_the_shape(shape: ModelShape, folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
 
 
+def noted(case: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is given from now on to each prompt or batch, with its number; all are asked as ever."""
+    place, given = f"moe_runtime.bench.cases.{case}", list[Any]()
+    real = import_module(place)._answer
+
+    def answer(process: Any, plan: Any, number: int, ids: Any) -> Any:
+        given.append((number, ids))
+        return real(process, plan, number, ids)
+
+    monkeypatch.setattr(f"{place}._answer", answer)
+    return given
+
+
 @pytest.mark.parametrize("case", ["latency", "throughput"])
 def test_the_command_measures_a_shape_beside_transformers(
     case: str,
@@ -36,9 +49,7 @@ def test_the_command_measures_a_shape_beside_transformers(
     words = ["--shape", "tiny", "--layers", "1", "--prompt-tokens", "5", "-n", "3", "--quick"]
     words += ["--time", "1", "--threads", "1", "--peer", "transformers", "-o", str(path)]
     words += ["--batch", "2"] if case == "throughput" else []
-    given: list[Any] = []
-    measured = f"moe_runtime.bench.cases.{case}._answer"
-    monkeypatch.setattr(measured, noting(given, measured))
+    given = noted(case, monkeypatch)
     assert main(["bench", case, *words]) == 0
     results = read_results(path)
     assert results["settings"]["model"] == "tiny"
@@ -53,20 +64,6 @@ def test_the_command_measures_a_shape_beside_transformers(
     err = capsys.readouterr().err
     assert "writing random weights of tiny-1-layers, " in err
     assert "removed after the run" in err
-
-
-def noting(given: list[Any], place: str) -> Callable[..., Any]:
-    """The function of a place, with what is given to a prompt or batch noted."""
-    from importlib import import_module
-
-    name, _, function = place.rpartition(".")
-    real = getattr(import_module(name), function)
-
-    def answer(process: Any, plan: Any, number: int, ids: Any) -> Any:
-        given.append((number, ids))
-        return real(process, plan, number, ids)
-
-    return answer
 
 
 STREAMING = """
@@ -104,9 +101,7 @@ def test_beside_a_peer_that_writes_its_own_text_all_go_on_with_what_is_likeliest
 ) -> None:
     know_the_shape(shape, tmp_path, monkeypatch)
     (tmp_path / "streams.py").write_text(STREAMING)
-    given: list[Any] = []
-    measured = "moe_runtime.bench.cases.latency._answer"
-    monkeypatch.setattr(measured, noting(given, measured))
+    given = noted("latency", monkeypatch)
     words = ["--shape", "tiny", "--prompt-tokens", "5", "-n", "4", "--quick", "--time", "1"]
     words += ["--peer", str(tmp_path / "streams.py"), "-o", str(tmp_path / "r.json")]
     assert main(["bench", "latency", *words]) == 0
@@ -129,9 +124,7 @@ def test_one_that_cannot_run_leaves_the_others_their_text(
     know_the_shape(shape, tmp_path, monkeypatch)
     text = STREAMING.replace("self.path =", "raise ImportError('no engine')\n        self.path =")
     (tmp_path / "streams.py").write_text(text)
-    given: list[Any] = []
-    measured = "moe_runtime.bench.cases.latency._answer"
-    monkeypatch.setattr(measured, noting(given, measured))
+    given = noted("latency", monkeypatch)
     words = ["--shape", "tiny", "--prompt-tokens", "5", "-n", "3", "--quick", "--time", "1"]
     words += ["--peer", str(tmp_path / "streams.py"), "-o", str(tmp_path / "r.json")]
     assert main(["bench", "latency", *words]) == 1

@@ -42,7 +42,7 @@ enum { GLOBAL_NONE = 0, GLOBAL_MULTIPLY = 1, GLOBAL_DIVIDE = 2 };
 struct Quantized {
     int64_t codes, scale_type, group_rows, group_cols, zero, global;
     const char *scales;
-    int64_t scale_stride, scale_rows;
+    int64_t scale_stride, scale_rows; /* how far rows of scales lie apart in bytes, and how many there are */
     const char *zeros;
     int64_t zero_stride;
     const float *global_scale;

@@ -79,8 +79,8 @@ INLINE void lanes_sums(int mode, int decoder, int scales, int panel_rows, const 
         UNROLL for (int i = 0; i < code_bytes; i += CACHE_LINE) __builtin_prefetch(ahead + i, 0, 3);
         lanes_block(mode, decoder, scales, panel_rows, lanes, row, codes, code_bytes, x, block, acc);
     }
-    /* where rows begin within a line they end in one more */
-    UNROLL for (int i = 0; i < 2; i++) __builtin_prefetch(ahead + (rest_bytes - 1) * i, 0, 3);
+    __builtin_prefetch(ahead, 0, 3);
+    __builtin_prefetch(ahead + rest_bytes - 1, 0, 3); /* where rows begin within a line they end in one more */
     if (rest) lanes_block(mode, decoder, scales, panel_rows, lanes, row, codes, rest_bytes, x, blocks, acc);
 }
 

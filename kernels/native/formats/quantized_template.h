@@ -228,7 +228,7 @@ static int64_t fetched_scale_bytes(const Quantized *format, int64_t k) {
     return format->group_cols ? groups_of_row(format, k) * SCALE_BYTES[format->scale_type] : 0;
 }
 
-/* Those of some rows from `row` on, which may be the next matrix's. */
+/* Fetches the scales of `count` rows from `row` on, of the matrix or, behind its rows in hand, of the one that is next. */
 static void fetch_scales(const Stream *stream, int64_t row, int64_t count, int64_t bytes) {
     const int is_next = row >= stream->num_rows;
     const Matrix *matrix = is_next ? &stream->next : &stream->weight;
