@@ -48,19 +48,25 @@ class KeptLearning(Listener):
         self._running: set[int] = set()
         self._learners: dict[Path, Learner] = {}
 
-    def keep(self, *watchers: object) -> None:
+    def keep(self, *watchers: object) -> list[str]:
         """Restores those of the watchers that learn from requests, and keeps them from now on.
 
         Of several of one name the first one is kept.
+
+        Returns:
+            Names of those that begin empty.
         """
+        empty = []
         for watcher in watchers:
             if not isinstance(watcher, Learner):
                 continue
             if watcher.name in PREDICTORS and options.is_file_name(self._predictor):
                 continue
             path = learned_path(watcher.name, self._signature, self._checkpoint)
-            restore_learned(watcher, self._signature, path)
+            if not restore_learned(watcher, self._signature, path):
+                empty.append(watcher.name)
             self._learners.setdefault(path, watcher)
+        return empty
 
     def begin(self, step: Step) -> None:
         """Requests began or ended; those who listen later have not heard of it."""

@@ -89,8 +89,8 @@ PREDICTORS: Mapping[str, "type[Estimator]"] = LazyTable(
     }
 )
 
-NEED_TRAINING = frozenset({"hidden-lookahead"})
-"""Those of `PREDICTORS` that guess nothing before they are trained."""
+NEED_TRAINING = PREDICTORS.keys() - {"eam", "next-gate", "previous-token", "running-counts"}
+"""Those of `PREDICTORS` that guess nothing before they are trained on recorded routing."""
 
 
 def make_estimator(name: str, shape: Shape) -> "Estimator":

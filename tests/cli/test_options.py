@@ -69,7 +69,7 @@ def distinctive(name: str, kind: Any, folder: Path) -> tuple[str, Any]:
     words = {"host_memory": "7GiB", "device_memory": "5GiB", "device": "cpu", "dtype": "float32"}
     words |= {"policy": "sieve", "shares": "even", "cache_code": "planes", "misses": "cpu"}
     words |= {"activations": "int8"}
-    words |= {"prefetch": "observe", "predictor": "popularity"}
+    words |= {"prefetch": "observe", "predictor": "running-counts"}
     kinds = set(get_args(kind)) or {kind}
     if int in kinds:
         return "237", 237
@@ -159,7 +159,7 @@ def test_options_without_effect_are_refused(
             ["finetune", "m", "d", "--lora", "2", "--storage-dir", "s"],
             "--storage-dir is for experts that are trained",
         ),
-        ([*run, "--predictor", "popularity"], "--predictor has nobody to guess for"),
+        ([*run, "--predictor", "running-counts"], "--predictor has nobody to guess for"),
         (["replay", trace, "--train", trace], "--train has nothing to train"),
     ):
         assert main(words) == 2

@@ -252,7 +252,7 @@ def test_options_arrive(
             "activations": "exact",
             "misses": "device",
             "prefetch": "observe",
-            "predictor": "popularity",
+            "predictor": "running-counts",
         },
         **{"device": "cpu", "dtype": "bfloat16"},
     }

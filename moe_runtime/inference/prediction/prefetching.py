@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from moe_runtime.config import PrefetchMode
+from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.inference.cpu.token_look_ahead import TokenLookAhead, make_token_look_ahead
 from moe_runtime.inference.prediction.gates import as_numpy, find_gate
 from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
@@ -149,8 +151,14 @@ def open_prefetcher(
     """
     gates_DL = _bind_ranker(estimator, model, block_names, place)
     predictor: Predictor = make_predictor(estimator)
-    if learning is not None:
-        learning.keep(predictor)
+    begins_empty = [] if learning is None else learning.keep(predictor)
+    if begins_empty and type(estimator).finish is not Estimator.finish:
+        warnings.warn(
+            f"{estimator.name} begins empty: it guesses from requests of this model that have "
+            "ended, and keeps them for later runs",
+            MoERuntimeWarning,
+            stacklevel=2,
+        )
     if share is not None:
         predictor = share.own_guesses(predictor)
     rules, shape = PrefetchRules(), estimator.shape

@@ -39,14 +39,17 @@ def learned_path(name: str, signature: ModelSignature, checkpoint: Path) -> Path
     return cached_path("learned", signature, checkpoint, f"-{name}")
 
 
-def restore_learned(learner: Learner, signature: ModelSignature, path: Path) -> None:
-    """Has a learner begin with what was kept; one that nothing was kept of begins anew.
+def restore_learned(learner: Learner, signature: ModelSignature, path: Path) -> bool:
+    """Restores what a learner learned in earlier processes, if anything was kept.
 
     A file that is damaged, or of another version or model, is left out with a warning
     (``MoERuntimeWarning``).
+
+    Returns:
+        Whether anything was restored.
     """
     if not os.path.exists(path):
-        return
+        return False
     try:
         state = _read(path, learner.name, signature)
         try:
@@ -55,6 +58,8 @@ def restore_learned(learner: Learner, signature: ModelSignature, path: Path) -> 
             raise CheckpointError(f"{path}: what was learned is damaged: {error}") from error
     except CheckpointError as error:
         warnings.warn(f"{learner.name} begins anew: {error}", MoERuntimeWarning, stacklevel=2)
+        return False
+    return True
 
 
 def keep_learned(learner: Learner, signature: ModelSignature, path: Path) -> None:

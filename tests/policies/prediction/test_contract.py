@@ -10,6 +10,7 @@ import pytest
 from synthetic_routes import make_routes
 
 from moe_runtime.policies.prediction import (
+    NEED_TRAINING,
     PREDICTORS,
     Contexts,
     Estimator,
@@ -48,6 +49,16 @@ def test_estimates_are_probabilities_of_about_k_experts(name: str) -> None:
         assert chance.min() >= 0.0
         assert chance.max() <= 1.0
         assert chance.sum(axis=1).mean() == pytest.approx(SHAPE.top_k, rel=0.25)
+
+
+@pytest.mark.parametrize("name", FROM_ROUTING)
+def test_those_that_need_training_tell_experts_apart_only_after_it(name: str) -> None:
+    """Others need the routing of the running request, or that of one that ended, alone."""
+    estimator, contexts = make_estimator(name, SHAPE), held_out()
+    estimator.finish(contexts.counts.sum(axis=0))
+    chance = estimator.estimate(contexts, 3, 4)
+    assert (np.ptp(chance, axis=1).max() < 1e-6) == (name in NEED_TRAINING)
+    assert np.ptp(fitted(name).estimate(contexts, 3, 4), axis=1).max() > 0.01
 
 
 @pytest.mark.parametrize("name", FROM_ROUTING)
