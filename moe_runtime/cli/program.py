@@ -17,6 +17,10 @@ _INTERRUPTED = 130
 
 def program() -> int:
     """Runs the command line of this process and returns the exit code."""
+    if sys.getfilesystemencoding() != "utf-8":
+        # Another locale would read prompts and file names in another encoding. Only a new process
+        # changes how Python has read them.
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the first one is called last
     resend_lost_interrupts()
     try:

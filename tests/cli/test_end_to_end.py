@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,12 @@ def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint: Path) -> No
     assert process.wait(timeout=600) != 0
     assert b"Traceback" not in err
     assert b"Exception ignored" not in err
+
+
+def test_text_is_utf8_in_every_locale() -> None:
+    """A prompt, the name of a file and what is printed; the encoding would be ASCII."""
+    command = [sys.executable, "-P", "-m", "moe_runtime.cli.program", "inspect", "./weiß-日本"]
+    environment = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode == 2
+    assert "./weiß-日本 is not a directory" in done.stderr.decode("utf-8")
