@@ -151,10 +151,19 @@ MaxNewTokens = Annotated[
     int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")
 ]
 Temperature = Annotated[
-    float, typer.Option(min=0.0, help="0 takes the likeliest token, more is freer.")
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Randomness. 0 always picks the most likely token. When omitted, the checkpoint's "
+        "generation_config.json decides.",
+    ),
 ]
 TopP = Annotated[
-    float, typer.Option(help="Sample among the likeliest tokens of this total probability.")
+    float | None,
+    typer.Option(
+        help="Sample among the most likely tokens of this total probability. When omitted, as the "
+        "checkpoint says."
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
 

@@ -50,6 +50,8 @@ def announce(ready: Ready, settings: ServeSettings, *, as_json: bool) -> None:
             }
         )
         return
+    from moe_runtime.inference.generation import sampling_words
+
     rows = [
         ("address", f"{ready.address}/v1" + ("" if settings.access.keys else " (no key needed)")),
         ("page, metrics", f"{ready.address}/  {ready.address}/metrics"),
@@ -69,6 +71,8 @@ def announce(ready: Ready, settings: ServeSettings, *, as_json: bool) -> None:
                 f"{model.engine.most_request_tokens} tokens each, {working.kv_capacity} together",
             ),
         ]
+        chosen = sampling_words(model.defaults)
+        rows.append(("choice of tokens", f"{chosen}, unless a request says otherwise"))
         if working.adapter_bytes:
             rows.append(("adapters", f"{format_bytes(working.adapter_bytes)} of memory beside it"))
     rows += [("adapter", f"{adapter.name} of {adapter.parent}") for adapter in ready.adapters]

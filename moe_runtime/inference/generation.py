@@ -7,7 +7,7 @@ the limits. It works with any ``transformers`` language model, offloaded or not.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,6 +75,8 @@ def generate_text(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
     seed: int | None = None,
     chat: bool = False,
     on_text: Callable[[str], None] | None = None,
@@ -88,6 +90,8 @@ def generate_text(
         max_new_tokens: most tokens to generate.
         temperature: 0 takes the most likely token; higher values sample more freely.
         top_p: samples among the most likely tokens that together have this probability.
+        top_k: samples among so many of the most likely tokens; 0 for all.
+        min_p: samples among tokens at least so likely, as a share of the most likely one.
         seed: makes sampling repeatable; the global random state is left as it was.
         chat: puts the prompt into the tokenizer's chat template.
         on_text: called with each piece of text as soon as it is final.
@@ -111,7 +115,8 @@ def generate_text(
     options: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         # top_k = 0 switches off the filter that transformers would otherwise add.
-        options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        options["min_p"] = min_p or None
     try:
         with _seeded(seed), _before_first_pass(model):
             model.generate(
@@ -158,6 +163,39 @@ def check_options(max_new_tokens: int, temperature: float, top_p: float, seed: i
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
     if seed is not None and not 0 <= seed < 2**63:
         raise ValueError(f"seed must lie in [0, 2**63), got {seed}")
+
+
+def sampling_for(
+    settings: Any, *, temperature: float | None = None, top_p: float | None = None
+) -> dict[str, Any]:
+    """How tokens are chosen: as the caller asks, else as the checkpoint says, else greedily.
+
+    Args:
+        settings: the ``GenerationConfig`` of the checkpoint, or None where it has none.
+        temperature: 0 for greedy decoding; None for the checkpoint's.
+        top_p: likewise.
+
+    Returns:
+        ``temperature``, ``top_p``, ``top_k`` and ``min_p``, as `generate_text` takes them.
+    """
+    values: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    if getattr(settings, "do_sample", None):
+        values["temperature"] = 1.0
+        found = {name: getattr(settings, name, None) for name in values}
+        values |= {name: value for name, value in found.items() if value is not None}
+    asked = {"temperature": temperature, "top_p": top_p}
+    return values | {name: value for name, value in asked.items() if value is not None}
+
+
+def sampling_words(values: Mapping[str, Any]) -> str:
+    """What `sampling_for` found, for people."""
+    if not values["temperature"]:
+        return "greedy: always the most likely token"
+    without_effect = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    shown = [
+        f"{name} {value:g}" for name, value in values.items() if value != without_effect.get(name)
+    ]
+    return ", ".join(shown)
 
 
 def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool = False) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_runtime.cli.main import main
 from moe_runtime.cli.run_outcome import outcome_rows
@@ -158,6 +159,35 @@ def test_sampling_options_reach_the_sampler(
     assert sample("2") != first
     assert run(checkpoint, "-n", "12", "--temperature", "3", "--top-p", "1e-9") == 0
     assert capsys.readouterr().out == reference_text(checkpoint, 12) + "\n"
+
+
+def test_tokens_are_chosen_as_the_checkpoint_says(
+    checkpoint: Path, fake_load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of what an option does not say; the reference draws from transformers' own `generate`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    own = {"do_sample": True, "temperature": 1.75, "top_k": 3, "top_p": 0.9}
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**settings, **own}))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for given, values in ((), own), (("--temperature", "2.5"), {**own, "temperature": 2.5}):
+        assert run(folder, "-n", "12", "--seed", "5", *given, "--json") == 0
+        printed = json.loads(capsys.readouterr().out)
+        torch.manual_seed(5)
+        output = model.generate(ids, max_new_tokens=12, **values)
+        assert printed["text"] == tokenizer.decode(output[0, ids.shape[1] :])
+        used = {"top_k": 3, "top_p": 0.9, "min_p": 0.0, "temperature": values["temperature"]}
+        assert printed["sampling"] == used
+    assert run(folder, "-n", "2") == 0
+    assert "temperature 1.75, top_p 0.9, top_k 3" in capsys.readouterr().err
+    assert run(folder, "-n", "12", "--temperature", "0") == 0
+    out, err = capsys.readouterr()
+    assert out == reference_text(checkpoint, 12) + "\n"
+    assert "greedy" in err
 
 
 def test_the_prompt_can_come_from_a_file_or_standard_input(

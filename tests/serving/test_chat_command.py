@@ -4,6 +4,8 @@ import contextlib
 import copy
 import io
 import json
+import os
+import pty
 import shutil
 import signal
 import sys
@@ -314,7 +316,7 @@ def test_what_cannot_be_obeyed_is_one_line(
     (tmp_path / "here.txt").write_text("old")
     monkeypatch.setattr(sys, "stdin", io.StringIO(line))
     with pytest.raises(ValueError, match=complaint.replace(".", r"\.").replace("?", r"\?")):
-        _Terminal(talking, None).run()
+        _Terminal(talking, None, "greedy").run()
     assert (tmp_path / "here.txt").read_text() == "old"
 
 
@@ -339,6 +341,27 @@ def test_what_follows_a_conversation_in_a_terminal_begins_a_line(
     assert capsys.readouterr().err == "\n"
 
 
+def test_several_lines_that_are_pasted_are_one_message() -> None:
+    """As a terminal marks what is pasted into it, once the program has asked for marks."""
+    program = (
+        "from moe_runtime.cli.commands.chat import _lines\n"
+        "for line in _lines(is_terminal=True): print(repr(line), flush=True)"
+    )
+    child, terminal = pty.fork()
+    if not child:
+        environment = {**os.environ, "TERM": "xterm"}
+        os.execve(sys.executable, [sys.executable, "-P", "-c", program], environment)
+    with open(terminal, "r+b", buffering=0) as screen:
+        shown = b""
+        while b"> " not in shown:
+            shown += screen.read(64)
+        screen.write(b"\x1b[200~one\n/quit\x1b[201~\r")
+        while b"'one\\n/quit'" not in shown:
+            shown += screen.read(64)
+        screen.write(b"\x04")
+        os.waitpid(child, 0)
+
+
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_bytes_that_are_no_text_are_refused(
     errors: str, talking: Conversation, monkeypatch: pytest.MonkeyPatch
@@ -349,7 +372,7 @@ def test_bytes_that_are_no_text_are_refused(
     raw = io.TextIOWrapper(io.BytesIO(b"/help\ncaf\xc3\xa9 \xff\n"), "utf-8", errors)
     monkeypatch.setattr(sys, "stdin", raw)
     with pytest.raises(ValueError, match="standard input is not UTF-8 text: "):
-        _Terminal(talking, None).run()
+        _Terminal(talking, None, "greedy").run()
     assert [message["role"] for message in talking.messages] == ["system"]
 
 
@@ -361,7 +384,7 @@ def test_a_name_with_spaces_is_taken_as_it_is_or_in_quotes(
 
     talking.ask(FIRST, lambda piece: None, never)
     monkeypatch.setattr(sys, "stdin", io.StringIO(line.format(tmp_path / "its own name")))
-    _Terminal(talking, None).run()
+    _Terminal(talking, None, "greedy").run()
     assert [path.name for path in tmp_path.iterdir()] == ["its own name"]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.commands.run import load_tokenizer
+from moe_runtime.cli.commands.run import find_sampling, load_tokenizer
 from moe_runtime.cli.console import Session, loading_bar, print_rows, quiet_transformers, say_line
 from moe_runtime.cli.run_outcome import runtime_rows
 from moe_runtime.cli.stopping import stop_on_signals
@@ -59,8 +59,8 @@ def chat(
     model: options.Model,
     system: System = None,
     max_new_tokens: MaxNewTokens = 1024,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     seed: options.Seed = None,
     host_memory: options.HostMemory = "auto",
     device_memory: options.DeviceMemory = "auto",
@@ -84,10 +84,6 @@ def chat(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=False)
-    if temperature == 0:
-        refuse_given(
-            ctx, {"top_p", "seed"}, "has no effect without sampling: give --temperature too"
-        )
     if prefetch == "off" and policy not in ("auto", "predicted"):
         refuse_given(
             ctx,
@@ -100,15 +96,15 @@ def chat(
     import moe_runtime
     from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
     from moe_runtime.inference.generation import (
-        check_options,
         encode_messages,
         end_token_ids,
+        sampling_words,
         stop_strings_of,
     )
     from moe_runtime.inference.token_limit import known_positions
     from moe_runtime.serving.requests import SamplingOptions
 
-    check_options(max_new_tokens, temperature, top_p, seed)
+    sampling = find_sampling(ctx, model, temperature, top_p)
     tokenizer = load_tokenizer(model)
     known = known_positions(read_config(find_checkpoint(model, weights=False)))
     if max_tokens is not None and known is not None and max_tokens > known:
@@ -146,22 +142,22 @@ def chat(
             end_ids=frozenset(end_token_ids(loaded)),
             stops=stop_strings_of(loaded.generation_config),
             sampling=SamplingOptions(
-                temperature=temperature,
-                top_p=top_p,
+                **sampling,
                 seed=seed,
                 repetition_penalty=loaded.generation_config.repetition_penalty or 1.0,
             ),
             max_new_tokens=max_new_tokens,
             system=system,
         )
-        _Terminal(conversation, loaded).run()
+        _Terminal(conversation, loaded, sampling_words(sampling)).run()
 
 
 class _Terminal:
     """Lines in, answers out."""
 
-    def __init__(self, conversation: "Conversation", loaded: Any) -> None:
+    def __init__(self, conversation: "Conversation", loaded: Any, sampling: str) -> None:
         self._conversation = conversation
+        self._sampling = sampling
         self._loaded = loaded
         self._saved: set[Path] = set()
         self._is_terminal = sys.stdin.isatty()
@@ -169,6 +165,7 @@ class _Terminal:
     def run(self) -> None:
         """Until the lines end."""
         if self._is_terminal:
+            print(f"choice of tokens: {self._sampling}", file=sys.stderr)
             print("/help lists commands; Ctrl-D leaves", file=sys.stderr)
         for line in _lines(is_terminal=self._is_terminal):
             if not line.strip():
@@ -274,7 +271,10 @@ def _lines(*, is_terminal: bool) -> Iterator[str]:
             raise ValueError(f"standard input is not UTF-8 text: {error}") from None
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  gives input() a history
+        import readline  # gives input() a history
+
+        # a text of several lines that is pasted is one message
+        readline.parse_and_bind("set enable-bracketed-paste on")
     with contextlib.suppress(EOFError):
         while True:
             try:

@@ -81,8 +81,8 @@ def generate(
     output: Output,
     chat: Chat = False,
     max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     seed: options.Seed = None,
     max_running: MaxRunning = _MOST_TOGETHER,
     exact: Exact = False,
@@ -185,12 +185,15 @@ def _tell(outcome: "BatchOutcome", model: str, *, as_json: bool, verbose: bool) 
         counts = {name: getattr(outcome, name) for name in _COUNTS}
         steps = {"steps": engine and engine.steps, "preemptions": engine and engine.preemptions}
         of_model = {} if stats is None else dataclasses.asdict(stats)
-        print_json({"model": model, **counts, **steps, **of_model})
+        print_json({"model": model, "sampling": outcome.sampling, **counts, **steps, **of_model})
         return
     kept = f", {outcome.kept} were there" if outcome.kept else ""
     failed = f", {outcome.failed} failed" if outcome.failed else ""
     rows = [("answered", f"{outcome.answered} of {outcome.requests} requests{kept}{failed}")]
     if stats is not None:
+        from moe_runtime.inference.generation import sampling_words
+
+        rows.append(("choice of tokens", sampling_words(outcome.sampling)))
         shared = f" ({outcome.cached_tokens} shared)" if outcome.cached_tokens else ""
         rate = outcome.new_tokens / outcome.seconds if outcome.seconds else 0.0
         rows += [

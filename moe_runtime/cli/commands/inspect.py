@@ -85,7 +85,13 @@ def inspect(
         if verify
         else []
     )
-    print_rows(f"{summary.path}", _as_rows(summary) + verified, to_stderr=False)
+    from moe_runtime.serving.http.models.dividing import server_bytes
+
+    for_server = summary.smallest_budget_bytes + server_bytes(max_tokens)
+    size = format_bytes(for_server, up=True)
+    others = ("smallest for serve", f"{size}; run needs less for a shorter prompt and answer")
+    rows = [*_as_rows(summary), others, *verified]
+    print_rows(f"{summary.path}", rows, to_stderr=False)
     _print_purchases(purchases)
     if choice is not None:
         rows = [(name, str(value)) for name, value in _choice(asked, choice).items()]

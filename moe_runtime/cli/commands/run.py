@@ -43,8 +43,8 @@ def run(
     prompts: options.Prompts = None,
     chat: options.Chat = False,
     max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     seed: options.Seed = None,
     host_memory: options.HostMemory = "auto",
     device_memory: options.DeviceMemory = "auto",
@@ -74,9 +74,6 @@ def run(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    if temperature == 0:
-        needs_sampling = "has no effect without sampling: give --temperature too"
-        refuse_given(ctx, {"top_p", "seed"}, needs_sampling)
     if prefetch == "off" and policy not in ("auto", "predicted"):
         refuse_given(
             ctx,
@@ -85,27 +82,22 @@ def run(
         )
     if as_json and verbose:
         raise ValueError("--verbose is for the table, which --json leaves out; give one of them")
-    sampling = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-    }
     with joined_processes(session) as group:
         texts: list[str] = json.loads(
             from_first(
                 group, "prompts", lambda: json.dumps(read_prompts(prompt, prompt_file, prompts))
             )
         )
-        if group is not None and temperature > 0 and seed is None:
-            # Every process samples, and all must draw the same tokens.
-            drawn = from_first(group, "seed", lambda: str(secrets.randbelow(2**63)))
-            sampling["seed"] = int(drawn)
         _check_budgets_and_files(host_memory, device_memory, trace, timeline)
         with loading_bar() as progress:
             quiet_transformers(session)
+            sampling = find_sampling(ctx, model, temperature, top_p)
+            if group is not None and sampling["temperature"] > 0 and seed is None:
+                # Every process samples, and all must draw the same tokens.
+                drawn = from_first(group, "seed", lambda: str(secrets.randbelow(2**63)))
+                seed = int(drawn)
             tokenizer = load_tokenizer(model)
-            room = _room_for(model, tokenizer, texts, sampling, max_tokens, chat=chat)
+            room = _room_for(model, tokenizer, texts, max_new_tokens, max_tokens, chat=chat)
             loaded = _load_model(
                 model,
                 device=device,
@@ -127,18 +119,25 @@ def run(
                 **({} if group is None else {"group": group}),
             )
         with contextlib.closing(loaded.moe):
-            results = _generate(loaded, tokenizer, texts, show=not as_json, chat=chat, **sampling)
+            settings = {**sampling, "seed": seed, "max_new_tokens": max_new_tokens, "chat": chat}
+            results = _generate(loaded, tokenizer, texts, show=not as_json, **settings)
             stats = loaded.moe.stats()
         is_interrupted = results[-1].finish_reason == "interrupted"
         if group is not None and not is_interrupted:
             stats = _stats_of_all(group, stats)
         if as_json:
             is_list = prompts is not None or len(texts) > 1
-            print_json(outcome_json(model, results, stats, is_list=is_list))
+            outcome = outcome_json(model, results, stats, is_list=is_list)
+            print_json({**outcome, "sampling": sampling})
         else:
+            from moe_runtime.inference.generation import sampling_words
+
             print_rows(
                 "what the runtime did",
-                outcome_rows(results, stats, verbose=verbose),
+                [
+                    ("choice of tokens", sampling_words(sampling)),
+                    *outcome_rows(results, stats, verbose=verbose),
+                ],
                 to_stderr=True,
             )
     if is_interrupted:
@@ -179,24 +178,46 @@ def load_tokenizer(model: str) -> Any:
     return load(find_checkpoint(model, weights=False))
 
 
+def find_sampling(
+    ctx: typer.Context, model: str, temperature: float | None, top_p: float | None
+) -> dict[str, Any]:
+    """How tokens are chosen: as the options say, else as the checkpoint's settings say.
+
+    Raises:
+        CheckpointError: the checkpoint or its settings cannot be read.
+        ValueError: an option is out of range, or has no effect on greedy decoding.
+    """
+    from moe_runtime.checkpoints.model_files import find_checkpoint, read_generation_config
+    from moe_runtime.inference.generation import check_options, sampling_for
+
+    without_effect = "has no effect without sampling: give --temperature too"
+    if temperature == 0:
+        refuse_given(ctx, {"top_p", "seed"}, without_effect)
+    check_options(1, temperature or 0.0, 1.0 if top_p is None else top_p, None)
+    folder = find_checkpoint(model, weights=False)
+    settings = None if folder.is_file() else read_generation_config(folder)
+    sampling = sampling_for(settings, temperature=temperature, top_p=top_p)
+    if sampling["temperature"] == 0:
+        refuse_given(ctx, {"top_p", "seed"}, without_effect)
+    return sampling
+
+
 def _room_for(
     model: str,
     tokenizer: Any,
     texts: list[str],
-    sampling: dict[str, Any],
+    num_new_tokens: int,
     max_tokens: int | None,
     *,
     chat: bool,
 ) -> int:
     """How many tokens the key-value cache must hold: memory that experts cannot have."""
     from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
-    from moe_runtime.inference.generation import check_length, check_options, encode_prompt
+    from moe_runtime.inference.generation import check_length, encode_prompt
 
-    check_options(**sampling)
     num_prompt_tokens = max(
         encode_prompt(tokenizer, text, chat=chat)["input_ids"].shape[1] for text in texts
     )
-    num_new_tokens = sampling["max_new_tokens"]
     config = read_config(find_checkpoint(model, weights=False))
     check_length(config, num_prompt_tokens, num_new_tokens)
     needed = num_prompt_tokens + num_new_tokens

@@ -24,7 +24,12 @@ from moe_runtime.inference.budget import (
     available_host_bytes,
     resolve_budget,
 )
-from moe_runtime.inference.generation import check_options, end_token_ids, stop_strings_of
+from moe_runtime.inference.generation import (
+    check_options,
+    end_token_ids,
+    sampling_for,
+    stop_strings_of,
+)
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.batches.answer_file import AnswerFile
 from moe_runtime.serving.batches.batch_jobs import Batch, Job
@@ -45,6 +50,7 @@ class BatchOutcome:
 
     Attributes:
         requests: of the file.
+        sampling: how tokens are chosen where a line does not say.
         kept: requests that had an answer before.
         answered: requests that got one.
         failed: requests that got none, though nobody interrupted.
@@ -58,6 +64,7 @@ class BatchOutcome:
     """
 
     requests: int
+    sampling: Mapping[str, Any]
     kept: int = 0
     answered: int = 0
     failed: int = 0
@@ -89,9 +96,9 @@ class BatchSettings:
         file: name of the file of prompts, for messages.
         output: where answers are written, and those of an earlier run lie.
         chat: puts prompts that are texts into the model's chat template.
-        temperature: of lines that say none; the same holds for the next three.
+        temperature: of lines that say none; the checkpoint's where None.
         top_p: likewise.
-        seed: likewise.
+        seed: of lines that say none.
         max_new_tokens: likewise.
         loading: options of ``moe_runtime.load``.
         max_tokens: tokens to load the model for; what `room_for` finds where None.
@@ -102,8 +109,8 @@ class BatchSettings:
     file: str
     output: Path
     chat: bool
-    temperature: float
-    top_p: float
+    temperature: float | None
+    top_p: float | None
     seed: int | None
     max_new_tokens: int
     loading: Mapping[str, Any]
@@ -135,12 +142,13 @@ def run_batch(
             failed.
         OSError: an answer cannot be written.
     """
-    batch = _read(text, settings)
+    batch, sampling = _read(text, settings)
     jobs = batch.jobs
     asked = {job.id: number for number, job in enumerate(jobs)}
     with AnswerFile(settings.output, asked) as answers:
         left = [number for number in range(len(jobs)) if number not in answers.answered]
-        outcome = BatchOutcome(requests=len(jobs), kept=len(jobs) - len(left))
+        kept = len(jobs) - len(left)
+        outcome = BatchOutcome(requests=len(jobs), sampling=sampling, kept=kept)
         if left:
             room = _tokens_for([jobs[number] for number in left], settings)
             loaded: Any = moe_runtime.load(
@@ -155,20 +163,20 @@ def run_batch(
     return outcome
 
 
-def _read(text: str, settings: BatchSettings) -> Batch:
-    """What is asked, and whether all of it can be answered."""
-    limits = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed}
-    check_options(settings.max_new_tokens, settings.temperature, settings.top_p, settings.seed)
+def _read(text: str, settings: BatchSettings) -> tuple[Batch, dict[str, Any]]:
+    """What is asked, if all of it can be answered, and how tokens are chosen by default."""
     folder = find_checkpoint(settings.model, weights=False)
     config = None if folder.is_file() else read_generation_config(folder)
     penalty = getattr(config, "repetition_penalty", None) or 1.0
-    sampling = SamplingOptions(**limits, repetition_penalty=penalty)
+    own = sampling_for(config, temperature=settings.temperature, top_p=settings.top_p)
+    check_options(settings.max_new_tokens, own["temperature"], own["top_p"], settings.seed)
+    sampling = SamplingOptions(**own, seed=settings.seed, repetition_penalty=penalty)
     lines = read_lines(
         text, settings.file, sampling=sampling, max_new_tokens=settings.max_new_tokens
     )
     tokenizer = load_tokenizer(folder)
     checkpoint = open_checkpoint(settings.model, settings.loading["dtype"])
-    return Batch(
+    batch = Batch(
         lines,
         tokenizer,
         checkpoint.config,
@@ -177,6 +185,7 @@ def _read(text: str, settings: BatchSettings) -> Batch:
         stops=stop_strings_of(config),
         arithmetic=str(checkpoint.dtype),
     )
+    return batch, own
 
 
 def _tokens_for(jobs: Sequence[Job], settings: BatchSettings) -> int:

@@ -28,11 +28,10 @@ def sampling_of(body: GenerationFields, model: ServedModel, number: int = 0) -> 
     Raises:
         FieldError: ``logit_bias`` names a token that is none.
     """
-    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **model.defaults}
 
     def value(name: str) -> float:
         given = getattr(body, name)
-        return defaults.get(name, 1.0) if given is None else given
+        return model.defaults[name] if given is None else given
 
     return SamplingOptions(
         temperature=value("temperature"),

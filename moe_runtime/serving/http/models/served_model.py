@@ -13,7 +13,7 @@ from moe_runtime.serving.http.models.chat_template import ChatTemplate
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.requests import TokenEngine
 
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ServedModel:
         vocabulary: its text and tokens.
         template: of its conversations; None where it was trained for none.
         grammars: that its answers can be made to keep to.
-        defaults: of sampling, from the checkpoint.
+        defaults: of sampling, as the checkpoint says, else as OpenAI does.
         created_s: when it was loaded, in seconds since 1970.
         parent: the model whose adapter it is; None for a model.
     """
@@ -57,12 +57,12 @@ def serve_model(name: str, engine: TokenEngine, tokenizer: Any, model: Any) -> S
         end_ids.append(tokenizer.eos_token_id)
     size = model.config.get_text_config().vocab_size
     vocabulary = Vocabulary(tokenizer, size, end_ids, stop_strings_of(settings))
-    found = {option: getattr(settings, option, None) for option in _DEFAULTS}
+    found = {option: getattr(settings, option, None) for option in _OPENAI}
     return ServedModel(
         name=name,
         engine=engine,
         vocabulary=vocabulary,
         template=ChatTemplate(tokenizer) if tokenizer.chat_template is not None else None,
         grammars=Grammars(vocabulary),
-        defaults={option: value for option, value in found.items() if value is not None},
+        defaults=_OPENAI | {name: value for name, value in found.items() if value is not None},
     )
