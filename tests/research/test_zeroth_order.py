@@ -98,7 +98,8 @@ def _part(model: Stack, x: torch.Tensor, parts: int) -> torch.Tensor:
 def assert_same(training: ZerothOrderTraining, expected: Stack) -> None:
     named = dict(expected.named_parameters())
     for name, parameter in training.model.named_parameters():
-        assert torch.equal(parameter, named[name]), name
+        if ".experts." not in name:
+            assert torch.equal(parameter, named[name]), name
     for layer in range(LAYERS):
         for name, stacked in training.stacked(layer).items():
             assert torch.equal(stacked, named[f"layers.{layer}.experts.{name}"]), (layer, name)

@@ -161,7 +161,8 @@ def assert_same_parameters(training: OffloadedTraining, expected: Stack) -> None
     """Every parameter agrees to the bit."""
     named = dict(expected.named_parameters())
     for name, parameter in training.model.named_parameters():
-        assert torch.equal(parameter, named[name]), name
+        if ".experts." not in name:
+            assert torch.equal(parameter, named[name]), name
     for layer in range(len(expected.layers)):
         for name, stacked in training.stacked(layer).items():
             assert torch.equal(stacked, named[f"layers.{layer}.experts.{name}"]), (layer, name)

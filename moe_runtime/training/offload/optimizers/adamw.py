@@ -121,9 +121,12 @@ def bytes_of_step(layout: RecordLayout, settings: AdamW) -> tuple[int, int]:
     read and written there; when the norm of all gradients comes first, the backward pass reads the
     parameters and writes the gradient, and the update reads everything and writes the state. With
     delayed updates, once they have begun, the gradient is part of the state and nothing waits.
-    Parameters alone, in training without gradients, are read and written once.
+    Parameters alone, in training without gradients, are read and written once; frozen ones are read
+    for either pass.
     """
     parameters, state = layout.bytes_of(Sections.PARAMETERS), layout.state_bytes
+    if not layout.trained:
+        return 2 * parameters, 0
     if not layout.state.trains:
         return parameters, parameters
     if settings.waits_for_norm and settings.delayed_update_after is None:
