@@ -109,7 +109,7 @@ class TrainedElsewhere(AbsentTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = args[0] if args else None
         if isinstance(own, TrainedElsewhere):
-            if func is _GRAD.__get__ and own.requires_grad and own.has_gradient():
+            if func == _GRAD.__get__ and own.requires_grad and own.has_gradient():
                 raise UnsupportedUseError(
                     "gradients of the experts are with the optimizer that offload_training "
                     "returned: take the step with its `step`, clip with AdamW(clip_norm=...), and "
