@@ -127,7 +127,9 @@ def test_with_adapters_the_base_is_refused_and_the_adapters_are_whole(tmp_path: 
     training = moe_runtime.offload_training(model, host_memory="64MiB")
     expected.save_pretrained(tmp_path / "expected")
     model.save_pretrained(tmp_path / "adapters")
-    found, wanted = (tmp_path / name / "adapter_model.safetensors" for name in ("adapters", "expected"))
+    found, wanted = (
+        tmp_path / name / "adapter_model.safetensors" for name in ("adapters", "expected")
+    )
     assert found.read_bytes() == wanted.read_bytes()
     for base in (model.get_base_model(), model.merge_and_unload()):
         with pytest.raises(moe_runtime.UnsupportedUseError, match="state_dict with the experts"):
