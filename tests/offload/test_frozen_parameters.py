@@ -1,4 +1,4 @@
-"""What is frozen stays as it is, whichever way the rest is trained; the reference is plain torch."""
+"""What is frozen stays as it is, whichever way the rest is trained; compared with plain torch."""
 
 import math
 from collections.abc import Callable
@@ -197,7 +197,7 @@ def test_what_adapters_froze_is_not_trained() -> None:
 def test_adapters_on_experts_are_refused_before_anything_is_moved() -> None:
     lora = peft.LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"])
     model = peft.get_peft_model(tiny_model(MIXTRAL), lora)
-    with pytest.raises(UnsupportedModelError, match="target_parameters.*finetune --lora"):
+    with pytest.raises(UnsupportedModelError, match=r"target_parameters.*finetune --lora"):
         moe_runtime.offload_training(model, host_memory="64MiB")
     model(PROMPT)
 

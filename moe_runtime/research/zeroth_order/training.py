@@ -33,7 +33,7 @@ from moe_runtime.training.offload.execution.window import MicroBatchBarrier
 from moe_runtime.training.offload.expert_training import (
     ExpertTraining,
     fill,
-    require_known,
+    require_no_new_parameters,
     require_trained,
     trained_around_experts,
 )
@@ -149,7 +149,7 @@ class ZerothOrderTraining(ExpertTraining):
             RuntimeError: the step that was measured last was not taken.
             UnsupportedUseError: the model got parameters to train after the training was made.
         """
-        require_known(self.model, self._dense.values())
+        require_no_new_parameters(self.model, self._dense.values())
         if self._measured is not None:
             raise RuntimeError("backward was called twice before step")
         own = {name: p.data for name, p in self._dense.items() if p.requires_grad}

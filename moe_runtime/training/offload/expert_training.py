@@ -183,7 +183,7 @@ def trained_around_experts(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def require_known(model: nn.Module, known: Iterable[Tensor]) -> None:
+def require_no_new_parameters(model: nn.Module, known: Iterable[Tensor]) -> None:
     """Refuses parameters that came after the optimizer was made, which would not be trained.
 
     Raises:

@@ -21,7 +21,7 @@ from moe_runtime.training.offload.execution.window import MicroBatchBarrier, run
 from moe_runtime.training.offload.expert_training import (
     ExpertTraining,
     OffloadStats,
-    require_known,
+    require_no_new_parameters,
     trained_around_experts,
 )
 from moe_runtime.training.offload.memory import TrainingMemory
@@ -149,7 +149,7 @@ class OffloadedTraining(ExpertTraining):
             UnsupportedUseError: the model got parameters to train after `offload_training`.
             MoERuntimeError: an expert could not be read or written.
         """
-        require_known(self.model, self.dense.parameters())
+        require_no_new_parameters(self.model, self.dense.parameters())
         rate = self._settings.lr if rate is None else rate
         if self._final_rate is not None and rate != self._final_rate:
             raise ValueError(

@@ -85,8 +85,8 @@ def offload_training(
     not require gradients when this is called is not trained, experts or whole stacks of them too.
 
     Args:
-        model: with `MoELayer`s, or of a family of transformers with its experts interface, which may
-            be a part of it.
+        model: with `MoELayer`s, or of a family of transformers with its experts interface, or with
+            such a model as a part.
         host_memory: budget for records, dense parameters with their states, and activations: bytes,
             a size, a share of what is free, or "auto".
         device_memory: for a model on a GPU, what it may take there: what dense parameters with

@@ -48,9 +48,7 @@ class AbsentExperts(AbsentParameters):
     ) -> None:  # fmt: skip
         """As in torch; the experts of a checkpoint come by the optimizer's `load_state_dict`."""
         missing: list[str] = []
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing, *lists
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *lists)
         own = {f"{prefix}{name}" for name in self._parameters}
         missing_keys.extend(name for name in missing if name not in own)
 
