@@ -108,8 +108,8 @@ class SoftmaxTopK(Gate):
         return scores_TE
 
     def finish(self, choice: Choice, context: RoutingContext) -> Routing:
-        counts = self.load_E is not None and self.training and torch.is_grad_enabled()
-        if counts and not is_made_again():
+        is_counted = self.training and torch.is_grad_enabled() and not is_made_again()
+        if self.load_E is not None and is_counted:
             with torch.no_grad():
                 self.load_E += expert_counts(choice.ids_TK, self.num_experts)
         return super().finish(choice, context)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from offloaded_models import EXPERTS, LAYERS, Stack, batches, rate_of, stack
+from offloaded_models import EXPERTS, LAYERS, Stack, batches, here, rate_of, stack
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.research.zeroth_order.directions import ZerothOrder, direction
@@ -99,9 +99,8 @@ def _part(model: Stack, x: torch.Tensor, parts: int) -> torch.Tensor:
 
 def assert_same(training: ZerothOrderTraining, expected: Stack) -> None:
     named = dict(expected.named_parameters())
-    for name, parameter in training.model.named_parameters():
-        if ".experts." not in name:
-            assert torch.equal(parameter, named[name]), name
+    for name, parameter in here(training.model).items():
+        assert torch.equal(parameter, named[name]), name
     for layer in range(LAYERS):
         for name, stacked in training.stacked(layer).items():
             assert torch.equal(stacked, named[f"layers.{layer}.experts.{name}"]), (layer, name)

@@ -43,12 +43,20 @@ class AbsentExperts(AbsentParameters):
             return nn.Module._apply(self, fn, recurse)
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], *lists: Any,
-    ) -> None:  # fmt: skip
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         """As in torch; the experts of a checkpoint come by the optimizer's `load_state_dict`."""
         missing: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *lists)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
+        )
         own = {f"{prefix}{name}" for name in self._parameters}
         missing_keys.extend(name for name in missing if name not in own)
 
