@@ -56,6 +56,12 @@ def stack(**options: Any) -> Stack:
     return Stack(**options)
 
 
+def freeze(model: nn.Module, what: str | None) -> None:
+    """Freezes the parameters whose names begin so; none without."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(what is None or not name.startswith(what))
+
+
 def here(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a model that its optimizer has not."""
     named = model.named_parameters()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from offloaded_models import Stack, batches, budget_for, here, rate_of, save, stack
+from offloaded_models import Stack, batches, budget_for, freeze, here, rate_of, save, stack
 from torch import Tensor
 
 import moe_runtime
@@ -85,7 +85,7 @@ def own_experts(training: OffloadedTraining) -> dict[str, Tensor]:
 
 def train_offloaded_over_ranks(
     folder: Path, settings: moe_runtime.AdamW, share: float, until: int = STEPS,
-    grouped: bool = True, dtype: torch.dtype = torch.float64,
+    grouped: bool = True, dtype: torch.dtype = torch.float64, frozen: str | None = None,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:  # fmt: skip
     """Trains from the last checkpoint in the folder, or the beginning, with one after every step.
 
@@ -98,6 +98,7 @@ def train_offloaded_over_ranks(
     groups = None if alone else make_groups()
     rank, size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     model = stack(dtype=dtype, bias=True) if groups is None else spread_stack(groups, dtype)
+    freeze(model, frozen)
     file, state = folder / "checkpoint.pt", None
     if file.exists():
         state = torch.load(file, weights_only=True)
