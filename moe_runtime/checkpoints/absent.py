@@ -221,6 +221,8 @@ class AbsentParameters(nn.Module):
     """A module some of whose parameters are not here; torch's walks over modules pass them over."""
 
     _absent_names: tuple[str, ...] = ()
+    _misses_absent = True
+    """Whether a state without the absent parameters lacks something."""
 
     def add_absent(
         self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device
@@ -282,7 +284,7 @@ class AbsentParameters(nn.Module):
             if key in unexpected_keys:
                 unexpected_keys.remove(key)
             if key not in state_dict:
-                missing_keys.extend([key] if strict else [])
+                missing_keys.extend([key] if strict and self._misses_absent else [])
             elif not isinstance(state_dict[key], AbsentTensor):
                 error_msgs.append(f"{key} is not in the model's memory and cannot be given")
 

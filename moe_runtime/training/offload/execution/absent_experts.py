@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ class AbsentExperts(AbsentParameters):
         layer: its number among the layers with experts.
         has_gradient: whether a gradient of any expert waits for the optimizer's step.
     """
+
+    _misses_absent = False  # the optimizer's `load_state_dict` brings them
 
     def __init__(
         self, site: ExpertsModuleSpec, layer: int, has_gradient: Callable[[], bool]
@@ -41,24 +43,6 @@ class AbsentExperts(AbsentParameters):
         """Converts what is here; records of experts keep their type and place."""
         with self._without_absent():
             return nn.Module._apply(self, fn, recurse)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """As in torch; the experts of a checkpoint come by the optimizer's `load_state_dict`."""
-        missing: list[str] = []
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
-        )
-        own = {f"{prefix}{name}" for name in self._parameters}
-        missing_keys.extend(name for name in missing if name not in own)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         TrainedElsewhere.refuse()
