@@ -164,7 +164,8 @@ def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, obj
         value = given[name]
         if isinstance(value, expected) and (bool in expected or not isinstance(value, bool)):
             continue
-        words = " or ".join(type_in_words(kind) for kind in expected)
+        named = [kind for kind in expected if not (kind is int and float in expected)]
+        words = " or ".join(type_in_words(kind) for kind in named)
         found = " ".join(repr(value).split())
         raise TypeError(f"{name} must be {words}, got {found:.{_MOST_SHOWN}}")
 

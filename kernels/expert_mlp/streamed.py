@@ -160,13 +160,12 @@ class StreamedExperts:
             expert: Its number.
             weights: As in `forward`.
             out: Receives the gradients of the tensors of `weights`, in their shapes and dtype;
-                None when the expert is frozen.
+                None for one that is frozen, or for all of them.
         """
         assert self._call is not None, "begin_backward comes first"
-        nothing, tensors = self.x_TD.new_empty(0), weights.tensors()
-        found = [nothing if t is None else t for t in out or [None] * len(tensors)]
-        trained = (out is not None and tensor is not None for tensor in tensors)
-        needs = Needs.of(True, not self._is_sorted, *trained)
+        nothing, given = self.x_TD.new_empty(0), out or [None] * len(weights.tensors())
+        found = [nothing if tensor is None else tensor for tensor in given]
+        needs = Needs.of(True, not self._is_sorted, *(tensor is not None for tensor in given))
         self._call.backward(
             self._group(expert), weights, weights.one(0), found, needs, is_first=True
         )

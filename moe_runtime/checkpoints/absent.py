@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from moe_runtime.errors import UnsupportedUseError
 
+_GRAD: Any = Tensor.grad
+_REQUIRES_GRAD: Any = Tensor.requires_grad
 _PROPERTIES = (
     *("shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "requires_grad"),
     *("grad", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized"),
@@ -33,9 +35,9 @@ _DESCRIBING = frozenset(
 
 _SETTING_NO_GRADIENT = {
     Tensor.requires_grad_: [False],
-    cast(Any, Tensor.requires_grad).__set__: [False],
-    cast(Any, Tensor.grad).__set__: [None],
-    cast(Any, Tensor.grad).__delete__: [],
+    _REQUIRES_GRAD.__set__: [False],
+    _GRAD.__set__: [None],
+    _GRAD.__delete__: [],
 }
 """What leaves a frozen parameter as it is, as `zero_grad` and loops over parameters do."""
 
@@ -65,15 +67,79 @@ class AbsentTensor(torch.Tensor):
             # torch's own way to leave subclasses aside: no exception can leave it switched on
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if func is Tensor.detach:
-            return AbsentTensor(args[0].shape, args[0].dtype, args[0].device)
-        refuse_content()
+            return cls(args[0].shape, args[0].dtype, args[0].device)
+        cls.refuse()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.refuse()
+
+    @staticmethod
+    def refuse() -> NoReturn:
+        """Says that the content is not here.
+
+        Raises:
+            UnsupportedUseError: always.
+        """
         refuse_content()
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class TrainedElsewhere(AbsentTensor):
+    """An expert parameter that the optimizer of offloaded training has, with its gradient.
+
+    Attributes:
+        has_gradient: whether a gradient waits for the optimizer's step.
+    """
+
+    has_gradient: Callable[[], bool]
+
+    @staticmethod
+    def parameter(like: Tensor, has_gradient: Callable[[], bool]) -> Any:
+        """A parameter in the place of one whose content leaves the model for host memory."""
+        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            TrainedElsewhere, like.shape, dtype=like.dtype, requires_grad=like.requires_grad
+        )
+        made.has_gradient, made._is_param = has_gradient, True
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = args[0] if args else None
+        if isinstance(own, TrainedElsewhere):
+            if func == _GRAD.__get__ and own.requires_grad and own.has_gradient():
+                raise UnsupportedUseError(
+                    "gradients of the experts are with the optimizer that offload_training "
+                    "returned: take the step with its `step`, clip with AdamW(clip_norm=...), and "
+                    "drop gradients with its `discard`; for training from a command there is "
+                    "`moe-runtime finetune`"
+                )
+            if func in (_REQUIRES_GRAD.__set__, Tensor.requires_grad_):
+                given = [*args[1:], *(kwargs or {}).values(), True][0]
+                if given != own.requires_grad:
+                    raise UnsupportedUseError(
+                        "whether experts are trained is read once, by offload_training: freeze "
+                        "parameters, or add adapters to them, before it"
+                    )
+                return own
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @staticmethod
+    def refuse() -> NoReturn:
+        """Says that the optimizer has the content.
+
+        Raises:
+            UnsupportedUseError: always.
+        """
+        raise UnsupportedUseError(
+            "the experts are with the optimizer that offload_training or offload_zeroth_order "
+            "returned, not in the model: their weights cannot be read, changed, copied or saved "
+            "through it; the optimizer's `expert` and `stacked` copy them, its `write` saves a "
+            "checkpoint, save_pretrained takes a state_dict with the experts, and `moe-runtime "
+            "finetune` writes them expert by expert"
+        )
 
 
 def refuse_content() -> NoReturn:
@@ -155,6 +221,8 @@ class AbsentParameters(nn.Module):
     """A module some of whose parameters are not here; torch's walks over modules pass them over."""
 
     _absent_names: tuple[str, ...] = ()
+    _misses_absent = True
+    """Whether a state without the absent parameters lacks something."""
 
     def add_absent(
         self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device
@@ -175,8 +243,8 @@ class AbsentParameters(nn.Module):
                 refuse_content()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(self.__dict__.get("_parameters", {}).get(name), AbsentTensor):
-            refuse_content()
+        if isinstance(old := self.__dict__.get("_parameters", {}).get(name), AbsentTensor):
+            old.refuse()
         super().__setattr__(name, value)
 
     @contextlib.contextmanager
@@ -216,9 +284,9 @@ class AbsentParameters(nn.Module):
             if key in unexpected_keys:
                 unexpected_keys.remove(key)
             if key not in state_dict:
-                missing_keys.extend([key] if strict else [])
+                missing_keys.extend([key] if strict and self._misses_absent else [])
             elif not isinstance(state_dict[key], AbsentTensor):
-                error_msgs.append(f"{key} is in the checkpoint's files and cannot be given")
+                error_msgs.append(f"{key} is not in the model's memory and cannot be given")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse_copy()

@@ -249,7 +249,7 @@ def first_number(lowest: int, num_experts: int) -> int:
     return 0 if lowest < num_experts else lowest
 
 
-def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
+def find_experts(model: torch.nn.Module) -> list[ExpertsModule]:
     """Finds the modules that transformers marks as routed experts, in model order.
 
     Raises:
@@ -267,7 +267,7 @@ def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
             found.append(ExpertsModule(name, module, parameters, num_experts))
     if found:
         return found
-    family = model.config.model_type
+    family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if any(_sounds_like_experts(module) for module in model.modules()):
         raise UnsupportedModelError(
             f"{family} is a Mixture-of-Experts model whose experts transformers does not expose "

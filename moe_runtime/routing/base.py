@@ -226,11 +226,12 @@ class Gate(nn.Module, ABC):
         """`[E]` int64: choices in the batch, of other processes and of the step's calls so far.
 
         None where `global_balance` is not asked for, or nothing is trained. A call that activation
-        checkpointing makes again counts twice, and so do all before it: their shares, and the
-        gradient, are the same.
+        checkpointing makes again counts once.
         """
         if self.step_counts_E is None or not (self.training and torch.is_grad_enabled()):
             return None
+        if is_made_again():
+            return self.step_counts_E.clone()
         counts_E = expert_counts(choice.ids_TK, len(self.step_counts_E))
         if self.batch_group is not None:
             torch.distributed.all_reduce(counts_E, group=self.batch_group)
@@ -326,3 +327,14 @@ def _check_sizes(hidden_size: int, num_experts: int, top_k: int, num_groups: int
             raise ValueError(f"{label} must be an integer of at least 1, got {value!r}")
     if top_k > num_experts:
         raise ValueError(f"top_k must be at most num_experts={num_experts}, got {top_k}")
+
+
+def is_made_again() -> bool:
+    """Whether activation checkpointing makes a call again, in the backward pass, that counted.
+
+    A reentrant checkpoint makes its first call without gradients, so that its second one counts.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() != "CheckpointFunctionBackward"

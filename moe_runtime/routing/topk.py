@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext
+from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, is_made_again
 from moe_runtime.routing.value import Routing, expert_counts
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class SoftmaxTopK(Gate):
         return scores_TE
 
     def finish(self, choice: Choice, context: RoutingContext) -> Routing:
-        if self.load_E is not None and self.training and torch.is_grad_enabled():
+        is_counted = self.training and torch.is_grad_enabled() and not is_made_again()
+        if self.load_E is not None and is_counted:
             with torch.no_grad():
                 self.load_E += expert_counts(choice.ids_TK, self.num_experts)
         return super().finish(choice, context)
@@ -118,7 +119,7 @@ class SoftmaxTopK(Gate):
         """Moves the selection bias against the load seen since the last call: `bias += rate *
         sign(mean(load) - load)`, minus the mean of the step (DeepSeek-V3; torchtitan).
 
-        Activation checkpointing counts a load twice, which changes no sign.
+        Activation checkpointing, of some calls or of all, counts a load once.
 
         Args:
             group: Processes that share this gate; their loads are added up.

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from moe_runtime.checkpoints.absent import TrainedElsewhere
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.folders import remove_or_warn
@@ -199,7 +200,8 @@ def on_host(state: Any) -> Any:
 def host_copy(state: Any) -> Any:
     """A copy of a state on the host, to be written while what it was made of goes on changing.
 
-    Every tensor is copied once: a device would have no room for it, nor the host for two.
+    Every tensor is copied once: a device would have no room for it, nor the host for two. Offloaded
+    experts are left out, of which the optimizer's state names versions.
     """
     memo: dict[int, Any] = {}
 
@@ -213,7 +215,8 @@ def host_copy(state: Any) -> Any:
 def _mapped(state: Any, take: Callable[[Any], Any]) -> Any:
     """The same nesting, with something in the place of whatever holds no others."""
     if isinstance(state, Mapping):
-        return {name: _mapped(value, take) for name, value in state.items()}
+        here = [n for n, value in state.items() if not isinstance(value, TrainedElsewhere)]
+        return {name: _mapped(state[name], take) for name in here}
     if type(state) in (list, tuple):
         return type(state)(_mapped(value, take) for value in state)
     if dataclasses.is_dataclass(state) and not isinstance(state, type):

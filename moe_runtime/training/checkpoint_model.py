@@ -17,6 +17,7 @@ from moe_runtime.checkpoints.opening import Checkpoint
 from moe_runtime.inference.budget import experts_per_token, widest_head
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.finetune.settings import LoraConfig
+from moe_runtime.training.offload.expert_training import trained_around_experts
 from moe_runtime.training.offload.memory import SPARE_BYTES, expert_buffer_bytes
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ class CheckpointModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The trained parameters that are in memory."""
-        named = self.model.named_parameters()
-        return {name: p.detach() for name, p in named if p.requires_grad}
+        return {name: p.detach() for name, p in trained_around_experts(self.model).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Takes up what `state_dict` gave.

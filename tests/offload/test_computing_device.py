@@ -16,6 +16,7 @@ from offloaded_models import (
     assert_same_parameters,
     batches,
     budget_for,
+    freeze,
     stack,
     train_in_memory,
     train_offloaded,
@@ -44,6 +45,7 @@ def on_device(
     """A model on a device, a share of whose experts lives in host memory."""
     settings = options.pop("settings", SETTINGS)
     model = small().to(place)
+    freeze(model, options.pop("frozen", None))
     budget = budget_for(model, settings, experts_in_memory=share) + 2**18
     training = moe_runtime.offload_training(
         model, host_memory=budget, activation_memory=2**16, storage_dir=folder,
@@ -94,6 +96,19 @@ def test_same_bits_as_in_memory(
         assert losses == (wanted if not tolerance else pytest.approx(wanted, rel=1e-2))
         assert_alike(training, expected, tolerance=tolerance)
         assert (training.stats().link.kept_bytes > 0) == kept
+        training.close()
+
+
+@pytest.mark.parametrize("frozen", ["layers.1.experts.", "layers.0.experts.gate_up_proj"])
+def test_frozen_experts_keep_their_bits_on_a_device(tmp_path: Path, frozen: str) -> None:
+    with computing_on(NAME) as place:
+        training, model = on_device(place, tmp_path, share=0.5, frozen=frozen, update_stride=2)
+        losses = train_offloaded(training, model.loss, windows(place, 2, 2))
+        expected = small()
+        freeze(expected, frozen)
+        wanted = train_in_memory(expected, windows(torch.device("cpu"), 2, 2), SETTINGS)
+        assert losses == wanted
+        assert_alike(training, expected, tolerance=0.0)
         training.close()
 
 

@@ -10,6 +10,7 @@ from offloaded_models import (
     LAYERS,
     assert_same_parameters,
     batches,
+    here,
     offloaded,
     rate_of,
     stack,
@@ -253,7 +254,7 @@ def test_models_of_transformers(tmp_path: Path, family: Family) -> None:
         training.step(rate_of(step))
         torch.testing.assert_close(found, [loss.detach() for loss in wanted], rtol=1e-6, atol=0)
     parameters = dict(expected.named_parameters())
-    for name, parameter in model.named_parameters():
+    for name, parameter in here(model).items():
         torch.testing.assert_close(parameter, parameters[name], rtol=1e-5, atol=1e-6)
     some = training.expert(ExpertKey(0, 1))["down_proj"]
     name = next(name for name in parameters if name.endswith("experts.down_proj"))

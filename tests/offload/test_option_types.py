@@ -1,10 +1,12 @@
-"""Options of `offload_training` have types."""
+"""Options of `offload_training` and of optimizers have types."""
 
+import dataclasses
 import inspect
 
 import pytest
 import torch
 
+import moe_runtime
 from moe_runtime.training.offload.offloading import offload_training
 
 
@@ -24,3 +26,15 @@ def test_options_of_training_of_a_wrong_type() -> None:
     assert "\n" not in message
     with pytest.raises(TypeError, match=r"^model must be torch\.Module, got 'a'$"):
         offload_training("a")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [moe_runtime.AdamW, moe_runtime.ZerothOrder])
+@pytest.mark.parametrize("value", [None, "1", True, (0.9, "0.99")])
+def test_a_setting_of_a_wrong_type_is_named(kind: type, value: object) -> None:
+    choices = {"clip", "untouched", "moments", "loss_scale"}
+    for field in dataclasses.fields(kind):
+        if field.name in choices or (field.name, value) == ("delayed_update_after", None):
+            continue
+        with pytest.raises(TypeError, match=rf"^{field.name}.* must be .*, got ") as caught:
+            kind(**{field.name: value})
+        assert "whole number or a number" not in str(caught.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from offloaded_models import rate_of, stack, train_in_memory
+from offloaded_models import freeze, rate_of, stack, train_in_memory
 from parallel_offload import (
     STEPS,
     expert_key,
@@ -33,9 +33,10 @@ PLAIN = moe_runtime.AdamW(weight_decay=0.1)
 TOLERANCE = 128 * 2.0**-53 * sum(rate_of(step) for step in range(STEPS)) / PLAIN.eps
 
 
-def in_one_process(settings: moe_runtime.AdamW) -> dict[str, Tensor]:
+def in_one_process(settings: moe_runtime.AdamW, frozen: str | None = None) -> dict[str, Tensor]:
     """torch's AdamW on stacked parameters in memory, by the names of `own_experts`."""
     model = stack(dtype=torch.float64, bias=True)
+    freeze(model, frozen)
     train_in_memory(model, inputs_of(), settings)
     return by_expert(dict(model.named_parameters()))
 
@@ -64,6 +65,17 @@ def assert_equal(parts: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
     assert together.keys() == expected.keys()
     for name, tensor in together.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize("frozen", ["layers.1.experts.", "layers.0.experts.down_proj"])
+def test_what_is_frozen_is_so_in_every_process(tmp_path: Path, ranks: Ranks, frozen: str) -> None:
+    options = (STEPS, True, torch.float64, frozen)
+    found = ranks(2).run(train_offloaded_over_ranks, tmp_path, CLIPPED, 0.5, *options)
+    assert_equal([parameters for parameters, _, _ in found], in_one_process(CLIPPED, frozen))
+    first = by_expert(dict(stack(dtype=torch.float64, bias=True).named_parameters()))
+    kept = {name: t for part, _, _ in found for name, t in part.items() if name.startswith(frozen)}
+    assert kept
+    assert all(torch.equal(tensor, first[name]) for name, tensor in kept.items())
 
 
 @pytest.mark.parametrize(("size", "share", "grouped"), [(2, 0.0, True), (4, 0.5, False)])

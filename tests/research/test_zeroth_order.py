@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from offloaded_models import EXPERTS, LAYERS, Stack, batches, rate_of, stack
+from offloaded_models import EXPERTS, LAYERS, Stack, batches, here, rate_of, stack
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.research.zeroth_order.directions import ZerothOrder, direction
@@ -15,9 +15,11 @@ SETTINGS = ZerothOrder(eps=1e-2, weight_decay=0.1, seed=11)
 
 
 def slices(model: Stack) -> dict[str, torch.Tensor]:
-    """Every tensor that has a direction of its own, by the name that it is drawn by."""
+    """Every trained tensor that has a direction, by the name that it is drawn by."""
     found = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if ".experts." not in name:
             found[name] = parameter.data
             continue
@@ -97,7 +99,7 @@ def _part(model: Stack, x: torch.Tensor, parts: int) -> torch.Tensor:
 
 def assert_same(training: ZerothOrderTraining, expected: Stack) -> None:
     named = dict(expected.named_parameters())
-    for name, parameter in training.model.named_parameters():
+    for name, parameter in here(training.model).items():
         assert torch.equal(parameter, named[name]), name
     for layer in range(LAYERS):
         for name, stacked in training.stacked(layer).items():
@@ -129,6 +131,49 @@ def test_same_bits_as_mezo_in_memory(
     training = offloaded(model, tmp_path, share, settings)
     assert [take(training, window, step) for step, window in enumerate(inputs)] == losses
     assert_same(training, expected)
+    training.close()
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [".experts.", "layers.1.experts.", "experts.down_proj", "layers.1.experts.down", "gate."],
+)
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_what_is_frozen_keeps_its_bits(tmp_path: Path, frozen: str, share: float) -> None:
+    inputs = windows(3, 2)
+    expected, model = stack(bias=True), stack(bias=True)
+    for one in (expected, model):
+        for name, parameter in one.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+    first = {n: p.clone() for n, p in expected.named_parameters() if not p.requires_grad}
+    assert first
+    losses, _ = mezo(expected, inputs, SETTINGS)
+    training = offloaded(model, tmp_path, share, SETTINGS)
+    written = training.stats().traffic.written_bytes
+    assert [take(training, window, step) for step, window in enumerate(inputs)] == losses
+    assert_same(training, expected)
+    named = dict(expected.named_parameters())
+    assert all(torch.equal(named[name], before) for name, before in first.items())
+    if frozen == ".experts.":
+        assert training.stats().traffic.written_bytes == written
+    training.close()
+
+
+def test_a_step_that_is_no_number_moves_nothing(tmp_path: Path) -> None:
+    model = stack(bias=True)
+    model.layers[1].experts.requires_grad_(False)
+    training = offloaded(model, tmp_path, 0.3, SETTINGS)
+    (window,) = windows(1, 1)
+    take(training, window, 0)
+    before = [training.stacked(layer) for layer in range(LAYERS)]
+    training.backward([lambda: model.loss(window[0]) * float("nan")])
+    assert training.step().is_skipped
+    for layer, stacked in enumerate(before):
+        moved = training.stacked(layer)
+        for name, tensor in stacked.items():
+            # moved to both sides and back, in as many roundings
+            assert_close = torch.equal if layer == 1 else torch.allclose
+            assert assert_close(moved[name], tensor), (layer, name)
     training.close()
 
 

@@ -1,12 +1,14 @@
 """The property tests of the papers, one gate after another."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from gate_cases import FORMULAS
 from gate_formulas import VOCAB
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.layer import MoELayer
 from moe_runtime.routing import (
@@ -352,6 +354,32 @@ def test_bias_moves_against_the_load_and_balances() -> None:
     last = gate(x).counts_E
     assert first > 2
     assert last.max() / last.double().mean() < 1.15
+
+
+def weights_of(gate: torch.nn.Module, x: Tensor) -> Tensor:
+    return gate(x).weights_TK
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_calls_that_are_made_again_in_the_backward_pass_count_once(reentrant: bool) -> None:
+    """Also where some calls of a step are checkpointed and others are not."""
+    parts = [rows(40).requires_grad_() for _ in range(3)]
+    loads, counted = [], []
+    for checkpointed in (set(), {1}, {0, 2}, {0, 1, 2}):
+        torch.manual_seed(0)
+        gate = make_gate(
+            "sigmoid_topk", D, 8, 2, bias_update_rate=1e-3, loss_weights={"global_balance": 1.0}
+        )
+        for number, part in enumerate(parts):
+            weigh = partial(weights_of, gate)
+            if number in checkpointed:
+                weigh = partial(checkpoint, weigh, use_reentrant=reentrant)
+            weigh(part).sum().backward()
+        loads.append(gate.load_E)
+        counted.append(gate.step_counts_E)
+    assert loads[0].sum() == 3 * 40 * 2
+    assert all(torch.equal(load, loads[0]) for load in loads)
+    assert all(torch.equal(counts, counted[0]) for counts in counted)
 
 
 def test_bias_is_kept_in_fp32_and_evaluation_counts_nothing() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_runtime
+from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.files import write_atomically
 from moe_runtime.layer import MoELayer
 from moe_runtime.training.offload import OffloadedTraining
@@ -53,6 +54,18 @@ def stack(**options: Any) -> Stack:
     """The same weights on every call."""
     torch.manual_seed(7)
     return Stack(**options)
+
+
+def freeze(model: nn.Module, what: str | None) -> None:
+    """Freezes the parameters whose names begin so; none without."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(what is None or not name.startswith(what))
+
+
+def here(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model that its optimizer has not."""
+    named = model.named_parameters()
+    return {name: p for name, p in named if not isinstance(p, AbsentTensor)}
 
 
 def batches(num: int, tokens: int = 7, *, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -160,7 +173,7 @@ def _part(loss: Callable[[Tensor], Tensor], x: Tensor, share: float) -> Tensor:
 def assert_same_parameters(training: OffloadedTraining, expected: Stack) -> None:
     """Every parameter agrees to the bit."""
     named = dict(expected.named_parameters())
-    for name, parameter in training.model.named_parameters():
+    for name, parameter in here(training.model).items():
         assert torch.equal(parameter, named[name]), name
     for layer in range(len(expected.layers)):
         for name, stacked in training.stacked(layer).items():

@@ -27,6 +27,7 @@ from finetuning_runs import (
     write_text,
 )
 from moe_families import Family
+from offloaded_models import here
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -124,7 +125,7 @@ def test_adapters_as_in_memory(tmp_path: Path, family: Family) -> None:
     config = config_of(folder, tmp_path, lora={"rank": 3, "scale": 1.5})
     preparation = prepare(smallest(config))
     trainer = start(preparation, resume=False)
-    first = {name: p.clone() for name, p in preparation.model.named_parameters()}
+    first = {name: p.clone() for name, p in here(preparation.model).items()}
     losses = train(trainer)
     summary = finish(preparation, trainer, export=True)
     trainer.close()

@@ -21,6 +21,7 @@ from finetuning_runs import (
     write_text,
 )
 from frozen_bases import bases
+from offloaded_models import here
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import PROMPT
@@ -84,7 +85,7 @@ def test_gradients_are_those_of_the_values(tmp_path: Path, kind: str) -> None:
     for name, parameter in ours.named_parameters():
         if name.endswith("_B") or ".lora_B" in name:  # zero at first, as gradients of A are then
             parameter.data.normal_(std=0.05)
-    first = {name: p.detach().clone() for name, p in ours.named_parameters()}
+    first = {name: p.detach().clone() for name, p in here(ours).items()}
     windows = draw(preparation)
     inputs = [embed(ours, ids[:, :-1]) for ids in windows]
     pairs = zip(inputs, windows, strict=True)

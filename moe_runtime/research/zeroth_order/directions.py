@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moe_runtime.config import nearest
+from moe_runtime.config import nearest, require_types
 
 Untouched = Literal["dense_exact", "sparse_skip"]
 
@@ -43,6 +43,8 @@ class ZerothOrder:
     untouched: Untouched = "dense_exact"
 
     def __post_init__(self) -> None:
+        kinds = {**dict.fromkeys(("lr", "eps", "weight_decay"), (int, float)), "seed": (int,)}
+        require_types(kinds, {name: getattr(self, name) for name in kinds})
         for name in ("lr", "weight_decay"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")

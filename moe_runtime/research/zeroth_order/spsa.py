@@ -7,16 +7,19 @@ How far an expert has come is counted in half steps: 2 t before step t, with all
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.kernels.operands import without_autocast
+from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.research.zeroth_order.directions import ZerothOrder, descend, direction, perturb
+from moe_runtime.training.offload.execution.absent_experts import AbsentExperts
 from moe_runtime.training.offload.execution.passes import LayerInput
-from moe_runtime.training.offload.execution.window import MicroBatchBarrier
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.records import Sections
 from moe_runtime.training.offload.states.states import ExpertStates
@@ -103,22 +106,24 @@ class SpsaExecutor:
         self, key: ExpertKey, left: list[StreamedExperts], right: list[StreamedExperts]
     ) -> None:
         record = self._fetch(key)
-        named = self._named(key, record)
+        named = self._trained(key, record)
         along = self._directions(key, named, self.step)
         for distance, calls in zip(_SIDES, (left, right, []), strict=True):
             self._shift(named, along, distance)
             self._compute(key, record, calls)
-        self._states.set_content_step(key, 2 * self.step + 1)
-        self._states.write_state(key)
+        if named:
+            self._states.set_content_step(key, 2 * self.step + 1)
+            self._states.write_state(key)
         self._states.release(key)
 
     def _fetch(self, key: ExpertKey) -> Tensor:
         """An expert's record after all steps so far."""
-        record = self._states.acquire(key, Sections.PARAMETERS, writes=True)
+        trains = bool(self._states.experts[key].layout.trained)
+        record = self._states.acquire(key, Sections.PARAMETERS, writes=trains)
         behind = self._states.content_step(key)
-        if behind >= 2 * self.step:
+        if behind >= 2 * self.step or not trains:
             return record
-        self._catch_up(key, self._named(key, record), behind)
+        self._catch_up(key, self._trained(key, record), behind)
         self._states.set_content_step(key, 2 * self.step)
         return record
 
@@ -141,7 +146,7 @@ class SpsaExecutor:
         slope = self.slopes[step]
         if slope is None:
             return
-        for tensor in self._states.experts[key].layout.tensors:
+        for tensor in self._states.experts[key].layout.trained:
             decay = self._settings.weight_decay if tensor.decays else 0.0
             descend(
                 named[tensor.name], along[tensor.name], slope, rate=self.rates[step], decay=decay
@@ -178,13 +183,18 @@ class SpsaExecutor:
         views = layout.views(record, Sections.PARAMETERS)
         return {tensor.name: view for tensor, view in zip(layout.tensors, views, strict=True)}
 
+    def _trained(self, key: ExpertKey, record: Tensor) -> dict[str, Tensor]:
+        """The parameters that move."""
+        named = self._named(key, record)
+        return {t.name: named[t.name] for t in self._states.experts[key].layout.trained}
+
     def _expect(self, layer: int, keys: Sequence[ExpertKey]) -> None:
         """Reads ahead: this layer's experts, then those that the next layer had last time."""
         following = self._last_visited.get(layer + 1 if keys else layer, [])
         self._states.expect((key, Sections.PARAMETERS) for key in [*keys, *following])
 
 
-class SpsaExperts(nn.Module):
+class SpsaExperts(AbsentExperts):
     """Routed experts whose parameters are not here, for forward passes to both sides.
 
     Args:
@@ -194,16 +204,11 @@ class SpsaExperts(nn.Module):
     """
 
     def __init__(self, site: ExpertsModuleSpec, layer: int, passes: SpsaExecutor) -> None:
-        super().__init__()
-        self.num_experts = site.num_experts
-        self.layer = layer
-        self.window: MicroBatchBarrier | None = None
+        super().__init__(site, layer, has_gradient=lambda: False)
         self._passes = passes
-        self._keeps_dtype = site.keeps_dtype
 
-    @torch.no_grad()
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`; nothing has a gradient.
+        """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`; a backward pass is refused.
 
         Args:
             hidden_states: `[T, D]`.
@@ -216,9 +221,8 @@ class SpsaExperts(nn.Module):
         Raises:
             MoERuntimeError: an expert could not be read or written.
         """
-        entry = LayerInput(
-            hidden_states.to(compute_dtype(hidden_states)), top_k_index, top_k_weights
-        )
+        x_TD = hidden_states.detach().to(compute_dtype(hidden_states))
+        entry = LayerInput(x_TD, top_k_index, top_k_weights.detach())
 
         def together(entries: list[LayerInput]) -> list[Tensor]:
             # another thread's part may have left autocast or gradients on
@@ -229,4 +233,21 @@ class SpsaExperts(nn.Module):
             (out_TD,) = together([entry])
         else:
             out_TD = self.window.meet(self.layer, entry, together)
-        return out_TD.to(hidden_states.dtype) if self._keeps_dtype else out_TD
+        out_TD = out_TD.to(hidden_states.dtype) if self._keeps_dtype else out_TD
+        return _NoBackward.apply(out_TD, hidden_states, top_k_weights)
+
+
+class _NoBackward(torch.autograd.Function):
+    """Passes an output through, and refuses gradients, which would lack the experts' part."""
+
+    @staticmethod
+    def forward(ctx: Any, out_TD: Tensor, *inputs: Tensor) -> Tensor:
+        return out_TD.view_as(out_TD)
+
+    @staticmethod
+    @first_derivatives_only("experts of offload_zeroth_order have no derivatives")
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        raise UnsupportedUseError(
+            "offload_zeroth_order trains by forward passes alone: call `backward` and `step` of "
+            "the optimizer that it returned, or train by gradients with offload_training"
+        )

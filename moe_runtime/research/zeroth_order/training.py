@@ -30,7 +30,13 @@ from moe_runtime.research.zeroth_order.directions import ZerothOrder, descend, d
 from moe_runtime.research.zeroth_order.spsa import SpsaExecutor, SpsaExperts
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
 from moe_runtime.training.offload.execution.window import MicroBatchBarrier
-from moe_runtime.training.offload.expert_training import ExpertTraining, fill
+from moe_runtime.training.offload.expert_training import (
+    ExpertTraining,
+    fill,
+    require_no_new_parameters,
+    require_trained,
+    trained_around_experts,
+)
 from moe_runtime.training.offload.memory import DEFAULT_ACTIVATION_SHARE, TrainingMemory
 from moe_runtime.training.offload.offloading import (
     find_sites,
@@ -117,7 +123,7 @@ class ZerothOrderTraining(ExpertTraining):
             module.train(site.module.training)
             site.put(model, module)
             self._modules.append(module)
-        self._dense = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._dense = trained_around_experts(model)
 
     @property
     def num_steps(self) -> int:
@@ -141,10 +147,12 @@ class ZerothOrderTraining(ExpertTraining):
             MoERuntimeError: an expert could not be read or written. After this or any other error
                 some experts are moved aside: go on from the last checkpoint.
             RuntimeError: the step that was measured last was not taken.
+            UnsupportedUseError: the model got parameters to train after the training was made.
         """
+        require_no_new_parameters(self.model, self._dense.values())
         if self._measured is not None:
             raise RuntimeError("backward was called twice before step")
-        own = {name: parameter.data for name, parameter in self._dense.items()}
+        own = {name: p.data for name, p in self._dense.items() if p.requires_grad}
         plus = {name: tensor.clone() for name, tensor in own.items()}
         self._move_dense(plus, 1)
         minus = {name: tensor.clone() for name, tensor in plus.items()}
@@ -186,9 +194,9 @@ class ZerothOrderTraining(ExpertTraining):
         self._move_dense(measured.minus, 1)
         slope = (measured.left - measured.right) / (2 * self._settings.eps)
         is_skipped = not math.isfinite(slope)
-        for name, parameter in self._dense.items():
-            tensor = parameter.data
-            tensor.copy_(measured.minus[name])
+        for name, moved in measured.minus.items():
+            tensor = self._dense[name].data
+            tensor.copy_(moved)
             if not is_skipped:
                 along = self._direction(name, tensor)
                 descend(tensor, along, slope, rate=measured.rate, decay=self._decay(name))
@@ -251,8 +259,8 @@ class ZerothOrderTraining(ExpertTraining):
         return self._settings.weight_decay if decays(name, self._dense[name]) else 0.0
 
     def _use(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._dense.items():
-            parameter.data = tensors[name]
+        for name, tensor in tensors.items():
+            self._dense[name].data = tensor
 
     def _set_window(self, window: MicroBatchBarrier[Tensor] | None, num_left: int) -> None:
         self._passes.num_left = num_left
@@ -293,8 +301,9 @@ def offload_zeroth_order(
         CapacityError: a budget or the disk is too small; names the smallest budget that works.
         CheckpointError: `storage_dir` is missing or cannot be written.
         UnsupportedModelError: the model has no routed experts that can leave it.
-        ValueError: a size cannot be read.
+        ValueError: a size cannot be read, or no parameter requires gradients.
     """
+    require_trained(model)
     sites = find_sites(model)
     # Directions are drawn for whole models, and losses measured in one process.
     processes_of(None, sites, model.parameters())

@@ -58,6 +58,7 @@ class ExpertCheckpoints:
         self._states = states
         self._sites = list(sites)
         self._layouts = [site.layout(state_format) for site in sites]
+        self._state_format = str(state_format)
         self._processes = processes or OneProcess()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[None] | None = None
@@ -85,7 +86,7 @@ class ExpertCheckpoints:
         return {
             "format": FORMAT,
             "sites": self._shapes(),
-            "state": str(self._layouts[0].state),
+            "state": self._state_format,
             "experts": {},
         }
 
@@ -214,7 +215,7 @@ class ExpertCheckpoints:
             self._lent.append((layout, version.slot))
 
     def _require_same_model(self, saved: Mapping[str, Any]) -> None:
-        shapes, state = self._shapes(), str(self._layouts[0].state)
+        shapes, state = self._shapes(), self._state_format
         if saved["sites"] != shapes:
             raise CheckpointError(
                 f"the checkpoint is of another model: it has experts {saved['sites']}, "
@@ -236,9 +237,12 @@ class ExpertCheckpoints:
         return f"{self._sites[key.layer].name}.{key.expert}"
 
     def _shapes(self) -> dict[str, list[Any]]:
-        """Number of experts, dtype and shapes of each module."""
+        """Number of experts, dtype and shapes of each module, and which tensors are frozen."""
         shapes = {}
         for site, layout in zip(self._sites, self._layouts, strict=True):
-            tensors = [[tensor.name, *tensor.shape] for tensor in layout.tensors]
+            tensors = [
+                [tensor.name, *tensor.shape, *(() if tensor.is_trained else ("frozen",))]
+                for tensor in layout.tensors
+            ]
             shapes[site.name] = [site.num_experts, str(layout.dtype), *tensors]
         return shapes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
+from moe_runtime.checkpoints.absent import TrainedElsewhere
+from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.budget import peak_resident_bytes
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
 from moe_runtime.training.offload.execution.compute_copies import LinkTraffic
@@ -157,6 +159,10 @@ class ExpertTraining(abc.ABC):
         """
         self.states.check()
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses to be copied or pickled."""
+        TrainedElsewhere.refuse()
+
     def close(self) -> None:
         """Waits for the checkpoint under way and ends the transfers; the model is of no use then.
 
@@ -166,6 +172,43 @@ class ExpertTraining(abc.ABC):
         self._checkpoints.close()
         self.states.close()
         self._checkpoints.wait()
+
+
+def trained_around_experts(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters beside the offloaded experts that require gradients, by name."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, TrainedElsewhere)
+    }
+
+
+def require_no_new_parameters(model: nn.Module, known: Iterable[Tensor]) -> None:
+    """Refuses parameters that came after the optimizer was made, which would not be trained.
+
+    Raises:
+        UnsupportedUseError: a parameter beside the experts requires gradients and is not known.
+    """
+    ids = set(map(id, known))
+    for name, parameter in trained_around_experts(model).items():
+        if id(parameter) not in ids:
+            raise UnsupportedUseError(
+                f"{name} requires gradients since the experts were offloaded and would not be "
+                "trained: add adapters and set requires_grad before that"
+            )
+
+
+def require_trained(model: nn.Module) -> None:
+    """Refuses a model of which nothing would be trained.
+
+    Raises:
+        ValueError: no parameter requires gradients.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "there is nothing to train: no parameter requires gradients; set requires_grad on "
+            "those that shall be trained"
+        )
 
 
 def fill(

@@ -18,7 +18,12 @@ from moe_runtime.training.offload.execution.device_link import DeviceLink
 from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts
 from moe_runtime.training.offload.execution.passes import LayerExecutor
 from moe_runtime.training.offload.execution.window import MicroBatchBarrier, run_window
-from moe_runtime.training.offload.expert_training import ExpertTraining, OffloadStats
+from moe_runtime.training.offload.expert_training import (
+    ExpertTraining,
+    OffloadStats,
+    require_no_new_parameters,
+    trained_around_experts,
+)
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.optimizers.adamw import AdamW
 from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome
@@ -73,13 +78,14 @@ class OffloadedTraining(ExpertTraining):
         self._final_rate: float | None = None
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
-            module = OffloadedTrainingExperts(site, layer, self._passes, self.activations)
+            module = OffloadedTrainingExperts(
+                site, layer, self._passes, self.activations, lambda: self.optimizer.has_gradient
+            )
             module.train(site.module.training)
             site.put(model, module)
             self._modules.append(module)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.dense = DenseAdamW(
-            named,
+            trained_around_experts(model),
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -140,8 +146,10 @@ class OffloadedTraining(ExpertTraining):
 
         Raises:
             ValueError: the rate is another than the backward pass had.
+            UnsupportedUseError: the model got parameters to train after `offload_training`.
             MoERuntimeError: an expert could not be read or written.
         """
+        require_no_new_parameters(self.model, self.dense.parameters())
         rate = self._settings.lr if rate is None else rate
         if self._final_rate is not None and rate != self._final_rate:
             raise ValueError(

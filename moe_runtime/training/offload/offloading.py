@@ -28,7 +28,7 @@ from moe_runtime.training.offload.computing_device import (
 )
 from moe_runtime.training.offload.execution.activation_swap import SLOT_BYTES, ActivationSwap
 from moe_runtime.training.offload.execution.activations import ActivationPolicy, Activations
-from moe_runtime.training.offload.expert_training import fill
+from moe_runtime.training.offload.expert_training import fill, require_trained
 from moe_runtime.training.offload.handle import OffloadedTraining
 from moe_runtime.training.offload.memory import (
     DEFAULT_ACTIVATION_SHARE,
@@ -81,10 +81,12 @@ def offload_training(
 
     The experts' parameters leave the model: weights, moments and gradients live in records in host
     memory as far as the budget goes, the others in files. Everything else of the model stays. The
-    numbers do not depend on the budget, on who lives where or on the number of threads.
+    numbers do not depend on the budget, on who lives where or on the number of threads. What does
+    not require gradients when this is called is not trained, experts or whole stacks of them too.
 
     Args:
-        model: with `MoELayer`s, or of a family of transformers with its experts interface.
+        model: with `MoELayer`s, or of a family of transformers with its experts interface, or with
+            such a model as a part.
         host_memory: budget for records, dense parameters with their states, and activations: bytes,
             a size, a share of what is free, or "auto".
         device_memory: for a model on a GPU, what it may take there: what dense parameters with
@@ -126,11 +128,13 @@ def offload_training(
             or of another model.
         UnsupportedModelError: the model has no routed experts that can leave it, or the layout
             divides or copies them.
-        ValueError: a size cannot be read, or an option has no such value.
+        ValueError: a size cannot be read, an option has no such value, or no parameter requires
+            gradients.
         TypeError: an option has another type than it may have.
         RankFailureError: another process died or stalled.
     """
     require_types(_TYPES, locals())
+    require_trained(model)
     settings = optimizer or AdamW()
     return_freed_blocks()
     sites = find_sites(model)
@@ -232,7 +236,7 @@ def find_sites(model: nn.Module) -> list[ExpertsModuleSpec]:
         UnsupportedModelError: there are none, or some that cannot leave it.
     """
     sites = layer_sites(model)
-    if not sites and hasattr(model, "config"):
+    if not sites and any(hasattr(module, "config") for module in model.modules()):
         sites = _transformers_sites(model)
     if not sites:
         raise UnsupportedModelError(
@@ -299,10 +303,15 @@ def _transformers_sites(model: Any) -> list[ExpertsModuleSpec]:
     sites = []
     for experts in find_experts(model):
         module = experts.module
+        if experts.name.endswith(".base_layer"):  # PEFT changes the parameters in every call
+            raise UnsupportedModelError(
+                f"{experts.name} has adapters by PEFT's target_parameters, which cannot be trained "
+                "with the experts offloaded: use `moe-runtime finetune --lora`, or merge them first"
+            )
         others = {name for name, _ in module.named_parameters()} - set(experts.parameters)
         if others or getattr(module, "has_post_expert_norm", False):
             raise UnsupportedModelError(
-                f"{model.config.model_type}: {experts.name} has parameters beside its experts "
+                f"{experts.name} has parameters beside its experts "
                 f"({', '.join(sorted(others)) or 'a norm after them'}); training it offloaded is "
                 "not supported yet"
             )

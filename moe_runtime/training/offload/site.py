@@ -91,19 +91,30 @@ class ExpertsModuleSpec:
         """Of the record of one of its experts: fp32, or fp64 for experts in fp64.
 
         Args:
-            state: what it holds beside parameters; full moments when omitted.
+            state: what it holds beside parameters; full moments when omitted. Parameters that
+                require no gradient have none of it.
         """
         parameters = {name: self.module.get_parameter(name) for name in self.parameter_names}
         dtypes = {parameter.dtype for parameter in parameters.values()}
         dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
+        if not any(parameter.requires_grad for parameter in parameters.values()):
+            state = StateFormat(trains=False)
         return RecordLayout(
             [
-                ExpertTensor(name, tuple(parameter.shape[1:]), decays(name, parameter))
-                for name, parameter in parameters.items()
+                ExpertTensor(name, tuple(p.shape[1:]), decays(name, p), p.requires_grad)
+                for name, p in parameters.items()
             ],
             dtype,
             state,
         )
+
+    def gradients(
+        self, names: Sequence[str], tensors: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """Some tensors of one expert, in the order of `StackedExperts.tensors`."""
+        named = {name: tensor[None] for name, tensor in zip(names, tensors, strict=True)}
+        order = (self.first, "down_proj", f"{self.first}_bias", "down_proj_bias")
+        return tuple(named.get(name) for name in order)
 
     def stacked(self, names: Sequence[str], tensors: Sequence[Tensor]) -> StackedExperts:
         """One expert's tensors as kernels take them, alone in slot 0."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from offloaded_models import Stack, batches, budget_for, rate_of, save, stack
+from offloaded_models import Stack, batches, budget_for, freeze, here, rate_of, save, stack
 from torch import Tensor
 
 import moe_runtime
@@ -85,7 +85,7 @@ def own_experts(training: OffloadedTraining) -> dict[str, Tensor]:
 
 def train_offloaded_over_ranks(
     folder: Path, settings: moe_runtime.AdamW, share: float, until: int = STEPS,
-    grouped: bool = True, dtype: torch.dtype = torch.float64,
+    grouped: bool = True, dtype: torch.dtype = torch.float64, frozen: str | None = None,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:  # fmt: skip
     """Trains from the last checkpoint in the folder, or the beginning, with one after every step.
 
@@ -98,6 +98,7 @@ def train_offloaded_over_ranks(
     groups = None if alone else make_groups()
     rank, size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     model = stack(dtype=dtype, bias=True) if groups is None else spread_stack(groups, dtype)
+    freeze(model, frozen)
     file, state = folder / "checkpoint.pt", None
     if file.exists():
         state = torch.load(file, weights_only=True)
@@ -123,7 +124,7 @@ def train_offloaded_over_ranks(
         losses.append(mean_over_ranks(float(sum(found))))
         save(training, file, losses)
         training.check()
-    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    parameters = {name: p.detach().clone() for name, p in here(model).items()}
     parameters |= own_experts(training)
     training.close()
     return parameters, losses, norms
@@ -180,7 +181,7 @@ def without_tokens(folder: Path) -> dict[str, Tensor]:
         training.backward([lambda x=x: model(x).square().sum()], rate=rate_of(step))
         training.step(rate_of(step))
         training.check()
-    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = {name: p.detach().clone() for name, p in here(model).items()}
     found |= own_experts(training)
     training.close()
     return found
@@ -191,7 +192,7 @@ def with_a_bad_gradient(folder: Path, culprit: int) -> tuple[tuple[str, ...], in
     groups = make_groups()
     model = spread_stack(groups)
     training = open_training(model, moe_runtime.AdamW(), folder, 0.0, groups)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in here(model).items()}
     before |= own_experts(training)
     factor = float("inf") if dist.get_rank() == culprit else 1.0
     x = inputs_of(1)[0][dist.get_rank()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.layer.experts import compute_dtype
+from moe_runtime.training.offload.execution.absent_experts import AbsentExperts
 from moe_runtime.training.offload.execution.activations import ActivationPolicy
 from moe_runtime.training.offload.execution.passes import LayerInput
-from moe_runtime.training.offload.execution.window import MicroBatchBarrier
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 
 
@@ -37,7 +37,7 @@ class LayerPasses(Protocol):
     def stacked(self, layer: int, name: str, /) -> Tensor: ...
 
 
-class OffloadedTrainingExperts(nn.Module):
+class OffloadedTrainingExperts(AbsentExperts):
     """Routed experts whose parameters are not here, for `MoELayer` and for transformers.
 
     Args:
@@ -45,6 +45,7 @@ class OffloadedTrainingExperts(nn.Module):
         layer: its number among the layers with experts.
         passes: computes it.
         activations: what autograd's saved tensors become; kept when omitted.
+        has_gradient: as of `AbsentExperts`; frozen experts never have one.
     """
 
     def __init__(
@@ -53,15 +54,11 @@ class OffloadedTrainingExperts(nn.Module):
         layer: int,
         passes: LayerPasses,
         activations: ActivationPolicy | None = None,
+        has_gradient: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__()
+        super().__init__(site, layer, has_gradient)
         self._activations = activations
-        self.num_experts = site.num_experts
-        self.layer = layer
-        self.window: MicroBatchBarrier | None = None
         self._passes = passes
-        self._keeps_dtype = site.keeps_dtype
-        self._site = site
         # gives every call a node in the graph, also where no input needs a gradient
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -135,9 +132,6 @@ class OffloadedTrainingExperts(nn.Module):
     def get_parameter(self, target: str) -> nn.Parameter:
         """A copy of a parameter as the module had it, for exporters; no part of the module."""
         return nn.Parameter(self._passes.stacked(self.layer, target), requires_grad=False)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_experts} experts of {self._site.name}, not in this module"
 
 
 @contextlib.contextmanager

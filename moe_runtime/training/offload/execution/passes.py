@@ -65,7 +65,6 @@ class LayerExecutor:
     Args:
         sites: the layers' experts; the position is the layer of an `ExpertKey`.
         optimizer: fetches records and takes gradients.
-        trains: whether experts have gradients; frozen ones are only passed through.
         activations: what is kept of them; as each layer says when omitted.
         copy_bytes: for experts' weights that stay where products are computed.
         link: to the device that computes; None where that is the CPU.
@@ -80,7 +79,6 @@ class LayerExecutor:
         sites: Sequence[ExpertsModuleSpec],
         optimizer: ExpertOptimizer,
         *,
-        trains: bool = True,
         activations: ActivationPolicy | None = None,
         copy_bytes: int = 0,
         link: DeviceLink | None = None,
@@ -90,7 +88,6 @@ class LayerExecutor:
         self._sites = list(sites)
         self._optimizer = optimizer
         self._states = optimizer.states
-        self._trains = trains
         self.copies = ComputeCopies(optimizer.states.experts, copy_bytes, link)
         self._scratch: dict[tuple[int, torch.dtype, torch.device, bool], list[Tensor]] = {}
         self._widths = [site.dim_preactivation for site in sites]
@@ -198,19 +195,20 @@ class LayerExecutor:
     def _step_back(
         self, key: ExpertKey, calls: Sequence[StreamedExperts], rate: float | None
     ) -> None:
-        record = self._optimizer.fetch(key, self._backward_sections(key), writes=self._trains)
+        layout = self._states.experts[key].layout
+        trains = bool(layout.trained)
+        record = self._optimizer.fetch(key, self._backward_sections(key), writes=trains)
         here = [call for call in calls if call.num_rows(key.expert)]
         weights = self._weights(key, record, here[0].x_TD)
-        if not self._trains:
+        if not trains:
             for call in here:
                 call.backward(key.expert, weights, None)
             self.copies.let_go(partial(self._states.release, key))
             return
-        layout = self._states.experts[key].layout
         has_gradient = self._states.experts[key].has_gradient
         gradients = layout.views(record, Sections.GRADIENT)
         if not has_gradient:
-            layout.clear_padding(record, Sections.GRADIENT)
+            layout.clear_padding(record)
         accept = partial(self._optimizer.accept, key, record, rate)
         if self.copies.link is not None:
             self._send_gradients(self.copies.link, key, here, weights, gradients)
@@ -291,7 +289,7 @@ class LayerExecutor:
         )
 
     def _backward_sections(self, key: ExpertKey) -> Sections:
-        if not self._trains:
+        if not self._states.experts[key].layout.trained:
             return Sections.NONE
         sections = Sections.NONE
         if self._states.experts[key].has_gradient:
@@ -327,9 +325,9 @@ class LayerExecutor:
         return self._sites[key.layer].stacked(names, views)
 
     def _in_slot(self, key: ExpertKey, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Tensors in the order in which kernels return gradients."""
-        names = [tensor.name for tensor in self._states.experts[key].layout.tensors]
-        return self._sites[key.layer].stacked(names, tensors).tensors()
+        """Gradients in the order of kernels; None where a tensor is frozen or missing."""
+        names = [tensor.name for tensor in self._states.experts[key].layout.trained]
+        return self._sites[key.layer].gradients(names, tensors)
 
     def _scratch_like(
         self, key: ExpertKey, weights: StackedExperts, *, is_sum: bool = False
@@ -344,7 +342,7 @@ class LayerExecutor:
             self._scratch = kept | {
                 place: [
                     torch.empty(tensor.shape, dtype=dtype, device=weights.device)
-                    for tensor in layout.tensors
+                    for tensor in layout.trained
                 ]
             }
         return self._scratch[place]

@@ -6,17 +6,27 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from moe_runtime.config import nearest
+from moe_runtime.config import nearest, require_types
 from moe_runtime.training.offload.optimizers.moments import MomentStorage
 from moe_runtime.training.offload.states.records import RecordLayout, Sections, StateFormat
 
 Untouched = Literal["dense_exact", "sparse_skip"]
 Clip = Literal["two_phase", "delayed"]
 
+NUMBER = (int, float)
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("lr", "eps", "weight_decay", "clip_norm", "galore_scale"), NUMBER),
+    **dict.fromkeys(("galore_rank", "galore_refresh"), (int,)),
+    "betas": (tuple, list),
+    "delayed_update_after": (int, type(None)),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW:
     """Settings of the optimizer.
+
+    Values out of range raise a `ValueError`, those of another type a `TypeError`.
 
     Attributes:
         lr: learning rate of steps that name no other.
@@ -61,6 +71,9 @@ class AdamW:
     galore_refresh: int = 200
 
     def __post_init__(self) -> None:
+        require_types(_TYPES, {name: getattr(self, name) for name in _TYPES})
+        betas = {f"betas[{place}]": beta for place, beta in enumerate(self.betas)}
+        require_types(dict.fromkeys(betas, NUMBER), betas)
         if not (self.lr >= 0 and math.isfinite(self.lr)):
             raise ValueError(f"lr must be at least 0, got {self.lr}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -121,9 +134,12 @@ def bytes_of_step(layout: RecordLayout, settings: AdamW) -> tuple[int, int]:
     read and written there; when the norm of all gradients comes first, the backward pass reads the
     parameters and writes the gradient, and the update reads everything and writes the state. With
     delayed updates, once they have begun, the gradient is part of the state and nothing waits.
-    Parameters alone, in training without gradients, are read and written once.
+    Parameters alone, in training without gradients, are read and written once; frozen ones are read
+    for either pass.
     """
     parameters, state = layout.bytes_of(Sections.PARAMETERS), layout.state_bytes
+    if not layout.trained:
+        return 2 * parameters, 0
     if not layout.state.trains:
         return parameters, parameters
     if settings.waits_for_norm and settings.delayed_update_after is None:

@@ -172,6 +172,11 @@ class ExpertOptimizer:
         self._bad.clear()
 
     @property
+    def has_gradient(self) -> bool:
+        """Whether an expert got a gradient since the last step."""
+        return bool(self._norms)
+
+    @property
     def bad_experts(self) -> tuple[ExpertKey, ...]:
         """Experts with gradients that are not finite, since the last step."""
         return tuple(self._bad)
@@ -203,6 +208,8 @@ class ExpertOptimizer:
             self.device_updates.wait()
 
     def _is_behind(self, key: ExpertKey) -> bool:
+        if not self.states.experts[key].layout.trained:
+            return False
         is_exact = self.settings.untouched == "dense_exact"
         is_old = self.states.content_step(key) < self.step
         return is_old and (is_exact or self._pending(key) is not None)

@@ -91,7 +91,7 @@ def _take_in_subspaces(
     refreshes: bool,
 ) -> None:
     bases = layout.bases(record)
-    weights = layout.views(record, Sections.PARAMETERS)
+    weights = layout.split(layout.flat(record, Sections.PARAMETERS))
     gradients = [torch.zeros(())] * len(weights) if gradient is None else layout.split(gradient)
     if refreshes and gradient is not None:
         for basis, found in zip(bases, gradients, strict=True):
@@ -101,7 +101,7 @@ def _take_in_subspaces(
         has_gradient = index == 0 and gradient is not None
         moments = _decode(layout, record, 0, layout.num_moments)
         for tensor, span, basis, weight, found in zip(
-            layout.tensors, layout.spans, bases, weights, gradients, strict=True
+            layout.trained, layout.spans, bases, weights, gradients, strict=True
         ):
             move = _low_rank_step(
                 layout, span, basis, found if has_gradient else None, moments, settings, step

@@ -166,7 +166,7 @@ class Disk:
                 yield file, slot * file.slot_bytes + first, view[first:last]
 
     def _parking_place(self, key: ExpertKey, layout: RecordLayout) -> tuple[RecordFile, int]:
-        size = layout.section_bytes
+        size = layout.bytes_of(Sections.GRADIENT)
         if size not in self._scratch:
             self._scratch[size] = self._open(self.folder / f"gradients-{size}.scratch", size, 0)
         file = self._scratch[size]

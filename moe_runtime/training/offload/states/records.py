@@ -49,11 +49,13 @@ class ExpertTensor:
         name: as its module calls the stack of them.
         shape: of one expert's part.
         decays: whether weight decay applies.
+        is_trained: whether it changes; a frozen one has neither gradient nor moments.
     """
 
     name: str
     shape: tuple[int, ...]
     decays: bool
+    is_trained: bool = True
 
     @property
     def num_elements(self) -> int:
@@ -106,20 +108,21 @@ class RecordLayout:
     """Where the tensors of one kind of expert lie in a record.
 
     Args:
-        tensors: of one expert, those that decay first.
+        tensors: of one expert. Those that are trained and decay lie first, frozen ones last.
         dtype: of parameters and gradients: float32, or float64.
         state: what else there is.
 
     Attributes:
         tensors: as given.
+        trained: those of them that are trained.
         dtype: as given.
         state: as given.
         codec: of the moments.
-        spans: of the tensors' moments.
+        spans: of the moments of trained tensors.
         num_elements: elements of the expert, without padding.
-        section_bytes: parameters, whole blocks; a gradient takes as much.
+        section_bytes: parameters, whole blocks.
         decaying: elements at the beginning of a section that decay, padding included.
-        used: elements of a section in use, padding between tensors included.
+        used: elements of trained tensors, padding between them included.
         num_moments: elements of each moment, padding included.
     """
 
@@ -130,24 +133,26 @@ class RecordLayout:
         state: StateFormat | None = None,
     ) -> None:
         self.tensors = tuple(tensors)
+        self.trained = tuple(tensor for tensor in tensors if tensor.is_trained)
         self.dtype = dtype
         self.state = state or StateFormat()
         self.codec = moment_codec(self.state.moments)
         self.num_elements = sum(tensor.num_elements for tensor in tensors)
-        self._starts: list[int] = []
+        self._starts: dict[str, int] = {}
         self.spans: list[MomentSpan] = []
-        self.decaying = self.used = self.num_moments = 0
-        for tensor in tensors:
-            assert not tensor.decays or self.decaying == self.used, "what decays comes first"
-            self._starts.append(self.used)
-            self.used += _whole_vectors(tensor.num_elements)
-            if tensor.decays:
-                self.decaying = self.used
+        self.decaying = self.used = self.num_moments = end = 0
+        for tensor in sorted(tensors, key=lambda t: (not t.is_trained, not t.decays)):
+            self._starts[tensor.name] = end
+            end += _whole_vectors(tensor.num_elements)
+            if tensor.is_trained:
+                self.used = end
+                self.decaying = end if tensor.decays else self.decaying
+        for tensor in self.trained:
             shape = projected_shape(tensor.shape, self.state.rank)
-            end = self.num_moments + _whole_vectors(math.prod(shape))
-            self.spans.append(MomentSpan(shape, self.num_moments, end))
-            self.num_moments = end
-        self.section_bytes = _whole_blocks(self.used * dtype.itemsize)
+            start = self.num_moments
+            self.num_moments += _whole_vectors(math.prod(shape))
+            self.spans.append(MomentSpan(shape, start, self.num_moments))
+        self.section_bytes = _whole_blocks(end * dtype.itemsize)
         self._sizes = self._measure()
 
     def _measure(self) -> dict[Sections, int]:
@@ -155,13 +160,14 @@ class RecordLayout:
         if not self.state.trains:
             return dict.fromkeys(ORDER, 0) | {Sections.PARAMETERS: self.section_bytes}
         moment = _whole_blocks(self.codec.num_bytes(self.num_moments, self.dtype))
-        kept = self.section_bytes if self.state.keeps_gradient else 0
+        gradient = _whole_blocks(self.used * self.dtype.itemsize)
+        kept = gradient if self.state.keeps_gradient else 0
         bases = sum(math.prod(shape) for shape in self._basis_shapes() if shape)
         return {
             Sections.PARAMETERS: self.section_bytes,
             Sections.MEAN: moment + _whole_blocks(bases * self.dtype.itemsize) + kept,
             Sections.VARIANCE: moment,
-            Sections.GRADIENT: self.section_bytes,
+            Sections.GRADIENT: gradient,
         }
 
     def bytes_of(self, sections: Sections) -> int:
@@ -189,19 +195,24 @@ class RecordLayout:
         return record[start:stop]
 
     def flat(self, record: Tensor, section: Sections) -> Tensor:
-        """Parameters or gradient: the elements in use, padding included: ``[used]``."""
+        """Trained parameters or their gradient, padding included: ``[used]``."""
         assert section in Sections.PARAMETERS | Sections.GRADIENT, "moments have a codec"
         return self.section(record, section).view(self.dtype)[: self.used]
 
     def views(self, record: Tensor, section: Sections) -> list[Tensor]:
-        """The expert's parameters or gradients, in their shapes."""
-        return self.split(self.flat(record, section))
+        """The expert's parameters, or gradients of the trained ones, in their shapes."""
+        tensors = self.tensors if section == Sections.PARAMETERS else self.trained
+        return self._cut(self.section(record, section).view(self.dtype), tensors)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """The expert's tensors, in their shapes, of ``[used]`` elements."""
+        """The trained tensors, in their shapes, of ``[used]`` elements."""
+        return self._cut(flat, self.trained)
+
+    def _cut(self, flat: Tensor, tensors: Sequence[ExpertTensor]) -> list[Tensor]:
+        starts = [self._starts[tensor.name] for tensor in tensors]
         return [
             flat[start : start + tensor.num_elements].view(tensor.shape)
-            for start, tensor in zip(self._starts, self.tensors, strict=True)
+            for start, tensor in zip(starts, tensors, strict=True)
         ]
 
     def moment(self, record: Tensor, section: Sections) -> Tensor:
@@ -209,7 +220,7 @@ class RecordLayout:
         return self.section(record, section)[: self._sizes[Sections.VARIANCE]]
 
     def bases(self, record: Tensor) -> list[Tensor | None]:
-        """For each tensor, the basis of its gradient's subspace; None where there is none."""
+        """For each trained tensor, the basis of its gradient's subspace, or None."""
         start = self._sizes[Sections.VARIANCE]
         content = self.section(record, Sections.MEAN)[start:].view(self.dtype)
         found, first = [], 0
@@ -222,7 +233,8 @@ class RecordLayout:
     def kept_gradient(self, record: Tensor) -> Tensor:
         """The gradient that is part of the state: ``[used]``."""
         section = self.section(record, Sections.MEAN)
-        return section[len(section) - self.section_bytes :].view(self.dtype)[: self.used]
+        start = len(section) - self._sizes[Sections.GRADIENT]
+        return section[start:].view(self.dtype)[: self.used]
 
     def clear(self, record: Tensor, sections: Sections) -> None:
         """Sets sections to zero."""
@@ -230,18 +242,19 @@ class RecordLayout:
             if section in sections:
                 self.section(record, section).zero_()
 
-    def clear_padding(self, record: Tensor, section: Sections) -> None:
-        """Sets to zero what lies between and after the tensors of parameters or gradient."""
-        elements = self.section(record, section).view(self.dtype)
-        ends = [*self._starts[1:], elements.numel()]
-        for start, tensor, end in zip(self._starts, self.tensors, ends, strict=True):
+    def clear_padding(self, record: Tensor) -> None:
+        """Sets to zero what lies between and after the tensors of the gradient."""
+        elements = self.section(record, Sections.GRADIENT).view(self.dtype)
+        placed = sorted(self.trained, key=lambda tensor: self._starts[tensor.name])
+        starts = [self._starts[tensor.name] for tensor in placed]
+        for start, tensor, end in zip(starts, placed, [*starts[1:], len(elements)], strict=True):
             elements[start + tensor.num_elements : end].zero_()
 
     def _basis_shapes(self) -> list[tuple[int, ...]]:
-        """Shape of each tensor's basis; empty where its moments are not projected."""
+        """Shape of each trained tensor's basis; empty where its moments are not projected."""
         return [
             (min(tensor.shape), self.state.rank) if span.shape != tensor.shape else ()
-            for tensor, span in zip(self.tensors, self.spans, strict=True)
+            for tensor, span in zip(self.trained, self.spans, strict=True)
         ]
 
 
