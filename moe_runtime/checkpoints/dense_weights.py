@@ -123,6 +123,7 @@ class DenseReader:
                     buffer[first - excess : end - excess] = buffer[first:end]
         except (OSError, EOFError) as error:
             raise CheckpointError(f"cannot read {name} from {file}: {error}") from None
+        self._files[file].require_unchanged()
         return memory[lead - excess : needed - excess]
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from moe_runtime.checkpoints.safetensors_index import (
 from moe_runtime.checkpoints.settings_check import check_layers, named_lookup
 from moe_runtime.checkpoints.transformers_private import warn_if_untested
 from moe_runtime.errors import UnsupportedModelError, blamed_on
+from moe_runtime.memory.source import FileStamp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -64,6 +65,7 @@ class Checkpoint:
         runs: where experts lie that `moe-runtime pack` wrote, if it did.
         conversions: what makes its weights those of the model, before the model's own table.
         adapt: changes the model that transformers makes, on the meta device, to one of its weights.
+        stamps: of its files, taken before their headers were read.
     """
 
     folder: Path
@@ -74,6 +76,7 @@ class Checkpoint:
     runs: PackedExpertIndex | None = None
     conversions: Sequence[WeightTransform] = ()
     adapt: Callable[[PreTrainedModel], None] = give_experts_interface
+    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
 
     @property
     def weights(self) -> list[Weight]:
@@ -86,6 +89,15 @@ class Checkpoint:
     def is_plain(self) -> bool:
         """Whether every weight lies as it is in safetensors files, neither quantised nor packed."""
         return not self.packed and self.runs is None and not self.folder.is_file()
+
+    def require_unchanged(self) -> None:
+        """Refuses what was read of files that were written, or replaced, since they were opened.
+
+        Raises:
+            CheckpointError: one was; the message names it.
+        """
+        for path, stamp in self.stamps.items():
+            stamp.require(path, path)
 
 
 def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpoint:
@@ -102,11 +114,15 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
         ValueError: the dtype is not one to compute in.
     """
     folder = find_checkpoint(path_or_id).absolute()  # whatever the working directory is later
+    files = folder.parent.glob("*.gguf") if folder.is_file() else folder.glob("*.safetensors")
+    stamps = {file: FileStamp.of(file) for file in files if file.is_file()}
     if folder.is_file():
         from moe_runtime.checkpoints.gguf import read_model
 
         found = read_model(folder)
-        return replace(found, dtype=_compute_dtype(dtype, found.config, (), True))
+        own = {entry.file: stamps[entry.file] for entry in found.entries.values()}
+        dtype = _compute_dtype(dtype, found.config, (), True)
+        return replace(found, dtype=dtype, stamps=own)
     config = read_config(folder)
     # the model is built as one of plain weights: it computes what they stand for
     quantization, place = take_quantization(config, folder)
@@ -125,7 +141,7 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
 
         packed = packed_weights(quantization, entries, place)
     compute_dtype = _compute_dtype(dtype, config, _plain(entries, packed), bool(packed))
-    return Checkpoint(folder, config, entries, compute_dtype, packed, runs)
+    return Checkpoint(folder, config, entries, compute_dtype, packed, runs, stamps=stamps)
 
 
 def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:

@@ -214,6 +214,7 @@ def load(
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
+    checkpoint.require_unchanged()
     new_policy = choosing.policy_maker(choice, signature, trained, experts.layouts)
     timed = timeline if is_first else None
     times = None if timed is None else options.StepTimes(options.Timeline(timed))

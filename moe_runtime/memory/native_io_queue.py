@@ -23,8 +23,8 @@ _FIELDS = 6
 _ROOM = 64
 _FILE_ENDED = -1
 
-BlockFault = Callable[[int, OSError | EOFError], MoERuntimeError]
-"""Makes the error of a read of which some block failed: number of the block, reason."""
+ReadEnd = Callable[[int, OSError | EOFError | None], MoERuntimeError | None]
+"""The error of a read that has ended, or None: number of the block that failed, and why it did."""
 
 
 def pack_blocks(blocks: Sequence[tuple[int, int, int, int, int]]) -> bytes:
@@ -76,13 +76,13 @@ class NativeReadQueue:
         self._close = weakref.finalize(self, _close_queue, library, queue, keeps)
         self._close.atexit = False
         self._names = itertools.count(1)
-        self._running: dict[int, tuple[Read, BlockFault]] = {}
+        self._running: dict[int, tuple[Read, ReadEnd]] = {}
         self._ended = (ctypes.c_int64 * (_FIELDS * _ROOM))()
         self.changed = _Delivery(self)
         self.changed.events = ctypes.c_int64.from_address(library.reads_events(queue))
 
     def submit(
-        self, blocks: bytes, address: int, read: Read, fault: BlockFault, steps: bytes = b""
+        self, blocks: bytes, address: int, read: Read, judge: ReadEnd, steps: bytes = b""
     ) -> None:
         """Queues a read.
 
@@ -90,7 +90,7 @@ class NativeReadQueue:
             blocks: made by ``pack_blocks``.
             address: of the slot, which must stay where it is until the read has ended.
             read: told when it has ended.
-            fault: says what went wrong if something does.
+            judge: gives the error of the read when it has ended, if it has one.
             steps: made by ``pack_steps``: what is done before the read ends.
 
         Raises:
@@ -101,7 +101,7 @@ class NativeReadQueue:
         count = len(steps) // _STEP.size
         number, is_ahead = len(blocks) // _BLOCK.size, read.priority is not Priority.DEMAND
         read.name = next(self._names)
-        self._running[read.name] = (read, fault)  # first: no read may be under way that is unknown
+        self._running[read.name] = (read, judge)  # first: no read may be under way that is unknown
         self.changed.has_new = True
         if not self._library.reads_submit(
             self._queue, read.name, blocks, number, steps, count, address, is_ahead
@@ -210,12 +210,14 @@ class NativeReadQueue:
         found = self._running.get(name)
         if found is None:  # told of before an exception cut the delivery short
             return
-        read, fault = found
+        read, judge = found
         read.num_bytes = num_bytes
+        reason: OSError | EOFError | None = None
         if error == _FILE_ENDED:
-            read.error = fault(block, EOFError(f"the file ends before byte {offset}"))
+            reason = EOFError(f"the file ends before byte {offset}")
         elif error:
-            read.error = fault(block, OSError(error, os.strerror(error)))
+            reason = OSError(error, os.strerror(error))
+        read.error = judge(block, reason)
         read.end(1e-9 * age_ns)
         self._running.pop(name, None)
 

@@ -15,8 +15,8 @@ from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.layout import ExpertLayout
 from moe_runtime.memory.native_io_queue import (
-    BlockFault,
     NativeReadQueue,
+    ReadEnd,
     pack_blocks,
     pack_steps,
 )
@@ -37,8 +37,50 @@ def file_version(file: Path | int) -> FileVersion:
     Raises:
         OSError: there is none.
     """
-    found = os.stat(file)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return FileStamp.of(file).version
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """A file as it was at some moment.
+
+    Attributes:
+        version: changes when the file is written.
+        changed_ns: changes even where the time of writing is set back afterwards.
+        num_links: names of the file; a change of their number changes ``changed_ns`` as well.
+    """
+
+    version: FileVersion
+    changed_ns: int
+    num_links: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> "FileStamp":
+        """The stamp of a file, by its path or descriptor.
+
+        Raises:
+            OSError: there is none.
+        """
+        found = os.stat(file)
+        version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        return cls(version, found.st_ctime_ns, found.st_nlink)
+
+    def require(self, file: Path | int, path: Path) -> None:
+        """Refuses a file that was written since, or another one under its name.
+
+        Raises:
+            CheckpointError: it was; the message names the path.
+        """
+        try:
+            now = FileStamp.of(file)
+        except OSError as error:
+            raise CheckpointError(f"{path} has changed: {error.strerror}") from None
+        is_renamed = now.num_links != self.num_links
+        if now.version != self.version or not (is_renamed or now.changed_ns == self.changed_ns):
+            raise CheckpointError(
+                f"{path} has changed since it was opened, so its weights are no longer those of "
+                "this model; load it again"
+            )
 
 
 class CheckpointFile:
@@ -60,6 +102,7 @@ class CheckpointFile:
             self._fd = self._open()
         except OSError as error:
             raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
+        self._stamp = FileStamp.of(self._fd)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False
 
@@ -95,6 +138,14 @@ class CheckpointFile:
     def version(self) -> FileVersion:
         """Which file is open, as it was written last."""
         return file_version(self._fd)
+
+    def require_unchanged(self) -> None:
+        """Refuses what was read, if the file was written since it was opened.
+
+        Raises:
+            CheckpointError: it was.
+        """
+        self._stamp.require(self._fd, self.path)
 
     def close(self) -> None:
         """Closes the file, as does who drops it; again changes nothing."""
@@ -149,7 +200,7 @@ class ExpertSource:
         self._native = library and NativeReadQueue(library, io_threads, self._files)
         self._queue = None if self._native else ReadQueue(io_threads)
         self.changed: Changes = self._native.changed if self._native else Changes()
-        self._packed: dict[ExpertKey, tuple[bytes, BlockFault, bytes]] = {}
+        self._packed: dict[ExpertKey, tuple[bytes, ReadEnd, bytes]] = {}
         try:
             for path in sorted(paths):
                 self._files[path] = CheckpointFile(path, direct=direct)
@@ -168,9 +219,9 @@ class ExpertSource:
             if packed is None:
                 assert self._layouts[key].slot_bytes <= slot.nbytes
                 steps = pack_steps(order.step(*at) for order, *at in self._layouts[key].steps)
-                packed = self._packed[key] = self._pack(key), partial(self._fault, key), steps
-            blocks, fault, steps = packed
-            self._native.submit(blocks, slot.data_ptr(), read, fault, steps)
+                packed = self._packed[key] = self._pack(key), partial(self._judge, key), steps
+            blocks, judge, steps = packed
+            self._native.submit(blocks, slot.data_ptr(), read, judge, steps)
             return
         assert self._queue is not None
         buffer = host_view(slot)
@@ -259,10 +310,13 @@ class ExpertSource:
 
     def _read_block(self, key: ExpertKey, number: int, block: _Block, buffer: memoryview) -> int:
         into = buffer[block.place : block.place + block.size]
+        file = self._files[block.file]
         try:
-            return self._files[block.file].read(block.offset, into, block.needed)
+            num_bytes = file.read(block.offset, into, block.needed)
         except (OSError, EOFError) as error:
             raise self._fault(key, number, error) from None
+        file.require_unchanged()
+        return num_bytes
 
     def _read_in_order(
         self, key: ExpertKey, blocks: list[Callable[[], int]], slot: torch.Tensor
@@ -275,6 +329,19 @@ class ExpertSource:
             found = put_in_order(order, slot[source : source + order.stored_bytes])
             slot[place : place + found.numel()] = found
         return moved
+
+    def _judge(
+        self, key: ExpertKey, number: int, error: OSError | EOFError | None
+    ) -> CheckpointError | None:
+        """What is wrong with an expert that native threads have read, if anything is."""
+        if error is not None:
+            return self._fault(key, number, error)
+        try:
+            for extent in self._layouts[key].extents:
+                self._files[extent.file].require_unchanged()
+        except CheckpointError as changed:
+            return changed
+        return None
 
     def _fault(self, key: ExpertKey, number: int, error: OSError | EOFError) -> CheckpointError:
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(
 SIZE = 64
 
 
-def fault(block: int, reason: OSError | EOFError) -> MoERuntimeError:
-    return CheckpointError(f"block {block}: {reason}")
+def fault(block: int, reason: OSError | EOFError | None) -> MoERuntimeError | None:
+    return reason and CheckpointError(f"block {block}: {reason}")
 
 
 class Pipes:

@@ -195,8 +195,8 @@ def test_closing_native_threads_ends_what_waits_with_an_error() -> None:
     slots = torch.zeros(3, 8, dtype=torch.uint8)
     pipes = [os.pipe() for _ in slots]
 
-    def fault(block: int, reason: OSError | EOFError) -> MoERuntimeError:
-        return CheckpointError(str(reason))
+    def fault(block: int, reason: OSError | EOFError | None) -> MoERuntimeError | None:
+        return reason and CheckpointError(str(reason))
 
     reads = [ends.read() for _ in slots]
     with queue.changed:
