@@ -7,7 +7,8 @@ import pytest
 from http_server import ScriptedEngine, model_of, served
 
 from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections, Kind
-from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, ParsedCall
+from moe_runtime.serving.http.answers.call_readers import ParsedCall
+from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 

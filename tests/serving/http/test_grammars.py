@@ -12,7 +12,8 @@ from tokenizers import AddedToken
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections
-from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, ParsedCall
+from moe_runtime.serving.http.answers.call_readers import ParsedCall
+from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.grammars import (
     GrammarConstraint,

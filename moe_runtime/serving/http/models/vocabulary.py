@@ -31,7 +31,8 @@ class Vocabulary:
         stop_strings: strings with which it does.
 
     Attributes:
-        special_tokens: ids of the tokens that are never read out of text, by their names.
+        special_tokens: ids of the tokens that are no part of texts, by their names.
+        plain_tokens: names of the other added tokens, by their ids.
         longest_token: bytes of the longest token's text in UTF-8, or more.
     """
 
@@ -44,7 +45,12 @@ class Vocabulary:
         self.stop_strings = tuple(stop_strings)
         self.special_ids = frozenset(tokenizer.all_special_ids)
         added = tokenizer.added_tokens_decoder.items()
-        self.special_tokens = {token.content: at for at, token in added if token.special}
+        self.special_tokens = {
+            token.content: at for at, token in added if token.special or at in self.end_ids
+        }
+        self.plain_tokens = {
+            at: token.content for at, token in added if not token.special and at not in self.end_ids
+        }
         self._ids_by_token: dict[str, int] = tokenizer.get_vocab()
         self._bytes: dict[int, bytes] = {}
         self._bytes_by_char = {char: byte for byte, char in enumerate(_byte_level_alphabet())}
