@@ -79,15 +79,13 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
     ids = encode_prompt(prompt, model, "messages", add_special_tokens=False)
     opens_reasoning = template.opens_reasoning(prompt)
     functions = [tool.function for tool in tools]
-    special = model.vocabulary.special_tokens
-    grammar = _grammar(body, template, functions, special)
+    tokens = model.vocabulary.mark_tokens
+    grammar = _grammar(body, template, functions, tokens)
     if grammar is not None and template.is_harmony:
         if not HarmonySections(prompt=prompt).is_within_message:
             grammar = _in_channels(grammar, body)
     elif grammar is not None and not template.closes_reasoning(prompt):
-        grammar = _after_reasoning(
-            grammar, body, template, special, opens_reasoning=opens_reasoning
-        )
+        grammar = _after_reasoning(grammar, body, template, tokens, opens_reasoning=opens_reasoning)
     given = body.max_completion_tokens
     choices = choices_for(
         body,
@@ -168,7 +166,7 @@ def _grammar(
     body: ChatBody,
     template: ChatTemplate,
     functions: list[Function],
-    special: Mapping[str, int],
+    tokens: Mapping[str, int],
 ) -> tuple[str, str] | None:
     """The grammar that the answer keeps to and the field that asks for it."""
     needs_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
@@ -188,7 +186,7 @@ def _grammar(
             grammar = grammars.of_tools(
                 functions,
                 template.tools,
-                special,
+                tokens,
                 is_needed=needs_call,
                 may_repeat=body.parallel_tool_calls is not False
                 and not isinstance(body.tool_choice, NamedTool),
@@ -215,7 +213,7 @@ def _after_reasoning(
     grammar: tuple[str, str],
     body: ChatBody,
     template: ChatTemplate,
-    special: Mapping[str, int],
+    tokens: Mapping[str, int],
     *,
     opens_reasoning: bool,
 ) -> tuple[str, str]:
@@ -227,4 +225,4 @@ def _after_reasoning(
     if is_own:
         raise FieldError(param, "a grammar of one's own cannot follow reasoning; turn it off")
     marks = template.reasoning
-    return grammars.after_reasoning(text, marks, special, is_open=opens_reasoning), param
+    return grammars.after_reasoning(text, marks, tokens, is_open=opens_reasoning), param

@@ -82,10 +82,13 @@ class Grammars:
 
     Args:
         vocabulary: of the model; what of it is needed is made at the first grammar.
+
+    Attributes:
+        vocabulary: of the model.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._making = threading.Lock()
 
@@ -108,7 +111,7 @@ class Grammars:
     def _compile(self, lark: str, param: str) -> llguidance.LLMatcher:
         with self._making:
             if self._tokenizer is None:
-                self._tokenizer = _tokenizer_of(self._vocabulary)
+                self._tokenizer = _tokenizer_of(self.vocabulary)
         matcher = llguidance.LLMatcher(
             self._tokenizer, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
         )
@@ -120,7 +123,7 @@ class Grammars:
 
     def constraint(self, matcher: llguidance.LLMatcher) -> GrammarConstraint:
         """What a compiled grammar asks of one answer."""
-        return GrammarConstraint(matcher.deep_copy(), self._vocabulary)
+        return GrammarConstraint(matcher.deep_copy(), self.vocabulary)
 
 
 def _tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
@@ -208,7 +211,7 @@ def _with_backslash(found: re.Match[str]) -> str:
 def of_tools(
     functions: Sequence[Function],
     how: ToolFormat,
-    special: Mapping[str, int],
+    tokens: Mapping[str, int],
     *,
     is_needed: bool,
     may_repeat: bool,
@@ -218,7 +221,7 @@ def of_tools(
     Args:
         functions: the tools.
         how: the family's way of writing calls.
-        special: the vocabulary's special tokens; no regular expression has them in its texts.
+        tokens: ids of the vocabulary's marks; a mark that is a token comes as that token.
         is_needed: the answer is nothing but calls; text may stand around them otherwise.
         may_repeat: several calls may come.
 
@@ -230,18 +233,18 @@ def of_tools(
     """
     if how.bare is not None and not is_needed:
         return None
-    writing, opens = how.writing, _mark(how.opens[0], special)
+    writing, opens = how.writing, _mark(how.opens[0], tokens)
     rules: list[str] = []
     calls = [
-        _call(function, writing, special, f"f{number}", rules)
+        _call(function, writing, tokens, f"f{number}", rules)
         for number, function in enumerate(functions)
     ]
-    again = None if writing.again is None else _lark(writing.again, special)
+    again = None if writing.again is None else _lark(writing.again, tokens)
     more = "" if again is None or not may_repeat else f"({again} call)*"
-    body = f"{_lark(writing.begins, special)} call {more} {_lark(writing.ends, special)}"
+    body = f"{_lark(writing.begins, tokens)} call {more} {_lark(writing.ends, tokens)}"
     rules.append("call: " + " | ".join(f"({call})" for call in calls))
     if not is_needed:
-        rules.append(_up_to("opening", how.opens[0], special, how.opens[1:]))
+        rules.append(_up_to("opening", how.opens[0], tokens, how.opens[1:]))
         rules.append(f"FREE: {_without(how.opens)}")
         return "\n".join([f"start: FREE | opening {body}", *rules])
     return "\n".join([f"start: {body if how.bare else f'{opens} {body}'}", *rules])
@@ -250,7 +253,7 @@ def of_tools(
 def _call(
     function: Function,
     writing: CallWriting,
-    special: Mapping[str, int],
+    tokens: Mapping[str, int],
     rule: str,
     rules: list[str],
 ) -> str:
@@ -259,7 +262,7 @@ def _call(
     Args:
         function: that is called.
         writing: how.
-        special: as for `of_tools`.
+        tokens: as for `of_tools`.
         rule: with which the names of further rules begin.
         rules: gets those.
     """
@@ -268,10 +271,8 @@ def _call(
     if writing.argument is None:
         arguments = _json(parameters, is_strict=is_strict)
     else:
-        arguments = _Arguments(parameters, writing.argument, special, rule, is_strict).grammar(
-            rules
-        )
-    return _lark(writing.call, special, {"NAME": _text(function.name), "ARGUMENTS": arguments})
+        arguments = _Arguments(parameters, writing.argument, tokens, rule, is_strict).grammar(rules)
+    return _lark(writing.call, tokens, {"NAME": _text(function.name), "ARGUMENTS": arguments})
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,14 +282,14 @@ class _Arguments:
     Attributes:
         schema: of all of them.
         writing: how.
-        special: as for `of_tools`.
+        tokens: as for `of_tools`.
         rule: with which the names of rules begin.
         is_strict: what cannot be enforced is refused; it is left out otherwise.
     """
 
     schema: dict[str, Any]
     writing: ArgumentWriting
-    special: Mapping[str, int]
+    tokens: Mapping[str, int]
     rule: str
     is_strict: bool
 
@@ -301,7 +302,7 @@ class _Arguments:
             raise self._refused("a choice of objects")
         properties, required = found.get("properties"), found.get("required")
         known = list(properties.items()) if isinstance(properties, dict) else []
-        between = _lark(self.writing.between, self.special)
+        between = _lark(self.writing.between, self.tokens)
         behind = alone = '""'
         for at, (key, schema) in reversed(list(enumerate(known))):
             one = self._argument(key, schema, f"{self.rule}_{at}", rules)
@@ -315,19 +316,19 @@ class _Arguments:
 
     def _argument(self, key: str, schema: Any, rule: str, rules: list[str]) -> str:
         writing = self.writing
-        before = [_lark(writing.before_key, self.special), _text(key)]
-        before.append(_lark(writing.before_value, self.special))
+        before = [_lark(writing.before_key, self.tokens), _text(key)]
+        before.append(_lark(writing.before_value, self.tokens))
         ends = writing.ends_text
         if ends is None or not allows(schema, "string", self.schema):
             value = _json(schema_within(schema, self.schema), is_strict=self.is_strict)
-            return " ".join([*before, value, _lark(writing.after_value, self.special)])
+            return " ".join([*before, value, _lark(writing.after_value, self.tokens)])
         texts = self._texts(schema)
         if texts is None:
-            rules.append(_up_to(f"{rule}_text", ends, self.special))
+            rules.append(_up_to(f"{rule}_text", ends, self.tokens))
             text = f"{rule}_text"
         else:
-            text = f"({' | '.join(map(_text, texts))}) {_mark(ends, self.special)}"
-        opens = _lark(writing.opens_text, self.special)
+            text = f"({' | '.join(map(_text, texts))}) {_mark(ends, self.tokens)}"
+        opens = _lark(writing.opens_text, self.tokens)
         is_apart = bool(opens) and allows(schema, "null", self.schema)
         return " ".join([*before, f'({opens} {text} | "null")' if is_apart else f"{opens} {text}"])
 
@@ -360,7 +361,7 @@ class _Arguments:
 def after_reasoning(
     grammar: str,
     marks: ReasoningMarks,
-    special: Mapping[str, int],
+    tokens: Mapping[str, int],
     *,
     is_open: bool,
     opens_calls: Sequence[str] = (),
@@ -370,13 +371,13 @@ def after_reasoning(
     Args:
         grammar: of the answer.
         marks: of reasoning.
-        special: as for `of_tools`.
+        tokens: as for `of_tools`.
         is_open: the prompt has opened it.
         opens_calls: marks that would end the reasoning too.
     """
     body = grammar.replace("start:", "answer:", 1)
-    first = "thought GAP" if is_open else f"({_mark(marks.opens, special)} thought GAP)?"
-    thought = _up_to("thought", marks.closes, special, opens_calls)
+    first = "thought GAP" if is_open else f"({_mark(marks.opens, tokens)} thought GAP)?"
+    thought = _up_to("thought", marks.closes, tokens, opens_calls)
     return f"start: {first} answer\n{thought}\nGAP: /\\s*/\n{body}"
 
 
@@ -430,32 +431,32 @@ def _text(text: str) -> str:
     return json.dumps(text)
 
 
-def _lark(text: str, special: Mapping[str, int], words: Mapping[str, str] | None = None) -> str:
+def _lark(text: str, tokens: Mapping[str, int], words: Mapping[str, str] | None = None) -> str:
     """A piece of a grammar, its marks as special tokens, some of its words replaced."""
 
     def part(found: re.Match[str]) -> str:
         one = found[0]
-        return _mark(json.loads(one), special) if one.startswith('"') else (words or {})[one]
+        return _mark(json.loads(one), tokens) if one.startswith('"') else (words or {})[one]
 
     return _LARK_WORD.sub(part, text)
 
 
-def _mark(text: str, special: Mapping[str, int]) -> str:
+def _mark(text: str, tokens: Mapping[str, int]) -> str:
     """A text, the special tokens of which are tokens."""
-    names = sorted((name for name in special if name in text), key=len, reverse=True)
+    names = sorted((name for name in tokens if name in text), key=len, reverse=True)
     if not names:
         return _text(text)
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
     return " ".join(
-        f"<[{special[part]}]>" if part in special else _text(part) for part in parts if part
+        f"<[{tokens[part]}]>" if part in tokens else _text(part) for part in parts if part
     )
 
 
-def _up_to(rule: str, mark: str, special: Mapping[str, int], others: Sequence[str] = ()) -> str:
+def _up_to(rule: str, mark: str, tokens: Mapping[str, int], others: Sequence[str] = ()) -> str:
     """A rule of any text that ends with the first mark, and has none of some others."""
-    if mark in special:
+    if mark in tokens:
         before = f"BEFORE_{rule.upper()}"  # a grammar may have several such rules
-        return f"{rule}: {before} <[{special[mark]}]>\n{before}: {_without((mark, *others))}"
+        return f"{rule}: {before} <[{tokens[mark]}]>\n{before}: {_without((mark, *others))}"
     without = f" & {_lacks(others)}" if others else ""
     return f"{rule}[lazy]: /(.|\\n)*{_escaped(mark)}/{without}"
 
@@ -470,4 +471,4 @@ def _lacks(marks: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from call_texts import CALL_TEXTS
 from tokenizers import AddedToken
 
 from moe_runtime.checkpoints.model_files import load_tokenizer
@@ -29,12 +30,16 @@ from moe_runtime.serving.requests import ConstraintError
 THINK = REASONING_MARKS[0]
 SIZE = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
 CITY = Function(name="city", parameters={**SIZE, "additionalProperties": False})
-
-CALLS = {
-    "hermes": '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>',
-    "mistral-args": '[TOOL_CALLS]city[ARGS]{"size": %s}',
-    "mistral": '[TOOL_CALLS][{"name": "city", "arguments": {"size": %s}}]',
-}
+WEATHER = Function(
+    name="weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/Days"}},
+        "required": ["city", "days"],
+        "$defs": {"Days": {"enum": [1, 2]}},
+    },
+)
+FORMATS = {how.name: how for how in TOOL_FORMATS}
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +98,7 @@ def test_texts_are_of_the_response_format(
 @pytest.mark.parametrize("how", TOOL_FORMATS, ids=lambda how: how.name)
 def test_required_calls_can_be_read(grammars: Grammars, tokenizer: Any, how: Any) -> None:
     grammar = of_tools([CITY], how, {}, is_needed=True, may_repeat=False)
-    if grammar is None:
-        assert how.name == "qwen-xml"
-        return
+    assert grammar is not None
     for text in texts(grammars, tokenizer, grammar):
         sections = AnswerSections(None, how, [CITY])
         (call,) = [*sections.add(text), *sections.end()]
@@ -134,8 +137,7 @@ def test_formats_that_are_none_are_refused(grammars: Grammars, asked: dict[str, 
 
 
 def test_calls_in_free_text_keep_to_the_schema(grammars: Grammars, tokenizer: Any) -> None:
-    (how,) = (one for one in TOOL_FORMATS if one.name == "hermes")
-    grammar = of_tools([CITY], how, {}, is_needed=False, may_repeat=True)
+    grammar = of_tools([CITY], FORMATS["hermes"], {}, is_needed=False, may_repeat=True)
     assert grammar is not None
     call = '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>'
     for text, is_right in (
@@ -200,83 +202,94 @@ def test_answer_that_cannot_become_whole_is_said_to_be_none(grammars: Grammars) 
         constraint.allowed([only])
 
 
-@pytest.fixture(scope="module")
-def marking() -> Any:
-    """A tokenizer whose marks are special tokens."""
+def marked(special: bool) -> Vocabulary:
+    """A vocabulary whose marks are added tokens."""
     made = load_tokenizer(pocket_path())
     marks = [mark for one in REASONING_MARKS for mark in (one.opens, one.closes)]
-    marks += [mark for how in TOOL_FORMATS for mark in how.shown_tokens]
-    added = [AddedToken(mark, special=True, normalized=False) for mark in dict.fromkeys(marks)]
-    made.add_tokens(added, special_tokens=True)
-    return made
+    marks = [*(mark for mark in marks if mark != "<|channel>thought"), "<|channel>"]
+    marks += [mark for how in TOOL_FORMATS for mark in how.shown_tokens if "=" not in mark]
+    made.add_tokens(
+        [AddedToken(mark, special=special, normalized=False) for mark in dict.fromkeys(marks)]
+    )
+    return Vocabulary(made, len(made) + 3, [0])
 
 
-def writes(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
-    """Whether a grammar lets a text through, its marks as special tokens, and may end there."""
-    maker = Grammars(vocabulary)
+@pytest.fixture(scope="module")
+def marking() -> Grammars:
+    """Marks are special tokens."""
+    return Grammars(marked(special=True))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Grammars:
+    """Marks are added tokens that are not special, as in Qwen3 and GLM-4.5."""
+    return Grammars(marked(special=False))
+
+
+@pytest.fixture(params=["marking", "plain"])
+def either(request: pytest.FixtureRequest) -> Grammars:
+    return request.getfixturevalue(request.param)
+
+
+def writes(maker: Grammars, grammar: str, text: str) -> bool:
+    """Whether a grammar lets a text through, its marks as tokens, and may end there."""
+    vocabulary = maker.vocabulary
     constraint = maker.constraint(maker.compile(grammar, "it"))
     ids = [*vocabulary.encode(text, add_special_tokens=False), 0]
     masks = list(masks_before(constraint, ids))
+    assert not any(mask[-3:].any() for mask in masks)  # beyond the tokenizer
     return len(masks) == len(ids) and bool(masks[-1][0])
 
 
 @pytest.mark.parametrize("marks", REASONING_MARKS, ids=lambda marks: marks.opens)
-def test_reasoning_is_closed_by_a_special_token(marking: Any, marks: Any) -> None:
-    vocabulary = Vocabulary(marking, len(marking), [0])
-    special = vocabulary.special_tokens
+def test_reasoning_is_closed_by_its_token(either: Grammars, marks: Any) -> None:
+    tokens = either.vocabulary.mark_tokens
     thought = f"I think so [/THINK {marks.closes}\n\nyes"
-    assert special[marks.closes] in marking(thought)["input_ids"]
+    ids = either.vocabulary.encode(thought, add_special_tokens=False)
+    assert either.vocabulary.tokenizer.convert_tokens_to_ids(marks.closes) in ids
     for is_open in (True, False):
-        grammar = after_reasoning('start: "yes" | "no"', marks, special, is_open=is_open)
-        assert writes(vocabulary, grammar, ("" if is_open else marks.opens) + thought)
-        assert writes(vocabulary, grammar, "yes") != is_open
-        assert not writes(vocabulary, grammar, "I think so yes")
+        grammar = after_reasoning('start: "yes" | "no"', marks, tokens, is_open=is_open)
+        assert writes(either, grammar, ("" if is_open else marks.opens) + thought)
+        assert writes(either, grammar, "yes") != is_open
+        assert not writes(either, grammar, "I think so yes")
 
 
-@pytest.mark.parametrize("how", TOOL_FORMATS, ids=lambda how: how.name)
-@pytest.mark.parametrize("is_needed", [True, False])
-def test_calls_are_opened_by_a_special_token(marking: Any, how: Any, is_needed: bool) -> None:
-    vocabulary = Vocabulary(marking, len(marking), [0])
-    special = vocabulary.special_tokens
-    grammar = of_tools([CITY], how, special, is_needed=is_needed, may_repeat=True)
-    if grammar is None or how.bare:
-        return
-    call = CALLS[how.name]
-    assert special[how.opens] in marking(call % 1)["input_ids"]
-    assert writes(vocabulary, grammar, call % 1)
-    assert not writes(vocabulary, grammar, call % 3)
-    assert writes(vocabulary, grammar, "well " + call % 2) != is_needed
-    assert writes(vocabulary, grammar, "no call") != is_needed
+@pytest.mark.parametrize("name", CALL_TEXTS)
+def test_calls_are_enforced_as_templates_write_them(either: Grammars, name: str) -> None:
+    how, text, tokens = FORMATS[name], CALL_TEXTS[name], either.vocabulary.mark_tokens
+    once, twice = text.of([("Rome", "1")]), text.of([("Rome", "1"), ("Oslo", "2")])
+    needed, one, free = (
+        of_tools([WEATHER, CITY], how, tokens, is_needed=is_needed, may_repeat=may_repeat)
+        for is_needed, may_repeat in ((True, True), (True, False), (False, True))
+    )
+    assert needed is not None
+    assert one is not None
+    assert writes(either, needed, once)
+    assert writes(either, needed, twice) == (name != "llama-json")
+    assert writes(either, one, once)
+    assert not writes(either, one, twice)
+    for wrong in (text.of([("Rome", "3")]), once.replace("weather", "rain"), "no call"):
+        assert not writes(either, needed, wrong)
+    assert (free is None) == (how.bare is not None)
+    if free is not None:
+        assert writes(either, free, f"well {once}")
+        assert writes(either, free, "no call")
+        assert not writes(either, free, f"well {text.of([('Rome', '3')])}")
+        marks = REASONING_MARKS[0]
+        grammar = after_reasoning(free, marks, tokens, is_open=True, opens_calls=how.opens)
+        assert writes(either, grammar, f"I think so{marks.closes}well {twice}")
+        assert not writes(either, grammar, f"I think so{text.of([('Rome', '3')])}{marks.closes}")
+        assert not writes(either, grammar, f"well {once}")
 
 
-@pytest.mark.parametrize("how", [h for h in TOOL_FORMATS if h.name in CALLS], ids=lambda h: h.name)
-def test_calls_may_follow_reasoning_where_all_marks_are_special_tokens(
-    marking: Any, how: Any
-) -> None:
-    vocabulary = Vocabulary(marking, len(marking), [0])
-    special = vocabulary.special_tokens
-    calls = of_tools([CITY], how, special, is_needed=False, may_repeat=True)
-    assert calls is not None
-    marks = REASONING_MARKS[-1]
-    assert {marks.closes, how.opens} <= special.keys()
-    grammar = after_reasoning(calls, marks, special, is_open=True)
-    call = CALLS[how.name]
-    assert writes(vocabulary, grammar, f"I think so{marks.closes}well {call % 1}")
-    assert not writes(vocabulary, grammar, f"I think so{marks.closes}well {call % 3}")
-    assert not writes(vocabulary, grammar, f"well {call % 1}")
-
-
-def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking: Any) -> None:
-    vocabulary = Vocabulary(marking, len(marking), [0])
-    (how,) = (one for one in TOOL_FORMATS if one.name == "mistral-args")
-    call = CALLS[how.name] % 1
+def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking: Grammars) -> None:
+    how, tokens = FORMATS["mistral-args"], marking.vocabulary.mark_tokens
+    call = '[TOOL_CALLS]city[ARGS]{"size": 1}'
     both = call + call.replace("[ARGS]", "[CALL_ID]a1b2c3d4e[ARGS]")
     for may_repeat in (True, False):
-        grammar = of_tools(
-            [CITY], how, vocabulary.special_tokens, is_needed=True, may_repeat=may_repeat
-        )
+        grammar = of_tools([CITY], how, tokens, is_needed=True, may_repeat=may_repeat)
         assert grammar is not None
-        assert writes(vocabulary, grammar, call)
-        assert writes(vocabulary, grammar, both) == may_repeat
+        assert writes(marking, grammar, call)
+        assert writes(marking, grammar, both) == may_repeat
     sections = AnswerSections(None, how, [CITY])
     assert [*sections.add(both), *sections.end()] == [ParsedCall("city", '{"size": 1}')] * 2

@@ -176,7 +176,6 @@ class AnswerSections:
             self._enter("content")
         elif mark in self._left_over:
             self._left_over.discard(mark)
-            self._spaces, self._is_behind_mark = "", True
         elif self._has_content:
             # Reasoning stands at the beginning; further on the mark is talked about.
             yield from self._take(mark)

@@ -152,9 +152,9 @@ _PAIR = (
 )
 _PAIRS, _CAT_PAIRS = (
     named_calls(
-        r"\s*(?P<name>[\w.-]+)(?=\s*(<|\Z))",
-        r"\s*\Z",
-        r"^\s*[\w.-]*\s*(<.*)?",
+        rf"\s*<{prefix}tool_call>\s*(?P<name>[\w.-]+)(?=\s*<)",
+        rf"\s*</{prefix}tool_call>\s*",
+        rf"^\s*<{prefix}tool_call>\s*[\w.-]*\s*(<.*)?",
         _PAIR.format(prefix),
     )
     for prefix in ("", "longcat_")
@@ -278,7 +278,7 @@ TOOL_FORMATS = (
     ToolFormat(
         "longcat",
         "<longcat_arg_key>",
-        (Marks("<longcat_tool_call>", "</longcat_tool_call>"),),
+        (Marks("<longcat_tool_call>", "</longcat_tool_call>", are_read=True),),
         _CAT_PAIRS.parse,
         _CAT_PAIRS.may_begin,
         _pair_writing(
@@ -291,7 +291,7 @@ TOOL_FORMATS = (
     ToolFormat(
         "glm",
         "<arg_key>",
-        (Marks("<tool_call>", "</tool_call>"),),
+        (Marks("<tool_call>", "</tool_call>", are_read=True),),
         _PAIRS.parse,
         _PAIRS.may_begin,
         _pair_writing(r'NAME ARGUMENTS "\n"? "</tool_call>"', again=r'"\n"? "<tool_call>"'),
