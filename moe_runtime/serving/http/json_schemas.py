@@ -53,8 +53,9 @@ def schema_within(part: Any, root: dict[str, Any]) -> dict[str, Any]:
 
     def change(one: dict[str, Any]) -> dict[str, Any]:
         to = one.get("$ref")
-        is_inner = isinstance(to, str) and to[:2] in ("#", "#/")
-        return {**one, "$ref": f"#/$defs/{_OUTER}{to[1:]}"} if is_inner else one
+        if not isinstance(to, str) or to[:2] not in ("#", "#/"):
+            return one
+        return {**one, "$ref": f"#/$defs/{_OUTER}{to[1:]}"}
 
     found = _changed(part, change)
     if not isinstance(found, dict) or found == part:

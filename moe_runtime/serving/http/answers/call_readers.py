@@ -221,7 +221,9 @@ def named_calls(head: str, tail: str, begins: str, argument: str | None = None) 
         cut = "|".join(re.escape(begins[:length]) for length in range(len(begins)))
         begins = rf"\s*(?:{cut}|{re.escape(begins)}.*)"
     compiled = [re.compile(one, re.DOTALL) for one in (head, tail, begins)]
-    return NamedCalls(*compiled, argument=argument and re.compile(argument, re.DOTALL))
+    return NamedCalls(
+        *compiled, argument=None if argument is None else re.compile(argument, re.DOTALL)
+    )
 
 
 _BEGUN_PYTHON = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?)?", re.DOTALL)
