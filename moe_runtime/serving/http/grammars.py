@@ -16,14 +16,20 @@ import numpy as np
 
 from moe_runtime.errors import blamed_on
 from moe_runtime.serving.http.answers.answer_sections import ReasoningMarks
-from moe_runtime.serving.http.answers.call_readers import CHOICES, allows, referred
+from moe_runtime.serving.http.answers.call_readers import (
+    CHOICES,
+    allows,
+    alternatives,
+    only_texts,
+    referred,
+)
 from moe_runtime.serving.http.answers.tool_formats import (
     ArgumentWriting,
     CallWriting,
     ToolFormat,
 )
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.json_schemas import grammar_schema, schema_within
+from moe_runtime.serving.http.json_schemas import FORMATS, grammar_schema, schema_within
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.requests import ConstraintError
@@ -38,9 +44,6 @@ _STACK_BYTES, _STACK_BYTES_A_CHARACTER = 8 << 20, 2 << 10
 """llguidance goes into rules and references of schemas by recursion, and a stack that is too small
 ends the process: up to 750 bytes for each character of a grammar were seen."""
 _ANY_OBJECT = {"type": "object"}
-_BOUNDS = frozenset({"pattern", "minLength", "maxLength", "format", "allOf"})
-"""Keywords that a text without quotes cannot be held to."""
-_MOST_CHOICES = 1000
 _BARE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 """A slash that no backslash stands before, or a character that one does."""
 _MIB = 1 << 20
@@ -320,42 +323,35 @@ class _Arguments:
         before.append(_lark(writing.before_value, self.tokens))
         ends = writing.ends_text
         if ends is None or not allows(schema, "string", self.schema):
-            value = _json(schema_within(schema, self.schema), is_strict=self.is_strict)
-            return " ".join([*before, value, _lark(writing.after_value, self.tokens)])
-        texts = self._texts(schema)
+            return " ".join([*before, self._json_value(schema)])
+        if self.is_strict and any(map(_has_bounds, alternatives(schema, self.schema))):
+            raise self._refused("bounds or a pattern of a text")
+        opens = _lark(writing.opens_text, self.tokens)
+        texts, has_others = only_texts(schema, self.schema)
         if texts is None:
             rules.append(_up_to(f"{rule}_text", ends, self.tokens))
             text = f"{rule}_text"
         else:
             text = f"({' | '.join(map(_text, texts))}) {_mark(ends, self.tokens)}"
-        opens = _lark(writing.opens_text, self.tokens)
-        is_apart = bool(opens) and allows(schema, "null", self.schema)
-        return " ".join([*before, f'({opens} {text} | "null")' if is_apart else f"{opens} {text}"])
+        values = [f"{opens} {text}"]
+        if has_others and (texts is not None or opens):
+            values.append(self._json_value(schema))
+        return " ".join([*before, f"({' | '.join(values)})"])
 
-    def _texts(self, schema: Any) -> list[str] | None:
-        """The only texts that a value may be; None where it may be any."""
-        found: dict[str, None] = {}
-        pending = [schema]
-        for one in pending:
-            if not isinstance(one, dict) or len(pending) > _MOST_CHOICES:
-                continue
-            values = one["enum"] if isinstance(one.get("enum"), list) else []
-            values = [*values, *([one["const"]] if "const" in one else [])]
-            found |= dict.fromkeys(value for value in values if isinstance(value, str))
-            if not values and allows({"type": one.get("type")}, "string", self.schema):
-                if self.is_strict and one.keys() & _BOUNDS:
-                    raise self._refused("bounds or a pattern of a text")
-                return None
-            if allows({"type": one.get("type")}, "null", self.schema) or None in values:
-                found["null"] = None
-            for choice in CHOICES:
-                pending += one[choice] if isinstance(one.get(choice), list) else []
-            pending.append(referred(one.get("$ref"), self.schema))
-        return list(found) or None
+    def _json_value(self, schema: Any) -> str:
+        value = _json(schema_within(schema, self.schema), is_strict=self.is_strict)
+        return f"{value} {_lark(self.writing.after_value, self.tokens)}"
 
     def _refused(self, what: str) -> FieldError:
         problem = f"{what} cannot be enforced in calls as this model writes them"
         return FieldError("tools", problem, code="unsupported_parameter")
+
+
+def _has_bounds(schema: dict[str, Any]) -> bool:
+    """Whether a text of a schema is held to something that one without quotes cannot be."""
+    return bool(schema.keys() & {"pattern", "minLength", "maxLength"}) or (
+        schema.get("format") in FORMATS
+    )
 
 
 def after_reasoning(

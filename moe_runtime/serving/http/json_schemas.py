@@ -12,7 +12,7 @@ _OF_NAMES = frozenset(
 )
 """Keys whose value has a schema for each of some names."""
 _OF_VALUES = frozenset({"enum", "const", "default", "example", "examples"})
-_FORMATS = frozenset(
+FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
 """Formats of texts that the library enforces; any other says what a text means."""
@@ -33,7 +33,7 @@ def grammar_schema(schema: dict[str, Any], *, is_strict: bool) -> dict[str, Any]
 
     def change(one: dict[str, Any]) -> dict[str, Any]:
         kept = dict(one)
-        if isinstance(kept.get("format"), str) and kept["format"] not in _FORMATS:
+        if isinstance(kept.get("format"), str) and kept["format"] not in FORMATS:
             del kept["format"]
         if not is_strict:
             if not _is_pattern(kept.get("pattern", "")):

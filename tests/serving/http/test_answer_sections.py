@@ -32,13 +32,14 @@ TYPED = Function(
             "gone": TEXT_OR_NONE,
             "word": {"type": "string"},
             "number": {"type": ["integer", "null"]},
+            "few": {"anyOf": [{"type": "integer"}, {"const": "many"}]},
         },
         "$defs": {"code": {"oneOf": [{"type": "integer"}, {"type": "string"}]}},
     },
 )
 TYPED_VALUES = [
     *(("zip", "12345"), ("either", "12345"), ("one", "1"), ("far", "7"), ("gone", "null")),
-    *(("word", "null"), ("number", "5"), ("odd", "NaN")),
+    *(("word", "null"), ("number", "5"), ("odd", "NaN"), ("few", "3")),
 ]
 CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
     ("plain \n\n", None, "content", [("content", "plain \n\n")]),
@@ -111,7 +112,7 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
             ParsedCall(
                 "typed",
                 '{"zip": "12345", "either": "12345", "one": "1", "far": "7", "gone": null, '
-                '"word": "null", "number": 5, "odd": "NaN"}',
+                '"word": "null", "number": 5, "odd": "NaN", "few": 3}',
             )
         ],
     ),
@@ -211,7 +212,8 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
         [ParsedCall("weather", '{"city": "12"}'), ParsedCall("weather", "{}")],
     ),
     (
-        'Look: <|tool_call>call:typed{zip:<|"|>1 {"a": b}<|"|>,list:[1,{a:<|"|>x:y<|"|>,"b c":None}],'
+        'Look: <|tool_call>call:typed{zip:<|"|>1 {"a": b}<|"|>,list:[1,{a:<|"|>x:y<|"|>,'
+        '"b c":None}],'
         "number:-1.5e3,word:null}<tool_call|>",
         "gemma-4",
         "content",
@@ -225,8 +227,8 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
         ],
     ),
     (
-        "<|tool_call_start|>[typed(zip='a\\'b', number=-2, far=[True, false, {'k': None}]), weather()]"
-        "<|tool_call_end|>Done.",
+        "<|tool_call_start|>[typed(zip='a\\'b', number=-2, far=[True, false, {'k': None}]), "
+        "weather()]<|tool_call_end|>Done.",
         "lfm2",
         "content",
         [

@@ -319,7 +319,9 @@ def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> Any:
     ``null`` is none where the schema allows that too.
     """
     if allows(schema, "string", root) and not (value == "null" and allows(schema, "null", root)):
-        return value
+        texts, has_others = only_texts(schema, root)
+        if texts is None or value in texts or not has_others:
+            return value
     try:
         return read_json(value)
     except ValueError:
@@ -328,12 +330,7 @@ def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
 def allows(schema: Any, kind: str, root: Mapping[str, Any]) -> bool:
     """Whether a schema names a type as one of those that a value may have."""
-    pending, seen = [schema], set()
-    while pending:
-        one = pending.pop()
-        if not isinstance(one, dict) or id(one) in seen:
-            continue
-        seen.add(id(one))
+    for one in alternatives(schema, root):
         types = one.get("type")
         if types is not None:
             if types == kind or (isinstance(types, list) and kind in types):
@@ -343,10 +340,44 @@ def allows(schema: Any, kind: str, root: Mapping[str, Any]) -> bool:
         values = [*values, *([one["const"]] if "const" in one else [])]
         if any(isinstance(value, str) if kind == "string" else value is None for value in values):
             return True
-        for key in CHOICES:
-            pending += one[key] if isinstance(one.get(key), list) else []
-        pending.append(referred(one.get("$ref"), root))
     return False
+
+
+def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A schema, and those that it names where it has no type of its own."""
+    pending, seen = [schema], set()
+    while pending:
+        one = pending.pop()
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if one.get("type") is None:
+            for key in CHOICES:
+                pending += one[key] if isinstance(one.get(key), list) else []
+            pending.append(referred(one.get("$ref"), root))
+
+
+def only_texts(schema: Any, root: Mapping[str, Any]) -> tuple[list[str] | None, bool]:
+    """The texts that a value may be, None for any; and whether it may be no text.
+
+    Args:
+        schema: of a value that may be a text.
+        root: that its references lead into.
+    """
+    texts: dict[str, None] = {}
+    is_any = has_others = False
+    for one in alternatives(schema, root):
+        values = one["enum"] if isinstance(one.get("enum"), list) else []
+        values = [*values, *([one["const"]] if "const" in one else [])]
+        texts |= dict.fromkeys(value for value in values if isinstance(value, str))
+        types = one.get("type")
+        types = types if isinstance(types, list) else [types]
+        is_any |= not values and "string" in types
+        has_others |= any(not isinstance(value, str) for value in values) or any(
+            type_ not in (None, "string") for type_ in types if not values
+        )
+    return None if is_any else list(texts), has_others
 
 
 def referred(reference: Any, root: Mapping[str, Any]) -> Any:
