@@ -81,7 +81,7 @@ CALL_TEXTS: Mapping[str, CallText] = {
         ends="<|tool_calls_section_end|>",
     ),
     "deepseek-v3": CallText(
-        "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n```json'",
+        "'<｜tool▁calls▁begin｜>...' + type + '<｜tool▁sep｜>' + name + '\\n```json'",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
         + _ARGUMENTS
         + "\n```<｜tool▁call▁end｜>",

@@ -237,7 +237,8 @@ def writes(maker: Grammars, grammar: str, text: str) -> bool:
     constraint = maker.constraint(maker.compile(grammar, "it"))
     ids = [*vocabulary.encode(text, add_special_tokens=False), 0]
     masks = list(masks_before(constraint, ids))
-    assert not any(mask[-3:].any() for mask in masks)  # beyond the tokenizer
+    beyond = len(vocabulary.tokenizer)
+    assert not any(mask[beyond:].any() for mask in masks)
     return len(masks) == len(ids) and bool(masks[-1][0])
 
 
@@ -293,3 +294,117 @@ def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking: Gra
         assert writes(marking, grammar, both) == may_repeat
     sections = AnswerSections(None, how, [CITY])
     assert [*sections.add(both), *sections.end()] == [ParsedCall("city", '{"size": 1}')] * 2
+
+
+ALL_ROOTS = {
+    "type": "object",
+    "properties": {
+        "name": {"$ref": "#/$defs/Name"},
+        "same": {"$ref": "#/properties/name"},
+        "inner": {"$ref": "#"},
+        "enum": {"enum": [{"$ref": "#/is/no/reference"}]},
+    },
+    "required": ["name"],
+    "$defs": {"Name": {"enum": ["Rome"]}},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", ["hermes", "kimi-k2", "gemma-4", "lfm2"])
+def test_references_lead_to_the_tools_own_schema(plain: Grammars, name: str) -> None:
+    how, tokens = FORMATS[name], plain.vocabulary.mark_tokens
+    functions = [Function(name=one, parameters=ALL_ROOTS) for one in ("go", "gone")]
+    grammar = of_tools(functions, how, tokens, is_needed=True, may_repeat=False)
+    assert grammar is not None
+    value = {"name": "Rome", "same": "Rome", "inner": {"name": "Rome"}}
+    value["enum"] = {"$ref": "#/is/no/reference"}
+    pairs = {key: json.dumps(one) for key, one in value.items()}
+    whole = json.dumps(value)
+    text = {
+        "hermes": f'<tool_call>\n{{"name": "gone", "arguments": {whole}}}\n</tool_call>',
+        "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.gone:0"
+        f"<|tool_call_argument_begin|>{whole}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "gemma-4": '<|tool_call>call:gone{name:<|"|>Rome<|"|>,same:<|"|>Rome<|"|>,'
+        f"inner:{pairs['inner']},enum:{pairs['enum']}}}<tool_call|>",
+        "lfm2": "<|tool_call_start|>[gone("
+        + ", ".join(f"{key}={one}" for key, one in pairs.items())
+        + ")]<|tool_call_end|>",
+    }[name]
+    assert writes(plain, grammar, text)
+    assert not writes(plain, grammar, text.replace('{"name": "Rome"}', '{"name": "Oslo"}'))
+    (call,) = [*(sections := AnswerSections(None, how, functions)).add(text), *sections.end()]
+    assert isinstance(call, ParsedCall)
+    assert (call.name, json.loads(call.arguments)) == ("gone", value)
+
+
+def needed(schema: dict[str, Any], *, is_strict: bool) -> str:
+    function = Function(name="city", parameters=schema, strict=is_strict)
+    grammar = of_tools([function], FORMATS["hermes"], {}, is_needed=True, may_repeat=False)
+    assert grammar is not None
+    return grammar
+
+
+@pytest.mark.parametrize("word", ["path", "binary", "password", "int64", "url", "regex"])
+def test_an_unknown_format_says_what_a_text_means(grammars: Grammars, word: str) -> None:
+    schema = {"type": "object", "properties": {"format": {"type": "string", "format": word}}}
+    asked = {"type": "json_schema", "json_schema": {"schema": schema}}
+    for grammar in (of_response_format(asked), needed(schema, is_strict=True)):
+        grammars.compile(grammar or "", "it")
+    date = {"type": "string", "format": "date"}
+    asked = {"type": "json_schema", "json_schema": {"schema": date}}
+    assert writes(grammars, of_response_format(asked) or "", '"2026-01-31"')
+    assert not writes(grammars, of_response_format(asked) or "", '"today"')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        {"not": {"type": "string"}},
+        {"if": {"const": 1}, "then": {"type": "integer"}},
+        {"type": "object", "propertyNames": {"pattern": "^a"}},
+        {"type": "array", "contains": {"type": "integer"}},
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        {"type": "string", "pattern": "^(?=a)[ab]+$"},
+        {"type": "object", "patternProperties": {"(?<!b)a": {"type": "integer"}}},
+    ],
+    ids=lambda schema: ",".join(schema),
+)
+def test_keywords_that_no_grammar_holds_bind_strict_functions_alone(
+    grammars: Grammars, schema: dict[str, Any]
+) -> None:
+    """What is refused is said without the grammar that was made of it."""
+    whole = {"type": "object", "properties": {"a": schema}}
+    grammars.compile(needed(whole, is_strict=False), "tools")
+    asked = {"type": "json_schema", "json_schema": {"schema": whole}}
+    for grammar in (needed(whole, is_strict=True), of_response_format(asked) or ""):
+        with pytest.raises(FieldError) as refused:
+            grammars.compile(grammar, "tools")
+        for ours in ("x-guidance", "%json", "start:", "tool_call", "whitespace"):
+            assert ours not in str(refused.value)
+
+
+def test_a_strict_text_without_quotes_has_no_bounds() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 2}}}
+    for is_strict in (False, True):
+        function = Function(name="city", parameters=schema, strict=is_strict)
+        asked = ([function], FORMATS["qwen-xml"], {})
+        if not is_strict:
+            assert of_tools(*asked, is_needed=True, may_repeat=True) is not None
+            continue
+        with pytest.raises(FieldError, match="bounds or a pattern of a text cannot be enforced"):
+            of_tools(*asked, is_needed=True, may_repeat=True)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}],
+    ids=lambda asked: asked["type"],
+)
+def test_json_is_one_line_with_one_space(grammars: Grammars, asked: dict[str, Any]) -> None:
+    """A model that finds no next word cannot fill its answer with white space."""
+    grammar = of_response_format(asked) or ""
+    assert writes(grammars, grammar, '{"a": [1, {"b": "c  d"}], "e": {}}')
+    for text in ('{"a":1}', '{ "a": 1}', '{"a":  1}', '{\n"a": 1}', '{"a": 1 }', '{"a": [ ]}'):
+        assert not writes(grammars, grammar, text)

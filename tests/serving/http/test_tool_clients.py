@@ -274,6 +274,7 @@ def test_pydantic_ai_gets_a_nested_model(tokenizer: Any) -> None:
         assert agent.run_sync("Hi").output == FULL
 
 
+@pytest.mark.slow
 def test_litellm_gets_a_nested_model(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no network
     litellm = pytest.importorskip("litellm")
