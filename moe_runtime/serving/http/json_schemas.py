@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
-
-import llguidance
 
 _OF_NAMES = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
@@ -20,6 +19,8 @@ _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 """As chat templates show calls. Room for spaces is room for a model that finds no next word."""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 _OUTER = "root"
+_PATTERN_PART = re.compile(r"(?P<unreadable>\\[1-9]|\\k[<{']|\(\?(?:<?[=!]|[>(]))|\\.", re.DOTALL)
+"""Back references, look-around, atomic and conditional groups; and any other escape."""
 
 
 def grammar_schema(schema: dict[str, Any], *, is_strict: bool) -> dict[str, Any]:
@@ -36,11 +37,11 @@ def grammar_schema(schema: dict[str, Any], *, is_strict: bool) -> dict[str, Any]
         if isinstance(kept.get("format"), str) and kept["format"] not in FORMATS:
             del kept["format"]
         if not is_strict:
-            if not _is_pattern(kept.get("pattern", "")):
+            if not _is_readable(kept.get("pattern", "")):
                 del kept["pattern"]
             if isinstance(named := kept.get("patternProperties"), dict):
                 kept["patternProperties"] = {
-                    pattern: value for pattern, value in named.items() if _is_pattern(pattern)
+                    pattern: value for pattern, value in named.items() if _is_readable(pattern)
                 }
         return kept
 
@@ -80,10 +81,7 @@ def _changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) ->
     return found
 
 
-def _is_pattern(pattern: Any) -> bool:
-    """Whether the library can read a regular expression; what is none at all is its to refuse."""
-    if not isinstance(pattern, str) or not pattern:
-        return True
-    schema = {"type": "string", "pattern": pattern}
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
-    return not llguidance.LLMatcher.validate_grammar(grammar)
+def _is_readable(pattern: Any) -> bool:
+    """Whether a pattern has nothing that no finite automaton matches."""
+    parts = _PATTERN_PART.finditer(pattern) if isinstance(pattern, str) else ()
+    return not any(part["unreadable"] for part in parts)

@@ -367,6 +367,7 @@ def test_an_unknown_format_says_what_a_text_means(grammars: Grammars, word: str)
         {"type": "array", "contains": {"type": "integer"}},
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},
         {"type": "string", "pattern": "^(?=a)[ab]+$"},
+        {"type": "string", "pattern": r"^\\(a)\1$"},
         {"type": "object", "patternProperties": {"(?<!b)a": {"type": "integer"}}},
     ],
     ids=lambda schema: ",".join(schema),

@@ -225,6 +225,12 @@ def _pair_writing(call: str, prefix: str = "", **around: Any) -> CallWriting:
     )
 
 
+def _python_writing(ends: str) -> CallWriting:
+    argument = ArgumentWriting("", '"="', between='", "')
+    call = 'NAME "(" ARGUMENTS ")"'
+    return CallWriting(call, begins='"["', again='", "', ends=ends, argument=argument)
+
+
 def _deepseek_format(name: str, known_by: str, reader: NamedCalls, call: str) -> ToolFormat:
     return ToolFormat(
         name,
@@ -365,13 +371,7 @@ TOOL_FORMATS = (
         (Marks("<|tool_call_start|>", "<|tool_call_end|>"),),
         python_calls,
         may_be_python_calls,
-        CallWriting(
-            'NAME "(" ARGUMENTS ")"',
-            begins='"["',
-            again='", "',
-            ends='"]" "<|tool_call_end|>"',
-            argument=ArgumentWriting("", '"="', between='", "'),
-        ),
+        _python_writing('"]" "<|tool_call_end|>"'),
     ),
     ToolFormat(
         "llama-pythonic",
@@ -379,13 +379,7 @@ TOOL_FORMATS = (
         (Marks("<|python_start|>", "<|python_end|>"),),
         python_calls,
         may_be_python_calls,
-        CallWriting(
-            'NAME "(" ARGUMENTS ")"',
-            begins='"["',
-            again='", "',
-            ends='"]"',
-            argument=ArgumentWriting("", '"="', between='", "'),
-        ),
+        _python_writing('"]"'),
         bare=BareCalls("[", bare_python_calls, may_be_bare_python),
     ),
     ToolFormat(
