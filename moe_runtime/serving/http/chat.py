@@ -79,14 +79,15 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
     ids = encode_prompt(prompt, model, "messages", add_special_tokens=False)
     opens_reasoning = template.opens_reasoning(prompt)
     functions = [tool.function for tool in tools]
-    special = model.vocabulary.special_tokens
-    grammar = _grammar(body, template, functions, special)
+    tokens = model.vocabulary.mark_tokens
+    how = _format_of_calls(body, template) if functions else None
+    grammar = _grammar(body, template, functions, tokens)
     if grammar is not None and template.is_harmony:
         if not HarmonySections(prompt=prompt).is_within_message:
             grammar = _in_channels(grammar, body)
     elif grammar is not None and not template.closes_reasoning(prompt):
         grammar = _after_reasoning(
-            grammar, body, template, special, opens_reasoning=opens_reasoning
+            grammar, body, template, tokens, how, opens_reasoning=opens_reasoning
         )
     given = body.max_completion_tokens
     choices = choices_for(
@@ -96,12 +97,11 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
         max_tokens=body.max_tokens if given is None else given,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         matcher=grammar and model.grammars.compile(*grammar),
-        shown_tokens=_shown_tokens(template, has_tools=bool(tools)),
+        shown_tokens=_shown_tokens(template, tokens, how),
     )
     if continues:
         for choice in choices:
             choice.text.follow(ids, is_whole=True)
-    how = _format_of_calls(body, template) if tools else None
     return ChatPlan(choices, functions, template, prompt, opens_reasoning, how)
 
 
@@ -113,7 +113,7 @@ def _format_of_calls(body: ChatBody, template: ChatTemplate) -> ToolFormat | Non
     kind = (body.response_format or {}).get("type", "text")
     if template.tools is None or kind in ("json_object", "json_schema"):
         return None
-    return template.tools if kind == "text" else dataclasses.replace(template.tools, bare=False)
+    return template.tools if kind == "text" else dataclasses.replace(template.tools, bare=None)
 
 
 def _check_combinations(body: ChatBody) -> None:
@@ -156,19 +156,23 @@ def _variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
     return variables
 
 
-def _shown_tokens(template: ChatTemplate, *, has_tools: bool) -> tuple[str, ...]:
+def _shown_tokens(
+    template: ChatTemplate, tokens: Mapping[str, int], how: ToolFormat | None
+) -> tuple[str, ...]:
+    """Tokens that the answer is searched for, some of which no answer shows otherwise."""
     if template.is_harmony:
         return HARMONY_MARKS
-    marks = template.reasoning
-    shown = () if marks is None else (marks.opens, marks.closes)
-    return (*shown, *template.tools.shown_tokens) if has_tools and template.tools else shown
+    reasoning = template.reasoning
+    marks = () if reasoning is None else (reasoning.opens, reasoning.closes)
+    marks = (*marks, *(() if how is None else how.shown_tokens))
+    return tuple(token for token in tokens if any(token in mark for mark in marks))
 
 
 def _grammar(
     body: ChatBody,
     template: ChatTemplate,
     functions: list[Function],
-    special: Mapping[str, int],
+    tokens: Mapping[str, int],
 ) -> tuple[str, str] | None:
     """The grammar that the answer keeps to and the field that asks for it."""
     needs_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
@@ -188,7 +192,7 @@ def _grammar(
             grammar = grammars.of_tools(
                 functions,
                 template.tools,
-                special,
+                tokens,
                 is_needed=needs_call,
                 may_repeat=body.parallel_tool_calls is not False
                 and not isinstance(body.tool_choice, NamedTool),
@@ -215,7 +219,8 @@ def _after_reasoning(
     grammar: tuple[str, str],
     body: ChatBody,
     template: ChatTemplate,
-    special: Mapping[str, int],
+    tokens: Mapping[str, int],
+    how: ToolFormat | None,
     *,
     opens_reasoning: bool,
 ) -> tuple[str, str]:
@@ -227,4 +232,8 @@ def _after_reasoning(
     if is_own:
         raise FieldError(param, "a grammar of one's own cannot follow reasoning; turn it off")
     marks = template.reasoning
-    return grammars.after_reasoning(text, marks, special, is_open=opens_reasoning), param
+    opens_calls = () if how is None else how.opens
+    text = grammars.after_reasoning(
+        text, marks, tokens, is_open=opens_reasoning, opens_calls=opens_calls
+    )
+    return text, param

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import llguidance
@@ -15,8 +16,20 @@ import numpy as np
 
 from moe_runtime.errors import blamed_on
 from moe_runtime.serving.http.answers.answer_sections import ReasoningMarks
-from moe_runtime.serving.http.answers.tool_formats import ToolFormat
+from moe_runtime.serving.http.answers.call_readers import (
+    CHOICES,
+    allows,
+    alternatives,
+    only_texts,
+    referred,
+)
+from moe_runtime.serving.http.answers.tool_formats import (
+    ArgumentWriting,
+    CallWriting,
+    ToolFormat,
+)
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.json_schemas import FORMATS, grammar_schema, schema_within
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.requests import ConstraintError
@@ -31,13 +44,14 @@ _STACK_BYTES, _STACK_BYTES_A_CHARACTER = 8 << 20, 2 << 10
 """llguidance goes into rules and references of schemas by recursion, and a stack that is too small
 ends the process: up to 750 bytes for each character of a grammar were seen."""
 _ANY_OBJECT = {"type": "object"}
-_LINES = {"whitespace_pattern": r"[ \t\r\n]{0,40}"}
-"""Room for indented JSON; without an end a model that found no next word would write spaces."""
 _BARE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 """A slash that no backslash stands before, or a character that one does."""
 _MIB = 1 << 20
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As chat templates show calls."""
+_LARK_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:NAME|ARGUMENTS)\b')
+"""A text of a grammar, or what stands for parts of a call."""
+_ERROR_PLACE = re.compile(r"\n\s+\d+ \| |<state>")
+"""Where an error of the library goes on with lines of the grammar, or with the parser's state."""
+_SCHEMA_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
 
 class GrammarConstraint:
@@ -71,10 +85,13 @@ class Grammars:
 
     Args:
         vocabulary: of the model; what of it is needed is made at the first grammar.
+
+    Attributes:
+        vocabulary: of the model.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._making = threading.Lock()
 
@@ -97,12 +114,7 @@ class Grammars:
     def _compile(self, lark: str, param: str) -> llguidance.LLMatcher:
         with self._making:
             if self._tokenizer is None:
-                with blamed_on("this model's tokenizer cannot be used with grammars", ApiError):
-                    self._tokenizer = llguidance.hf.from_tokenizer(
-                        self._vocabulary.tokenizer,
-                        n_vocab=self._vocabulary.size,
-                        eos_token=sorted(self._vocabulary.end_ids),
-                    )
+                self._tokenizer = _tokenizer_of(self.vocabulary)
         matcher = llguidance.LLMatcher(
             self._tokenizer, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
         )
@@ -114,7 +126,49 @@ class Grammars:
 
     def constraint(self, matcher: llguidance.LLMatcher) -> GrammarConstraint:
         """What a compiled grammar asks of one answer."""
-        return GrammarConstraint(matcher.deep_copy(), self._vocabulary)
+        return GrammarConstraint(matcher.deep_copy(), self.vocabulary)
+
+
+def _tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
+    """The library's tokenizer, in which added tokens are special as their flags say.
+
+    By itself it takes all of them for special that look like ``<...>``, which no text can have.
+    """
+    ends = sorted(vocabulary.end_ids)
+    with blamed_on("this model's tokenizer cannot be used with grammars", ApiError):
+        found = llguidance.hf.from_tokenizer(
+            vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=ends
+        )
+    plain = {at: text for at, text in vocabulary.plain_tokens.items() if found.is_special_token(at)}
+    if not plain:
+        return found
+    wrapper = llguidance.TokenizerWrapper(_FlaggedTokenizer(found, vocabulary.size, plain))
+    return llguidance.LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=ends)
+
+
+class _FlaggedTokenizer:
+    """What `llguidance.TokenizerWrapper` asks of a tokenizer.
+
+    Args:
+        found: the library's own one.
+        size: tokens of the vocabulary.
+        plain: texts of tokens that it takes for special and that are none.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, found: llguidance.LLTokenizer, size: int, plain: Mapping[int, str]) -> None:
+        self._found = found
+        self.eos_token_id = found.eos_token
+        self.tokens = [
+            plain[at].encode() if at in plain else found.decode_bytes([at]) for at in range(size)
+        ]
+        self.special_token_ids = [
+            at for at in range(size) if at not in plain and found.is_special_token(at)
+        ]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._found.tokenize_bytes(text)
 
 
 def of_response_format(asked: dict[str, Any]) -> str | None:
@@ -160,7 +214,7 @@ def _with_backslash(found: re.Match[str]) -> str:
 def of_tools(
     functions: Sequence[Function],
     how: ToolFormat,
-    special: Mapping[str, int],
+    tokens: Mapping[str, int],
     *,
     is_needed: bool,
     may_repeat: bool,
@@ -170,103 +224,164 @@ def of_tools(
     Args:
         functions: the tools.
         how: the family's way of writing calls.
-        special: the vocabulary's special tokens; no regular expression has them in its texts.
+        tokens: ids of the vocabulary's marks; a mark that is a token comes as that token.
         is_needed: the answer is nothing but calls; text may stand around them otherwise.
         may_repeat: several calls may come.
 
     Returns:
-        None where the format is not JSON.
+        None where calls cannot be told from text.
+
+    Raises:
+        FieldError: a strict function has arguments that the format cannot enforce.
     """
-    if how.before_arguments is not None:
-        call = _named_call(functions, how, how.before_arguments, special)
-        between = "" if may_repeat else None
-        return _calls(call, between, how, special, is_needed=is_needed)
-    if how.arguments_key is None:
+    if how.bare is not None and not is_needed:
         return None
+    writing, opens = how.writing, _mark(how.opens[0], tokens)
+    rules: list[str] = []
     calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function.name},
-                how.arguments_key: function.parameters or _ANY_OBJECT,
-            },
-            "required": ["name", how.arguments_key],
-            "additionalProperties": False,
-        }
-        for function in functions
+        _call(function, writing, tokens, f"f{number}", rules)
+        for number, function in enumerate(functions)
     ]
-    schema: dict[str, Any] = {"anyOf": calls}
-    if how.bare:
-        return f"start: {_json(schema, **_ONE_LINE)}" if is_needed else None
-    if how.closes is None:
-        schema = {"type": "array", "items": schema, "minItems": 1}
-        if not may_repeat:
-            schema["maxItems"] = 1
-    gap, closing = (' "\\n"', f' "\\n" {_mark(how.closes, special)}') if how.closes else ("", "")
-    call = f"{gap} {_json(schema, **_ONE_LINE)}{closing}"
-    more = '"\\n"' if may_repeat and how.closes else None
-    return _calls(call, more, how, special, is_needed=is_needed)
+    again = None if writing.again is None else _lark(writing.again, tokens)
+    more = "" if again is None or not may_repeat else f"({again} call)*"
+    body = f"{_lark(writing.begins, tokens)} call {more} {_lark(writing.ends, tokens)}"
+    rules.append("call: " + " | ".join(f"({call})" for call in calls))
+    if not is_needed:
+        rules.append(_up_to("opening", how.opens[0], tokens, how.opens[1:]))
+        rules.append(f"FREE: {_without(how.opens)}")
+        return "\n".join([f"start: FREE | opening {body}", *rules])
+    return "\n".join([f"start: {body if how.bare else f'{opens} {body}'}", *rules])
 
 
-def _calls(
-    call: str, between: str | None, how: ToolFormat, special: Mapping[str, int], *, is_needed: bool
+def _call(
+    function: Function,
+    writing: CallWriting,
+    tokens: Mapping[str, int],
+    rule: str,
+    rules: list[str],
 ) -> str:
-    """A grammar of calls.
+    """The body of a rule: a call of a function.
 
     Args:
-        call: what stands behind the mark that opens one.
-        between: what stands between two of them; None where there is one at most.
-        how: the family's way of writing calls.
-        special: as for `of_tools`.
-        is_needed: the answer is nothing but calls.
+        function: that is called.
+        writing: how.
+        tokens: as for `of_tools`.
+        rule: with which the names of further rules begin.
+        rules: gets those.
     """
-    opens = _mark(how.opens, special)
-    more = "" if between is None else f" ({between} {opens} call)*"
-    if is_needed:
-        return f"start: {opens} call{more}\ncall: {call}"
-    opening, free = _up_to("opening", how.opens, special), f"FREE: {_without(how.opens)}\n"
-    return f"start: FREE | opening call{more}\n{opening}{free}call: {call}"
+    parameters = function.parameters or _ANY_OBJECT
+    is_strict = bool(function.strict)
+    if writing.argument is None:
+        arguments = _json(parameters, is_strict=is_strict)
+    else:
+        arguments = _Arguments(parameters, writing.argument, tokens, rule, is_strict).grammar(rules)
+    return _lark(writing.call, tokens, {"NAME": _text(function.name), "ARGUMENTS": arguments})
 
 
-def _named_call(
-    functions: Sequence[Function],
-    how: ToolFormat,
-    before_arguments: str,
-    special: Mapping[str, int],
-) -> str:
-    """A rule's body: name and arguments of one of the functions, with a mark between them."""
-    before = _mark(before_arguments, special)
-    if how.before_id is not None and how.before_id in special:
-        before = f"({_mark(how.before_id, special)} /[a-zA-Z0-9]{{9}}/)? {before}"
-    calls = [
-        f"{_text(function.name)} {before} {_json(function.parameters or _ANY_OBJECT, **_ONE_LINE)}"
-        for function in functions
-    ]
-    return " | ".join(f"({call})" for call in calls)
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """Arguments of one function that are written one by one.
+
+    Attributes:
+        schema: of all of them.
+        writing: how.
+        tokens: as for `of_tools`.
+        rule: with which the names of rules begin.
+        is_strict: what cannot be enforced is refused; it is left out otherwise.
+    """
+
+    schema: dict[str, Any]
+    writing: ArgumentWriting
+    tokens: Mapping[str, int]
+    rule: str
+    is_strict: bool
+
+    def grammar(self, rules: list[str]) -> str:
+        """The arguments in the order of the schema, those left out that it does not require."""
+        found: Any = self.schema
+        while isinstance(found, dict) and "$ref" in found:
+            found = referred(found["$ref"], self.schema)
+        if not isinstance(found, dict) or found.keys() & set(CHOICES):
+            raise self._refused("a choice of objects")
+        properties, required = found.get("properties"), found.get("required")
+        known = list(properties.items()) if isinstance(properties, dict) else []
+        between = _lark(self.writing.between, self.tokens)
+        behind = alone = '""'
+        for at, (key, schema) in reversed(list(enumerate(known))):
+            one = self._argument(key, schema, f"{self.rule}_{at}", rules)
+            is_needed = isinstance(required, list) and key in required
+            first = f"{one} {behind}"
+            alone = first if is_needed else f"({first} | {alone})"
+            more = f"({between} {one})" if is_needed else f"({between} {one})?"
+            rules.append(f"{self.rule}_{at}: {more} {behind}")
+            behind = f"{self.rule}_{at}"
+        return alone
+
+    def _argument(self, key: str, schema: Any, rule: str, rules: list[str]) -> str:
+        writing = self.writing
+        before = [_lark(writing.before_key, self.tokens), _text(key)]
+        before.append(_lark(writing.before_value, self.tokens))
+        ends = writing.ends_text
+        if ends is None or not allows(schema, "string", self.schema):
+            return " ".join([*before, self._json_value(schema)])
+        if self.is_strict and any(map(_has_bounds, alternatives(schema, self.schema))):
+            raise self._refused("bounds or a pattern of a text")
+        opens = _lark(writing.opens_text, self.tokens)
+        texts, has_others = only_texts(schema, self.schema)
+        if texts is None:
+            rules.append(_up_to(f"{rule}_text", ends, self.tokens))
+            text = f"{rule}_text"
+        else:
+            text = f"({' | '.join(map(_text, texts))}) {_mark(ends, self.tokens)}"
+        values = [f"{opens} {text}"]
+        if has_others and (texts is not None or opens):
+            values.append(self._json_value(schema))
+        return " ".join([*before, f"({' | '.join(values)})"])
+
+    def _json_value(self, schema: Any) -> str:
+        value = _json(schema_within(schema, self.schema), is_strict=self.is_strict)
+        return f"{value} {_lark(self.writing.after_value, self.tokens)}"
+
+    def _refused(self, what: str) -> FieldError:
+        problem = f"{what} cannot be enforced in calls as this model writes them"
+        return FieldError("tools", problem, code="unsupported_parameter")
+
+
+def _has_bounds(schema: dict[str, Any]) -> bool:
+    """Whether a text of a schema is held to something that one without quotes cannot be."""
+    return bool(schema.keys() & {"pattern", "minLength", "maxLength"}) or (
+        schema.get("format") in FORMATS
+    )
 
 
 def after_reasoning(
-    grammar: str, marks: ReasoningMarks, special: Mapping[str, int], *, is_open: bool
+    grammar: str,
+    marks: ReasoningMarks,
+    tokens: Mapping[str, int],
+    *,
+    is_open: bool,
+    opens_calls: Sequence[str] = (),
 ) -> str:
     """A grammar whose text may follow reasoning; must, where the prompt has opened it.
 
     Args:
         grammar: of the answer.
         marks: of reasoning.
-        special: as for `of_tools`.
+        tokens: as for `of_tools`.
         is_open: the prompt has opened it.
+        opens_calls: marks that would end the reasoning too.
     """
     body = grammar.replace("start:", "answer:", 1)
-    first = "thought GAP" if is_open else f"({_mark(marks.opens, special)} thought GAP)?"
-    thought = _up_to("thought", marks.closes, special)
-    return f"start: {first} answer\n{thought}GAP: /\\s*/\n{body}"
+    first = "thought GAP" if is_open else f"({_mark(marks.opens, tokens)} thought GAP)?"
+    thought = _up_to("thought", marks.closes, tokens, opens_calls)
+    return f"start: {first} answer\n{thought}\nGAP: /\\s*/\n{body}"
 
 
 def of_harmony_call(functions: Sequence[Function]) -> str:
     """A grammar of one call as gpt-oss writes it, arguments as their schema says."""
     calls = [
         f'<|channel|> {_text(f"commentary to=functions.{function.name} ")} <|constrain|> "json" '
-        f"<|message|> {_json(function.parameters or _ANY_OBJECT, **_ONE_LINE)}"
+        "<|message|> " + _json(function.parameters or _ANY_OBJECT, is_strict=bool(function.strict))
         for function in functions
     ]
     return "start: " + " | ".join(f"({call})" for call in calls)
@@ -297,38 +412,59 @@ def _dead_end(matcher: llguidance.LLMatcher) -> str | None:
     """Why no text can follow, where none can and what there is is not whole."""
     if not matcher.is_error():
         return None
-    # State and statistics of the parser follow behind the first line of its error.
-    problem = " ".join(matcher.get_error().partition("<state>")[0].split())[:500]
+    problem = " ".join(_ERROR_PLACE.split(matcher.get_error())[0].split())[:500]
+    problem = _SCHEMA_PLACE.sub("", problem)
     if matcher.stop_reason() == "NoExtensionBias" or problem.startswith("NoExtension"):
         return "no text of this grammar goes on from here"
     return problem
 
 
-def _json(schema: dict[str, Any], **spacing: Any) -> str:
-    return f"%json {json.dumps({'x-guidance': spacing or _LINES} | schema)}"
+def _json(schema: dict[str, Any], *, is_strict: bool = True) -> str:
+    return f"%json {json.dumps(grammar_schema(schema, is_strict=is_strict))}"
 
 
 def _text(text: str) -> str:
     return json.dumps(text)
 
 
-def _mark(text: str, special: Mapping[str, int]) -> str:
-    """A mark: the special token of this name, or its text."""
-    return f"<[{special[text]}]>" if text in special else _text(text)
+def _lark(text: str, tokens: Mapping[str, int], words: Mapping[str, str] | None = None) -> str:
+    """A piece of a grammar, its marks as tokens, some of its words replaced."""
+
+    def part(found: re.Match[str]) -> str:
+        one = found[0]
+        return _mark(json.loads(one), tokens) if one.startswith('"') else (words or {})[one]
+
+    return _LARK_WORD.sub(part, text)
 
 
-def _up_to(rule: str, mark: str, special: Mapping[str, int]) -> str:
-    """A rule of any text that ends with the first mark."""
-    if mark in special:
+def _mark(text: str, tokens: Mapping[str, int]) -> str:
+    """A text, the marks of which are tokens."""
+    names = sorted((name for name in tokens if name in text), key=len, reverse=True)
+    if not names:
+        return _text(text)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
+    return " ".join(
+        f"<[{tokens[part]}]>" if part in tokens else _text(part) for part in parts if part
+    )
+
+
+def _up_to(rule: str, mark: str, tokens: Mapping[str, int], others: Sequence[str] = ()) -> str:
+    """A rule of any text that ends with the first mark, and has none of some others."""
+    if mark in tokens:
         before = f"BEFORE_{rule.upper()}"  # a grammar may have several such rules
-        return f"{rule}: {before} {_mark(mark, special)}\n{before}: {_without(mark)}\n"
-    return f"{rule}[lazy]: /(.|\\n)*{_escaped(mark)}/\n"
+        return f"{rule}: {before} <[{tokens[mark]}]>\n{before}: {_without((mark, *others))}"
+    without = f" & {_lacks(others)}" if others else ""
+    return f"{rule}[lazy]: /(.|\\n)*{_escaped(mark)}/{without}"
 
 
-def _without(mark: str) -> str:
-    """A terminal of any text that does not have the mark."""
-    return rf"/(.|\n)*/ & ~/(.|\n)*{_escaped(mark)}(.|\n)*/"
+def _without(marks: Sequence[str]) -> str:
+    """A terminal of any text that has none of the marks."""
+    return rf"/(.|\n)*/ & {_lacks(marks)}"
+
+
+def _lacks(marks: Sequence[str]) -> str:
+    return rf"~/(.|\n)*({'|'.join(map(_escaped, marks))})(.|\n)*/"
 
 
 def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")

@@ -4,10 +4,12 @@ import copy
 from typing import Any
 
 import pytest
+from call_texts import CALL_TEXTS
 from http_server import ScriptedEngine, model_of, served
 
 from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections, Kind
-from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, ParsedCall, tool_format_of
+from moe_runtime.serving.http.answers.call_readers import ParsedCall
+from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, tool_format_of
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
@@ -30,13 +32,14 @@ TYPED = Function(
             "gone": TEXT_OR_NONE,
             "word": {"type": "string"},
             "number": {"type": ["integer", "null"]},
+            "few": {"anyOf": [{"type": "integer"}, {"const": "many"}]},
         },
         "$defs": {"code": {"oneOf": [{"type": "integer"}, {"type": "string"}]}},
     },
 )
 TYPED_VALUES = [
     *(("zip", "12345"), ("either", "12345"), ("one", "1"), ("far", "7"), ("gone", "null")),
-    *(("word", "null"), ("number", "5"), ("odd", "NaN")),
+    *(("word", "null"), ("number", "5"), ("odd", "NaN"), ("few", "3")),
 ]
 CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
     ("plain \n\n", None, "content", [("content", "plain \n\n")]),
@@ -109,7 +112,7 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
             ParsedCall(
                 "typed",
                 '{"zip": "12345", "either": "12345", "one": "1", "far": "7", "gone": null, '
-                '"word": "null", "number": 5, "odd": "NaN"}',
+                '"word": "null", "number": 5, "odd": "NaN", "few": 3}',
             )
         ],
     ),
@@ -167,19 +170,124 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
     ),
     ('{"days": 1}', "llama-json", "content", [("content", '{"days": 1}')]),
     ('Not {"name": "x"}', "llama-json", "content", [("content", 'Not {"name": "x"}')]),
+    *(
+        (text, "llama-json", "content", [ParsedCall("weather", "{}")])
+        for text in (
+            '<|python_tag|>{"name": "weather", "parameters": {}}',
+            '<|python_start|>{"name": "weather", "parameters": {}}<|python_end|>',
+        )
+    ),
+    # the mark that opens calls is forgotten
     (
-        '<|python_tag|>{"name": "weather", "parameters": {}}',
-        "llama-json",
+        "Well.\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
+        "qwen-xml",
+        "content",
+        [("content", "Well."), ParsedCall("weather", '{"city": "Rome"}')],
+    ),
+    (
+        '<invoke name="weather">\n</invoke>\n</minimax:tool_call>',
+        "minimax",
         "content",
         [ParsedCall("weather", "{}")],
+    ),
+    (
+        "<|tool_call_begin|>functions.weather:12<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "kimi-k2",
+        "content",
+        [ParsedCall("weather", "{}")],
+    ),
+    (
+        "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>ok",
+        "deepseek-v3.1",
+        "content",
+        [ParsedCall("weather", "{}"), ("content", "ok")],
+    ),
+    # without line breaks, as GLM-4.7 has it; without arguments
+    (
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>12</arg_value></tool_call>"
+        "<tool_call>weather</tool_call>",
+        "glm",
+        "content",
+        [ParsedCall("weather", '{"city": "12"}'), ParsedCall("weather", "{}")],
+    ),
+    (
+        'Look: <|tool_call>call:typed{zip:<|"|>1 {"a": b}<|"|>,list:[1,{a:<|"|>x:y<|"|>,'
+        '"b c":None}],'
+        "number:-1.5e3,word:null}<tool_call|>",
+        "gemma-4",
+        "content",
+        [
+            ("content", "Look:"),
+            ParsedCall(
+                "typed",
+                '{"zip": "1 {\\"a\\": b}", "list": [1, {"a": "x:y", "b c": null}], '
+                '"number": -1500.0, "word": null}',
+            ),
+        ],
+    ),
+    (
+        "<|tool_call_start|>[typed(zip='a\\'b', number=-2, far=[True, false, {'k': None}]), "
+        "weather()]<|tool_call_end|>Done.",
+        "lfm2",
+        "content",
+        [
+            ParsedCall("typed", '{"zip": "a\'b", "number": -2, "far": [true, false, {"k": null}]}'),
+            ParsedCall("weather", "{}"),
+            ("content", "Done."),
+        ],
+    ),
+    *(
+        (text, tools, "content", [("content", text)])
+        for tools, text in (
+            ("glm", "<tool_call>hello world</tool_call>"),
+            ("glm", "<tool_call>weather<arg_key>city</arg_key>Rome</tool_call>"),
+            (
+                "qwen-xml",
+                "<tool_call><function=weather><parameter=city>Rome</function></tool_call>",
+            ),
+            (
+                "minimax",
+                '<minimax:tool_call><invoke name="weather">Rome</invoke></minimax:tool_call>',
+            ),
+            ("kimi-k2", "<|tool_calls_section_begin|>weather<|tool_calls_section_end|>"),
+            ("gemma-4", "<|tool_call>call:weather{city:<tool_call|>"),
+            ("lfm2", "<|tool_call_start|>[weather(Rome)]<|tool_call_end|>"),
+            ("lfm2", "<|tool_call_start|>[weather(city=open('x'))]<|tool_call_end|>"),
+            ("lfm2", "<|tool_call_start|>[weather(days=1e999)]<|tool_call_end|>"),
+            ("lfm2", "<|tool_call_start|>" + "(" * 5000 + "<|tool_call_end|>"),
+            ("llama-pythonic", "[rain(city='Rome')]"),
+            ("llama-pythonic", "[1, 2]"),
+        )
+    ),
+    # a mark that is talked about while thinking, and calls there
+    (
+        "<think>I may use <tool_call> here, or <tool_call>{} </think>Hello",
+        "hermes",
+        "content",
+        [("reasoning", "I may use <tool_call> here, or <tool_call>{}"), ("content", "Hello")],
+    ),
+    (
+        'Try <tool_call>{"name": "weather"}</tool_call> so</think> Hello </think>',
+        "hermes",
+        "reasoning",
+        [
+            ("reasoning", "Try"),
+            ParsedCall("weather", "{}"),
+            ("content", "so Hello </think>"),
+        ],
+    ),
+    (
+        "<tool_call>\n<function=weather> or so.\n</think>\nHello",
+        "qwen-xml",
+        "reasoning",
+        [("reasoning", "<tool_call>\n<function=weather> or so."), ("content", "Hello")],
     ),
 ]
 
 
-@pytest.mark.parametrize("step", [1, 2, 7, 10_000])
-@pytest.mark.parametrize(("text", "tools", "begins", "expected"), CASES)
-def test_sections(text: str, tools: str | None, begins: Kind, expected: Any, step: int) -> None:
-    sections = AnswerSections(THINK, tools and FORMATS[tools], [WEATHER, TYPED], begins)
+def in_pieces(sections: AnswerSections, text: str, step: int) -> list[Any]:
+    """The parts of a text that comes in pieces, neighbours of one kind joined."""
     parts: list[Any] = []
     for at in range(0, len(text), step):
         parts += sections.add(text[at : at + step])
@@ -190,7 +298,37 @@ def test_sections(text: str, tools: str | None, begins: Kind, expected: Any, ste
             found[-1] = (part[0], found[-1][1] + part[1])
         else:
             found.append(part)
-    assert found == expected
+    return found
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 10_000])
+@pytest.mark.parametrize(("text", "tools", "begins", "expected"), CASES)
+def test_sections(text: str, tools: str | None, begins: Kind, expected: Any, step: int) -> None:
+    sections = AnswerSections(THINK, tools and FORMATS[tools], [WEATHER, TYPED], begins)
+    assert in_pieces(sections, text, step) == expected
+
+
+BOTH = [("Rome, \u6f22", "2"), ("<b>1</b>", "[3]")]
+CALLED = [ParsedCall("weather", f'{{"city": "{city}", "days": {days}}}') for city, days in BOTH]
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+@pytest.mark.parametrize("name", CALL_TEXTS)
+def test_calls_are_read_as_templates_write_them(name: str, step: int) -> None:
+    assert CALL_TEXTS.keys() == FORMATS.keys()
+    how, text = FORMATS[name], CALL_TEXTS[name].of(BOTH)
+    if name == "llama-json":
+        text = CALL_TEXTS[name].of(BOTH[:1])
+    called = CALLED[: 1 if name == "llama-json" else 2]
+    assert in_pieces(AnswerSections(THINK, how, [WEATHER]), text, step) == called
+    thought = f"<think>Well.{text}"
+    expected = [("reasoning", "Well."), *called]
+    if how.bare is None:
+        assert in_pieces(AnswerSections(THINK, how, [WEATHER]), thought, step) == expected
+        before = f"Look:\n{text}\nDone"
+        expected = [("content", "Look:"), *called, ("content", "Done")]
+        if how.marks[0].closes is not None:
+            assert in_pieces(AnswerSections(THINK, how, [WEATHER]), before, step) == expected
 
 
 @pytest.mark.parametrize(
@@ -201,6 +339,7 @@ def test_sections(text: str, tools: str | None, begins: Kind, expected: Any, ste
         ("{% for tool in tools %}[TOOL_CALLS]", "mistral"),
         ("{% if tools %}[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments }}", "mistral-args"),
         ('{% if tools %}{"name": name, "parameters": {}}', "llama-json"),
+        *(("{% if tools %}" + one.template, name) for name, one in CALL_TEXTS.items()),
         ("<tool_call> is only mentioned", None),
         ("{% if tools %}do as you like", None),
     ],

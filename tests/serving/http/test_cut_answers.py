@@ -4,10 +4,12 @@ import copy
 from typing import Any
 
 import pytest
+from call_texts import CALL_TEXTS
 from http_server import ScriptedEngine, model_of, served
 
 from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections, Kind
-from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, ParsedCall
+from moe_runtime.serving.http.answers.call_readers import ParsedCall
+from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
@@ -64,6 +66,15 @@ CUT: list[tuple[str, str, list[Any]]] = [
         "hermes",
         [("content", "See"), ROME, ParsedCall("weather", "{}")],
     ),
+    *(
+        (
+            f"See {text.of([('Rome', '1'), ('Rome', '1')])}",
+            name,
+            [("content", "See"), *[ParsedCall("weather", '{"city": "Rome", "days": 1}')] * 2],
+        )
+        for name, text in CALL_TEXTS.items()
+        if FORMATS[name].bare is None
+    ),
 ]
 
 
@@ -84,7 +95,7 @@ def test_a_call_that_has_only_begun_is_no_content(
         content = "".join(part[1] for part in parts if isinstance(part, tuple))
         assert content.startswith(before)
         # The first signs of a mark may be text.
-        assert content.removeprefix(before).strip() in ("", "<", "<|", "["), text[:end]
+        assert content.removeprefix(before).strip() in ("", "<", "<|", "<｜", "["), text[:end]
         calls = [part for part in parts if isinstance(part, ParsedCall)]
         assert calls == whole[: len(calls)]
     assert calls == whole
@@ -163,7 +174,7 @@ def test_a_call_that_a_stop_string_cuts_is_no_content(
         ("Hi <thi", "content", [("content", "Hi"), ("content", " <thi")]),  # no reasoning any more
         ("well</thi", "reasoning", [("reasoning", "well")]),
         ("well <", "reasoning", [("reasoning", "well"), ("reasoning", " <")]),
-        ("well <too", "reasoning", [("reasoning", "well <too")]),
+        ("well <too", "reasoning", [("reasoning", "well")]),
         ("<think>well</think>Hi <to", "content", [("reasoning", "well"), ("content", "Hi")]),
     ],
 )

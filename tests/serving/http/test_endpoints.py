@@ -110,7 +110,7 @@ def test_a_field_that_is_there_twice_is_refused(site: Served, field: bytes) -> N
 
 def test_one_call_at_most_is_refused_where_no_grammar_can_hold_it(tokenizer: Any) -> None:
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = "{% if tools %}<tool_call><function=example>{% endif %}user: "
+    tokenizer.chat_template = '{% if tools %}{"name": "x", "parameters": {}}{% endif %}user: '
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "max_tokens": 2}
     engine = ScriptedEngine(lambda request: [PromptRead(0), Finished("length")])
@@ -118,7 +118,7 @@ def test_one_call_at_most_is_refused_where_no_grammar_can_hold_it(tokenizer: Any
         assert site.ask("/v1/chat/completions", body | {"parallel_tool_calls": True})[0] == 200
         status, found = site.ask("/v1/chat/completions", body | {"parallel_tool_calls": False})
     assert (status, found["error"]["param"]) == (400, "parallel_tool_calls")
-    assert "qwen-xml" in found["error"]["message"]
+    assert "llama-json" in found["error"]["message"]
 
 
 def test_tokens_are_returned_where_they_are_asked_for(site: Served, tokenizer: Any) -> None:

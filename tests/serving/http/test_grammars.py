@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from call_texts import CALL_TEXTS
 from tokenizers import AddedToken
 
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections
-from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, ParsedCall
+from moe_runtime.serving.http.answers.call_readers import ParsedCall
+from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.grammars import (
     GrammarConstraint,
@@ -28,12 +30,16 @@ from moe_runtime.serving.requests import ConstraintError
 THINK = REASONING_MARKS[0]
 SIZE = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
 CITY = Function(name="city", parameters={**SIZE, "additionalProperties": False})
-
-CALLS = {
-    "hermes": '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>',
-    "mistral-args": '[TOOL_CALLS]city[ARGS]{"size": %s}',
-    "mistral": '[TOOL_CALLS][{"name": "city", "arguments": {"size": %s}}]',
-}
+WEATHER = Function(
+    name="weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/Days"}},
+        "required": ["city", "days"],
+        "$defs": {"Days": {"enum": [1, 2]}},
+    },
+)
+FORMATS = {how.name: how for how in TOOL_FORMATS}
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +98,7 @@ def test_texts_are_of_the_response_format(
 @pytest.mark.parametrize("how", TOOL_FORMATS, ids=lambda how: how.name)
 def test_required_calls_can_be_read(grammars: Grammars, tokenizer: Any, how: Any) -> None:
     grammar = of_tools([CITY], how, {}, is_needed=True, may_repeat=False)
-    if grammar is None:
-        assert how.name == "qwen-xml"
-        return
+    assert grammar is not None
     for text in texts(grammars, tokenizer, grammar):
         sections = AnswerSections(None, how, [CITY])
         (call,) = [*sections.add(text), *sections.end()]
@@ -133,8 +137,7 @@ def test_formats_that_are_none_are_refused(grammars: Grammars, asked: dict[str, 
 
 
 def test_calls_in_free_text_keep_to_the_schema(grammars: Grammars, tokenizer: Any) -> None:
-    (how,) = (one for one in TOOL_FORMATS if one.name == "hermes")
-    grammar = of_tools([CITY], how, {}, is_needed=False, may_repeat=True)
+    grammar = of_tools([CITY], FORMATS["hermes"], {}, is_needed=False, may_repeat=True)
     assert grammar is not None
     call = '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>'
     for text, is_right in (
@@ -199,83 +202,210 @@ def test_answer_that_cannot_become_whole_is_said_to_be_none(grammars: Grammars) 
         constraint.allowed([only])
 
 
-@pytest.fixture(scope="module")
-def marking() -> Any:
-    """A tokenizer whose marks are special tokens."""
+def marked(special: bool) -> Vocabulary:
+    """A vocabulary whose marks are added tokens."""
     made = load_tokenizer(pocket_path())
     marks = [mark for one in REASONING_MARKS for mark in (one.opens, one.closes)]
-    marks += [mark for how in TOOL_FORMATS for mark in how.shown_tokens]
-    added = [AddedToken(mark, special=True, normalized=False) for mark in dict.fromkeys(marks)]
-    made.add_tokens(added, special_tokens=True)
-    return made
+    marks = [*(mark for mark in marks if mark != "<|channel>thought"), "<|channel>"]
+    marks += [mark for how in TOOL_FORMATS for mark in how.shown_tokens if "=" not in mark]
+    made.add_tokens(
+        [AddedToken(mark, special=special, normalized=False) for mark in dict.fromkeys(marks)]
+    )
+    return Vocabulary(made, len(made) + 3, [0])
 
 
-def writes(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
-    """Whether a grammar lets a text through, its marks as special tokens, and may end there."""
-    maker = Grammars(vocabulary)
+@pytest.fixture(scope="module")
+def marking() -> Grammars:
+    """Marks are special tokens."""
+    return Grammars(marked(special=True))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Grammars:
+    """Marks are added tokens that are not special, as in Qwen3 and GLM-4.5."""
+    return Grammars(marked(special=False))
+
+
+@pytest.fixture(params=["marking", "plain"])
+def either(request: pytest.FixtureRequest) -> Grammars:
+    return request.getfixturevalue(request.param)
+
+
+def writes(maker: Grammars, grammar: str, text: str) -> bool:
+    """Whether a grammar lets a text through, its marks as tokens, and may end there."""
+    vocabulary = maker.vocabulary
     constraint = maker.constraint(maker.compile(grammar, "it"))
     ids = [*vocabulary.encode(text, add_special_tokens=False), 0]
     masks = list(masks_before(constraint, ids))
+    beyond = len(vocabulary.tokenizer)
+    assert not any(mask[beyond:].any() for mask in masks)
     return len(masks) == len(ids) and bool(masks[-1][0])
 
 
 @pytest.mark.parametrize("marks", REASONING_MARKS, ids=lambda marks: marks.opens)
-def test_reasoning_is_closed_by_a_special_token(marking: Any, marks: Any) -> None:
-    vocabulary = Vocabulary(marking, len(marking), [0])
-    special = vocabulary.special_tokens
+def test_reasoning_is_closed_by_its_token(either: Grammars, marks: Any) -> None:
+    tokens = either.vocabulary.mark_tokens
     thought = f"I think so [/THINK {marks.closes}\n\nyes"
-    assert special[marks.closes] in marking(thought)["input_ids"]
+    ids = either.vocabulary.encode(thought, add_special_tokens=False)
+    assert either.vocabulary.tokenizer.convert_tokens_to_ids(marks.closes) in ids
     for is_open in (True, False):
-        grammar = after_reasoning('start: "yes" | "no"', marks, special, is_open=is_open)
-        assert writes(vocabulary, grammar, ("" if is_open else marks.opens) + thought)
-        assert writes(vocabulary, grammar, "yes") != is_open
-        assert not writes(vocabulary, grammar, "I think so yes")
+        grammar = after_reasoning('start: "yes" | "no"', marks, tokens, is_open=is_open)
+        assert writes(either, grammar, ("" if is_open else marks.opens) + thought)
+        assert writes(either, grammar, "yes") != is_open
+        assert not writes(either, grammar, "I think so yes")
 
 
-@pytest.mark.parametrize("how", TOOL_FORMATS, ids=lambda how: how.name)
-@pytest.mark.parametrize("is_needed", [True, False])
-def test_calls_are_opened_by_a_special_token(marking: Any, how: Any, is_needed: bool) -> None:
-    vocabulary = Vocabulary(marking, len(marking), [0])
-    special = vocabulary.special_tokens
-    grammar = of_tools([CITY], how, special, is_needed=is_needed, may_repeat=True)
-    if grammar is None or how.bare:
-        return
-    call = CALLS[how.name]
-    assert special[how.opens] in marking(call % 1)["input_ids"]
-    assert writes(vocabulary, grammar, call % 1)
-    assert not writes(vocabulary, grammar, call % 3)
-    assert writes(vocabulary, grammar, "well " + call % 2) != is_needed
-    assert writes(vocabulary, grammar, "no call") != is_needed
+@pytest.mark.parametrize("name", CALL_TEXTS)
+def test_calls_are_enforced_as_templates_write_them(either: Grammars, name: str) -> None:
+    how, text, tokens = FORMATS[name], CALL_TEXTS[name], either.vocabulary.mark_tokens
+    once, twice = text.of([("Rome", "1")]), text.of([("Rome", "1"), ("Oslo", "2")])
+    needed, one, free = (
+        of_tools([WEATHER, CITY], how, tokens, is_needed=is_needed, may_repeat=may_repeat)
+        for is_needed, may_repeat in ((True, True), (True, False), (False, True))
+    )
+    assert needed is not None
+    assert one is not None
+    assert writes(either, needed, once)
+    assert writes(either, needed, twice) == (name != "llama-json")
+    assert writes(either, one, once)
+    assert not writes(either, one, twice)
+    for wrong in (text.of([("Rome", "3")]), once.replace("weather", "rain"), "no call"):
+        assert not writes(either, needed, wrong)
+    assert (free is None) == (how.bare is not None)
+    if free is not None:
+        assert writes(either, free, f"well {once}")
+        assert writes(either, free, "no call")
+        assert not writes(either, free, f"well {text.of([('Rome', '3')])}")
+        marks = REASONING_MARKS[0]
+        grammar = after_reasoning(free, marks, tokens, is_open=True, opens_calls=how.opens)
+        assert writes(either, grammar, f"I think so{marks.closes}well {twice}")
+        assert not writes(either, grammar, f"I think so{text.of([('Rome', '3')])}{marks.closes}")
+        assert not writes(either, grammar, f"well {once}")
 
 
-@pytest.mark.parametrize("how", [h for h in TOOL_FORMATS if h.name in CALLS], ids=lambda h: h.name)
-def test_calls_may_follow_reasoning_where_all_marks_are_special_tokens(
-    marking: Any, how: Any
-) -> None:
-    vocabulary = Vocabulary(marking, len(marking), [0])
-    special = vocabulary.special_tokens
-    calls = of_tools([CITY], how, special, is_needed=False, may_repeat=True)
-    assert calls is not None
-    marks = REASONING_MARKS[-1]
-    assert {marks.closes, how.opens} <= special.keys()
-    grammar = after_reasoning(calls, marks, special, is_open=True)
-    call = CALLS[how.name]
-    assert writes(vocabulary, grammar, f"I think so{marks.closes}well {call % 1}")
-    assert not writes(vocabulary, grammar, f"I think so{marks.closes}well {call % 3}")
-    assert not writes(vocabulary, grammar, f"well {call % 1}")
-
-
-def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking: Any) -> None:
-    vocabulary = Vocabulary(marking, len(marking), [0])
-    (how,) = (one for one in TOOL_FORMATS if one.name == "mistral-args")
-    call = CALLS[how.name] % 1
+def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking: Grammars) -> None:
+    how, tokens = FORMATS["mistral-args"], marking.vocabulary.mark_tokens
+    call = '[TOOL_CALLS]city[ARGS]{"size": 1}'
     both = call + call.replace("[ARGS]", "[CALL_ID]a1b2c3d4e[ARGS]")
     for may_repeat in (True, False):
-        grammar = of_tools(
-            [CITY], how, vocabulary.special_tokens, is_needed=True, may_repeat=may_repeat
-        )
+        grammar = of_tools([CITY], how, tokens, is_needed=True, may_repeat=may_repeat)
         assert grammar is not None
-        assert writes(vocabulary, grammar, call)
-        assert writes(vocabulary, grammar, both) == may_repeat
+        assert writes(marking, grammar, call)
+        assert writes(marking, grammar, both) == may_repeat
     sections = AnswerSections(None, how, [CITY])
     assert [*sections.add(both), *sections.end()] == [ParsedCall("city", '{"size": 1}')] * 2
+
+
+ALL_ROOTS = {
+    "type": "object",
+    "properties": {
+        "name": {"$ref": "#/$defs/Name"},
+        "same": {"$ref": "#/properties/name"},
+        "inner": {"$ref": "#"},
+        "enum": {"enum": [{"$ref": "#/is/no/reference"}]},
+    },
+    "required": ["name"],
+    "$defs": {"Name": {"enum": ["Rome"]}},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", ["hermes", "kimi-k2", "gemma-4", "lfm2"])
+def test_references_lead_to_the_tools_own_schema(plain: Grammars, name: str) -> None:
+    how, tokens = FORMATS[name], plain.vocabulary.mark_tokens
+    functions = [Function(name=one, parameters=ALL_ROOTS) for one in ("go", "gone")]
+    grammar = of_tools(functions, how, tokens, is_needed=True, may_repeat=False)
+    assert grammar is not None
+    value = {"name": "Rome", "same": "Rome", "inner": {"name": "Rome"}}
+    value["enum"] = {"$ref": "#/is/no/reference"}
+    pairs = {key: json.dumps(one) for key, one in value.items()}
+    whole = json.dumps(value)
+    text = {
+        "hermes": f'<tool_call>\n{{"name": "gone", "arguments": {whole}}}\n</tool_call>',
+        "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.gone:0"
+        f"<|tool_call_argument_begin|>{whole}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "gemma-4": '<|tool_call>call:gone{name:<|"|>Rome<|"|>,same:<|"|>Rome<|"|>,'
+        f"inner:{pairs['inner']},enum:{pairs['enum']}}}<tool_call|>",
+        "lfm2": "<|tool_call_start|>[gone("
+        + ", ".join(f"{key}={one}" for key, one in pairs.items())
+        + ")]<|tool_call_end|>",
+    }[name]
+    assert writes(plain, grammar, text)
+    assert not writes(plain, grammar, text.replace('{"name": "Rome"}', '{"name": "Oslo"}'))
+    (call,) = [*(sections := AnswerSections(None, how, functions)).add(text), *sections.end()]
+    assert isinstance(call, ParsedCall)
+    assert (call.name, json.loads(call.arguments)) == ("gone", value)
+
+
+def needed(schema: dict[str, Any], *, is_strict: bool) -> str:
+    function = Function(name="city", parameters=schema, strict=is_strict)
+    grammar = of_tools([function], FORMATS["hermes"], {}, is_needed=True, may_repeat=False)
+    assert grammar is not None
+    return grammar
+
+
+@pytest.mark.parametrize("word", ["path", "binary", "password", "int64", "url", "regex"])
+def test_an_unknown_format_says_what_a_text_means(grammars: Grammars, word: str) -> None:
+    schema = {"type": "object", "properties": {"format": {"type": "string", "format": word}}}
+    asked = {"type": "json_schema", "json_schema": {"schema": schema}}
+    for grammar in (of_response_format(asked), needed(schema, is_strict=True)):
+        grammars.compile(grammar or "", "it")
+    date = {"type": "string", "format": "date"}
+    asked = {"type": "json_schema", "json_schema": {"schema": date}}
+    assert writes(grammars, of_response_format(asked) or "", '"2026-01-31"')
+    assert not writes(grammars, of_response_format(asked) or "", '"today"')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        {"not": {"type": "string"}},
+        {"if": {"const": 1}, "then": {"type": "integer"}},
+        {"type": "object", "propertyNames": {"pattern": "^a"}},
+        {"type": "array", "contains": {"type": "integer"}},
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        {"type": "string", "pattern": "^(?=a)[ab]+$"},
+        {"type": "string", "pattern": r"^\\(a)\1$"},
+        {"type": "object", "patternProperties": {"(?<!b)a": {"type": "integer"}}},
+    ],
+    ids=lambda schema: ",".join(schema),
+)
+def test_keywords_that_no_grammar_holds_bind_strict_functions_alone(
+    grammars: Grammars, schema: dict[str, Any]
+) -> None:
+    """What is refused is said without the grammar that was made of it."""
+    whole = {"type": "object", "properties": {"a": schema}}
+    grammars.compile(needed(whole, is_strict=False), "tools")
+    asked = {"type": "json_schema", "json_schema": {"schema": whole}}
+    for grammar in (needed(whole, is_strict=True), of_response_format(asked) or ""):
+        with pytest.raises(FieldError) as refused:
+            grammars.compile(grammar, "tools")
+        for ours in ("x-guidance", "%json", "start:", "tool_call", "whitespace"):
+            assert ours not in str(refused.value)
+
+
+def test_a_strict_text_without_quotes_has_no_bounds() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 2}}}
+    for is_strict in (False, True):
+        function = Function(name="city", parameters=schema, strict=is_strict)
+        asked = ([function], FORMATS["qwen-xml"], {})
+        if not is_strict:
+            assert of_tools(*asked, is_needed=True, may_repeat=True) is not None
+            continue
+        with pytest.raises(FieldError, match="bounds or a pattern of a text cannot be enforced"):
+            of_tools(*asked, is_needed=True, may_repeat=True)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}],
+    ids=lambda asked: asked["type"],
+)
+def test_json_is_one_line_with_one_space(grammars: Grammars, asked: dict[str, Any]) -> None:
+    """A model that finds no next word cannot fill its answer with white space."""
+    grammar = of_response_format(asked) or ""
+    assert writes(grammars, grammar, '{"a": [1, {"b": "c  d"}], "e": {}}')
+    for text in ('{"a":1}', '{ "a": 1}', '{"a":  1}', '{\n"a": 1}', '{"a": 1 }', '{"a": [ ]}'):
+        assert not writes(grammars, grammar, text)

@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_runtime.serving.http.answers.answer_text import JsonMarkSearch, MarkSearch
-from moe_runtime.serving.http.answers.tool_formats import (
-    ParsedCall,
-    ToolFormat,
-    bare_calls,
-    may_be_bare_call,
-)
+from moe_runtime.serving.http.answers.call_readers import ParsedCall
+from moe_runtime.serving.http.answers.tool_formats import Marks, ToolFormat
 from moe_runtime.serving.http.schema import Function
 
 
@@ -28,6 +24,7 @@ REASONING_MARKS = (
     ReasoningMarks("<think>", "</think>"),
     ReasoningMarks("[THINK]", "[/THINK]"),
     ReasoningMarks("<seed:think>", "</seed:think>"),
+    ReasoningMarks("<|channel>thought", "<channel|>"),
 )
 
 
@@ -39,6 +36,8 @@ def reasoning_marks_of(template: str) -> ReasoningMarks | None:
 Kind = Literal["reasoning", "content"]
 Part = tuple[Kind, str] | ParsedCall
 _Section = Literal["reasoning", "content", "call"]
+_MOST_HEAD = 256
+"""Characters of a call within reasoning that tell it from a mark that is only mentioned."""
 
 
 class AnswerSections:
@@ -63,7 +62,9 @@ class AnswerSections:
         self._functions = functions
         self._section: _Section = begins_with
         self._call = ""
-        self._is_bare = False
+        self._marks: Marks | None = None  # of the call; None where it has none
+        self._is_thought = False  # the call began within reasoning
+        self._left_over: set[str] = set()  # marks that end what a call has ended already
         self._has_content = False
         # White space at an end is text where text follows, and nothing where a mark does.
         self._spaces = ""
@@ -80,9 +81,12 @@ class AnswerSections:
             self._begin_bare(text)
             free, mark, text = self._search.add(text)
             yield from self._take(free)
-            if mark is None:
+            if self._is_mention():
+                text = (yield from self._refuse_call()) + self._search.end() + (mark or "") + text
+            elif mark is None:
                 return
-            text = (yield from self._pass(mark)) + text
+            else:
+                text = (yield from self._pass(mark)) + text
             self._search = self._new_search()
 
     def end(self, *, cut_by: str | None = None) -> Iterator[Part]:
@@ -107,38 +111,39 @@ class AnswerSections:
 
     def _new_search(self) -> MarkSearch:
         """Looks for what may end the section that the text is in."""
-        marks: list[str | None] = []
+        opens = () if self._tools is None else self._tools.opens
+        thought = () if self._reasoning is None else (self._reasoning.opens, self._reasoning.closes)
         if self._section == "call":
-            closes = self._tools and self._tools.closes
-            if self._tools and self._tools.arguments_key is not None and closes:
-                return JsonMarkSearch(closes)
-            marks = [closes]
-        elif self._section == "reasoning":
-            marks = [self._reasoning and self._reasoning.closes]
-        else:
-            marks = [self._tools and self._tools.opens, self._reasoning and self._reasoning.opens]
-        return MarkSearch([mark for mark in marks if mark is not None])
+            assert self._tools is not None
+            closes = () if self._marks is None else (self._marks.closes,)
+            marks = (*closes, *(thought[1:] if self._is_thought else ()))
+            is_json = self._tools.is_json
+            return (JsonMarkSearch if is_json else MarkSearch)([one for one in marks if one])
+        if self._section == "reasoning":
+            return MarkSearch([*thought[1:], *opens])
+        return MarkSearch([*opens, *thought[:1], *self._left_over])
 
     def _begins_mark(self, held: str, behind: str) -> bool:
         """Whether text at the end of the section begins what would end it: with a letter at least.
 
         Signs alone are as likely text: ``a <`` and ``[``.
         """
-        marks = [self._tools and self._tools.opens]
-        if self._section == "reasoning":
-            marks = [self._reasoning and self._reasoning.closes]
-        elif not self._has_content:
-            marks.append(self._reasoning and self._reasoning.opens)
+        marks = [] if self._tools is None else [*self._tools.opens]
+        if self._reasoning is not None and self._section == "reasoning":
+            marks.append(self._reasoning.closes)
+        elif self._reasoning is not None and not self._has_content:
+            marks.append(self._reasoning.opens)
         text = held + behind
         return any(map(str.isalpha, held)) and any(
-            mark and (mark.startswith(text) or text.startswith(mark)) for mark in marks
+            mark.startswith(text) or text.startswith(mark) for mark in marks
         )
 
     def _begin_bare(self, text: str) -> None:
         """Enters a call where the content begins as one without a mark does."""
         may_be = self._section == "content" and not self._has_content and not self._search.holds
-        if self._tools and self._tools.bare and may_be and text.lstrip().startswith("{"):
-            self._section, self._is_bare = "call", True
+        bare = self._tools and self._tools.bare
+        if bare and may_be and text.lstrip().startswith(bare.begins):
+            self._section, self._marks = "call", None
             self._search = self._new_search()
 
     def _take(self, text: str) -> Iterator[Part]:
@@ -159,17 +164,43 @@ class AnswerSections:
     def _pass(self, mark: str) -> Generator[Part, None, str]:
         """A mark ends the section; gives text before it that is to be split again."""
         if self._section == "call":
+            if self._is_thought and self._reasoning and mark == self._reasoning.closes:
+                return (yield from self._refuse_call()) + mark
             return (yield from self._finish_call(mark))
-        if self._section == "reasoning":
-            self._enter("content")
-        elif self._tools is not None and mark == self._tools.opens:
+        known = () if self._tools is None else self._tools.marks
+        marks = next((one for one in known if one.opens == mark), None)
+        if marks is not None:
+            self._marks, self._is_thought = marks, self._section == "reasoning"
             self._enter("call")
+        elif self._section == "reasoning":
+            self._enter("content")
+        elif mark in self._left_over:
+            self._left_over.discard(mark)
         elif self._has_content:
             # Reasoning stands at the beginning; further on the mark is talked about.
             yield from self._take(mark)
         else:
             self._enter("reasoning")
         return ""
+
+    def _is_mention(self) -> bool:
+        """Whether a mark within reasoning is talked about, and opens no call."""
+        if self._tools is None or self._section != "call" or not self._is_thought:
+            return False
+        return not self._tools.may_begin(self._read_call(self._call[:_MOST_HEAD]))
+
+    def _refuse_call(self) -> Generator[Part, None, str]:
+        """Reasoning goes on behind a mark that opens no call; gives the text to be split again."""
+        assert self._marks is not None
+        text, self._call, self._section = self._call, "", "reasoning"
+        self._is_thought = self._is_behind_mark = False
+        yield from self._take(self._marks.opens)
+        return text
+
+    def _read_call(self, text: str, closes: str = "") -> str:
+        """What the parser gets of a call's text."""
+        marks = self._marks
+        return f"{marks.opens}{text}{closes}" if marks is not None and marks.are_read else text
 
     def _enter(self, section: _Section) -> None:
         # What stands before a call is wanted if it turns out to be none.
@@ -188,25 +219,47 @@ class AnswerSections:
             Text behind a mark that seemed to lie in a string, where that was no call.
         """
         assert self._tools is not None
-        text, spaces, self._call = self._call, self._spaces, ""
-        is_bare, self._is_bare = self._is_bare, False
-        self._enter("content")
+        closes = None if self._marks is None else self._marks.closes
+        bare = self._tools.bare if self._marks is None else None
+        parse = self._tools.parse if bare is None else bare.parse
         calls: list[ParsedCall] = []
         try:
-            for call in (bare_calls if is_bare else self._tools.parse)(text, self._functions):
+            text = self._read_call(self._call, mark if mark == closes else "")
+            for call in parse(text, self._functions):
                 calls.append(call)
         except (ValueError, RecursionError):
-            opens, closes = "" if is_bare else self._tools.opens, self._tools.closes
-            first, found, rest = (text + mark).partition(closes) if closes else (text, mark, "")
-            begun = text + (cut_by or "")
-            has_begun = (
-                may_be_bare_call(begun, self._functions)
-                if is_bare
-                else self._tools.may_begin(begun)
+            is_whole = closes in self._call + mark if closes else bool(mark)
+            begun = self._read_call(self._call + (cut_by or ""))
+            may_begin = (
+                self._tools.may_begin(begun)
+                if bare is None
+                else bare.may_begin(begun, self._functions)
             )
-            if found or cut_by is None or not has_begun:
-                self._has_content, self._is_behind_mark = True, False
-                yield "content", spaces + opens + first + found
-                return rest
+            if is_whole or cut_by is None or not may_begin:
+                if self._is_thought:
+                    return (yield from self._refuse_call()) + mark
+                return (yield from self._give_text(mark))
+        self._leave_over()
+        self._call, self._is_thought = "", False
+        self._enter("content")
         yield from calls
         return ""
+
+    def _give_text(self, mark: str) -> Generator[Part, None, str]:
+        """Content that looked like a call, up to the first mark that would have ended one."""
+        marks, text, spaces, self._call = self._marks, self._call, self._spaces, ""
+        opens, closes = ("", None) if marks is None else (marks.opens, marks.closes)
+        first, found, rest = (text + mark).partition(closes) if closes else (text, mark, "")
+        self._enter("content")
+        self._has_content, self._is_behind_mark = True, False
+        yield "content", spaces + opens + first + found
+        return rest
+
+    def _leave_over(self) -> None:
+        """Notes marks that may follow the call and mean nothing: of reasoning, of a group."""
+        assert self._tools is not None
+        if self._is_thought and self._reasoning is not None:
+            self._left_over.add(self._reasoning.closes)
+        group = self._tools.marks[0]
+        if self._marks is not None and self._marks is not group and group.closes is not None:
+            self._left_over.add(group.closes)

@@ -59,15 +59,14 @@ class MarkSearch:
 
 
 class JsonMarkSearch(MarkSearch):
-    """As `MarkSearch` for a mark behind JSON: within its strings the mark is text.
+    """As `MarkSearch` for marks behind JSON: within its strings a mark is text.
 
     Args:
-        mark: begins with what JSON has in strings alone.
+        marks: begin with what JSON has in strings alone.
     """
 
-    def __init__(self, mark: str) -> None:
-        super().__init__((mark,))
-        self._mark = mark
+    def __init__(self, marks: Sequence[str]) -> None:
+        super().__init__(marks)
         self._is_within_string = self._is_escaped = False
 
     def add(self, piece: str) -> tuple[str, str | None, str]:
@@ -77,13 +76,14 @@ class JsonMarkSearch(MarkSearch):
             if self._is_within_string:
                 self._is_within_string = self._is_escaped or char != '"'
                 self._is_escaped = not self._is_escaped and char == "\\"
-            elif char == '"':
-                self._is_within_string = True
-            elif text.startswith(self._mark, at):
-                return text[:at], self._mark, text[at + len(self._mark) :]
-            elif self._mark.startswith(text[at:]):
-                self._held = text[at:]
-                return text[:at], None, ""
+                continue
+            self._is_within_string = char == '"'
+            for mark in self._marks:
+                if text.startswith(mark, at):
+                    return text[:at], mark, text[at + len(mark) :]
+                if mark.startswith(text[at:]):
+                    self._held = text[at:]
+                    return text[:at], None, ""
         return text, None, ""
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from moe_runtime.serving.http.answers.answer_sections import AnswerSections, Part
 from moe_runtime.serving.http.answers.answer_text import AnswerToken, Piece
+from moe_runtime.serving.http.answers.call_readers import ParsedCall
 from moe_runtime.serving.http.answers.harmony import HarmonySections
 from moe_runtime.serving.http.answers.log_probabilities import chat_logprobs
-from moe_runtime.serving.http.answers.tool_formats import ParsedCall
 from moe_runtime.serving.http.chat import ChatPlan
 from moe_runtime.serving.http.generating import Generation
 from moe_runtime.serving.http.schema import ChatBody

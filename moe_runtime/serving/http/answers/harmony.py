@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from moe_runtime.serving.http.answers.answer_sections import Kind, Part
 from moe_runtime.serving.http.answers.answer_text import MarkSearch
-from moe_runtime.serving.http.answers.tool_formats import (
+from moe_runtime.serving.http.answers.call_readers import (
     ParsedCall,
     json_text,
     may_be_object,

@@ -1,47 +1,98 @@
-"""How families of models write calls of tools, as data; and reading such text."""
+"""How families of models write calls of tools, as data, after their published chat templates."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_runtime.serving.http.answers.call_readers import (
+    NamedCalls,
+    Parser,
+    bare_json_calls,
+    bare_python_calls,
+    gemma_calls,
+    json_calls,
+    may_be_bare_json,
+    may_be_bare_python,
+    may_be_gemma_call,
+    may_be_json_calls,
+    may_be_python_calls,
+    named_calls,
+    python_calls,
+)
 from moe_runtime.serving.http.schema import Function
-
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-_NAMED = re.compile(
-    r"\s*(?P<opens>\[TOOL_CALLS\]\s*)?(?P<name>[^\s\[{]+)\s*(\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*"
-)
-_NAMED_BEGUN = re.compile(
-    r"\s*(\[TOOL_CALLS\]\s*)?([\w.-]+\s*(\[CALL_ID\]\s*\w*\s*)?)?"
-    r"(\[[A-Z_]*|\[ARGS\]\s*(\{.*)?)?",
-    re.DOTALL,
-)
-_OBJECT = re.compile(r"\s*(\{\s*([\"}]|\Z)|\Z)")
-_BETWEEN = " \t\r\n;"
-_CHOICES = ("anyOf", "oneOf", "allOf")
-"""Keys of a schema that have others from which a value may have its types."""
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedCall:
-    """A call of a tool.
+class Marks:
+    """What a call, or several, stands between.
 
     Attributes:
-        name: of the function.
-        arguments: a JSON object, as text.
+        opens: stands before it.
+        closes: ends it; None where it goes on to the end of the answer.
+        are_read: the parser reads them too.
     """
 
-    name: str
-    arguments: str
+    opens: str
+    closes: str | None
+    are_read: bool = False
 
 
-Parser = Callable[[str, Sequence[Function]], Iterable[ParsedCall]]
+@dataclass(frozen=True, slots=True)
+class ArgumentWriting:
+    """How arguments are written one by one, in llguidance's Lark but for ``ends_text``.
+
+    Attributes:
+        before_key: stands before the name.
+        before_value: stands between name and value.
+        after_value: stands behind the value.
+        opens_text: stands before a text.
+        ends_text: a text has no escapes and goes up to this; None where it is a JSON string.
+        between: stands between two arguments.
+    """
+
+    before_key: str
+    before_value: str
+    after_value: str = ""
+    opens_text: str = ""
+    ends_text: str | None = None
+    between: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallWriting:
+    """How calls are written behind the mark that opens the first, in llguidance's Lark.
+
+    Attributes:
+        call: a call; ``NAME`` and ``ARGUMENTS`` stand for those of a function.
+        begins: stands before the first call.
+        again: stands before each further one; None where there is one at most.
+        ends: stands behind the last.
+        argument: how arguments are written; None where they are one JSON object.
+    """
+
+    call: str
+    begins: str = ""
+    again: str | None = ""
+    ends: str = ""
+    argument: ArgumentWriting | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BareCalls:
+    """Calls without marks, which may as well be the answer itself.
+
+    Attributes:
+        begins: with what such an answer begins.
+        parse: as `ToolFormat.parse`; what names no tool that was given is no call.
+        may_begin: whether text may begin calls of the tools that were given.
+    """
+
+    begins: str
+    parse: Parser
+    may_begin: Callable[[str, Sequence[Function]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,288 +101,332 @@ class ToolFormat:
 
     Attributes:
         name: of the format.
-        known_by: strings of which one stands in the chat template of such a model.
-        opens: begins the text of a call.
-        closes: ends it; None where it goes on to the end of the answer.
+        known_by: a regular expression that the chat template of such a model has.
+        marks: around calls: those that templates write, then those that models leave over where
+            they forget the first.
         parse: gives the calls of the text between; raises ``ValueError`` where one is none.
-        may_begin: whether text behind ``opens`` may begin calls, whole ones before it.
-        arguments_key: of the JSON object that a call is, where it is one.
-        before_arguments: stands between a function's name and the JSON object of its arguments,
-            where a call is not one object with both.
-        before_id: stands before an id, which may come between the two.
-        bare: an answer that begins with ``{`` may be a call without ``opens``.
+        may_begin: whether text behind the opening mark may begin calls, whole ones before it.
+        writing: how calls are written.
+        inner_marks: further ones, which may be special tokens too.
+        is_json: marks within JSON's strings are text.
+        bare: how calls are found that have no marks.
     """
 
     name: str
-    known_by: tuple[str, ...]
-    opens: str
-    closes: str | None
+    known_by: str
+    marks: tuple[Marks, ...]
     parse: Parser
     may_begin: Callable[[str], bool]
-    arguments_key: str | None = "arguments"
-    before_arguments: str | None = None
-    before_id: str | None = None
-    bare: bool = False
+    writing: CallWriting
+    inner_marks: tuple[str, ...] = ()
+    is_json: bool = False
+    bare: BareCalls | None = None
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """The marks that open calls; templates write the first."""
+        return tuple(marks.opens for marks in self.marks)
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
         """Special tokens that the parser must see."""
-        marks = (self.opens, self.closes, self.before_arguments, self.before_id)
-        return tuple(mark for mark in marks if mark is not None)
+        closes = (marks.closes for marks in self.marks if marks.closes is not None)
+        return (*self.opens, *closes, *self.inner_marks)
 
 
-def read_json(text: str) -> Any:
-    """A JSON value, without the numbers that Python reads and JSON does not have.
-
-    Raises:
-        ValueError: the text is none.
-        RecursionError: values lie too deep in one another.
-    """
-    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
-
-
-def json_text(value: Any) -> str:
-    """A value as the text of a call's arguments."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _no_number(text)
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
-
-
-def _json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
-    """JSON objects, one after another or in lists, with ``;`` or spaces between them."""
-    values, rest = _json_values(text)
-    yield from map(_json_call, values)
-    if rest:
-        raise ValueError("expected a JSON value")
-
-
-def _may_be_json_calls(text: str) -> bool:
-    values, rest = _json_values(text)
-    is_named = all(isinstance(value, dict) and "name" in value for value in values)
-    return is_named and may_be_object(rest.removeprefix("["))
-
-
-def may_be_object(text: str) -> bool:
-    """Whether text may begin a JSON object; none of it may, too."""
-    return _OBJECT.match(text) is not None
-
-
-def bare_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
-    """JSON objects without a mark before them, which may as well be the answer itself.
-
-    Raises:
-        ValueError: one of them does not name a tool that was given, and arguments for it.
-    """
-    values, rest = _json_values(text)
-    for value in values:
-        if not _is_bare_call(value, functions):
-            raise ValueError("expected the name of a tool, and arguments")
-        yield _json_call(value)
-    if rest:
-        raise ValueError("expected a JSON value")
-
-
-def may_be_bare_call(text: str, functions: Sequence[Function]) -> bool:
-    """Whether text without a mark begins as calls of tools that were given do."""
-    values, rest = _json_values(text)
-    begun = "".join(rest.removeprefix("[").split())
-    heads = (
-        f'{{{kind}"name":"{one.name}","{key}":'
-        for one in functions
-        for kind in ("", '"type":"function",')
-        for key in ("parameters", "arguments")
+_XML = named_calls(
+    r"\s*<function=(?P<name>[^>\s]+)>",
+    r"\s*</function>\s*",
+    "<function=",
+    r"\s*<parameter=(?P<key>[^>\s]+)>\n?(?P<value>.*?)\n?</parameter>",
+)
+_INVOKE = named_calls(
+    r'\s*(?:<minimax:tool_call>\s*)?<invoke name="?(?P<name>[^">\s]+)"?>',
+    r"\s*</invoke>\s*",
+    '<invoke name="',
+    r'\s*<parameter name="?(?P<key>[^">]+)"?>\n?(?P<value>.*?)\n?</parameter>',
+)
+_PAIR = (
+    r"\s*<{0}arg_key>\s*(?P<key>.*?)\s*</{0}arg_key>\s*"
+    r"<{0}arg_value>(?P<value>.*?)</{0}arg_value>"
+)
+_PAIRS, _CAT_PAIRS = (
+    named_calls(
+        rf"\s*<{prefix}tool_call>\s*(?P<name>[\w.-]+)(?=\s*<)",
+        rf"\s*</{prefix}tool_call>\s*",
+        rf"^\s*<{prefix}tool_call>\s*[\w.-]*\s*(<.*)?",
+        _PAIR.format(prefix),
     )
-    return all(_is_bare_call(value, functions) for value in values) and any(
-        begun.startswith(head) or head.startswith(begun) for head in heads
+    for prefix in ("", "longcat_")
+)
+_SEPARATED_PAIRS = named_calls(
+    r"\s*<tool_call>\s*(?P<name>[^\s<]+)\s*<tool_sep>",
+    r"\s*</tool_call>\s*",
+    "<tool_call>",
+    _PAIR.format(""),
+)
+_BRACKETS = named_calls(
+    r"\s*\[TOOL_CALLS\]\s*(?P<name>[^\s\[{]+)\s*(\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*",
+    "",
+    r"^\s*(\[[A-Z_]*|\[TOOL_CALLS\]\s*([\w.-]+\s*(\[CALL_ID\]\s*\w*\s*)?)?"
+    r"(\[[A-Z_]*|\[ARGS\]\s*(\{.*)?)?)",
+)
+_KIMI = named_calls(
+    r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?\s*"
+    r"<\|tool_call_argument_begin\|>\s*",
+    r"\s*<\|tool_call_end\|>\s*",
+    "<|tool_call_begin|>",
+)
+_DEEPSEEK, _FENCED_DEEPSEEK = (
+    named_calls(
+        rf"\s*<｜tool▁call▁begin｜>\s*{kind}(?P<name>[\w.-]+)\s*{before}",
+        rf"\s*{behind}<｜tool▁call▁end｜>\s*",
+        "<｜tool▁call▁begin｜>",
+    )
+    for kind, before, behind in (
+        ("", r"<｜tool▁sep｜>\s*", ""),
+        (r"function\s*<｜tool▁sep｜>\s*", r"```json\s*", r"```\s*"),
+    )
+)
+
+
+def _json_writing(key: str = "arguments", after: str = "", **around: Any) -> CallWriting:
+    """A JSON object with name and arguments, behind white space where a mark comes after it."""
+    before = r"\n" if after else ""
+    call = rf'"{before}{{\"name\": \"" NAME "\", \"{key}\": " ARGUMENTS "}}{before}" {after}'
+    return CallWriting(call, **around)
+
+
+def _xml_writing(mark: str, **around: Any) -> CallWriting:
+    return CallWriting(
+        rf'"\n<function=" NAME ">\n" ARGUMENTS "</function>\n" "</{mark}>"',
+        argument=ArgumentWriting(
+            '"<parameter="', r'">\n"', r'"\n</parameter>\n"', ends_text="\n</parameter>\n"
+        ),
+        **around,
     )
 
 
-def _is_bare_call(value: Any, functions: Sequence[Function]) -> bool:
-    is_named = isinstance(value, dict) and any(value.get("name") == one.name for one in functions)
-    return is_named and bool(value.keys() & {"arguments", "parameters"})
+def _pair_marks(prefix: str = "") -> tuple[str, ...]:
+    words = (f"{prefix}arg_key", f"{prefix}arg_value")
+    return tuple(f"<{slash}{word}>" for word in words for slash in ("", "/"))
 
 
-def _json_values(text: str) -> tuple[list[Any], str]:
-    """Values, those of lists one by one; and the text behind the last that is whole.
-
-    That text begins with ``[`` where a list has begun and does not end.
-    """
-    values, rest, is_list = [], text.strip(_BETWEEN), False
-    while rest or is_list:
-        if is_list and rest.startswith("]"):
-            is_list, rest = False, rest[1:].lstrip(_BETWEEN)
-            continue
-        if not is_list and rest.startswith("["):
-            is_list, rest = True, rest[1:].lstrip()
-            continue
-        try:
-            value, end = _DECODER.raw_decode(rest)
-        except (ValueError, RecursionError):
-            break
-        values.append(value)
-        rest = rest[end:].lstrip(" \t\r\n" if is_list else _BETWEEN)
-        if is_list and rest[:1] == ",":
-            rest = rest[1:].lstrip()
-        elif is_list and rest[:1] != "]":
-            break
-    return values, "[" * is_list + rest
+def _pair_writing(call: str, prefix: str = "", **around: Any) -> CallWriting:
+    return CallWriting(
+        call,
+        argument=ArgumentWriting(
+            rf'"\n"? "<{prefix}arg_key>"',
+            rf'"</{prefix}arg_key>" "\n"? "<{prefix}arg_value>"',
+            f'"</{prefix}arg_value>"',
+            ends_text=f"</{prefix}arg_value>",
+        ),
+        **around,
+    )
 
 
-def _json_call(value: Any) -> ParsedCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError("expected an object with a name")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = read_json(arguments)
-    if not isinstance(arguments, dict):
-        raise ValueError("expected the arguments to be an object")
-    return ParsedCall(value["name"], json_text(arguments))
+def _python_writing(ends: str) -> CallWriting:
+    argument = ArgumentWriting("", '"="', between='", "')
+    call = 'NAME "(" ARGUMENTS ")"'
+    return CallWriting(call, begins='"["', again='", "', ends=ends, argument=argument)
 
 
-def _named_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
-    """``NAME[ARGS]{...}``, and more of them behind ``[TOOL_CALLS]``."""
-    calls, rest = _read_named(text)
-    yield from calls
-    if rest or not calls:
-        raise ValueError("expected the name of a function, and an object")
-
-
-def _may_be_named_calls(text: str) -> bool:
-    calls, rest = _read_named(text)
-    is_next = not calls or not rest or rest.lstrip().startswith("[")
-    return is_next and _NAMED_BEGUN.fullmatch(rest) is not None
-
-
-def _read_named(text: str) -> tuple[list[ParsedCall], str]:
-    """Whole calls, and the text behind them."""
-    calls: list[ParsedCall] = []
-    end, rest = 0, text.rstrip()
-    while (found := _NAMED.match(rest, end)) and (found["opens"] is None) == (not end):
-        try:
-            value, behind = _DECODER.raw_decode(rest, found.end())
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(value, dict):
-            break
-        calls.append(ParsedCall(found["name"], json_text(value)))
-        end = behind
-    return calls, rest[end:]
-
-
-def _may_be_xml_call(text: str) -> bool:
-    begun, opens = text.lstrip(), "<function="
-    return begun.startswith(opens) or opens.startswith(begun)
-
-
-def _xml_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
-    """``<function=name><parameter=key>value</parameter></function>``."""
-    found = _FUNCTION.fullmatch(text)
-    if found is None:
-        raise ValueError("expected <function=...>")
-    schema = next((one.parameters for one in functions if one.name == found[1]), None) or {}
-    properties = schema.get("properties")
-    known = properties if isinstance(properties, dict) else {}
-    arguments = {
-        key: _typed(value, known.get(key), schema) for key, value in _PARAMETER.findall(found[2])
-    }
-    return [ParsedCall(found[1], json_text(arguments))]
-
-
-def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """A value as its schema has it: text where it may be one, and where it is no JSON.
-
-    ``null`` is none where the schema allows that too.
-    """
-    if _allows(schema, "string", root) and not (value == "null" and _allows(schema, "null", root)):
-        return value
-    try:
-        return read_json(value)
-    except ValueError:
-        return value
-
-
-def _allows(schema: Any, kind: str, root: Mapping[str, Any]) -> bool:
-    """Whether a schema names a type as one of those that a value may have."""
-    pending, seen = [schema], set()
-    while pending:
-        one = pending.pop()
-        if not isinstance(one, dict) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        types = one.get("type")
-        if types is not None:
-            if types == kind or (isinstance(types, list) and kind in types):
-                return True
-            continue
-        values = one["enum"] if isinstance(one.get("enum"), list) else []
-        values = [*values, *([one["const"]] if "const" in one else [])]
-        if any(isinstance(value, str) if kind == "string" else value is None for value in values):
-            return True
-        for key in _CHOICES:
-            pending += one[key] if isinstance(one.get(key), list) else []
-        pending.append(_referred(one.get("$ref"), root))
-    return False
-
-
-def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference within a schema leads to; None where it leads elsewhere."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return None
-    found: Any = root
-    for key in reference.removeprefix("#/").split("/"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+def _deepseek_format(name: str, known_by: str, reader: NamedCalls, call: str) -> ToolFormat:
+    return ToolFormat(
+        name,
+        known_by,
+        (
+            Marks("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            Marks("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", are_read=True),
+        ),
+        reader.parse,
+        reader.may_begin,
+        CallWriting(
+            f'"<｜tool▁call▁begin｜>" {call} "<｜tool▁call▁end｜>"', ends='"<｜tool▁calls▁end｜>"'
+        ),
+        ("<｜tool▁sep｜>",),
+        is_json=True,
+    )
 
 
 TOOL_FORMATS = (
     ToolFormat(
+        "seed-xml",
+        "<seed:tool_call>",
+        (Marks("<seed:tool_call>", "</seed:tool_call>"),),
+        _XML.parse,
+        _XML.may_begin,
+        _xml_writing("seed:tool_call", again='"\\n" "<seed:tool_call>"'),
+    ),
+    ToolFormat(
         "qwen-xml",
-        ("<function=",),
-        "<tool_call>",
-        "</tool_call>",
-        _xml_calls,
-        _may_be_xml_call,
-        arguments_key=None,
+        "<function=",
+        (
+            Marks("<tool_call>", "</tool_call>"),
+            Marks("<function=", "</function>", are_read=True),
+        ),
+        _XML.parse,
+        _XML.may_begin,
+        _xml_writing("tool_call", again='"\\n" "<tool_call>"'),
+    ),
+    ToolFormat(
+        "hunyuan-pairs",
+        "<tool_sep>",
+        (Marks("<tool_calls>", "</tool_calls>"),),
+        _SEPARATED_PAIRS.parse,
+        _SEPARATED_PAIRS.may_begin,
+        _pair_writing(
+            r'"\n" "<tool_call>" NAME "<tool_sep>" ARGUMENTS "\n"? "</tool_call>"',
+            ends=r'"\n" "</tool_calls>"',
+        ),
+        ("<tool_call>", "</tool_call>", "<tool_sep>", *_pair_marks()),
+    ),
+    ToolFormat(
+        "longcat",
+        "<longcat_arg_key>",
+        (Marks("<longcat_tool_call>", "</longcat_tool_call>", are_read=True),),
+        _CAT_PAIRS.parse,
+        _CAT_PAIRS.may_begin,
+        _pair_writing(
+            r'NAME ARGUMENTS "\n"? "</longcat_tool_call>"',
+            "longcat_",
+            again=r'"\n" "<longcat_tool_call>"',
+        ),
+        _pair_marks("longcat_"),
+    ),
+    ToolFormat(
+        "glm",
+        "<arg_key>",
+        (Marks("<tool_call>", "</tool_call>", are_read=True),),
+        _PAIRS.parse,
+        _PAIRS.may_begin,
+        _pair_writing(r'NAME ARGUMENTS "\n"? "</tool_call>"', again=r'"\n"? "<tool_call>"'),
+        _pair_marks(),
+    ),
+    ToolFormat(
+        "minimax",
+        "<minimax:tool_call>",
+        (
+            Marks("<minimax:tool_call>", "</minimax:tool_call>"),
+            Marks('<invoke name="', "</invoke>", are_read=True),
+        ),
+        _INVOKE.parse,
+        _INVOKE.may_begin,
+        CallWriting(
+            r'"<invoke name=\"" NAME "\">\n" ARGUMENTS "</invoke>\n"',
+            begins=r'"\n"',
+            ends='"</minimax:tool_call>"',
+            argument=ArgumentWriting(
+                r'"<parameter name=\""',
+                r'"\">"',
+                r'"</parameter>\n"',
+                ends_text="</parameter>\n",
+            ),
+        ),
+    ),
+    ToolFormat(
+        "kimi-k2",
+        r"<\|tool_calls_section_begin\|>",
+        (
+            Marks("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            Marks("<|tool_call_begin|>", "<|tool_call_end|>", are_read=True),
+        ),
+        _KIMI.parse,
+        _KIMI.may_begin,
+        CallWriting(
+            '"<|tool_call_begin|>" "functions." NAME ":" /[0-9]{1,4}/ '
+            '"<|tool_call_argument_begin|>" ARGUMENTS "<|tool_call_end|>"',
+            ends='"<|tool_calls_section_end|>"',
+        ),
+        ("<|tool_call_argument_begin|>",),
+        is_json=True,
+    ),
+    _deepseek_format(
+        "deepseek-v3",
+        "tool▁calls▁begin[\\s\\S]*```json",
+        _FENCED_DEEPSEEK,
+        r'"function" "<｜tool▁sep｜>" NAME "\n```json\n" ARGUMENTS "\n```"',
+    ),
+    _deepseek_format(
+        "deepseek-v3.1", "tool▁calls▁begin", _DEEPSEEK, 'NAME "<｜tool▁sep｜>" ARGUMENTS'
+    ),
+    ToolFormat(
+        "gemma-4",
+        r"<\|tool_call>",
+        (Marks("<|tool_call>", "<tool_call|>"),),
+        gemma_calls,
+        may_be_gemma_call,
+        CallWriting(
+            '"call:" NAME "{" ARGUMENTS "}" "<tool_call|>"',
+            again='"<|tool_call>"',
+            argument=ArgumentWriting(
+                "", '":"', opens_text='"<|\\"|>"', ends_text='<|"|>', between='","'
+            ),
+        ),
+        ('<|"|>',),
+    ),
+    ToolFormat(
+        "lfm2",
+        r"<\|tool_(call_start|list_start)\|>",
+        (Marks("<|tool_call_start|>", "<|tool_call_end|>"),),
+        python_calls,
+        may_be_python_calls,
+        _python_writing('"]" "<|tool_call_end|>"'),
+    ),
+    ToolFormat(
+        "llama-pythonic",
+        r"func_name1\(",
+        (Marks("<|python_start|>", "<|python_end|>"),),
+        python_calls,
+        may_be_python_calls,
+        _python_writing('"]"'),
+        bare=BareCalls("[", bare_python_calls, may_be_bare_python),
+    ),
+    ToolFormat(
+        "hunyuan",
+        "<tool_calls>",
+        (Marks("<tool_calls>", "</tool_calls>"),),
+        json_calls,
+        may_be_json_calls,
+        _json_writing(begins='"["', again='", "', ends='"]" "</tool_calls>"'),
+        is_json=True,
     ),
     ToolFormat(
         "hermes",
-        ("<tool_call>",),
         "<tool_call>",
-        "</tool_call>",
-        _json_calls,
-        _may_be_json_calls,
+        (Marks("<tool_call>", "</tool_call>"),),
+        json_calls,
+        may_be_json_calls,
+        _json_writing(after='"</tool_call>"', again=r'"\n" "<tool_call>"'),
+        is_json=True,
     ),
     ToolFormat(
         "mistral-args",
-        ("[ARGS]",),
-        "[TOOL_CALLS]",
-        None,
-        _named_calls,
-        _may_be_named_calls,
-        arguments_key=None,
-        before_arguments="[ARGS]",
-        before_id="[CALL_ID]",
+        r"\[ARGS\]",
+        (Marks("[TOOL_CALLS]", None, are_read=True),),
+        _BRACKETS.parse,
+        _BRACKETS.may_begin,
+        CallWriting(
+            'NAME ("[CALL_ID]" /[a-zA-Z0-9]{9}/)? "[ARGS]" ARGUMENTS', again='"[TOOL_CALLS]"'
+        ),
+        ("[CALL_ID]", "[ARGS]"),
     ),
-    ToolFormat("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", None, _json_calls, _may_be_json_calls),
+    ToolFormat(
+        "mistral",
+        r"\[TOOL_CALLS\]",
+        (Marks("[TOOL_CALLS]", None),),
+        json_calls,
+        may_be_json_calls,
+        _json_writing(begins='"["', again='", "', ends='"]"'),
+    ),
     ToolFormat(
         "llama-json",
-        ("<|python_tag|>", '"parameters":'),
-        "<|python_tag|>",
-        None,
-        _json_calls,
-        _may_be_json_calls,
-        arguments_key="parameters",
-        bare=True,
+        r'<\|python_tag\|>|"parameters":',
+        (Marks("<|python_tag|>", None), Marks("<|python_start|>", "<|python_end|>")),
+        json_calls,
+        may_be_json_calls,
+        _json_writing("parameters", again=None),
+        bare=BareCalls("{", bare_json_calls, may_be_bare_json),
     ),
 )
 """In the order in which a chat template is searched for them."""
@@ -341,5 +436,5 @@ def tool_format_of(template: str) -> ToolFormat | None:
     """The format that a chat template teaches; None where it teaches none that is known."""
     if "tools" not in template:
         return None
-    found = (one for one in TOOL_FORMATS if any(mark in template for mark in one.known_by))
+    found = (one for one in TOOL_FORMATS if re.search(one.known_by, template))
     return next(found, None)

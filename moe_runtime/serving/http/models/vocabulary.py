@@ -13,6 +13,8 @@ from moe_runtime.serving.http.api_errors import ApiError
 
 _UNKNOWN = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MARK = re.compile(r"<\S.*>", re.DOTALL)
+"""Some families flag ``<tool_call>`` and ``<think>`` as special tokens, and some do not."""
 _SLICE = 2048
 """Characters that are encoded at a time where a text may be too long."""
 _MOST_CHARACTER_BYTES = 4
@@ -31,7 +33,8 @@ class Vocabulary:
         stop_strings: strings with which it does.
 
     Attributes:
-        special_tokens: ids of the tokens that are never read out of text, by their names.
+        mark_tokens: ids of the added tokens that are marks, special ones or not, by their names.
+        plain_tokens: names of the added tokens that texts may have, by their ids.
         longest_token: bytes of the longest token's text in UTF-8, or more.
     """
 
@@ -44,7 +47,13 @@ class Vocabulary:
         self.stop_strings = tuple(stop_strings)
         self.special_ids = frozenset(tokenizer.all_special_ids)
         added = tokenizer.added_tokens_decoder.items()
-        self.special_tokens = {token.content: at for at, token in added if token.special}
+        special = self.end_ids.union(at for at, token in added if token.special)
+        self.plain_tokens = {at: token.content for at, token in added if at not in special}
+        self.mark_tokens = {
+            token.content: at
+            for at, token in added
+            if at in special or _MARK.fullmatch(token.content)
+        }
         self._ids_by_token: dict[str, int] = tokenizer.get_vocab()
         self._bytes: dict[int, bytes] = {}
         self._bytes_by_char = {char: byte for byte, char in enumerate(_byte_level_alphabet())}

@@ -1,0 +1,296 @@
+"""Clients' schemas and published tokenizers: calls that are forced, and thoughts that end."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import pytest
+from call_texts import CALL_TEXTS
+from http_server import ScriptedEngine, Served, model_of, served
+from tokenizers import AddedToken
+
+from moe_runtime.serving.requests import Event, Finished, GenerationRequest, NewToken, PromptRead
+
+HERMES = "{% if tools %}<tool_call>{% endif %}Who?"
+USER: Any = [{"role": "user", "content": "Hi"}]
+
+
+class Kind(enum.Enum):
+    town = "town"
+    village = "village"
+
+
+class Place(pydantic.BaseModel):
+    """A name, and where it lies."""
+
+    name: str
+    kind: Kind
+    within: Place | None = None
+
+
+class Trip(pydantic.BaseModel):
+    """Where to, and for how long."""
+
+    places: list[Place]
+    days: int | Literal["many"]
+    note: str | None = None
+    folder: Path = Path()
+
+
+TRIP = {
+    "places": [{"name": "Rome", "kind": "town", "within": {"name": "It", "kind": "village"}}],
+    "days": 2,
+}
+FULL = Trip.model_validate(TRIP)
+
+
+def spaced(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@contextmanager
+def speaking(
+    tokenizer: Any, text: str, template: str = HERMES, added: Sequence[AddedToken] = ()
+) -> Iterator[Served]:
+    """A server whose model says exactly a text, where the request's grammar lets it."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    tokenizer.add_tokens(list(added))
+
+    def script(request: GenerationRequest) -> list[Event]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        constraint = request.constraint
+        for end, token in enumerate([*ids, tokenizer.eos_token_id]):
+            mask = None if constraint is None else constraint.allowed(ids[:end])
+            assert mask is None or mask[token], (text[-60:], tokenizer.decode(ids[:end]))
+        return [PromptRead(0), *map(NewToken, ids), Finished("stop")]
+
+    engine = ScriptedEngine(script)
+    with served([model_of("m", engine, tokenizer, len(tokenizer))]) as site:
+        yield site
+
+
+@dataclass(frozen=True)
+class Published:
+    """What added tokens a published tokenizer has: those flagged special, and the others."""
+
+    special: tuple[str, ...]
+    plain: tuple[str, ...]
+    call: str
+    reasoning: tuple[str, str] = ("<think>", "</think>")
+
+
+_TOOL, _THINK = ("<tool_call>", "</tool_call>"), ("<think>", "</think>")
+_PAIRS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_DEEPSEEK = tuple(
+    f"<｜tool▁{word}｜>" for word in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+)
+_KIMI = tuple(
+    f"<|tool_{word}|>"
+    for word in (
+        *("calls_section_begin", "calls_section_end", "call_begin", "call_end"),
+        "call_argument_begin",
+    )
+)
+PUBLISHED = {
+    "Qwen3": Published(("<|im_start|>", "<|im_end|>"), (*_TOOL, *_THINK, "<|fim_pad|>"), "hermes"),
+    "Qwen3.5": Published(("<|im_start|>", "<|im_end|>"), (*_TOOL, *_THINK), "qwen-xml"),
+    "GLM-4.5": Published(("<|user|>", "[gMASK]"), (*_TOOL, *_THINK, *_PAIRS), "glm"),
+    "DeepSeek-V3.1": Published(("<｜User｜>",), (*_DEEPSEEK, *_THINK), "deepseek-v3.1"),
+    "Kimi-K2": Published(("<|im_end|>",), (*_KIMI, *_THINK), "kimi-k2"),
+    "MiniMax-M2": Published(
+        ("]~b]", "[e~["), ("<minimax:tool_call>", "</minimax:tool_call>", *_THINK), "minimax"
+    ),
+    "LFM2": Published(("<|tool_call_start|>", "<|tool_call_end|>"), _THINK, "lfm2"),
+    "Gemma 4": Published(
+        ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+        ("<table>", "\n\n"),
+        "gemma-4",
+        ("<|channel>thought\n", "<channel|>"),
+    ),
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"enum": [1, 2]}},
+            "required": ["city", "days"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("is_forced", [True, False])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_calls_and_thoughts_with_the_added_tokens_of_published_tokenizers(
+    tokenizer: Any, name: str, is_forced: bool
+) -> None:
+    made = PUBLISHED[name]
+    added = [AddedToken(mark, special=True, normalized=False) for mark in made.special]
+    added += [AddedToken(mark, special=False, normalized=False) for mark in made.plain]
+    opens, closes = made.reasoning
+    how = CALL_TEXTS[made.call]
+    source = "{% if tools %}{# " + how.template + opens + closes + " #}{% endif %}Who?"
+    asked: dict[str, Any] = {"messages": USER, "tools": [WEATHER]}
+    thought = f"{opens}I will ask.{closes}\n"
+    call = how.of([("Rome", "2")])
+    if not is_forced:
+        thought = f"{opens}I will ask."  # and the call ends it
+    with speaking(tokenizer, thought + call, source, added) as site:
+        forced = {"tool_choice": "required"} if is_forced else {}
+        status, answer = site.ask("/v1/chat/completions", asked | forced)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning_content"].endswith("I will ask.")
+    (found,) = choice["message"]["tool_calls"]
+    assert found["function"]["name"] == "weather"
+    assert json.loads(found["function"]["arguments"]) == {"city": "Rome", "days": 2}
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes"]}}}
+    with speaking(tokenizer, f'{opens}Well?{closes}\n"yes"', source, added) as site:
+        status, answer = site.ask(
+            "/v1/chat/completions", {"messages": USER, "response_format": schema}
+        )
+    assert status == 200, answer
+    assert answer["choices"][0]["message"]["content"] == '"yes"'
+
+
+def hermes_call(name: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {spaced(TRIP)}}}\n</tool_call>'
+
+
+def xml_call(name: str) -> str:
+    places = spaced(TRIP["places"])
+    return (
+        f"<tool_call>\n<function={name}>\n<parameter=places>\n{places}\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+    )
+
+
+def pair_call(name: str) -> str:
+    places = spaced(TRIP["places"])
+    return (
+        f"<tool_call>{name}\n<arg_key>places</arg_key>\n<arg_value>{places}</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (HERMES, hermes_call),
+        ("{% if tools %}<tool_call><function=x>{% endif %}Who?", xml_call),
+        ("{% if tools %}<tool_call>x<arg_key>{% endif %}Who?", pair_call),
+    ],
+)
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_nested_models_are_enforced_in_openais_tools(
+    tokenizer: Any, template: str, call: Callable[[str], str], is_strict: bool
+) -> None:
+    import openai
+
+    tool: Any = openai.pydantic_function_tool(Trip)
+    if not is_strict:
+        tool = {
+            "type": "function",
+            "function": {"name": "Trip", "parameters": Trip.model_json_schema()},
+        }
+    text = call("Trip")
+    if is_strict:
+        # all of it is required then
+        text = text.replace('"kind": "village"', '"kind": "village", "within": null')
+        if call is hermes_call:
+            text = text.replace('"days": 2', '"days": 2, "note": null, "folder": "x"')
+        elif call is xml_call:
+            more = "<parameter=note>\nnull\n</parameter>\n<parameter=folder>\nx\n</parameter>\n"
+            text = text.replace("</function>", f"{more}</function>")
+        else:
+            more = "".join(
+                f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+                for key, value in (("note", "null"), ("folder", "x"))
+            )
+            text = text.replace("</tool_call>", f"{more}</tool_call>")
+    with (
+        speaking(tokenizer, text, template) as site,
+        openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for choice in ("required", {"type": "function", "function": {"name": "Trip"}}):
+            answer = client.chat.completions.create(
+                model="m",
+                messages=USER,
+                tools=[tool],
+                tool_choice=choice,  # pyright: ignore[reportArgumentType]
+                parallel_tool_calls=False,
+            )
+            (found,) = answer.choices[0].message.tool_calls or []
+            trip = Trip.model_validate_json(found.function.arguments)  # pyright: ignore
+            assert trip == FULL.model_copy(update={"folder": trip.folder})
+
+
+def test_openais_client_parses_a_nested_model(tokenizer: Any) -> None:
+    import openai
+
+    text = spaced(FULL.model_dump(mode="json") | {"folder": "x"})
+    with (
+        speaking(tokenizer, text) as site,
+        openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = client.chat.completions.parse(model="m", messages=USER, response_format=Trip)
+        assert answer.choices[0].message.parsed == FULL.model_copy(update={"folder": Path("x")})
+
+
+def test_instructor_gets_a_nested_model(tokenizer: Any) -> None:
+    instructor = pytest.importorskip("instructor")
+    import openai
+
+    with (
+        speaking(tokenizer, hermes_call("Trip")) as site,
+        openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asking = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
+        found = asking.chat.completions.create(model="m", messages=USER, response_model=Trip)
+    assert found.model_dump() == FULL.model_dump()
+
+
+def test_pydantic_ai_gets_a_nested_model(tokenizer: Any) -> None:
+    pytest.importorskip("pydantic_ai")
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    with speaking(tokenizer, hermes_call("final_result")) as site:
+        provider = OpenAIProvider(base_url=f"{site.address}/v1", api_key="none")
+        agent = Agent(OpenAIChatModel("m", provider=provider), output_type=Trip)
+        assert agent.run_sync("Hi").output == FULL
+
+
+@pytest.mark.slow
+def test_litellm_gets_a_nested_model(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no network
+    litellm = pytest.importorskip("litellm")
+    tool = {
+        "type": "function",
+        "function": {"name": "Trip", "parameters": Trip.model_json_schema()},
+    }
+    with speaking(tokenizer, hermes_call("Trip")) as site:
+        answer = litellm.completion(
+            model="openai/m",
+            api_base=f"{site.address}/v1",
+            api_key="none",
+            messages=USER,
+            tools=[tool],
+            tool_choice="required",
+            num_retries=0,
+        )
+    (found,) = answer.choices[0].message.tool_calls
+    assert Trip.model_validate_json(found.function.arguments) == FULL
