@@ -66,7 +66,8 @@ class MoEPlusPlus(Gate):
 
     `logits = x W + previous_logits R` (the gating residual, where previous logits are given);
     softmax over all N, top-k; the weight of a zero expert becomes 0 and the rest is divided by
-    its sum. A token whose k choices include experts without weights needs fewer fetches.
+    its sum (with `top_k=1` it is not). A token whose k choices include experts without weights
+    needs fewer fetches.
 
     Loss `heterogeneous_balance`: `sum_i eta_i f_i P_i`, f the share of tokens that choose i, P its
     mean probability, `eta` 1 for experts with weights and `tau` without. Capacity of an expert
@@ -134,7 +135,9 @@ class MoEPlusPlus(Gate):
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
         probs_TN = logits_TE.softmax(dim=-1)
         weights_TK, ids_TK = probs_TN.topk(self.top_k, dim=-1)
-        weights_TK = normalize(weights_TK.masked_fill(self.is_zero(ids_TK), 0.0))
+        weights_TK = weights_TK.masked_fill(self.is_zero(ids_TK), 0.0)
+        if self.top_k > 1:  # a single weight divided by itself would always be 1
+            weights_TK = normalize(weights_TK)
 
         def balance_loss() -> Tensor:
             counts_N = expert_counts(ids_TK, probs_TN.shape[1]).to(probs_TN.dtype)

@@ -32,14 +32,15 @@ class SoftmaxTopK(Gate):
     gpt-oss do; equal to `before` with renormalising).
 
     Args:
-        softmax: Before or after the selection.
-        renormalize: Weights of a token add up to 1.
+        softmax: Before or after the selection; `after` needs `top_k` of 2 or more.
+        renormalize: Weights of a token add up to 1. None means that they do, but for `top_k=1`,
+            where the weight is the probability itself (Switch, Megatron).
         scale: Factor of the weights.
         bias_update_rate: Step of the aux-loss-free selection bias (DeepSeek-V3 uses 1e-3); 0
             means no bias. See `after_step`.
 
     Raises:
-        ValueError: An unknown `softmax`, or as `Gate`.
+        ValueError: An unknown `softmax`, one that gives a single choice the weight 1, or as `Gate`.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class SoftmaxTopK(Gate):
         top_k: int,
         *,
         softmax: SoftmaxOrder = "before",
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         bias_update_rate: float = 0.0,
         **options: Unpack[GateOptions],
@@ -57,8 +58,10 @@ class SoftmaxTopK(Gate):
         super().__init__(hidden_size, num_experts, top_k, **options)
         if softmax not in get_args(SoftmaxOrder):
             raise ValueError(f"softmax must be 'before' or 'after', got {softmax!r}")
+        if softmax == "after" and top_k == 1:
+            raise ValueError(_CONSTANT_WEIGHT.format('softmax="after"'))
         self.softmax = softmax
-        self.renormalize = renormalize
+        self.renormalize = renormalizes(renormalize, top_k)
         self.scale = scale
         self.bias_update_rate = bias_update_rate
         self.expert_bias: Tensor | None
@@ -146,7 +149,7 @@ class SigmoidTopK(SoftmaxTopK):
         num_experts: int,
         top_k: int,
         *,
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         bias_update_rate: float = 0.0,
         **options: Unpack[GateOptions],
@@ -198,7 +201,7 @@ class GroupLimitedTopK(SoftmaxTopK):
         num_limited_groups: int = 1,
         group_score_experts: int = 2,
         score: Literal["sigmoid", "softmax"] = "sigmoid",
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         bias_update_rate: float = 1e-3,
         **options: Unpack[GateOptions],
@@ -262,6 +265,23 @@ class RoundRobinTopK(SoftmaxTopK):
     def select(self, scores_TE: Tensor) -> Tensor:
         choices = torch.arange(scores_TE.shape[0] * self.top_k, device=scores_TE.device)
         return (choices % self.num_experts).view(-1, self.top_k)
+
+
+_CONSTANT_WEIGHT = (
+    "{} gives the one choice of top_k=1 the weight 1 whatever its score, so the gate would get no "
+    "gradient from the task; leave it out: the weight is then the gate's probability"
+)
+
+
+def renormalizes(asked: bool | None, top_k: int) -> bool:
+    """Whether the weights of a token are divided by their sum: they are, unless there is only one.
+
+    Raises:
+        ValueError: It was asked for a single choice, whose weight would always be 1.
+    """
+    if asked and top_k == 1:
+        raise ValueError(_CONSTANT_WEIGHT.format("renormalize=True"))
+    return top_k > 1 if asked is None else asked
 
 
 def normalize(weights: Tensor) -> Tensor:
