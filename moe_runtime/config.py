@@ -2,10 +2,12 @@
 
 import contextlib
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Real
 from pathlib import Path
 
 _UNITS = {
@@ -148,6 +150,16 @@ def type_in_words(kind: type) -> str:
     """What a value of a type is called in messages."""
     package = kind.__module__.partition(".")[0]
     return _WORDS.get(kind, f"{package}.{kind.__name__}")
+
+
+def is_number(value: object, kind: type = Real) -> bool:
+    """Whether a value is a finite number; True and False are none.
+
+    Args:
+        value: Whatever was given.
+        kind: `numbers.Real`, or `numbers.Integral` for whole numbers.
+    """
+    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, object]) -> None:

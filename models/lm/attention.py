@@ -7,7 +7,8 @@ Shapes: B sequences, C tokens of context, D model width, H query heads, G key-va
 width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +35,26 @@ class RotaryTable(nn.Module):
 
     def __init__(self, head_dim: int, max_positions: int, theta: float) -> None:
         super().__init__()
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        frequencies = 1.0 / theta**exponents
-        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+        self._head_dim, self._theta = head_dim, theta
         # Shaped to broadcast over [B, C, heads, W/2].
-        self.register_buffer("cos", angles.cos()[:, None, :], persistent=False)
-        self.register_buffer("sin", angles.sin()[:, None, :], persistent=False)
+        for name in ("cos", "sin"):
+            table = torch.empty(max_positions, 1, head_dim // 2)
+            self.register_buffer(name, table, persistent=False)
+        self._fill()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float32) / self._head_dim
+        frequencies = 1.0 / self._theta**exponents
+        angles = torch.arange(len(self.cos), dtype=torch.float32)[:, None] * frequencies
+        self.cos.copy_(angles.cos()[:, None, :])
+        self.sin.copy_(angles.sin()[:, None, :])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As in `nn.Module`; the tables are made anew, since `to_empty` leaves no values there."""
+        super()._apply(fn, recurse)
+        self._fill()
+        return self
 
     def forward(self, x: Tensor, runs: Sequence[range] | None = None) -> Tensor:
         """Rotates `[B, C, heads, W]`; the first half of W pairs with the second.

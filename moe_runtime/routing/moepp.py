@@ -38,10 +38,11 @@ class ZeroExpertCounts:
         """Checks the counts.
 
         Raises:
-            ValueError: One is negative.
+            ValueError: One is no whole number, or negative.
         """
-        if min(self.constant, self.copy, self.zero) < 0:
-            raise ValueError(f"counts of zero experts must not be negative, got {self}")
+        for count in (self.constant, self.copy, self.zero):
+            if type(count) is not int or count < 0:
+                raise ValueError(f"counts of zero experts must be integers from 0 on, got {self}")
 
     @classmethod
     def of_kinds(cls, kinds: Mapping[str, int]) -> ZeroExpertCounts:
@@ -121,10 +122,13 @@ class MoEPlusPlus(Gate):
 
     def logits(self, x_TD: Tensor, context: RoutingContext) -> Tensor:
         logits_TN = super().logits(x_TD, context)
-        previous_TN = context.previous_logits_TE
-        if previous_TN is None or self.residual is None:
+        if self.residual is None:
             return logits_TN
-        if previous_TN.shape != logits_TN.shape:
+        previous_TN = context.previous_logits_TE
+        if previous_TN is None:
+            # the matrix gets a gradient of zeros: wrappers wait for one of every parameter
+            previous_TN = logits_TN.new_zeros(1, logits_TN.shape[1])
+        elif previous_TN.shape != logits_TN.shape:
             raise ValueError(
                 f"{self.name}: previous_logits must be {list(logits_TN.shape)}, got "
                 f"{list(previous_TN.shape)}"

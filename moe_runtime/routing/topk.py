@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self, Unpack, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext
+from moe_runtime.routing.base import (
+    Choice,
+    Gate,
+    GateOptions,
+    RoutingContext,
+    is_counted_already,
+)
 from moe_runtime.routing.value import Routing, expert_counts
 
 if TYPE_CHECKING:
@@ -65,21 +71,27 @@ class SoftmaxTopK(Gate):
         self.scale = scale
         self.bias_update_rate = bias_update_rate
         self.expert_bias: Tensor | None
-        self.load_E: Tensor | None
+        self.load_E: Tensor | None = None
         if bias_update_rate:
-            self.register_buffer("expert_bias", _zeros(num_experts, options))
-            self.register_buffer("load_E", _zeros(num_experts, options), persistent=False)
+            device = options.get("device")
+            bias_E = torch.zeros(num_experts, dtype=torch.float32, device=device)
+            self.register_buffer("expert_bias", bias_E)
+            self.load_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
         else:
-            self.expert_bias = self.load_E = None
+            self.expert_bias = None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As in `nn.Module`, but the bias stays fp32: a step of 1e-3 is lost in bf16."""
-        before = dict(self._buffers)
+        before = self.expert_bias
         super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None and moved.dtype != torch.float32:
-                self._buffers[name] = buffer.to(moved.device)
+        moved = self.expert_bias
+        if before is not None and moved is not None and moved.dtype != torch.float32:
+            self.expert_bias = before.to(moved.device)
         return self
 
     def scores(self, logits_TE: Tensor) -> Tensor:
@@ -111,28 +123,29 @@ class SoftmaxTopK(Gate):
         return scores_TE
 
     def finish(self, choice: Choice, context: RoutingContext) -> Routing:
-        if self.load_E is not None and self.training and torch.is_grad_enabled():
-            with torch.no_grad():
-                self.load_E += expert_counts(choice.ids_TK, self.num_experts)
+        is_training = self.training and torch.is_grad_enabled()
+        if self.load_E is not None and is_training and not is_counted_already():
+            self.load_E += expert_counts(choice.ids_TK, self.num_experts)
         return super().finish(choice, context)
 
     @torch.no_grad()
-    def after_step(self, group: ProcessGroup | None = None) -> None:
+    def after_step(self, group: ProcessGroup | None = None, *, skipped: bool = False) -> None:
         """Moves the selection bias against the load seen since the last call: `bias += rate *
         sign(mean(load) - load)`, minus the mean of the step (DeepSeek-V3; torchtitan).
 
-        Activation checkpointing counts a load twice, which changes no sign.
-
         Args:
-            group: Processes that share this gate; their loads are added up.
+            group: As of `Gate`; the loads of these processes are added up.
+            skipped: As of `Gate`.
         """
-        super().after_step(group)
+        super().after_step(group, skipped=skipped)
         if self.expert_bias is None or self.load_E is None:
             return
-        if group is not None:
-            torch.distributed.all_reduce(self.load_E, group=group)
-        step = self.bias_update_rate * torch.sign(self.load_E.mean() - self.load_E)
-        self.expert_bias += step - step.mean()
+        if not skipped:
+            if (group := group or self._replicas) is not None:
+                torch.distributed.all_reduce(self.load_E, group=group)
+            load_E = self.load_E.double()
+            step = self.bias_update_rate * torch.sign(load_E.mean() - load_E)
+            self.expert_bias += step - step.mean()
         self.load_E.zero_()
 
 
@@ -287,7 +300,3 @@ def renormalizes(asked: bool | None, top_k: int) -> bool:
 def normalize(weights: Tensor) -> Tensor:
     """Rows that add up to 1; a row of zeros stays one."""
     return F.normalize(weights, p=1, dim=-1, eps=1e-20)
-
-
-def _zeros(num_experts: int, options: GateOptions) -> Tensor:
-    return torch.zeros(num_experts, dtype=torch.float32, device=options.get("device"))
