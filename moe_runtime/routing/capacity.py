@@ -48,7 +48,7 @@ class Capacity:
         """
         if not (is_number(self.factor) and self.factor > 0):
             raise ValueError(
-                "capacity_factor must be a positive number (None means dropless), got "
+                "capacity_factor must be positive and finite (None means dropless), got "
                 f"{self.factor!r}"
             )
         if self.policy not in DROP_POLICIES:

@@ -298,8 +298,8 @@ def test_zero_experts_choose_their_gate() -> None:
     ("changes", "message"),
     [
         ({"activation": "swigul"}, "did you mean 'swiglu'"),
-        ({"capacity_factor": 0}, "capacity_factor must be a positive number"),
-        ({"capacity_factor": "1"}, "capacity_factor must be a positive number"),
+        ({"capacity_factor": 0}, "capacity_factor must be positive and finite"),
+        ({"capacity_factor": "1"}, "capacity_factor must be positive and finite"),
         ({"capacity_factor": True}, "(None means dropless), got True"),
         ({"loss_weights": {"z": "1"}}, "loss_weights['z'] must be a finite number, got '1'"),
         ({"loss_weights": {"z": float("nan")}}, "loss_weights['z'] must be a finite number"),

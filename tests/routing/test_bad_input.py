@@ -74,7 +74,7 @@ def test_sizes_and_names(arguments: tuple, options: dict, message: str) -> None:
 def test_gates_refuse_options_by_themselves() -> None:
     with pytest.raises(ValueError, match="option 'scale' of gate SigmoidTopK must be a number"):
         SigmoidTopK(8, 4, 2, scale="2")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="capacity_factor must be a positive number"):
+    with pytest.raises(ValueError, match="capacity_factor must be positive and finite"):
         Capacity("1")  # type: ignore[arg-type]
 
 
