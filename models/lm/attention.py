@@ -36,24 +36,21 @@ class RotaryTable(nn.Module):
     def __init__(self, head_dim: int, max_positions: int, theta: float) -> None:
         super().__init__()
         self._head_dim, self._theta = head_dim, theta
-        # Shaped to broadcast over [B, C, heads, W/2].
-        for name in ("cos", "sin"):
-            table = torch.empty(max_positions, 1, head_dim // 2)
+        for name, table in self._tables(max_positions).items():
             self.register_buffer(name, table, persistent=False)
-        self._fill()
 
-    @torch.no_grad()
-    def _fill(self) -> None:
+    def _tables(self, max_positions: int) -> dict[str, Tensor]:
+        """Cosines and sines, shaped to broadcast over `[B, C, heads, W/2]`."""
         exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float32) / self._head_dim
         frequencies = 1.0 / self._theta**exponents
-        angles = torch.arange(len(self.cos), dtype=torch.float32)[:, None] * frequencies
-        self.cos.copy_(angles.cos()[:, None, :])
-        self.sin.copy_(angles.sin()[:, None, :])
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+        return {"cos": angles.cos()[:, None, :], "sin": angles.sin()[:, None, :]}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As in `nn.Module`; the tables are made anew, since `to_empty` leaves no values there."""
         super()._apply(fn, recurse)
-        self._fill()
+        for name, table in self._tables(len(self.cos)).items():
+            self.get_buffer(name).copy_(table)
         return self
 
     def forward(self, x: Tensor, runs: Sequence[range] | None = None) -> Tensor:
