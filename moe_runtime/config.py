@@ -159,7 +159,7 @@ def is_number(value: object, kind: type = Real) -> bool:
         value: Whatever was given.
         kind: `numbers.Real`, or `numbers.Integral` for whole numbers.
     """
-    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]
+    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, object]) -> None:

@@ -222,8 +222,8 @@ class MoELayer(nn.Module):
             x: `[..., D]`; with three or more dimensions the last but one is the sequence.
             token_ids: Token numbers `[...]`, for hash routing.
             previous_logits: `aux.routing.logits_TE` of the previous layer, for MoE++.
-            padding_mask: `[...]` as `x`, or `[T]` of all its tokens; bool, True is a real token. The
-                others get no expert, count for no loss, capacity, bias or statistic, and their
+            padding_mask: `[...]` as `x`, or `[T]` of all its tokens; bool, True is a real token.
+                The others get no expert, count for no loss, capacity, bias or statistic, and their
                 output is 0: the numbers are those of a batch of the real tokens alone. None means
                 that all are real. Finding them waits for the mask's device.
             generator: Randomness of gates that use some; None means torch's own.

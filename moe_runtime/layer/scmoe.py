@@ -127,7 +127,7 @@ class ScMoEBlock(nn.Module):
         )
         return h + self.shared(self.shared_norm(h)) + pending()
 
-    def _start(self, source: Tensor, **arguments: Tensor | None) -> Callable[[], Tensor]:
+    def _start(self, source: Tensor, **arguments: Any) -> Callable[[], Tensor]:
         """Routes the shortcut and returns what gives the routed experts' output."""
         normed = self.shortcut_norm(source)
         routing = self.routed.route(normed, **arguments)

@@ -263,11 +263,12 @@ class Gate(nn.Module, ABC):
     def _batch_counts(self, choice: Choice) -> Tensor | None:
         """`[E]` int64: choices in the batch, of other processes and of the step's calls so far.
 
-        None where `global_balance` is not asked for, or nothing is trained.
+        None where `global_balance` is not asked for, or nothing is trained. A call that activation
+        checkpointing makes again counts once.
         """
         if self.step_counts_E is None or not (self.training and torch.is_grad_enabled()):
             return None
-        if not is_counted_already():
+        if not is_made_again():
             counts_E = expert_counts(choice.ids_TK, len(self.step_counts_E))
             if (group := self.batch_group or self._replicas) is not None:
                 torch.distributed.all_reduce(counts_E, group=group)
@@ -360,15 +361,15 @@ def surrounding_ddp() -> DistributedDataParallel | None:
     return DistributedDataParallel._get_active_ddp_module()
 
 
-def is_counted_already() -> bool:
-    """Whether activation checkpointing makes this call a second time, for the backward pass.
+def is_made_again() -> bool:
+    """Whether activation checkpointing makes a call again, in the backward pass, that counted.
 
-    A reentrant checkpoint makes the first call without gradients, which counts nothing. Any other
-    makes the second one within hooks for saved tensors. Compiled code cannot tell the two apart.
+    A reentrant checkpoint makes its first call without gradients, so that its second one counts.
     """
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+    if torch.compiler.is_compiling():
         return False
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() != "CheckpointFunctionBackward"
 
 
 def score_dtype(x: Tensor) -> torch.dtype:
@@ -381,7 +382,7 @@ def _check_types(kind: type[Gate], options: Mapping[str, Any]) -> None:
     hints = get_type_hints(kind.__init__)
     for option, value in options.items():
         hint = hints.get(option)
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         if not all(isinstance(one, type) for one in kinds):
             continue
         if not any(

@@ -20,7 +20,7 @@ from moe_runtime.routing.base import (
     Gate,
     GateOptions,
     RoutingContext,
-    is_counted_already,
+    is_made_again,
 )
 from moe_runtime.routing.value import Routing, expert_counts
 
@@ -124,7 +124,7 @@ class SoftmaxTopK(Gate):
 
     def finish(self, choice: Choice, context: RoutingContext) -> Routing:
         is_training = self.training and torch.is_grad_enabled()
-        if self.load_E is not None and is_training and not is_counted_already():
+        if self.load_E is not None and is_training and not is_made_again():
             self.load_E += expert_counts(choice.ids_TK, self.num_experts)
         return super().finish(choice, context)
 
@@ -132,6 +132,8 @@ class SoftmaxTopK(Gate):
     def after_step(self, group: ProcessGroup | None = None, *, skipped: bool = False) -> None:
         """Moves the selection bias against the load seen since the last call: `bias += rate *
         sign(mean(load) - load)`, minus the mean of the step (DeepSeek-V3; torchtitan).
+
+        Activation checkpointing, of some calls or of all, counts a load once.
 
         Args:
             group: As of `Gate`; the loads of these processes are added up.

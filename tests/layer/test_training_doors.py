@@ -1,4 +1,4 @@
-"""`MoELayer` in a user's own training: padding, frozen parts, skipped steps, meta tensors, repeats.
+"""`MoELayer` in a user's own training: padding, frozen parts, skipped steps, meta tensors.
 
 The judge of padding is the layer on the real tokens alone, which other tests hold against dense
 products.
@@ -12,10 +12,9 @@ import torch
 from gate_cases import FORMULAS
 from gate_formulas import VOCAB, random_source
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.layer import MoELayer, ScMoEBlock, ScMoEParts
-from moe_runtime.routing import GATES, make_gate
+from moe_runtime.routing import GATES
 
 D, INTER = 16, 8
 CASES = {case.label: case for case in FORMULAS if "groups" not in case.label}
@@ -189,27 +188,3 @@ def test_a_layer_from_the_meta_device_has_all_values(gate: str, loads: bool) -> 
     assert torch.equal(layer.aux.loss, made.aux.loss)
     for name, value in made.state_dict().items():
         assert torch.equal(layer.state_dict()[name], value), name
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_step_of_which_some_calls_are_repeated_counts_each_once(reentrant: bool) -> None:
-    weights = {"global_balance": 1.0}
-    kept, repeated = (
-        make_gate("sigmoid_topk", D, 6, 2, bias_update_rate=0.1, loss_weights=weights)
-        for _ in range(2)
-    )
-    repeated.load_state_dict(kept.state_dict())
-    parts = [torch.randn(n, D, requires_grad=True) + shift for n, shift in ((5, 0.0), (9, 2.0))]
-
-    def loss(gate: nn.Module, x: Tensor) -> Tensor:
-        routing = gate(x)
-        return routing.weights_TK.square().sum() + routing.losses["global_balance"]
-
-    for number, x in enumerate(parts):
-        loss(kept, x).backward()
-        if number:
-            loss(repeated, x).backward()
-        else:
-            checkpoint(loss, repeated, x, use_reentrant=reentrant).backward()
-    assert torch.equal(kept.load_E, repeated.load_E)
-    torch.testing.assert_close(repeated.weight.grad, kept.weight.grad)

@@ -57,7 +57,11 @@ from moe_runtime.routing import (
             {"vocab_size": 2, "frequencies": ["x", "y"]},
             "gate 'hash' cannot be made with the options {",
         ),
-        (("moepp", 8, 4, 2), {"zero_experts": "x"}, "option 'zero_experts' of gate MoEPlusPlus must"),
+        (
+            ("moepp", 8, 4, 2),
+            {"zero_experts": "x"},
+            "option 'zero_experts' of gate MoEPlusPlus must",
+        ),
         (
             ("sigmoid_topk", 8, 4, 2),
             {"bias_update_rate": "x"},
