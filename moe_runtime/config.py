@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 _UNITS = {
     "": 1,
@@ -152,14 +153,16 @@ def type_in_words(kind: type) -> str:
     return _WORDS.get(kind, f"{package}.{kind.__name__}")
 
 
-def is_number(value: object, kind: type = Real) -> bool:
+def is_number(value: Any, kind: type = Real) -> bool:
     """Whether a value is a finite number; True and False are none.
 
     Args:
         value: Whatever was given.
         kind: `numbers.Real`, or `numbers.Integral` for whole numbers.
     """
-    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return False
+    return isinstance(value, Integral) or math.isfinite(value)
 
 
 def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, object]) -> None:
