@@ -2,11 +2,14 @@
 
 import contextlib
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 _UNITS = {
     "": 1,
@@ -148,6 +151,18 @@ def type_in_words(kind: type) -> str:
     """What a value of a type is called in messages."""
     package = kind.__module__.partition(".")[0]
     return _WORDS.get(kind, f"{package}.{kind.__name__}")
+
+
+def is_number(value: Any, kind: type = Real) -> bool:
+    """Whether a value is a finite number; True and False are none.
+
+    Args:
+        value: Whatever was given.
+        kind: `numbers.Real`, or `numbers.Integral` for whole numbers.
+    """
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return False
+    return isinstance(value, Integral) or math.isfinite(value)
 
 
 def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, object]) -> None:

@@ -235,7 +235,7 @@ def _linear_native(
     library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     dim_out, dim_in = weight.shape
-    x_RK = x if x.ndim == 2 else x.reshape(-1, dim_in)
+    x_RK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), dim_in)
     if x_RK.stride(1) != 1 and dim_in > 1:
         x_RK = x_RK.contiguous()
     out_RN = x.new_empty((len(x_RK), dim_out))

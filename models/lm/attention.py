@@ -7,7 +7,8 @@ Shapes: B sequences, C tokens of context, D model width, H query heads, G key-va
 width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +35,23 @@ class RotaryTable(nn.Module):
 
     def __init__(self, head_dim: int, max_positions: int, theta: float) -> None:
         super().__init__()
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        frequencies = 1.0 / theta**exponents
+        self._head_dim, self._theta = head_dim, theta
+        for name, table in self._tables(max_positions).items():
+            self.register_buffer(name, table, persistent=False)
+
+    def _tables(self, max_positions: int) -> dict[str, Tensor]:
+        """Cosines and sines, shaped to broadcast over `[B, C, heads, W/2]`."""
+        exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float32) / self._head_dim
+        frequencies = 1.0 / self._theta**exponents
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
-        # Shaped to broadcast over [B, C, heads, W/2].
-        self.register_buffer("cos", angles.cos()[:, None, :], persistent=False)
-        self.register_buffer("sin", angles.sin()[:, None, :], persistent=False)
+        return {"cos": angles.cos()[:, None, :], "sin": angles.sin()[:, None, :]}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As in `nn.Module`; the tables are made anew, since `to_empty` leaves no values there."""
+        super()._apply(fn, recurse)
+        for name, table in self._tables(len(self.cos)).items():
+            self.get_buffer(name).copy_(table)
+        return self
 
     def forward(self, x: Tensor, runs: Sequence[range] | None = None) -> Tensor:
         """Rotates `[B, C, heads, W]`; the first half of W pairs with the second.

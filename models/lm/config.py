@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from moe_runtime.config import is_number
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
@@ -144,5 +146,5 @@ class LanguageModelConfig:
 def _require_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}")
+        if not (is_number(value) and value > 0):
+            raise ValueError(f"{name} must be a positive number, got {value!r}")

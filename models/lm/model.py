@@ -205,10 +205,14 @@ class LanguageModel(nn.Module):
             torch.stack([aux.dropped_share for aux in layers]).sum() / self.num_routed,
         )
 
-    def after_step(self) -> None:
-        """What gates do between optimizer steps: move a selection bias, anneal a temperature."""
+    def after_step(self, *, skipped: bool = False) -> None:
+        """What gates do between optimizer steps: move a selection bias, anneal a temperature.
+
+        Args:
+            skipped: The optimizer changed nothing, and gates do not either.
+        """
         for layer in self.routed_layers():
-            layer.after_step(self.replicas)
+            layer.after_step(self.replicas, skipped=skipped)
 
     def routed_layers(self) -> Iterator[MoELayer]:
         """The routed layers from first to last."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -136,6 +137,18 @@ class MoELayer(nn.Module):
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         kind: dict[str, Any] = {"activation": activation, "bias": bias, **place}
         if isinstance(gate, Gate):
+            own = {
+                "gate_options": gate_options,
+                "capacity_factor": capacity_factor,
+                "num_groups": None if num_groups == 1 else num_groups,
+                "loss_weights": loss_weights,
+                "zero_experts": zero_experts,
+            }
+            for option, value in own.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{option} belongs to the gate that was given: make the gate with it"
+                    )
             self.gate = gate
             self._check_gate(num_experts, top_k)
         else:
@@ -200,6 +213,7 @@ class MoELayer(nn.Module):
         *,
         token_ids: Tensor | None = None,
         previous_logits: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Routes and computes.
@@ -208,6 +222,10 @@ class MoELayer(nn.Module):
             x: `[..., D]`; with three or more dimensions the last but one is the sequence.
             token_ids: Token numbers `[...]`, for hash routing.
             previous_logits: `aux.routing.logits_TE` of the previous layer, for MoE++.
+            padding_mask: `[...]` as `x`, or `[T]` of all its tokens; bool, True is a real token.
+                The others get no expert, count for no loss, capacity, bias or statistic, and their
+                output is 0: the numbers are those of a batch of the real tokens alone. None means
+                that all are real. Finding them waits for the mask's device.
             generator: Randomness of gates that use some; None means torch's own.
 
         Returns:
@@ -221,7 +239,11 @@ class MoELayer(nn.Module):
                 `impl="reference"` for those.
         """
         routing = self.route(
-            x, token_ids=token_ids, previous_logits=previous_logits, generator=generator
+            x,
+            token_ids=token_ids,
+            previous_logits=previous_logits,
+            padding_mask=padding_mask,
+            generator=generator,
         )
         return self.compute(x, routing)
 
@@ -231,6 +253,7 @@ class MoELayer(nn.Module):
         *,
         token_ids: Tensor | None = None,
         previous_logits: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Routing:
         """The first half of `forward`: chooses the experts of each token."""
@@ -244,18 +267,55 @@ class MoELayer(nn.Module):
             )
         if self.parts is not None:
             x = self.parts.gather(x)
+        x_TD = x.reshape(-1, self.hidden_size)
+        num_sequences = max(1, math.prod(x.shape[:-2])) if x.ndim > 2 else 1
         context = RoutingContext(
             token_ids_T=None if token_ids is None else token_ids.reshape(-1),
             previous_logits_TE=previous_logits,
-            num_sequences=max(1, math.prod(x.shape[:-2])) if x.ndim > 2 else 1,
+            num_sequences=num_sequences,
             generator=generator,
         )
-        return self.gate(x.reshape(-1, self.hidden_size), context)
+        if padding_mask is None:
+            return self.gate(x_TD, context)
+        rows_R = self._real_rows(x, padding_mask)
+
+        def real(values: Tensor | None, label: str) -> Tensor | None:
+            if values is not None and len(values) != len(x_TD):
+                raise ValueError(
+                    f"{self.name}: {label} must be of all {len(x_TD)} tokens, padding included, "
+                    f"got {len(values)}"
+                )
+            return None if values is None else values[rows_R]
+
+        context = replace(
+            context,
+            token_ids_T=real(context.token_ids_T, "token_ids"),
+            previous_logits_TE=real(previous_logits, "previous_logits"),
+            sequence_T=rows_R // max(1, len(x_TD) // num_sequences),
+        )
+        return self.gate(x_TD[rows_R], context).among_padding(rows_R, len(x_TD))
+
+    def _real_rows(self, x: Tensor, padding_mask: Tensor) -> Tensor:
+        """`[R]` int64: the rows of `x` that are no padding."""
+        if self.parts is not None:
+            raise ValueError(
+                f"{self.name}: padding_mask does not go together with sequences that are divided "
+                "among processes; leave one of them out"
+            )
+        shapes = (x.shape[:-1], (math.prod(x.shape[:-1]),))
+        if padding_mask.dtype != torch.bool or tuple(padding_mask.shape) not in shapes:
+            raise ValueError(
+                f"{self.name}: padding_mask must be bool {list(x.shape[:-1])}, True for real "
+                f"tokens, got {padding_mask.dtype} {list(padding_mask.shape)}"
+            )
+        return padding_mask.reshape(-1).nonzero().squeeze(1).to(x.device)
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
         """The second half of `forward`: the chosen experts, the shared ones, and `aux`."""
         x_TD = x.reshape(-1, self.hidden_size)
         own = routing if self.parts is None else self.parts.own_choices(routing, len(x))
+        if own.rows_R is not None:
+            x_TD, own = x_TD[own.rows_R], own.without_padding()
         shared = self.shared
         if shared is not None and getattr(self.experts, "overlaps_shared", False):
             # Computed there while rows travel.
@@ -267,6 +327,9 @@ class MoELayer(nn.Module):
             out_TD = out_TD + self.zero(x_TD, own.zero)
         if shared is not None:
             out_TD = out_TD + shared(x_TD)
+        if routing.rows_R is not None:
+            zeros_TD = out_TD.new_zeros(len(routing.ids_TK), self.hidden_size)
+            out_TD = zeros_TD.index_copy(0, routing.rows_R, out_TD)
         loss = weighted_loss(routing.losses, self.gate.loss_weights, routing.weights_TK)
         if self.attach_losses and torch.is_grad_enabled() and loss.requires_grad:
             out_TD = cast(Tensor, AttachLoss.apply(out_TD, loss, self.loss_scale))
@@ -276,14 +339,17 @@ class MoELayer(nn.Module):
         # wrappers such as FSDP warn of views
         return out_TD if x.ndim == 2 else out_TD.view(x.shape)
 
-    def after_step(self, group: ProcessGroup | None = None) -> None:
+    def after_step(self, group: ProcessGroup | None = None, *, skipped: bool = False) -> None:
         """What the gate does between optimizer steps (selection bias, annealing): call it after
         each.
 
         Args:
-            group: Processes that train copies of this layer.
+            group: Processes that train copies of this layer; None means those of the
+                `DistributedDataParallel` that the layer was last called in, if it was.
+            skipped: The optimizer changed nothing, since gradients were not finite; the gate
+                changes nothing then.
         """
-        self.gate.after_step(group)
+        self.gate.after_step(group, skipped=skipped)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the last call behind: its tensors belong to a graph."""

@@ -96,6 +96,7 @@ class ScMoEBlock(nn.Module):
         *,
         token_ids: Tensor | None = None,
         previous_logits: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         **attention_arguments: Any,
     ) -> Tensor:
         """`[..., S, D]` to `[..., S, D]`.
@@ -104,9 +105,15 @@ class ScMoEBlock(nn.Module):
             x: The residual stream.
             token_ids: For the gate, as in `MoELayer.forward`.
             previous_logits: Likewise.
+            padding_mask: Likewise, for the routed experts alone.
             attention_arguments: Go to both attentions.
         """
-        start = partial(self._start, token_ids=token_ids, previous_logits=previous_logits)
+        start = partial(
+            self._start,
+            token_ids=token_ids,
+            previous_logits=previous_logits,
+            padding_mask=padding_mask,
+        )
         pending = start(x) if self.shortcut == "input" else None
         middle = x + self.first_attention(self.first_attention_norm(x), **attention_arguments)
         if self.shortcut == "middle":
@@ -120,12 +127,10 @@ class ScMoEBlock(nn.Module):
         )
         return h + self.shared(self.shared_norm(h)) + pending()
 
-    def _start(
-        self, source: Tensor, *, token_ids: Tensor | None, previous_logits: Tensor | None
-    ) -> Callable[[], Tensor]:
+    def _start(self, source: Tensor, **arguments: Any) -> Callable[[], Tensor]:
         """Routes the shortcut and returns what gives the routed experts' output."""
         normed = self.shortcut_norm(source)
-        routing = self.routed.route(normed, token_ids=token_ids, previous_logits=previous_logits)
+        routing = self.routed.route(normed, **arguments)
         if self.on_routing is not None:
             self.on_routing(routing)
         # grad mode and autocast belong to a thread: another one would compute something else

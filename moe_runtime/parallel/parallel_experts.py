@@ -32,6 +32,7 @@ from moe_runtime.parallel.replicas import ExpertMove, sum_replica_gradients
 from moe_runtime.parallel.slices import one_expert, slice_experts
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.routing import Routing
+from moe_runtime.routing.base import surrounding_ddp
 
 ExpertGroup = LayoutGroups | ParallelLayout | Group
 """Processes that experts are spread over: a layout, its groups, or one group of ranks."""
@@ -147,6 +148,8 @@ class ParallelExperts(nn.Module):
         self.recompute = recompute
         self.elsewhere: nn.Module | None = None
         self._slice = self.transport.rank % self.slots.num_slices
+        self._seed = seed
+        self._wrapper = 0
         width = (2 if has_gate else 1) * intermediate_size // self.slots.num_slices
         self.first_name = "gate_up_proj" if has_gate else "up_proj"
         shapes: dict[str, tuple[int, ...]] = {
@@ -159,11 +162,14 @@ class ParallelExperts(nn.Module):
             zeros = torch.zeros((self.slots.slots_per_rank, *shape), device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(zeros))
         if not self.down_proj.is_meta:
-            self.reset_parameters(seed)
+            self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int) -> None:
+    def reset_parameters(self) -> None:
         """Normal with standard deviation `1 / sqrt(fan in)`; biases and empty slots zero."""
+        for parameter in self.parameters():
+            parameter.zero_()
+        seed = self._seed
         rows = self.intermediate_size * (2 if self.has_gate else 1)
         for slot, expert in enumerate(self.experts_here):
             if expert < 0:
@@ -249,7 +255,10 @@ class ParallelExperts(nn.Module):
 
         Raises:
             RankFailureError: A rank died, stalled, or has other settings.
+            ValueError: The module is in a `DistributedDataParallel` whose processes hold other
+                experts.
         """
+        self._check_wrapper()
         own = () if self.elsewhere is not None else self.stacked().tensors()
         return expert_parallel(
             self._as_experts_read(x_TD),
@@ -263,6 +272,27 @@ class ParallelExperts(nn.Module):
             parameters=[tensor for tensor in own if tensor is not None],
             wire=self.wire,
         )
+
+    def _check_wrapper(self) -> None:
+        """Refuses a wrapper that keeps parameters equal which are of different experts."""
+        wrapper = surrounding_ddp()
+        if wrapper is None or self._wrapper == id(wrapper):
+            return
+        self._wrapper = id(wrapper)
+        own = set(map(id, self.parameters()))
+        named = wrapper.module.named_parameters()
+        kept = {name for name, parameter in named if id(parameter) in own}
+        if not kept - wrapper.parameters_to_ignore:
+            return
+        here = (self._slice, self.experts_here)
+        held = [here] * dist.get_world_size(wrapper.process_group)
+        dist.all_gather_object(held, here, group=wrapper.process_group)
+        if any(there != here for there in held):
+            raise ValueError(
+                "DistributedDataParallel gives all processes the experts of the first one, but "
+                "they hold different experts of this layer: train without the wrapper, and call "
+                "reduce_dense_gradients and reduce_expert_gradients of LayoutGroups before a step"
+            )
 
     def _as_experts_read(self, x_TD: Tensor) -> Tensor:
         """Under autocast, rows are rounded as the experts would, but before they travel."""

@@ -9,13 +9,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypedDict
+from numbers import Integral, Real
+from types import MappingProxyType, NoneType, UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from moe_runtime.config import is_number, type_in_words
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.routing.capacity import Capacity, expert_slots
 from moe_runtime.routing.losses import LOSSES, LossInputs, check_loss_names
@@ -33,12 +37,15 @@ class RoutingContext:
         token_ids_T: `[T]` int64 token numbers (hash routing).
         previous_logits_TE: Raw scores of the previous layer's gate (MoE++'s gating residual).
         num_sequences: Sequences in the batch, consecutive tokens each (sequence-level loss).
+        sequence_T: `[T]` int64: the sequence of each token, where they are of different lengths;
+            None means equal ones.
         generator: Source of randomness (random second expert, noise); None means torch's own.
     """
 
     token_ids_T: Tensor | None = None
     previous_logits_TE: Tensor | None = None
     num_sequences: int = 1
+    sequence_T: Tensor | None = None
     generator: torch.Generator | None = None
 
 
@@ -91,13 +98,20 @@ class Gate(nn.Module, ABC):
     Attributes:
         weight: `[E, D]`, or None for a gate without a linear map.
         batch_group: Processes that route other tokens of the same batch at the same time, for the
-            loss `global_balance`; None means that this one routes all of them.
+            loss `global_balance`; None means those of the `DistributedDataParallel` around the
+            gate, and without one that this process routes all of them.
         step_counts_E: `[E]` int64: choices since the last `after_step`, for that loss; None without
-            it.
+            it. No buffer: `DistributedDataParallel` would overwrite it, and no checkpoint holds it.
 
     Raises:
         ValueError: Sizes that cannot work, or an unknown loss.
     """
+
+    def __new__(cls, *sizes: int, **options: Any) -> Self:
+        """Refuses options of types that they cannot have, before any gate's own checks."""
+        del sizes
+        _check_types(cls, options)
+        return super().__new__(cls)
 
     default_loss_weights: ClassVar[Mapping[str, float]] = {"load_balance": 0.01}
     own_loss_names: ClassVar[tuple[str, ...]] = ()
@@ -136,17 +150,35 @@ class Gate(nn.Module, ABC):
                 torch.empty(num_scores, hidden_size, device=device, dtype=dtype)
             )
         self.batch_group: ProcessGroup | None = None
-        self.step_counts_E: Tensor | None
-        counts_E = None
+        self._replicas: ProcessGroup | None = None
+        self.step_counts_E: Tensor | None = None
         if self.loss_weights.get("global_balance"):
-            counts_E = torch.zeros(num_scores, dtype=torch.int64, device=device)
-        self.register_buffer("step_counts_E", counts_E, persistent=False)
+            self.step_counts_E = torch.zeros(num_scores, dtype=torch.int64, device=device)
         Gate.reset_parameters(self)
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation `1 / sqrt(hidden_size)`."""
+        """Normal with standard deviation `1 / sqrt(hidden_size)`; what steps count begins at 0."""
         if self.weight is not None:
             nn.init.normal_(self.weight, std=1 / math.sqrt(self.hidden_size))
+        for counts_E in (getattr(self, name, None) for name in _COUNTS):
+            if counts_E is not None:
+                counts_E.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As in `nn.Module`; counts move along, and are 0 where there was no memory for them."""
+        super()._apply(fn, recurse)
+        for name in _COUNTS:
+            counts_E: Tensor | None = getattr(self, name, None)
+            if counts_E is not None:
+                device = fn(counts_E).device
+                is_new = counts_E.is_meta or device.type == "meta"
+                moved_E = torch.zeros_like(counts_E, device=device) if is_new else counts_E
+                setattr(self, name, moved_E.to(device))
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave process groups behind that were only met."""
+        return {**self.__dict__, "_replicas": None}
 
     def forward(self, x_TD: Tensor, context: RoutingContext | None = None) -> Routing:
         """Routes the tokens.
@@ -157,6 +189,8 @@ class Gate(nn.Module, ABC):
         """
         context = context or RoutingContext()
         self.check_batch(x_TD, context)
+        if (wrapper := surrounding_ddp()) is not None:
+            self._replicas = wrapper.process_group
         with without_autocast(x_TD.device.type):
             return self.finish(self.decide(x_TD, context), context)
 
@@ -172,11 +206,14 @@ class Gate(nn.Module, ABC):
         precise = score_dtype(x_TD)
         return F.linear(x_TD.to(precise), self.weight.to(precise))
 
-    def after_step(self, group: ProcessGroup | None = None) -> None:
+    def after_step(self, group: ProcessGroup | None = None, *, skipped: bool = False) -> None:
         """What a gate does between optimizer steps: call it after each.
 
         Args:
-            group: Processes that train copies of this gate.
+            group: Processes that train copies of this gate; None means those of the
+                `DistributedDataParallel` that the gate was last called in, if it was.
+            skipped: The optimizer changed nothing, since gradients were not finite: the gate
+                changes nothing either, and forgets what it counted.
         """
         if self.step_counts_E is not None:
             self.step_counts_E.zero_()
@@ -214,6 +251,7 @@ class Gate(nn.Module, ABC):
             self.num_groups,
             context.num_sequences,
             self._batch_counts(choice),
+            context.sequence_T,
         )
         own = choice.own_losses or {}
         return {
@@ -230,12 +268,11 @@ class Gate(nn.Module, ABC):
         """
         if self.step_counts_E is None or not (self.training and torch.is_grad_enabled()):
             return None
-        if is_made_again():
-            return self.step_counts_E.clone()
-        counts_E = expert_counts(choice.ids_TK, len(self.step_counts_E))
-        if self.batch_group is not None:
-            torch.distributed.all_reduce(counts_E, group=self.batch_group)
-        self.step_counts_E += counts_E
+        if not is_made_again():
+            counts_E = expert_counts(choice.ids_TK, len(self.step_counts_E))
+            if (group := self.batch_group or self._replicas) is not None:
+                torch.distributed.all_reduce(counts_E, group=group)
+            self.step_counts_E += counts_E
         return self.step_counts_E.clone()
 
     def places(self, choice: Choice, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -275,7 +312,8 @@ class Gate(nn.Module, ABC):
                 f"{self.name}: {num_tokens} tokens do not divide into num_groups="
                 f"{self.num_groups}; pad the batch or change num_groups"
             )
-        if context.num_sequences < 1 or num_tokens % context.num_sequences:
+        is_equal = context.sequence_T is None
+        if context.num_sequences < 1 or (is_equal and num_tokens % context.num_sequences):
             raise ValueError(
                 f"{self.name}: {num_tokens} tokens do not divide into "
                 f"{context.num_sequences} sequences"
@@ -311,9 +349,50 @@ class Gate(nn.Module, ABC):
         return ", ".join(parts)
 
 
+_NUMBERS: Mapping[type, type] = MappingProxyType({int: Integral, float: Real})
+_COUNTS = ("step_counts_E", "load_E")
+"""Attributes of gates that hold what was counted since the last step."""
+
+
+def surrounding_ddp() -> DistributedDataParallel | None:
+    """The `DistributedDataParallel` in whose forward pass this is; compiled code does not know."""
+    if torch.compiler.is_compiling():
+        return None
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def is_made_again() -> bool:
+    """Whether activation checkpointing makes a call again, in the backward pass, that counted.
+
+    A reentrant checkpoint makes its first call without gradients, so that its second one counts.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() != "CheckpointFunctionBackward"
+
+
 def score_dtype(x: Tensor) -> torch.dtype:
     """The precision of scores: fp64 for fp64, fp32 for all else."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check_types(kind: type[Gate], options: Mapping[str, Any]) -> None:
+    """Refuses an own option of a gate that is no number, switch or kind it can be."""
+    hints = get_type_hints(kind.__init__)
+    for option, value in options.items():
+        hint = hints.get(option)
+        kinds: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if not all(isinstance(one, type) for one in kinds):
+            continue
+        if not any(
+            is_number(value, _NUMBERS[one]) if one in _NUMBERS else isinstance(value, one)
+            for one in kinds
+        ):
+            words = " or ".join(type_in_words(one) for one in kinds if one is not NoneType)
+            raise ValueError(
+                f"option {option!r} of gate {kind.__name__} must be {words}, got {value!r}"
+            )
 
 
 def _check_sizes(hidden_size: int, num_experts: int, top_k: int, num_groups: int) -> None:
@@ -327,14 +406,3 @@ def _check_sizes(hidden_size: int, num_experts: int, top_k: int, num_groups: int
             raise ValueError(f"{label} must be an integer of at least 1, got {value!r}")
     if top_k > num_experts:
         raise ValueError(f"top_k must be at most num_experts={num_experts}, got {top_k}")
-
-
-def is_made_again() -> bool:
-    """Whether activation checkpointing makes a call again, in the backward pass, that counted.
-
-    A reentrant checkpoint makes its first call without gradients, so that its second one counts.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    node = torch._C._current_autograd_node()
-    return node is not None and node.name() != "CheckpointFunctionBackward"

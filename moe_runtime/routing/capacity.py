@@ -12,6 +12,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from moe_runtime.config import is_number
+
 DropPolicy = Literal["choice", "token", "priority", "score"]
 DROP_POLICIES: tuple[str, ...] = get_args(DropPolicy)
 
@@ -44,9 +46,10 @@ class Capacity:
         Raises:
             ValueError: The factor is not positive and finite, or the policy is unknown.
         """
-        if not (self.factor > 0 and math.isfinite(self.factor)):
+        if not (is_number(self.factor) and self.factor > 0):
             raise ValueError(
-                f"capacity_factor must be positive (None means dropless), got {self.factor}"
+                "capacity_factor must be positive and finite (None means dropless), got "
+                f"{self.factor!r}"
             )
         if self.policy not in DROP_POLICIES:
             raise ValueError(f"policy must be one of {', '.join(DROP_POLICIES)}, got {self.policy}")

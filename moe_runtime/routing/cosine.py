@@ -44,7 +44,7 @@ class CosineTopK(SoftmaxTopK):
         *,
         projection_size: int = 256,
         temperature: float = 0.5,
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
         super().__init__(hidden_size, num_experts, top_k, renormalize=renormalize, **options)

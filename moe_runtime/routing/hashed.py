@@ -50,17 +50,26 @@ class Hash(Gate):
             raise ValueError("hash routing has no scores to train: it takes no loss_weights")
         if vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
-        if frequencies is None:
-            order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
-            frequencies, order = [1.0] * vocab_size, order.tolist()
-        elif len(frequencies) != vocab_size:
+        if frequencies is not None and len(frequencies) != vocab_size:
             raise ValueError(f"expected {vocab_size} frequencies, got {len(frequencies)}")
-        else:
-            weights = frequencies
-            order = sorted(range(vocab_size), key=lambda token: -weights[token])
-        table = balanced_table(order, frequencies, num_experts, top_k)
+        self._frequencies, self._seed = frequencies, seed
         self.table: Tensor
-        self.register_buffer("table", torch.tensor(table, device=options.get("device")))
+        device = options.get("device")
+        table = torch.empty(vocab_size, top_k, dtype=torch.int64, device=device)
+        self.register_buffer("table", table)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The table that the arguments describe."""
+        super().reset_parameters()
+        if (weights := self._frequencies) is None:
+            random = torch.Generator().manual_seed(self._seed)
+            order = torch.randperm(len(self.table), generator=random).tolist()
+            weights = [1.0] * len(order)
+        else:
+            order = sorted(range(len(weights)), key=lambda token: -weights[token])
+        table = balanced_table(order, weights, self.num_experts, self.top_k)
+        self.table.copy_(torch.tensor(table))
 
     def decide(self, x_TD: Tensor, context: RoutingContext) -> Choice:
         ids_T = context.token_ids_T

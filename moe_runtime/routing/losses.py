@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_runtime.config import nearest
+from moe_runtime.config import is_number, nearest
 from moe_runtime.routing.value import expert_counts
 
 
@@ -29,6 +29,7 @@ class LossInputs:
         num_sequences: Sequences, consecutive tokens each.
         batch_counts_E: Choices of each expert in the batch that these tokens are a part of; None
             means that they are all of it.
+        sequence_T: The sequence of each token, where they are of different lengths.
     """
 
     logits_TE: Tensor
@@ -38,6 +39,7 @@ class LossInputs:
     num_groups: int = 1
     num_sequences: int = 1
     batch_counts_E: Tensor | None = None
+    sequence_T: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -56,7 +58,7 @@ def load_balance_loss(inputs: LossInputs) -> Tensor:
 
 def sequence_balance_loss(inputs: LossInputs) -> Tensor:
     """`load_balance_loss` of each sequence, then the mean (DeepSeek-V2 and V3)."""
-    return _balance(inputs.probs_TE, inputs.ids_TK, inputs.num_sequences)
+    return _balance(inputs.probs_TE, inputs.ids_TK, inputs.num_sequences, inputs.sequence_T)
 
 
 def global_balance_loss(inputs: LossInputs) -> Tensor:
@@ -113,26 +115,40 @@ LOSSES: Mapping[str, Callable[[LossInputs], Tensor]] = {
 
 
 def check_loss_names(names: Mapping[str, float], known: Mapping[str, object]) -> None:
-    """Refuses names of losses that do not exist.
+    """Refuses names of losses that do not exist, and coefficients that are no numbers.
 
     Raises:
-        ValueError: A name is unknown; the nearest one is named.
+        ValueError: A name is unknown; the nearest one is named. Or a coefficient is no number.
     """
-    for name in names:
+    for name, weight in names.items():
         if name not in known:
             raise ValueError(f"unknown loss {name!r}: {nearest(name, known)}")
+        if not is_number(weight):
+            raise ValueError(f"loss_weights[{name!r}] must be a finite number, got {weight!r}")
 
 
-def _balance(probs_TE: Tensor, ids_TK: Tensor, num_parts: int) -> Tensor:
-    """`E * sum_e f_e P_e` of each of `num_parts` runs of consecutive tokens, then the mean."""
+def _balance(
+    probs_TE: Tensor, ids_TK: Tensor, num_parts: int, part_of_token: Tensor | None = None
+) -> Tensor:
+    """`E * sum_e f_e P_e` of each of `num_parts` runs of consecutive tokens, then the mean.
+
+    The runs are equally long, or as `part_of_token` says; empty ones do not count.
+    """
     num_tokens, num_experts = probs_TE.shape
     if num_tokens == 0:
         return probs_TE.sum() * 0.0
-    part_of_token = torch.arange(num_tokens, device=ids_TK.device) // (num_tokens // num_parts)
+    is_equal = part_of_token is None
+    if part_of_token is None:
+        part_of_token = torch.arange(num_tokens, device=ids_TK.device) // (num_tokens // num_parts)
     # each part counts in a block of its own; sentinels fall into the block's last place
     keys = part_of_token[:, None] * (num_experts + 1) + ids_TK
     counts = expert_counts(keys, num_parts * (num_experts + 1)).view(num_parts, num_experts + 1)
     counts_PE = counts[:, :num_experts].to(probs_TE.dtype)
     shares_PE = counts_PE / counts_PE.sum(dim=-1, keepdim=True).clamp(min=1)
-    means_PE = probs_TE.view(num_parts, -1, num_experts).mean(dim=1)
-    return num_experts * (shares_PE * means_PE).sum(dim=-1).mean()
+    if is_equal:
+        means_PE = probs_TE.view(num_parts, -1, num_experts).mean(dim=1)
+        return num_experts * (shares_PE * means_PE).sum(dim=-1).mean()
+    sizes_P = expert_counts(part_of_token, num_parts)
+    sums_PE = probs_TE.new_zeros(num_parts, num_experts).index_add(0, part_of_token, probs_TE)
+    means_PE = sums_PE / sizes_P.clamp(min=1)[:, None]
+    return num_experts * (shares_PE * means_PE).sum() / (sizes_P > 0).sum()

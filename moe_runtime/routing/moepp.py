@@ -38,10 +38,11 @@ class ZeroExpertCounts:
         """Checks the counts.
 
         Raises:
-            ValueError: One is negative.
+            ValueError: One is no whole number, or negative.
         """
-        if min(self.constant, self.copy, self.zero) < 0:
-            raise ValueError(f"counts of zero experts must not be negative, got {self}")
+        for count in (self.constant, self.copy, self.zero):
+            if type(count) is not int or count < 0:
+                raise ValueError(f"counts of zero experts must be integers from 0 on, got {self}")
 
     @classmethod
     def of_kinds(cls, kinds: Mapping[str, int]) -> ZeroExpertCounts:
@@ -66,7 +67,8 @@ class MoEPlusPlus(Gate):
 
     `logits = x W + previous_logits R` (the gating residual, where previous logits are given);
     softmax over all N, top-k; the weight of a zero expert becomes 0 and the rest is divided by
-    its sum. A token whose k choices include experts without weights needs fewer fetches.
+    its sum (with `top_k=1` it is not). A token whose k choices include experts without weights
+    needs fewer fetches.
 
     Loss `heterogeneous_balance`: `sum_i eta_i f_i P_i`, f the share of tokens that choose i, P its
     mean probability, `eta` 1 for experts with weights and `tau` without. Capacity of an expert
@@ -120,10 +122,13 @@ class MoEPlusPlus(Gate):
 
     def logits(self, x_TD: Tensor, context: RoutingContext) -> Tensor:
         logits_TN = super().logits(x_TD, context)
-        previous_TN = context.previous_logits_TE
-        if previous_TN is None or self.residual is None:
+        if self.residual is None:
             return logits_TN
-        if previous_TN.shape != logits_TN.shape:
+        previous_TN = context.previous_logits_TE
+        if previous_TN is None:
+            # the matrix gets a gradient of zeros: wrappers wait for one of every parameter
+            previous_TN = logits_TN.new_zeros(1, logits_TN.shape[1])
+        elif previous_TN.shape != logits_TN.shape:
             raise ValueError(
                 f"{self.name}: previous_logits must be {list(logits_TN.shape)}, got "
                 f"{list(previous_TN.shape)}"
@@ -134,7 +139,9 @@ class MoEPlusPlus(Gate):
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
         probs_TN = logits_TE.softmax(dim=-1)
         weights_TK, ids_TK = probs_TN.topk(self.top_k, dim=-1)
-        weights_TK = normalize(weights_TK.masked_fill(self.is_zero(ids_TK), 0.0))
+        weights_TK = weights_TK.masked_fill(self.is_zero(ids_TK), 0.0)
+        if self.top_k > 1:  # a single weight divided by itself would always be 1
+            weights_TK = normalize(weights_TK)
 
         def balance_loss() -> Tensor:
             counts_N = expert_counts(ids_TK, probs_TN.shape[1]).to(probs_TN.dtype)

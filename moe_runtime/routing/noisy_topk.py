@@ -17,6 +17,8 @@ from moe_runtime.routing.value import expert_counts
 class NoisyTopK(Gate):
     """`H = x W + N(0, 1) * (softplus(x W_noise) + 1e-2)`; weights: softmax over the top-k of H.
 
+    For one choice the weight is its probability among all experts: alone it would always be 1.
+
     Noise is added in training only. Losses: `importance`, and `load`, the squared coefficient of
     variation of the expected number of tokens of each expert, which is differentiable in scores
     and noise: an expert is used if its noisy score exceeds the k-th best of the others.
@@ -64,7 +66,10 @@ class NoisyTopK(Gate):
         num_ranked = min(self.top_k + 1, self.num_experts)
         best, ranked_ids = noisy_TE.topk(num_ranked, dim=-1)
         ids_TK = ranked_ids[:, : self.top_k]
-        weights_TK = best[:, : self.top_k].softmax(dim=-1)
+        if self.top_k == 1:
+            weights_TK = noisy_TE.softmax(dim=-1).gather(1, ids_TK)
+        else:
+            weights_TK = best[:, : self.top_k].softmax(dim=-1)
 
         def load_loss() -> Tensor:
             if sigma_TE is None or num_ranked == self.top_k:

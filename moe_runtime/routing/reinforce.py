@@ -63,6 +63,11 @@ class Reinforce(Gate):
         self.value_weight = nn.Parameter(torch.zeros(hidden_size, **place))
         self.value_bias = nn.Parameter(torch.zeros((), **place))
 
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.value_weight)
+        nn.init.zeros_(self.value_bias)
+
     def decide(self, x_TD: Tensor, context: RoutingContext) -> Choice:
         choice = super().decide(x_TD, context)
         if not isinstance(choice, _SampledChoice):
@@ -70,7 +75,12 @@ class Reinforce(Gate):
         precise = score_dtype(x_TD)
         # The baseline learns the rewards from the tokens as they are, and does not shape them.
         values_T = x_TD.detach().to(precise) @ self.value_weight.to(precise)
-        return dataclasses.replace(choice, values_T=values_T + self.value_bias.to(precise))
+        values_T = values_T + self.value_bias.to(precise)
+        assert choice.log_probs_T is not None, "sampled with it"
+        # Without a reward all parameters get gradients of zeros: wrappers wait for one of each.
+        nothing_T1 = 0.0 * (choice.log_probs_T + values_T)[:, None]
+        weights_TK = choice.weights_TK + nothing_T1
+        return dataclasses.replace(choice, weights_TK=weights_TK, values_T=values_T)
 
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
         log_probs_TE = logits_TE.log_softmax(dim=-1)

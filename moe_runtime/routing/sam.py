@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext
-from moe_runtime.routing.topk import normalize
+from moe_runtime.routing.topk import normalize, renormalizes
 
 
 class Sam(Gate):
     """All k experts of a token lie in one group (one device), chosen by the group's score.
 
     `p = softmax(logits)`; a group's score is the sum (or the maximum) of its experts' p; the best
-    group's k best experts are used, with weights p divided by their sum if `renormalize`. The
-    loss `alignment` is the mean over the tokens of `sum_e max(0, p_e - p_k)` over the experts e
-    outside the group, `p_k` being the weakest chosen: what the token loses by staying in its
-    group. (The form of that loss is our reading: the paper gives none.)
+    group's k best experts are used, with weights p divided by their sum if `renormalize` (by
+    default where k is 2 or more). The loss `alignment` is the mean over the tokens of
+    `sum_e max(0, p_e - p_k)` over the experts e outside the group, `p_k` being the weakest chosen:
+    what the token loses by staying in its group. (The form of that loss is our reading: the paper
+    gives none.)
 
     Args:
         num_expert_groups: Groups of experts, consecutive ones.
@@ -39,7 +40,7 @@ class Sam(Gate):
         *,
         num_expert_groups: int = 1,
         group_score: Literal["sum", "max"] = "sum",
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
         super().__init__(hidden_size, num_experts, top_k, **options)
@@ -56,7 +57,7 @@ class Sam(Gate):
             raise ValueError(f"group_score must be 'sum' or 'max', got {group_score!r}")
         self.num_expert_groups = num_expert_groups
         self.group_score = group_score
-        self.renormalize = renormalize
+        self.renormalize = renormalizes(renormalize, top_k)
 
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
         probs_TE = logits_TE.softmax(dim=-1)

@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self, Unpack, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, is_made_again
+from moe_runtime.routing.base import (
+    Choice,
+    Gate,
+    GateOptions,
+    RoutingContext,
+    is_made_again,
+)
 from moe_runtime.routing.value import Routing, expert_counts
 
 if TYPE_CHECKING:
@@ -32,14 +38,15 @@ class SoftmaxTopK(Gate):
     gpt-oss do; equal to `before` with renormalising).
 
     Args:
-        softmax: Before or after the selection.
-        renormalize: Weights of a token add up to 1.
+        softmax: Before or after the selection; `after` needs `top_k` of 2 or more.
+        renormalize: Weights of a token add up to 1. None means that they do, but for `top_k=1`,
+            where the weight is the probability itself (Switch, Megatron).
         scale: Factor of the weights.
         bias_update_rate: Step of the aux-loss-free selection bias (DeepSeek-V3 uses 1e-3); 0
             means no bias. See `after_step`.
 
     Raises:
-        ValueError: An unknown `softmax`, or as `Gate`.
+        ValueError: An unknown `softmax`, one that gives a single choice the weight 1, or as `Gate`.
     """
 
     def __init__(
@@ -49,7 +56,7 @@ class SoftmaxTopK(Gate):
         top_k: int,
         *,
         softmax: SoftmaxOrder = "before",
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         bias_update_rate: float = 0.0,
         **options: Unpack[GateOptions],
@@ -57,26 +64,34 @@ class SoftmaxTopK(Gate):
         super().__init__(hidden_size, num_experts, top_k, **options)
         if softmax not in get_args(SoftmaxOrder):
             raise ValueError(f"softmax must be 'before' or 'after', got {softmax!r}")
+        if softmax == "after" and top_k == 1:
+            raise ValueError(_CONSTANT_WEIGHT.format('softmax="after"'))
         self.softmax = softmax
-        self.renormalize = renormalize
+        self.renormalize = renormalizes(renormalize, top_k)
         self.scale = scale
         self.bias_update_rate = bias_update_rate
         self.expert_bias: Tensor | None
-        self.load_E: Tensor | None
+        self.load_E: Tensor | None = None
         if bias_update_rate:
-            self.register_buffer("expert_bias", _zeros(num_experts, options))
-            self.register_buffer("load_E", _zeros(num_experts, options), persistent=False)
+            device = options.get("device")
+            bias_E = torch.zeros(num_experts, dtype=torch.float32, device=device)
+            self.register_buffer("expert_bias", bias_E)
+            self.load_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
         else:
-            self.expert_bias = self.load_E = None
+            self.expert_bias = None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As in `nn.Module`, but the bias stays fp32: a step of 1e-3 is lost in bf16."""
-        before = dict(self._buffers)
+        before = self.expert_bias
         super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None and moved.dtype != torch.float32:
-                self._buffers[name] = buffer.to(moved.device)
+        moved = self.expert_bias
+        if before is not None and moved is not None and moved.dtype != torch.float32:
+            self.expert_bias = before.to(moved.device)
         return self
 
     def scores(self, logits_TE: Tensor) -> Tensor:
@@ -108,29 +123,31 @@ class SoftmaxTopK(Gate):
         return scores_TE
 
     def finish(self, choice: Choice, context: RoutingContext) -> Routing:
-        is_counted = self.training and torch.is_grad_enabled() and not is_made_again()
-        if self.load_E is not None and is_counted:
-            with torch.no_grad():
-                self.load_E += expert_counts(choice.ids_TK, self.num_experts)
+        is_training = self.training and torch.is_grad_enabled()
+        if self.load_E is not None and is_training and not is_made_again():
+            self.load_E += expert_counts(choice.ids_TK, self.num_experts)
         return super().finish(choice, context)
 
     @torch.no_grad()
-    def after_step(self, group: ProcessGroup | None = None) -> None:
+    def after_step(self, group: ProcessGroup | None = None, *, skipped: bool = False) -> None:
         """Moves the selection bias against the load seen since the last call: `bias += rate *
         sign(mean(load) - load)`, minus the mean of the step (DeepSeek-V3; torchtitan).
 
         Activation checkpointing, of some calls or of all, counts a load once.
 
         Args:
-            group: Processes that share this gate; their loads are added up.
+            group: As of `Gate`; the loads of these processes are added up.
+            skipped: As of `Gate`.
         """
-        super().after_step(group)
+        super().after_step(group, skipped=skipped)
         if self.expert_bias is None or self.load_E is None:
             return
-        if group is not None:
-            torch.distributed.all_reduce(self.load_E, group=group)
-        step = self.bias_update_rate * torch.sign(self.load_E.mean() - self.load_E)
-        self.expert_bias += step - step.mean()
+        if not skipped:
+            if (group := group or self._replicas) is not None:
+                torch.distributed.all_reduce(self.load_E, group=group)
+            load_E = self.load_E.double()
+            step = self.bias_update_rate * torch.sign(load_E.mean() - load_E)
+            self.expert_bias += step - step.mean()
         self.load_E.zero_()
 
 
@@ -147,7 +164,7 @@ class SigmoidTopK(SoftmaxTopK):
         num_experts: int,
         top_k: int,
         *,
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         bias_update_rate: float = 0.0,
         **options: Unpack[GateOptions],
@@ -199,7 +216,7 @@ class GroupLimitedTopK(SoftmaxTopK):
         num_limited_groups: int = 1,
         group_score_experts: int = 2,
         score: Literal["sigmoid", "softmax"] = "sigmoid",
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         bias_update_rate: float = 1e-3,
         **options: Unpack[GateOptions],
@@ -265,10 +282,23 @@ class RoundRobinTopK(SoftmaxTopK):
         return (choices % self.num_experts).view(-1, self.top_k)
 
 
+_CONSTANT_WEIGHT = (
+    "{} gives the one choice of top_k=1 the weight 1 whatever its score, so the gate would get no "
+    "gradient from the task; leave it out: the weight is then the gate's probability"
+)
+
+
+def renormalizes(asked: bool | None, top_k: int) -> bool:
+    """Whether the weights of a token are divided by their sum: they are, unless there is only one.
+
+    Raises:
+        ValueError: It was asked for a single choice, whose weight would always be 1.
+    """
+    if asked and top_k == 1:
+        raise ValueError(_CONSTANT_WEIGHT.format("renormalize=True"))
+    return top_k > 1 if asked is None else asked
+
+
 def normalize(weights: Tensor) -> Tensor:
     """Rows that add up to 1; a row of zeros stays one."""
     return F.normalize(weights, p=1, dim=-1, eps=1e-20)
-
-
-def _zeros(num_experts: int, options: GateOptions) -> Tensor:
-    return torch.zeros(num_experts, dtype=torch.float32, device=options.get("device"))

@@ -6,7 +6,7 @@ Shape suffixes: T tokens, E experts, K choices of a token, Z zero-computation ex
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -63,7 +63,10 @@ class Routing:
             last, where there are any), which the next layer's gate may read; None for a gate
             without parameters.
         zero: Choices of zero-computation experts; None where there are none.
-        policy: Of choices that were sampled and are to be rewarded; None of others.
+        policy: Of choices that were sampled and are to be rewarded; None of others. Of tokens that
+            are no padding only.
+        rows_R: `[R]` int64: numbers of the tokens that are no padding, which chose as if there were
+            no others; None means all.
     """
 
     ids_TK: Tensor
@@ -75,6 +78,7 @@ class Routing:
     logits_TE: Tensor | None = None
     zero: ZeroRouting | None = None
     policy: Policy | None = None
+    rows_R: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Checks what can be checked without waiting for a device.
@@ -91,6 +95,43 @@ class Routing:
                 f"weights must be {list(self.ids_TK.shape)} like ids, "
                 f"got {list(self.weights_TK.shape)}"
             )
+
+    def among_padding(self, rows_R: Tensor, num_tokens: int) -> Routing:
+        """The same choices of some tokens of a batch; the others get no expert.
+
+        Args:
+            rows_R: `[R]` int64: which tokens of the batch those are.
+            num_tokens: Of the whole batch.
+        """
+
+        def spread(values_R: Tensor, padding: float) -> Tensor:
+            whole_T = values_R.new_full((num_tokens, *values_R.shape[1:]), padding)
+            return whole_T.index_copy(0, rows_R, values_R)
+
+        slots, logits, zero = self.slots_TK, self.logits_TE, self.zero
+        return replace(
+            self,
+            ids_TK=spread(self.ids_TK, self.num_experts),
+            weights_TK=spread(self.weights_TK, 0.0),
+            slots_TK=None if slots is None else spread(slots, -1),
+            logits_TE=None if logits is None else spread(logits, 0.0),
+            zero=zero
+            and ZeroRouting(
+                spread(zero.ids_TK, zero.num_experts),
+                spread(zero.weights_TK, 0.0),
+                zero.num_experts,
+            ),
+            rows_R=rows_R,
+        )
+
+    def without_padding(self) -> Routing:
+        """What the experts need of the choices of `rows_R` alone."""
+        rows, zero = self.rows_R, self.zero
+        if rows is None:
+            return self
+        if zero is not None:
+            zero = ZeroRouting(zero.ids_TK[rows], zero.weights_TK[rows], zero.num_experts)
+        return Routing(self.ids_TK[rows], self.weights_TK[rows], self.num_experts, zero=zero)
 
     @property
     def counts_E(self) -> Tensor:

@@ -113,7 +113,12 @@ class DenseToSparse(Gate):
             raise ValueError(f"threshold must be in [0, 1), got {threshold}")
         self.tau_start, self.tau_end, self.anneal_steps = tau_start, tau_end, anneal_steps
         self.num_steps: Tensor
-        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+        device = options.get("device")
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64, device=device))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.num_steps.zero_()
 
     @property
     def tau(self) -> Tensor:
@@ -122,10 +127,10 @@ class DenseToSparse(Gate):
         return self.tau_start + (self.tau_end - self.tau_start) * progress
 
     @torch.no_grad()
-    def after_step(self, group: ProcessGroup | None = None) -> None:
-        """Counts a training step."""
-        super().after_step(group)
-        self.num_steps += 1
+    def after_step(self, group: ProcessGroup | None = None, *, skipped: bool = False) -> None:
+        """Counts a training step, unless it was skipped."""
+        super().after_step(group, skipped=skipped)
+        self.num_steps += not skipped
 
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
         noisy_TE = logits_TE

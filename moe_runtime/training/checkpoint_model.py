@@ -50,7 +50,7 @@ class CheckpointModel(nn.Module):
             auxiliary = self._router_scale * out.aux_loss
         return Losses(loss, auxiliary)
 
-    def after_step(self) -> None:
+    def after_step(self, *, skipped: bool = False) -> None:
         """Nothing changes but by gradients."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

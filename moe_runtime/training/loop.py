@@ -47,8 +47,8 @@ class TrainableModel(Protocol):
         """Losses of token ids `[B, C]` and the tokens after them."""
         ...
 
-    def after_step(self) -> None:
-        """Called after every optimizer step."""
+    def after_step(self, *, skipped: bool = False) -> None:
+        """Called after every optimizer step, and after one that changed nothing as `skipped`."""
         ...
 
     def train(self) -> object:
@@ -247,7 +247,7 @@ class Trainer:
         with self._run.ranks.watched(f"step {self.step + 1}"):
             losses = self._backward(rate)
             outcome = optimizer.step(rate)
-        self._run.model.after_step()
+        self._run.model.after_step(skipped=bool(outcome.bad_parameters))
         means = self._means(losses)
         self.step += 1
         self.skipped.count(

@@ -256,6 +256,10 @@ def test_empty(library: NativeLibrary) -> None:
     assert linear(torch.ones(0, 8), weight, impl="native").shape == (0, 5)
     assert linear(torch.ones(0, 8), weight).shape == (0, 5)
     assert linear(torch.ones(2, 8), torch.ones(0, 8), impl="native").shape == (2, 0)
+    bias = torch.arange(5.0)
+    for shape in ((0,), (3, 0), (2, 3, 0), (0, 3, 0)):  # of no values a sum is the bias
+        found = linear(torch.ones(shape), torch.ones(5, 0), bias, impl="native")
+        assert torch.equal(found, bias.expand(*shape[:-1], 5))
     assert torch.equal(linear(torch.ones(2, 0), torch.ones(3, 0), impl="native"), torch.zeros(2, 3))
 
 

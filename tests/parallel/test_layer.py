@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_checks import grouped_layer, layer_over_group
+from parallel_checks import (
+    after_step,
+    gate_in_ddp,
+    grouped_layer,
+    layer_over_group,
+    loss_of,
+    spread_layer_in_ddp,
+    trained_layer,
+)
 from rank_pool import RankPool
 from thread_transport import ThreadGroup, ThreadTransport
 from torch import Tensor
@@ -37,6 +45,40 @@ def test_a_layer_over_two_ranks_equals_one_process(ranks: Callable[[int], RankPo
             mine = slice(5 * rank, 5 * rank + 5)
             torch.testing.assert_close(out, expected[mine].detach(), rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(gradient, x.grad[mine], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("gate", "options"),
+    [
+        ("sigmoid_topk", {"bias_update_rate": 0.02}),
+        ("moepp", {}),
+        ("rl_r", {"top_p": 1e-9}),  # without chance: the likeliest expert
+    ],
+)
+def test_a_layer_in_ddp_equals_one_process(
+    ranks: Callable[[int], RankPool], gate: str, options: dict[str, Any]
+) -> None:
+    """Also where every backward pass of a step synchronises, and buffers with it."""
+    parts = torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(3))
+    parts[2:] += 1.0  # each process's experts are loaded in another way
+    found = ranks(2).run(gate_in_ddp, gate, options, parts)
+    layer = trained_layer(gate, options, 8)
+    # the step's choices so far are those of both processes
+    for pair in zip(*parts.chunk(2), strict=True):
+        outs = layer(torch.cat(pair))
+        loss_of(layer, outs).backward()
+    layer.after_step()
+    expected = after_step(layer)
+    for one in found:
+        assert one.keys() == expected.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_ddp_refuses_experts_that_are_spread(ranks: Callable[[int], RankPool]) -> None:
+    for text in ranks(2).run(spread_layer_in_ddp, "world"):
+        assert "they hold different experts of this layer: train without the wrapper" in text
+    assert ranks(2).run(spread_layer_in_ddp, "alone") == ["", ""], "copies may be kept equal"
 
 
 class Narrated:

@@ -5,7 +5,14 @@ import re
 import pytest
 import torch
 
-from moe_runtime.routing import Capacity, Routing, RoutingContext, gate_options, make_gate
+from moe_runtime.routing import (
+    Capacity,
+    Routing,
+    RoutingContext,
+    SigmoidTopK,
+    gate_options,
+    make_gate,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +26,9 @@ from moe_runtime.routing import Capacity, Routing, RoutingContext, gate_options,
         (("softmax_tpok", 8, 4, 2), {}, "did you mean 'softmax_topk'"),
         (("softmax_topk", 8, 4, 2), {"renormalise": True}, "did you mean 'renormalize'"),
         (("softmax_topk", 8, 4, 2), {"softmax": "inside"}, "softmax must be 'before' or 'after'"),
+        (("softmax_topk", 8, 4, 1), {"softmax": "after"}, 'softmax="after" gives the one choice'),
+        (("sigmoid_topk", 8, 4, 1), {"renormalize": True}, "renormalize=True gives the one choice"),
+        (("sam", 8, 4, 1), {"renormalize": True}, "renormalize=True gives the one choice"),
         (("switch", 8, 4, 2), {}, "Switch routes with top_k=1, got 2"),
         (("switch", 8, 4, 1), {"jitter": 1.5}, "jitter must be in [0, 1)"),
         (("gshard", 8, 4, 1), {}, "GShard routes with top_k=2, got 1"),
@@ -41,24 +51,35 @@ from moe_runtime.routing import Capacity, Routing, RoutingContext, gate_options,
         (("cosine_topk", 8, 4, 1), {"temperature": 0.0}, "temperature must be positive"),
         (("softmax_topk", 8, 4, 2), {"top_k": 1}, "gate 'softmax_topk' has no option 'top_k'"),
         (("hash", 8, 4, 1), {}, "gate 'hash' needs the option 'vocab_size'"),
-        (("hash", 8, 4, 1), {"vocab_size": True}, "option 'vocab_size' of gate 'hash' must be"),
+        (("hash", 8, 4, 1), {"vocab_size": True}, "option 'vocab_size' of gate Hash must be"),
         (
             ("hash", 8, 4, 1),
             {"vocab_size": 2, "frequencies": ["x", "y"]},
             "gate 'hash' cannot be made with the options {",
         ),
-        (("moepp", 8, 4, 2), {"zero_experts": "x"}, "option 'zero_experts' of gate 'moepp' must"),
+        (
+            ("moepp", 8, 4, 2),
+            {"zero_experts": "x"},
+            "option 'zero_experts' of gate MoEPlusPlus must",
+        ),
         (
             ("sigmoid_topk", 8, 4, 2),
             {"bias_update_rate": "x"},
-            "option 'bias_update_rate' of gate 'sigmoid_topk' must be a number, got 'x'",
+            "option 'bias_update_rate' of gate SigmoidTopK must be a number, got 'x'",
         ),
-        (("expert_choice", 8, 4, 1), {"max_experts_per_token": 1.5}, "gate 'expert_choice' must"),
+        (("expert_choice", 8, 4, 1), {"max_experts_per_token": 1.5}, "of gate ExpertChoice must"),
     ],
 )
 def test_sizes_and_names(arguments: tuple, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make_gate(*arguments, **options)
+
+
+def test_gates_refuse_options_by_themselves() -> None:
+    with pytest.raises(ValueError, match="option 'scale' of gate SigmoidTopK must be a number"):
+        SigmoidTopK(8, 4, 2, scale="2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="capacity_factor must be positive and finite"):
+        Capacity("1")  # type: ignore[arg-type]
 
 
 def test_batches_that_do_not_fit() -> None:

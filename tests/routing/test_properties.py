@@ -342,7 +342,7 @@ def test_bias_moves_against_the_load_and_balances() -> None:
     gate = make_gate("sigmoid_topk", D, 8, 2, bias_update_rate=1e-2, loss_weights={})
     x = rows(400) + 1.0  # a common direction: some experts are everybody's favourites
     gate(x)
-    counts = gate.load_E.clone()
+    counts = gate.load_E.float()
     gate.after_step()
     step = 1e-2 * torch.sign(counts.mean() - counts)
     torch.testing.assert_close(gate.expert_bias, step - step.mean())

@@ -1,11 +1,14 @@
 """From files to batches: what is read, how it is divided, in which order it comes."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece_tokenizer import sentencepiece_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.file_names import partial_name
@@ -132,6 +135,49 @@ def test_encoding_is_kept_and_follows_text_and_tokenizer(tmp_path: Path) -> None
         name="all",
     )
     assert other.fingerprint != streams.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("template", "adds_end"),
+    [("<s> $A", False), ("<s> $A </s>", True), ("$A </s>", True), ("$A", False)],
+)
+def test_documents_begin_and_end_as_the_tokenizer_has_it(
+    tmp_path: Path, template: str, adds_end: bool
+) -> None:
+    """Against the tokenizer's own ids; what earlier versions kept without marks is not read."""
+    tokenizer = sentencepiece_tokenizer()
+    corpus = Corpus(("Once upon a time", "there was"), ("a time",))
+    marks = [("<s>", 1), ("</s>", 2)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template, pair=f"{template} $B", special_tokens=marks
+    )
+    found = encode_corpus(corpus, tokenizer, cache=tmp_path, name="all")
+    end = [] if adds_end else [tokenizer.eos_token_id]
+    expected = [token for text in corpus.training for token in [*tokenizer(text).input_ids, *end]]
+    assert found.training.tolist() == expected
+    assert found.held_out.tolist() == [*tokenizer("a time").input_ids, *end]
+    backend = tokenizer.backend_tokenizer.to_str()
+    earlier = f"{corpus.fingerprint}{backend}{tokenizer.eos_token_id}".encode()
+    is_same = found.fingerprint == hashlib.sha256(earlier).hexdigest()[:16]
+    assert is_same == (template == "$A")
+
+
+def test_a_mark_of_byte_order_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone two" * 2)
+    found = corpus_of(tmp_path, SourceConfig(files=("a.txt",)), data_config(0.0))
+    assert found.training == ("one two\ufeffone two",), "only that of the file is taken off"
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".ndjson", ".csv", ".TSV"])
+def test_records_are_not_trained_on_as_text(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / f"b{suffix}").write_text('{"text": "once"}')
+    for source in (
+        SourceConfig(files=("*",)),
+        SourceConfig(files=("a.txt",), held_out_files=(f"b{suffix}",)),
+    ):
+        with pytest.raises(ValueError, match=rf"source 'all': .*b{suffix} holds records, and"):
+            corpus_of(tmp_path, source)
 
 
 def test_bad_tokenizers_are_explained(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """Every gate can be named in a configuration, and a model with it learns."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from training_runs import write_run
+from training_runs import train, write_run
 
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
-from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.models.lm.model import LanguageModel, Losses
 from moe_runtime.routing import GATES, ZeroExpertCounts
 from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.loop import Trainer
+from moe_runtime.training.metrics import StepRecord
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.run_config import OptimizerConfig, TrainConfig
 
@@ -93,6 +96,45 @@ def test_the_selection_bias_moves_against_the_load() -> None:
     bias = model.get_buffer("blocks.0.feed_forward.gate.expert_bias")
     expected = 0.01 * torch.sign(counts.mean() - counts)
     assert torch.allclose(bias, expected - expected.mean(), atol=1e-7)
+
+
+@pytest.mark.parametrize("memory", [None, "64MiB"], ids=["in memory", "offloaded"])
+@pytest.mark.parametrize("gate", ["sigmoid_topk", "dense_to_sparse"])
+def test_a_skipped_step_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str, memory: str | None
+) -> None:
+    """Gradients of the second step are infinite; the third finds what the first left."""
+    options = "{ bias_update_rate = 0.01 }" if gate == "sigmoid_topk" else "{}"
+    settings = [f"model.moe.gate={gate}", f"model.moe.gate_options={options}", "run.steps=3"]
+    if memory is not None:
+        settings.append(f"run.host_memory={memory}")
+    take, before = Trainer._take_step, LanguageModel.losses
+    states: list[dict[str, torch.Tensor]] = []
+    skipped: list[bool] = []
+
+    def losses(model: LanguageModel, *batch: torch.Tensor) -> Losses:
+        found = before(model, *batch)
+        factor = torch.inf if len(states) == 1 else 1.0
+        return dataclasses.replace(found, cross_entropy=found.cross_entropy * factor)
+
+    def taken(trainer: Trainer) -> StepRecord:
+        record = take(trainer)
+        model = trainer._run.model
+        assert isinstance(model, LanguageModel)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        states.append({name: t.detach().clone() for name, t in tensors if not t.is_meta})
+        skipped.append(record.is_skipped)
+        return record
+
+    monkeypatch.setattr(LanguageModel, "losses", losses)
+    monkeypatch.setattr(Trainer, "_take_step", taken)
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert train(write_run(tmp_path), *words) == 0
+    assert skipped == [False, True, False]
+    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
+    moved = {name for name, value in states[1].items() if not torch.equal(states[2][name], value)}
+    own = "num_steps" if gate == "dense_to_sparse" else "expert_bias"
+    assert {f"blocks.{n}.feed_forward.gate.{own}" for n in range(2)} <= moved
 
 
 def test_gate_and_options_come_from_the_file(tmp_path: Path) -> None:

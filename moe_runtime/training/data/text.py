@@ -14,6 +14,8 @@ from moe_runtime.training.run_config import DataConfig, SourceConfig
 _MIN_DOCUMENTS_TO_DIVIDE = 20
 # Texts are held in memory whole.
 _MAX_FILE_BYTES = 4 << 30
+# Of files of records: as text, a model would learn their braces, quotes and field names.
+_RECORDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path)
         folder: what relative paths start from.
 
     Raises:
-        ValueError: a pattern matches nothing, a file is not UTF-8 text, or there is no text.
+        ValueError: a pattern matches nothing or files of records, a file is not UTF-8 text, or
+            there is no text.
         OSError: a file cannot be read.
     """
     separator = data.document_separator
@@ -80,7 +83,7 @@ def text_files(data: DataConfig, folder: Path) -> list[Path]:
     """All files of all sources, `folder` being what relative paths start from.
 
     Raises:
-        ValueError: a pattern matches nothing.
+        ValueError: a pattern matches nothing, or files of records.
     """
     return [
         file
@@ -90,7 +93,11 @@ def text_files(data: DataConfig, folder: Path) -> list[Path]:
 
 
 def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
-    """The files of all patterns, each once, in the order of their paths."""
+    """The files of all patterns, each once, in the order of their paths.
+
+    Raises:
+        ValueError: a pattern matches nothing, or files of records.
+    """
     found: set[Path] = set()
     for pattern in patterns:
         matches = glob.glob(str(Path(at_home(pattern))), root_dir=folder, recursive=True)
@@ -100,6 +107,13 @@ def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
                 f"source {name!r}: no file matches {str(folder / pattern)!r}; make the text first "
                 "(a configuration file may say how at its head), or name another one"
             )
+        for file in files:
+            if file.suffix.lower() in _RECORDS:
+                raise ValueError(
+                    f"source {name!r}: {file} holds records, and files are trained on as plain "
+                    "text; write the text of each record to a text file, and give its "
+                    "data.document_separator"
+                )
         found.update(files)
     return sorted(found)
 
@@ -110,7 +124,7 @@ def _documents(
     """Name and text of every document that is not blank."""
     for path in paths:
         try:
-            text = decode_text(read_bounded(path, max_bytes=_MAX_FILE_BYTES))
+            text = decode_text(read_bounded(path, max_bytes=_MAX_FILE_BYTES), "utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{path}: not UTF-8 text (byte {error.start}: {error.reason}); convert the file or "

@@ -147,9 +147,14 @@ def encode_corpus(
 
 
 def encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Ids:
-    """All documents as one stream, each followed by the end-of-text token."""
+    """All documents as one stream, each followed by the end-of-text token.
+
+    A document has the tokens that the tokenizer puts around a text by itself, such as the one that
+    begins it (BOS).
+    """
     encoder: Any = tokenizer
-    end = encoder.eos_token_id
+    added = _added_tokens(tokenizer)
+    end = [] if added[-1:] == [encoder.eos_token_id] else [encoder.eos_token_id]
     dtype = np.uint16 if len(encoder) <= 1 << 16 else np.uint32
     pieces: list[npt.NDArray[Any]] = []
     remaining = list(documents)
@@ -157,12 +162,27 @@ def encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Id
         batch = remaining[start : start + _BATCH]
         # verbose: a document longer than the context is no reason for a warning, it gets cut.
         with blamed_on("the tokenizer cannot encode the text", ValueError):
-            encoded = encoder(batch, add_special_tokens=False, verbose=False)["input_ids"]
+            encoded = encoder(batch, verbose=False)["input_ids"]
         for ids in encoded:
-            pieces.append(np.array([*ids, end], dtype=dtype))
+            pieces.append(np.array([*ids, *end], dtype=dtype))
     return np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype)
 
 
+def _added_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int | None]:
+    """What a tokenizer puts around a text: the tokens before it, None, the tokens after it."""
+    encoder: Any = tokenizer
+    found = encoder.backend_tokenizer.encode("a")
+    pairs = list(zip(found.ids, found.special_tokens_mask, strict=True))
+    own = [number for number, (_, is_added) in enumerate(pairs) if not is_added]
+    if not own:
+        return [None]
+    before, after = pairs[: own[0]], pairs[own[-1] + 1 :]
+    return [*(token for token, _ in before), None, *(token for token, _ in after)]
+
+
 def _tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> bytes:
+    """What ids depend on; where nothing is put around a text, as before anything could be."""
     backend: Any = tokenizer
-    return f"{backend.backend_tokenizer.to_str()}{backend.eos_token_id}".encode()
+    added = _added_tokens(tokenizer)
+    around = "" if added == [None] else f"{added}"
+    return f"{backend.backend_tokenizer.to_str()}{backend.eos_token_id}{around}".encode()

@@ -126,3 +126,17 @@ FORMULAS = [
         options={"zero_experts": ZeroExpertCounts(constant=3, copy=2, zero=1)},
     ),
 ]
+# One choice keeps its probability, so that the gate learns from the task.
+FORMULAS += [
+    GateCase(f"{gate}-top1", gate, formula, top_k=1, options=options)
+    for gate, formula, options in (
+        ("softmax_topk", softmax_before(False), {}),
+        ("sigmoid_topk", sigmoid, {}),
+        ("group_limited_topk", deepseek, {"num_expert_groups": 3, "num_limited_groups": 2}),
+        ("cosine_topk", cosine, {"projection_size": 8}),
+        ("noisy_topk", noisy, {}),
+        ("sam", sam, {"num_expert_groups": 3}),
+        ("moepp", moepp, {}),
+        ("round_robin", in_turn(False), {}),
+    )
+]

@@ -53,6 +53,12 @@ def place(rows: list[dict[int, Tensor]], num_experts: int, like: Tensor) -> Tens
     )
 
 
+def shares(scores: Tensor, chosen: list[int]) -> dict[int, Tensor]:
+    """The chosen scores divided by their sum; a single one as it is."""
+    total = sum(scores[e] for e in chosen) if len(chosen) > 1 else 1.0
+    return {e: scores[e] / total for e in chosen}
+
+
 def softmax_before(renormalize: bool, scale: float = 1.0) -> Formula:
     def formula(layer: MoELayer, x: Tensor) -> Tensor:
         rows = []
@@ -80,8 +86,7 @@ def sigmoid(layer: MoELayer, x: Tensor) -> Tensor:
     for row in linear_scores(layer, x):
         scores = 1 / (1 + (-row).exp())
         chosen = best(scores, layer.gate.top_k)
-        total = sum(scores[e] for e in chosen)
-        rows.append({e: scores[e] / total for e in chosen})
+        rows.append(shares(scores, chosen))
     return place(rows, layer.gate.num_experts, x)
 
 
@@ -98,8 +103,7 @@ def deepseek(layer: MoELayer, x: Tensor) -> Tensor:
         allowed = [e for g in kept for e in range(g * size, (g + 1) * size)]
         values = scores.tolist()
         chosen = sorted(allowed, key=lambda e: -values[e])[: gate.top_k]
-        total = sum(scores[e] for e in chosen)
-        rows.append({e: gate.scale * scores[e] / total for e in chosen})
+        rows.append({e: gate.scale * share for e, share in shares(scores, chosen).items()})
     return place(rows, gate.num_experts, x)
 
 
@@ -113,8 +117,7 @@ def cosine(layer: MoELayer, x: Tensor) -> Tensor:
         ]
         probs = softmax(torch.stack(angles) * gate.log_scale.exp())
         chosen = best(probs, gate.top_k)
-        total = sum(probs[e] for e in chosen)
-        rows.append({e: probs[e] / total for e in chosen})
+        rows.append(shares(probs, chosen))
     return place(rows, gate.num_experts, x)
 
 
@@ -127,9 +130,7 @@ def noisy(layer: MoELayer, x: Tensor) -> Tensor:
         scores = scores + noise * sigma
     rows = []
     for row in scores:
-        chosen = best(row, gate.top_k)
-        total = sum(row[e].exp() for e in chosen)
-        rows.append({e: row[e].exp() / total for e in chosen})
+        rows.append(shares(softmax(row), best(row, gate.top_k)))
     return place(rows, gate.num_experts, x)
 
 
@@ -190,8 +191,7 @@ def sam(layer: MoELayer, x: Tensor) -> Tensor:
         scores = torch.stack([g.sum() if gate.group_score == "sum" else g.max() for g in groups])
         group = best(scores, 1)[0]
         chosen = [group * size + e for e in best(groups[group], gate.top_k)]
-        total = sum(probs[e] for e in chosen)
-        rows.append({e: probs[e] / total for e in chosen})
+        rows.append(shares(probs, chosen))
     return place(rows, gate.num_experts, x)
 
 
@@ -285,7 +285,7 @@ def moepp(layer: MoELayer, x: Tensor) -> Tensor:
     for row in scores:
         probs = softmax(row)
         chosen = [e for e in best(probs, gate.top_k) if e < num_all - gate.zero_experts.zero]
-        total = sum(probs[e] for e in chosen)
+        total = sum(probs[e] for e in chosen) if gate.top_k > 1 else 1.0
         rows.append({e: probs[e] / total for e in chosen})
     return place(rows, num_all, x)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from parallel_layer import Answer, Problem, rank_parameters, rank_routing, run_experts
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.layer import MoELayer
 from moe_runtime.parallel import (
@@ -178,6 +180,58 @@ def grouped_layer(weight: torch.Tensor, **where: Any) -> MoELayer:
     with torch.no_grad():
         layer.gate.get_parameter("weight").copy_(weight)
     return layer
+
+
+def gate_in_ddp(gate: str, options: dict[str, Any], parts: torch.Tensor) -> dict[str, Any]:
+    """A step of a layer in `DistributedDataParallel` without `no_sync`, one part after another.
+
+    Args:
+        gate: Its name.
+        options: Of the gate, and of the layer `losses`.
+        parts: `[P, T, D]`, those of each process one after another.
+
+    Returns:
+        Gradients, which are the mean over the processes, and buffers after the step.
+    """
+    layer = trained_layer(gate, options, parts.shape[-1])
+    wrapper = DistributedDataParallel(layer)
+    for part in parts.chunk(dist.get_world_size())[dist.get_rank()]:
+        loss_of(layer, wrapper(part)).backward()
+    layer.after_step()
+    copy.deepcopy(layer)
+    return after_step(layer)
+
+
+def trained_layer(gate: str, options: dict[str, Any], hidden_size: int) -> MoELayer:
+    torch.manual_seed(0)
+    top_k = 1 if gate == "rl_r" else 2
+    losses = {"global_balance": 1.0}
+    return MoELayer(hidden_size, 6, 4, top_k, gate=gate, gate_options=options, loss_weights=losses)
+
+
+def loss_of(layer: MoELayer, out: torch.Tensor) -> torch.Tensor:
+    assert layer.aux is not None
+    return out.square().mean() + layer.aux.loss
+
+
+def after_step(layer: MoELayer) -> dict[str, Any]:
+    gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return {**gradients, **dict(layer.named_buffers())}
+
+
+def spread_layer_in_ddp(group: str) -> str:
+    """What is said of a layer with experts over all processes in `DistributedDataParallel`."""
+    world = dist.group.WORLD
+    assert world is not None
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    assert isinstance(alone, dist.ProcessGroup)
+    layer = MoELayer(8, 6, 4, 2, group=world if group == "world" else alone)
+    wrapper = DistributedDataParallel(layer)
+    try:
+        wrapper(torch.randn(5, 8))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def gshard_gate(weight: torch.Tensor, num_groups: int) -> Gate:
