@@ -21,6 +21,7 @@ from moe_runtime.checkpoints.gguf.architectures import (
 )
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor, read_header
 from moe_runtime.checkpoints.gguf.model_settings import settings_of
+from moe_runtime.checkpoints.gguf.tokenizer import make_tokenizer, read_vocabulary
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.settings_check import check_config, check_layers
@@ -150,22 +151,31 @@ def load_tokenizer(file: Path) -> Any:
     """Makes the tokenizer that a file describes.
 
     Raises:
-        CheckpointError: it describes none, or one that transformers cannot make.
+        CheckpointError: it describes none, or one that contradicts itself.
+        UnsupportedModelError: nothing here makes tokenizers of this kind.
     """
-    from transformers import PreTrainedTokenizerFast
-
-    metadata = _read_parts(file).metadata
-    if not metadata.get("tokenizer.ggml.tokens"):
-        raise CheckpointError(f"{one_line(str(file))}: has no tokenizer.ggml.tokens")
-    with blamed_on(f"{one_line(str(file))}: its tokenizer cannot be made"):
-        return PreTrainedTokenizerFast.from_pretrained(
-            str(file.parent), gguf_file=file.name, local_files_only=True
-        )
+    return make_tokenizer(*_vocabulary_of(file), file)
 
 
-def _read_parts(file: Path) -> GgufHeader:
+def end_ids(file: Path) -> frozenset[int]:
+    """The tokens with which the model of a file ends a text.
+
+    Raises:
+        CheckpointError: its vocabulary cannot be read.
+    """
+    return read_vocabulary(*_vocabulary_of(file), file).ends
+
+
+def _vocabulary_of(file: Path) -> tuple[dict[str, Any], int]:
+    """Metadata with their texts, and how many tokens the model has embeddings of."""
+    header = _read_parts(file, with_texts=True)
+    tables = (each.shape[0] for each in header.tensors if each.name == "token_embd.weight")
+    return header.metadata, next(tables, 0)
+
+
+def _read_parts(file: Path, *, with_texts: bool = False) -> GgufHeader:
     """The header of a file, with the tensors of those that it was split into."""
-    header = read_header(file)
+    header = read_header(file, with_texts=with_texts)
     count = header.metadata.get("split.count", 1)
     if type(count) is not int or count < 2:
         return header
