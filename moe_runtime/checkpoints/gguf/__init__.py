@@ -30,7 +30,7 @@ from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.kernels.quantized import BlockName, WeightFormat
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import GenerationConfig, PreTrainedConfig
 
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
 _BLOCKS: dict[int, BlockName] = {
@@ -157,13 +157,25 @@ def load_tokenizer(file: Path) -> Any:
     return make_tokenizer(*_vocabulary_of(file), file)
 
 
-def end_ids(file: Path) -> frozenset[int]:
-    """The tokens with which the model of a file ends a text.
+def generation_settings(file: Path) -> GenerationConfig | None:
+    """The tokens that begin, end and fill texts of a file's model; None without a vocabulary.
 
     Raises:
-        CheckpointError: its vocabulary cannot be read.
+        CheckpointError: its vocabulary contradicts itself.
     """
-    return read_vocabulary(*_vocabulary_of(file), file).ends
+    from transformers import GenerationConfig
+
+    metadata, num_rows = _vocabulary_of(file)
+    if "tokenizer.ggml.tokens" not in metadata:
+        return None
+    vocabulary = read_vocabulary(metadata, num_rows, file)
+    named = vocabulary.named
+    first = named.get("eos")
+    return GenerationConfig(
+        bos_token_id=named.get("bos"),
+        eos_token_id=sorted(vocabulary.ends, key=lambda end: (end != first, end)) or None,
+        pad_token_id=named.get("padding"),
+    )
 
 
 def _vocabulary_of(file: Path) -> tuple[dict[str, Any], int]:

@@ -22,6 +22,10 @@ _NORMAL, _UNKNOWN, _CONTROL, _ADDED = 1, 2, 3, 4
 _NAMED = (_UNKNOWN, _CONTROL, _ADDED)
 """Types of tokens, of `tokenizer.ggml.token_type`; those of unused tokens and bytes matter not."""
 _SPACE = "\u2581"
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Names of tokens in transformers, and in files."""
+_ALWAYS_BOS = frozenset({"gemma4", "granite-embed-multi-311m"})
+"""Splits of models that need BOS, whatever the file says."""
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 """Where a file with a vocabulary of sentencepiece does not say."""
 _NAMED_ENDS = {
@@ -29,7 +33,7 @@ _NAMED_ENDS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Tokens that end a text and that the metadata may name; otherwise the first of these texts does."""
+"""Tokens that end a text: those of the metadata, or else the first of these that is there."""
 _ENDS = frozenset(
     {
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
@@ -84,18 +88,11 @@ def read_vocabulary(metadata: Mapping[str, Any], num_rows: int, file: Path) -> T
     kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
     if not _are_numbers(kinds, len(tokens), int):
         refuse(file, f"tokenizer.ggml.token_type of {len(tokens)} tokens", clipped(kinds))
-    named = _SENTENCEPIECE_IDS if metadata.get("tokenizer.ggml.model") == "llama" else {}
-    named = {
-        **named,
-        **{
-            role: number
-            for key, number in metadata.items()
-            if (role := key.removeprefix("tokenizer.ggml.").removesuffix("_token_id")) != key
-            and key.endswith("_token_id")
-            and type(number) is int
-        },
-    }
-    named = {role: number for role, number in named.items() if 0 <= number < len(tokens)}
+    named = dict(_SENTENCEPIECE_IDS) if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    for key, number in metadata.items():
+        is_token = key.startswith("tokenizer.ggml.") and key.endswith("_token_id")
+        if is_token and type(number) is int and 0 <= number < len(tokens):
+            named[key.removeprefix("tokenizer.ggml.").removesuffix("_token_id")] = number
     return _with_ends(tokens, ids, [*kinds[: len(tokens)]], named)
 
 
@@ -138,69 +135,75 @@ def make_tokenizer(metadata: Mapping[str, Any], num_rows: int, file: Path) -> An
         CheckpointError: the file describes no tokenizer, or one that contradicts itself.
         UnsupportedModelError: nothing here makes tokenizers of this kind.
     """
-    from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerFast
-
     vocabulary = read_vocabulary(metadata, num_rows, file)
-    model, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if model == "gemma4":
-        split = "gemma4"
+    model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model not in ("llama", "gpt2", "gemma4"):
         raise UnsupportedModelError(
             f"{one_line(str(file))}: expected tokenizer.ggml.model llama, gpt2 or gemma4, found "
-            f"{clipped(model)}, of which nothing here makes tokenizers"
+            f"{clipped(model)}; no tokenizer is made of it here"
         )
-    if model != "llama" and split is None:
-        refuse(file, "tokenizer.ggml.pre, which says how text is split", "none; convert it again")
-    if model != "llama" and split not in WORD_SPLITS:
-        raise UnsupportedModelError(
-            f"{one_line(str(file))}: tokenizer.ggml.pre is {clipped(split)}, a way to split text "
-            f"that is not known here; {nearest(str(split), WORD_SPLITS)}"
+    if model == "llama":
+        made, adds_bos = _sentencepiece(metadata, vocabulary, file), True
+    else:
+        name = "gemma4" if model == "gemma4" else name
+        if name is None:
+            refuse(file, "tokenizer.ggml.pre, which says how text is split", "none")
+        if name not in WORD_SPLITS:
+            raise UnsupportedModelError(
+                f"{one_line(str(file))}: tokenizer.ggml.pre is {clipped(name)}, a way to split "
+                f"text that is not known here; {nearest(str(name), WORD_SPLITS)}"
+            )
+        split = WORD_SPLITS[name]
+        made, adds_bos = _byte_pairs(metadata, vocabulary, split, file), split.adds_bos
+    adds = {
+        end: metadata.get(f"tokenizer.ggml.add_{end}_token", usual)
+        for end, usual in (("bos", adds_bos), ("eos", False))
+    }
+    if model != "llama" and name in _ALWAYS_BOS:
+        adds["bos"] = True
+    for end, is_added in adds.items():
+        if is_added and end not in vocabulary.named:
+            refuse(file, f"{end}_token_id, as {end.upper()} is added to texts", "none")
+    return _wrapped(made, metadata, vocabulary, adds, file)
+
+
+def _wrapped(
+    made: Any,
+    metadata: Mapping[str, Any],
+    vocabulary: TextVocabulary,
+    adds: Mapping[str, bool],
+    file: Path,
+) -> Any:
+    """A tokenizer as transformers has it, with the tokens that a text may name."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    title = str(metadata.get("general.name", "")).lower()
+    takes_spaces = "phi-3" in title or "phi3" in title
+    named = [
+        AddedToken(
+            text,
+            special=kind != _ADDED,
+            normalized=False,
+            rstrip=takes_spaces and text not in ("<unk>", "<s>", "<|endoftext|>"),
         )
+        for text, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+        if kind in _NAMED
+    ]
+    template = metadata.get("tokenizer.chat_template")
+    roles = {
+        f"{role}_token": vocabulary.tokens[vocabulary.named[key]]
+        for role, key in _ROLES.items()
+        if key in vocabulary.named
+    }
     with blamed_on(f"{one_line(str(file))}: its tokenizer cannot be made"):
-        if model == "llama":
-            adds = {"bos": True}
-            made = _sentencepiece(metadata, vocabulary, file)
-        else:
-            adds = {"bos": WORD_SPLITS[split].adds_bos}
-            made = _byte_pairs(metadata, vocabulary, WORD_SPLITS[split], file)
-        name = str(metadata.get("general.name", "")).lower()
-        takes_spaces = "phi-3" in name or "phi3" in name
-        made.add_tokens(
-            [
-                AddedToken(
-                    text,
-                    special=kind != _ADDED,
-                    normalized=False,
-                    rstrip=takes_spaces and text not in ("<unk>", "<s>", "<|endoftext|>"),
-                )
-                for text, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
-                if kind in _NAMED
-            ]
-        )
-        for end in ("bos", "eos"):
-            adds[end] = metadata.get(f"tokenizer.ggml.add_{end}_token", adds.get(end, False))
-        if split in ("gemma4", "granite-embed-multi-311m") and model != "llama":
-            adds["bos"] = True  # whatever the file says: the model was not trained without
-        for end, is_added in adds.items():
-            if is_added and end not in vocabulary.named:
-                refuse(file, f"{end}_token_id, as {end.upper()} is added to texts", "none")
-        roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-        template = metadata.get("tokenizer.chat_template")
+        made.add_tokens(named)
         return PreTrainedTokenizerFast(
             tokenizer_object=made,
-            **{
-                f"{role}_token": vocabulary.tokens[vocabulary.named[name]]
-                for role, name in roles.items()
-                if name in vocabulary.named
-            },
-            extra_special_tokens=[
-                text
-                for text, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
-                if kind == _CONTROL
-            ],
-            add_bos_token=adds["bos"],
-            add_eos_token=adds["eos"],
+            **roles,
+            extra_special_tokens=[each.content for each in named if each.special],
+            add_bos_token=bool(adds["bos"]),
+            add_eos_token=bool(adds["eos"]),
             clean_up_tokenization_spaces=False,
             chat_template=template if isinstance(template, str) else None,
         )
@@ -242,7 +245,8 @@ def _merges(
         refuse(file, "tokenizer.ggml.merges, pairs of tokens", "none")
     merges: dict[tuple[str, str], None] = {}
     for line in lines:
-        cut = line.find(" ", 1)
+        if (cut := line.find(" ", 1)) < 0:
+            continue
         left, right = line[:cut], line[cut + 1 :]
         if left in ids and right in ids and left + right in ids:
             merges[left, right] = None
@@ -263,17 +267,21 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: TextVocabulary, file
     if not _are_numbers(scores, len(tokens), int, float):
         refuse(file, f"tokenizer.ggml.scores of {len(tokens)} tokens", clipped(scores))
     merges: list[tuple[str, str]] = []
-    by_score: dict[float, str] = {}
-    for number in sorted(range(len(tokens)), key=lambda number: -scores[number]):
+    ends: dict[tuple[float, str], str] = {}
+    by_score = sorted(range(len(tokens)), key=lambda number: -scores[number])
+    for number in by_score:
         text = tokens[number]
         ways = [(text[:cut], text[cut:]) for cut in range(len(text) - 1, 0, -1)]
         ways = [way for way in ways if way[0] in ids and way[1] in ids]
         merges += ways
-        is_named = vocabulary.kinds[number] in _NAMED and _SPACE not in text
-        if not ways or is_named:
-            continue  # text is split at these before
-        if (other := by_score.setdefault(scores[number], text)) != text:
-            refuse(file, "tokens of different scores", f"one for {clipped([other, text])}")
+        if vocabulary.kinds[number] not in _NAMED:  # text is split at the others before
+            ends |= {(scores[number], right): text for _, right in ways}
+    for left, right in merges:
+        text = left + right
+        other = ends.get((scores[ids[text]], left), text)
+        if other != text and vocabulary.kinds[ids[text]] not in _NAMED:
+            found = f"one for {clipped([other, text])}, so that a text decides which is made"
+            refuse(file, "tokens of different scores", found)
     unknown = vocabulary.named.get("unknown")
     made = Tokenizer(
         models.BPE(

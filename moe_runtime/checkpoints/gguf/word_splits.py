@@ -89,8 +89,8 @@ _LINE_OR_LINES = r"[^\n]+|\n+"
 
 _BY_NAMES: dict[str, WordSplit] = {
     "default": WordSplit((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert mpt olmo "
-    "jais exaone4 trillion granite-docling jina-v1-en jina-v2-code roberta-bpe": WordSplit(
+    "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert mpt "
+    "olmo jais exaone4 trillion granite-docling jina-v1-en jina-v2-code roberta-bpe": WordSplit(
         (_GPT2,)
     ),
     "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": WordSplit(

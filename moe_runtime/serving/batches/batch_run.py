@@ -160,7 +160,7 @@ def _read(text: str, settings: BatchSettings) -> Batch:
     limits = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed}
     check_options(settings.max_new_tokens, settings.temperature, settings.top_p, settings.seed)
     folder = find_checkpoint(settings.model, weights=False)
-    config = None if folder.is_file() else read_generation_config(folder)
+    config = read_generation_config(folder)
     penalty = getattr(config, "repetition_penalty", None) or 1.0
     sampling = SamplingOptions(**limits, repetition_penalty=penalty)
     lines = read_lines(
@@ -204,7 +204,7 @@ def _answer(
     on_done: Callable[[BatchOutcome], None],
 ) -> None:
     jobs = batch.jobs
-    batch.end_ids = frozenset(end_token_ids(loaded))
+    batch.end_ids = frozenset(end_token_ids(loaded, batch.tokenizer))
 
     def take(number: int, answer: Answer) -> None:
         answers.add(batch.record(jobs[number], answer))

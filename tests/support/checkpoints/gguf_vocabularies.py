@@ -1,7 +1,7 @@
-"""Vocabularies as GGUF files describe them, strings of many kinds, and what llama.cpp makes of them.
+"""Vocabularies as GGUF files describe them, strings of many kinds, and llama.cpp's tokens.
 
-`python -P tests/support/checkpoints/gguf_vocabularies.py` writes digests of llama.cpp's tokens anew,
-by llama-cpp-python, into `tests/checkpoints/data/gguf_tokens.json`.
+`python -P tests/support/checkpoints/gguf_vocabularies.py` writes digests of what
+llama-cpp-python makes of them into `tests/checkpoints/data/gguf_tokens.json`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,134 @@ from moe_runtime.checkpoints.gguf.word_splits import WORD_SPLITS
 
 GOLDEN = Path(__file__).parents[2] / "checkpoints" / "data" / "gguf_tokens.json"
 _SPACE = "\u2581"
-_WORDS = (
-    "the quick brown fox jumps over lazy dogs don't I'm WE'RE they'll he'd it's I'VE y’all isn't "
-    "HelloWorld getElementById snake_case_name HTTPServer ABCdef McDonald iPhone ÉCOLE Éa éA straße "
-    "Ünïcödé naïve Привет МОСКВА москва Ελλάδα ΑΘΗΝΑ ǅungla ʰʷ 𝒜𝓑𝒸 ﬁne Ⅷ ½ ² ³ 10² ªº "
-    "中文字符 漢字かな交じり カタカナ ひらがな 〇々 한국어 ㄱㄴㄷ ㄅㄆㄇ ไทยภาษา ภาษาไทย हिन्दी नमस्ते বাংলা தமிழ் "
-    "العربية مُحَمَّد שָׁלוֹם cafe\u0301 e\u0301\u0323 Z\u0351\u036b ភាសាខ្មែរ မြန်မာ ꦧꦱ ꩡ ｶﾅ ⼀⼁ 豈更 ｱ"
-).split()
+_WORDS = """
+the quick brown fox jumps over lazy dogs don't I'm WE'RE they'll he'd it's I'VE y’all isn't
+HelloWorld getElementById snake_case_name HTTPServer ABCdef McDonald iPhone ÉCOLE Éa éA straße
+Ünïcödé naïve Привет МОСКВА москва Ελλάδα ΑΘΗΝΑ ǅungla ʰʷ 𝒜𝓑𝒸 ﬁne Ⅷ ½ ² ³ 10² ªº
+中文字符 漢字かな交じり カタカナ ひらがな 〇々 한국어 ㄱㄴㄷ ㄅㄆㄇ ไทยภาษา ภาษาไทย
+हिन्दी नमस्ते বাংলা தமிழ் العربية مُحَمَّد שָׁלוֹם café ẹ́ Z͑ͫ
+ភាសាខ្មែរ မြန်မာ ꦧꦱ ꩡ ｶﾅ ⼀⼁ 豈更 ｱ
+""".split()  # noqa: SIM905
 _OTHERS = (
-    *("1", "12", "123", "1234", "12345", "1234567", "3.14159", "1,234,567.89", "2024-05-06", "0x1F"),
+    *(
+        "1",
+        "12",
+        "123",
+        "1234",
+        "12345",
+        "1234567",
+        "3.14159",
+        "1,234,567.89",
+        "2024-05-06",
+        "0x1F",
+    ),
     *("٣٤٥", "१२३४", "１２３４", "๑๒๓", "1a2b3c", "x86_64", "①②③"),
-    *(" ", "  ", "   ", "     ", "\t", "\t\t ", " \t", "\n", "\n\n", "\n\n\n", "\r\n", " \n ", "\n  \n"),
-    *("\xa0", "\u3000", "\u2003", "\x85", "\u2028", "\u200b", "\u200d", "\ufeff", "\x0b", "\x1c", "\x7f"),
+    *(
+        " ",
+        "  ",
+        "   ",
+        "     ",
+        "\t",
+        "\t\t ",
+        " \t",
+        "\n",
+        "\n\n",
+        "\n\n\n",
+        "\r\n",
+        " \n ",
+        "\n  \n",
+    ),
+    *(
+        "\xa0",
+        "\u3000",
+        "\u2003",
+        "\x85",
+        "\u2028",
+        "\u200b",
+        "\u200d",
+        "\ufeff",
+        "\x0b",
+        "\x1c",
+        "\x7f",
+    ),
     *("😀", "👩‍👩‍👧‍👦", "👍🏽", "🇩🇪", "❤️", "☃", "∑∫√", "€£¥₹", "→⇒", "™®©", "\ue000", "\U000e0041"),
-    *(".", ",", "!", "?", ";", ":", "...", "…", "—", "–", "“q”", "‘q’", "«q»", "！？。，、", "（）", "「」"),
-    *("'", '"', "`", "``", "#", "$", "%", "&", "*", "+", "-", "/", "\\", "<", "=", ">", "@", "^", "_"),
-    *("|", "~", "{", "}", "[", "]", "(", ")", "++", "=>", "!=", "</", "/*", "*/", "//", "'s", "'T", "'ll"),
-    *("def f(x):\n    return x+1\n", "if (a&&b) { c[i]++; }", '{"key": [1, 2.5, null]}', "https://a.b/c?d=e#f"),
-    *("SELECT * FROM t;", "#include <x>\n", "<sentinel:12>", "IMGIMGABCZ", "'re'VE", "।", "۔", "،", "･", _SPACE),
+    *(
+        ".",
+        ",",
+        "!",
+        "?",
+        ";",
+        ":",
+        "...",
+        "…",
+        "—",
+        "–",
+        "“q”",
+        "‘q’",
+        "«q»",
+        "！？。，、",
+        "（）",
+        "「」",
+    ),
+    *(
+        "'",
+        '"',
+        "`",
+        "``",
+        "#",
+        "$",
+        "%",
+        "&",
+        "*",
+        "+",
+        "-",
+        "/",
+        "\\",
+        "<",
+        "=",
+        ">",
+        "@",
+        "^",
+        "_",
+    ),
+    *(
+        "|",
+        "~",
+        "{",
+        "}",
+        "[",
+        "]",
+        "(",
+        ")",
+        "++",
+        "=>",
+        "!=",
+        "</",
+        "/*",
+        "*/",
+        "//",
+        "'s",
+        "'T",
+        "'ll",
+    ),
+    *(
+        "def f(x):\n    return x+1\n",
+        "if (a&&b) { c[i]++; }",
+        '{"key": [1, 2.5, null]}',
+        "https://a.b/c?d=e#f",
+    ),
+    *(
+        "SELECT * FROM t;",
+        "#include <x>\n",
+        "<sentinel:12>",
+        "IMGIMGABCZ",
+        "'re'VE",
+        "।",
+        "۔",
+        "،",
+        "･",
+        _SPACE,
+    ),
 )
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "[gMASK]")
 ADDED = ("<think>", "</think>", "<|tool|>", "    #")
@@ -76,7 +186,7 @@ def _pieces(is_raw: bool, count: int) -> tuple[tuple[str, ...], tuple[str, ...]]
     """Characters, and parts of the strings that are frequent, each longer than a part by one."""
     alphabet = byte_alphabet()
     found: Counter[str] = Counter()
-    characters = set(chr(code) for code in range(0x21, 0x7F)) if is_raw else set(alphabet)
+    characters = {chr(code) for code in range(0x21, 0x7F)} if is_raw else set(alphabet)
     for text in strings():
         shown = text.replace(" ", _SPACE) if is_raw else "".join(alphabet[b] for b in text.encode())
         characters.update(shown if is_raw else ())
