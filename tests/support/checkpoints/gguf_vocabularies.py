@@ -11,7 +11,7 @@ import json
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,127 +28,25 @@ HelloWorld getElementById snake_case_name HTTPServer ABCdef McDonald iPhone ÉCO
 हिन्दी नमस्ते বাংলা தமிழ் العربية مُحَمَّد שָׁלוֹם café ẹ́ Z͑ͫ
 ភាសាខ្មែរ မြန်မာ ꦧꦱ ꩡ ｶﾅ ⼀⼁ 豈更 ｱ
 """.split()  # noqa: SIM905
-_OTHERS = (
-    *(
-        "1",
-        "12",
-        "123",
-        "1234",
-        "12345",
-        "1234567",
-        "3.14159",
-        "1,234,567.89",
-        "2024-05-06",
-        "0x1F",
-    ),
-    *("٣٤٥", "१२३४", "１２３４", "๑๒๓", "1a2b3c", "x86_64", "①②③"),
-    *(
-        " ",
-        "  ",
-        "   ",
-        "     ",
-        "\t",
-        "\t\t ",
-        " \t",
-        "\n",
-        "\n\n",
-        "\n\n\n",
-        "\r\n",
-        " \n ",
-        "\n  \n",
-    ),
-    *(
-        "\xa0",
-        "\u3000",
-        "\u2003",
-        "\x85",
-        "\u2028",
-        "\u200b",
-        "\u200d",
-        "\ufeff",
-        "\x0b",
-        "\x1c",
-        "\x7f",
-    ),
-    *("😀", "👩‍👩‍👧‍👦", "👍🏽", "🇩🇪", "❤️", "☃", "∑∫√", "€£¥₹", "→⇒", "™®©", "\ue000", "\U000e0041"),
-    *(
-        ".",
-        ",",
-        "!",
-        "?",
-        ";",
-        ":",
-        "...",
-        "…",
-        "—",
-        "–",
-        "“q”",
-        "‘q’",
-        "«q»",
-        "！？。，、",
-        "（）",
-        "「」",
-    ),
-    *(
-        "'",
-        '"',
-        "`",
-        "``",
-        "#",
-        "$",
-        "%",
-        "&",
-        "*",
-        "+",
-        "-",
-        "/",
-        "\\",
-        "<",
-        "=",
-        ">",
-        "@",
-        "^",
-        "_",
-    ),
-    *(
-        "|",
-        "~",
-        "{",
-        "}",
-        "[",
-        "]",
-        "(",
-        ")",
-        "++",
-        "=>",
-        "!=",
-        "</",
-        "/*",
-        "*/",
-        "//",
-        "'s",
-        "'T",
-        "'ll",
-    ),
-    *(
-        "def f(x):\n    return x+1\n",
-        "if (a&&b) { c[i]++; }",
-        '{"key": [1, 2.5, null]}',
-        "https://a.b/c?d=e#f",
-    ),
-    *(
-        "SELECT * FROM t;",
-        "#include <x>\n",
-        "<sentinel:12>",
-        "IMGIMGABCZ",
-        "'re'VE",
-        "।",
-        "۔",
-        "،",
-        "･",
-        _SPACE,
-    ),
+_MARKS = """
+1 12 123 1234 12345 1234567 3.14159 1,234,567.89 2024-05-06 0x1F
+٣٤٥ १२३४ １２３４ ๑๒๓ 1a2b3c x86_64 ①②③
+😀 👩‍👩‍👧‍👦 👍🏽 🇩🇪 ❤️ ☃ ∑∫√ €£¥₹ →⇒ ™®© \ue000 \U000e0041 \u200b \u200d \ufeff \x7f ▁ । ۔ ، ･
+. , ! ? ; : ... … — – “q” ‘q’ «q» ！？。，、 （） 「」
+' " ` `` # $ % & * + - / \\ < = > @ ^ _ | ~ { } [ ] ( )
+++ => != </ /* */ // 's 'T 'll 're'VE <sentinel:12> IMGIMGABCZ https://a.b/c?d=e#f SELECT*FROM
+""".split()  # noqa: SIM905
+_SPACES = (
+    "@ @  @   @     @\t@\t\t @ \t@\n@\n\n@\n\n\n@\r\n@ \n @\n  \n"
+    "@\x0b@\x1c@\xa0@\u3000@\u2003@\x85@\u2028"
 )
+_CODE = (
+    *("def f(x):\n    return x+1\n", "if (a&&b) { c[i]++; }", '{"key": [1, 2.5, null]}'),
+    "#include <x>\n",
+)
+_OTHERS = (*_MARKS, *_SPACES.split("@")[1:], *_CODE)
+NUM_PLAIN = 500
+"""Strings that are also read without regard to control tokens."""
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "[gMASK]")
 ADDED = ("<think>", "</think>", "<|tool|>", "    #")
 UNUSED = ("[PAD1]", "[PAD22]")
@@ -241,16 +139,21 @@ def vocabulary(model: str, split: str | None = None, **others: Any) -> dict[str,
     return {f"tokenizer.ggml.{key}": value for key, value in (made | others).items()}
 
 
-def kinds() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every way to split text, once, and other things that a file may say."""
-    first: dict[Any, str] = {}
-    for name, split in WORD_SPLITS.items():
-        if first.setdefault(split, name) == name:
-            yield name, vocabulary("gpt2", name)
-    yield "gemma4-model", vocabulary("gemma4")
-    yield "llama", vocabulary("llama")
-    yield "llama-without-prefix", vocabulary("llama", add_space_prefix=False, add_eos_token=True)
-    yield "qwen2-with-bos", vocabulary("gpt2", "qwen2", add_bos_token=True)
+def kinds() -> dict[str, dict[str, Any]]:
+    """What is given to `vocabulary`: every way to split text, once, and what else files say."""
+    first = {split: name for name, split in reversed(WORD_SPLITS.items())}
+    found: dict[str, dict[str, Any]] = {
+        name: {"model": "gpt2", "split": name} for name in reversed(first.values())
+    }
+    found["gemma4-model"] = {"model": "gemma4"}
+    found["llama"] = {"model": "llama"}
+    found["llama-without-prefix"] = {
+        "model": "llama",
+        "add_space_prefix": False,
+        "add_eos_token": True,
+    }
+    found["qwen2-with-bos"] = {"model": "gpt2", "split": "qwen2", "add_bos_token": True}
+    return found
 
 
 def digest(ids: Sequence[Sequence[int]]) -> str:
@@ -258,9 +161,10 @@ def digest(ids: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps([[*row] for row in ids]).encode()).hexdigest()[:16]
 
 
-def write_vocabulary(metadata: Mapping[str, Any], file: Path) -> Path:
-    """A GGUF file of a vocabulary alone, as llama.cpp reads it."""
+def write_vocabulary(metadata: Mapping[str, Any], file: Path, *, num_rows: int = 0) -> Path:
+    """A GGUF file of a vocabulary, with embeddings of so many tokens, as llama.cpp reads it."""
     import gguf
+    import numpy as np
 
     writer = gguf.GGUFWriter(file, "llama")
     for name, value in (("context_length", 8), ("embedding_length", 8), ("block_count", 1)):
@@ -273,8 +177,11 @@ def write_vocabulary(metadata: Mapping[str, Any], file: Path) -> Path:
         if type(value) is int:
             kind = gguf.GGUFValueType.UINT32
         writer.add_key_value(key, value, kind, None)
+    if num_rows:
+        writer.add_tensor("token_embd.weight", np.zeros((num_rows, 8), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
     return file
 
@@ -303,12 +210,10 @@ class LlamaCpp:
 
 def _write() -> None:
     found = {}
-    for name, metadata in kinds():
-        model = LlamaCpp(metadata)
-        found[name] = [
-            digest([model.ids(text, special=special) for text in strings()])
-            for special in (True, False)
-        ]
+    for name, described in kinds().items():
+        model = LlamaCpp(vocabulary(**described))
+        plain = [model.ids(text, special=False) for text in strings()[:NUM_PLAIN]]
+        found[name] = [digest([model.ids(text) for text in strings()]), digest(plain)]
     GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
 
 
