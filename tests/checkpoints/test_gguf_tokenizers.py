@@ -68,7 +68,8 @@ def test_text_comes_back_from_its_tokens(name: str) -> None:
     for text in (" two  spaces\n\nlines\t", "ÉCOLE 漢字 👍🏽 e\u0301", "a<|im_end|>b"):
         ids = tokenizer(text)["input_ids"]
         shown = tokenizer.decode(ids, skip_special_tokens=True)
-        assert shown == text.replace("<|im_end|>", "")
+        # text behind a token that it names begins with a space there, as in llama.cpp
+        assert shown == text.replace("<|im_end|>", " " if name == "llama" else "")
 
 
 def test_a_text_without_the_token_that_it_names_has_no_id_beyond_the_vocabulary() -> None:

@@ -223,7 +223,7 @@ def _byte_pairs(
             byte_fallback=split.is_raw,
         )
     )
-    words = [pre_tokenizers.Split(Regex(each), "isolated") for each in split.expressions]
+    words: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in split.expressions]
     if split.is_raw:
         made.normalizer = normalizers.Replace(" ", _SPACE)
         made.decoder = decoders.Sequence(
@@ -263,7 +263,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: TextVocabulary, file
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, ids = vocabulary.tokens, vocabulary.ids
-    scores = metadata.get("tokenizer.ggml.scores")
+    scores = metadata.get("tokenizer.ggml.scores", [])
     if not _are_numbers(scores, len(tokens), int, float):
         refuse(file, f"tokenizer.ggml.scores of {len(tokens)} tokens", clipped(scores))
     merges: list[tuple[str, str]] = []

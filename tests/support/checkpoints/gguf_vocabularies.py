@@ -192,20 +192,29 @@ class LlamaCpp:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         import llama_cpp
 
+        self._library = llama_cpp
+        settings = llama_cpp.llama_model_default_params()
+        settings.vocab_only = True
         with tempfile.TemporaryDirectory() as folder:
             file = write_vocabulary(metadata, Path(folder) / "vocabulary.gguf")
-            self._model = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
-        self._is_end = llama_cpp.llama_vocab_is_eog
-        self._vocab = self._model._model.vocab
+            self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), settings)
+        self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
 
     def ids(self, text: str, *, special: bool = True) -> list[int]:
         """Tokens of a text; `special` has control tokens in it read as such."""
-        return self._model.tokenize(text.encode(), add_bos=True, special=special)
+        raw = text.encode()
+        room = len(raw) + 8
+        ids = (self._library.llama_token * room)()
+        count = self._library.llama_tokenize(
+            self._vocabulary, raw, len(raw), ids, room, True, special
+        )
+        return ids[:count]
 
     def ends(self) -> set[int]:
         """Tokens that end a text."""
-        count = self._model.n_vocab()
-        return {token for token in range(count) if self._is_end(self._vocab, token)}
+        count = self._library.llama_vocab_n_tokens(self._vocabulary)
+        is_end = self._library.llama_vocab_is_eog
+        return {token for token in range(count) if is_end(self._vocabulary, token)}
 
 
 def _write() -> None:
