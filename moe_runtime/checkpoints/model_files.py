@@ -184,13 +184,17 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """Reads ``generation_config.json``; None where there is none.
+    """Reads ``generation_config.json``, or what a GGUF file says; None where there is none.
 
     Raises:
         CheckpointError: it is damaged, or has values that no generation can use.
     """
     from transformers import GenerationConfig
 
+    if folder.is_file():
+        from moe_runtime.checkpoints.gguf import generation_settings
+
+        return generation_settings(folder)
     file = folder / "generation_config.json"
     if not os.path.lexists(file):
         return None

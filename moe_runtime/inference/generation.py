@@ -27,6 +27,8 @@ NOT_FINITE = (
     "--verify` names weights that are NaN or infinite; if none is, and it computes in float16, "
     "take --dtype bfloat16"
 )
+_PART_ENDS = frozenset({"<|return|>", "<|flush|>"})
+"""Where a vocabulary has one of these, `<|end|>` ends a part of an answer."""
 FinishReason = Literal["stop", "length", "interrupted"]
 
 
@@ -117,6 +119,8 @@ def generate_text(
         # top_k = 0 switches off the filter that transformers would otherwise add.
         options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         options["min_p"] = min_p or None
+    if ends := end_token_ids(model, tokenizer):
+        options["eos_token_id"] = ends
     try:
         with _seeded(seed), _before_first_pass(model):
             model.generate(
@@ -134,7 +138,7 @@ def generate_text(
         raise GenerationInterrupted(result) from None
     ids = stream.token_ids
     is_cut = len(ids) < max_new_tokens and model.generation_config.stop_strings is not None
-    stopped = is_cut or (bool(ids) and ids[-1] in end_token_ids(model))
+    stopped = is_cut or (bool(ids) and ids[-1] in ends)
     return stream.result(num_prompt_tokens, started, "stop" if stopped else "length")
 
 
@@ -337,12 +341,40 @@ def check_vocabulary(config: Any, input_ids: torch.Tensor) -> None:
         )
 
 
-def end_token_ids(model: Any) -> list[int]:
-    """The tokens with which a model ends a text."""
+def end_token_ids(model: Any, tokenizer: Any = None) -> list[int]:
+    """The tokens with which a model ends a text.
+
+    Args:
+        model: whose settings of generation name some.
+        tokenizer: whose end of text, and the token that its chat template puts behind an answer,
+            end a text too.
+    """
     end = model.generation_config.eos_token_id
-    if end is None:
-        return []
-    return [end] if isinstance(end, int) else list(end)
+    ends = [] if end is None else [end] if isinstance(end, int) else list(end)
+    if tokenizer is not None:
+        others = (tokenizer.eos_token_id, _end_of_answer(tokenizer))
+        ends += [other for other in others if other is not None and other not in ends]
+    return ends
+
+
+def _end_of_answer(tokenizer: Any) -> int | None:
+    """The token that a chat template puts behind an answer; None where it is text, or none."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    said = [{"role": role, "content": f"{role} text"} for role in ("user", "assistant", "user")]
+    for messages in (said[:2], said):
+        with contextlib.suppress(CheckpointError), blamed_on("the chat template"):
+            shown = tokenizer.apply_chat_template(messages, tokenize=False)
+            behind = shown.partition(said[1]["content"])[2].lstrip()
+            ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+            if ids and ids[0] in tokenizer.added_tokens_decoder:
+                found = tokenizer.added_tokens_decoder[ids[0]].content
+                # answers of gpt-oss and Solar have parts, each of which ends so
+                is_of_part = found == "<|end|>" and not _PART_ENDS.isdisjoint(
+                    tokenizer.added_tokens_encoder
+                )
+                return None if is_of_part or ids[0] == tokenizer.bos_token_id else ids[0]
+    return None
 
 
 def stop_strings_of(settings: Any) -> tuple[str, ...]:

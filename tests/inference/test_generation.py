@@ -15,6 +15,7 @@ from moe_runtime.inference.generation import (
     GenerationInterrupted,
     check_length,
     encode_prompt,
+    end_token_ids,
     generate_text,
 )
 
@@ -61,6 +62,65 @@ def test_greedy_text_is_that_of_plain_decoding(model: Any, tokenizer: Any) -> No
     assert result.new_tokens == 30
     assert result.prompt_tokens == len(tokenizer(PROMPT)["input_ids"])
     assert result.finish_reason == "length"
+
+
+EACH = "{% for m in messages %}"
+TEMPLATES = {
+    "chatml": (
+        EACH + "<|im_start|>{{m.role}}\n{{m.content}}<|im_end|>\n{% endfor %}",
+        "<|im_end|>",
+    ),
+    "mistral": (
+        EACH + "{% if m.role == 'user' %}[INST] {{m.content}} [/INST]"
+        "{% else %}{{m.content}} </s>{% endif %}{% endfor %}",
+        "</s>",
+    ),
+    "glm, where the next turn ends one": (
+        EACH + "<|{{m.role}}|>\n{{m.content}}{% endfor %}",
+        "<|user|>",
+    ),
+    "gpt-oss, whose last part ends otherwise": (
+        EACH + "<|start|>{{m.role}}<|message|>{{m.content}}"
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}",
+        "<|return|>",
+    ),
+    "parts that end alike": (EACH + "<|start|>{{m.content}}<|end|>{% endfor %}", None),
+    "BOS before each turn": (EACH + "<s>{{m.content}}{% endfor %}", None),
+    "marks that are text": (EACH + "### {{m.role}}: {{m.content}}\n{% endfor %}", None),
+    "one that refuses": ("{{ raise_exception('no') }}", None),
+    "one that is broken": ("{{ messages[ }}", None),
+    "none": (None, None),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_text_ends_at_each_end_of_settings_tokenizer_and_template(name: str) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    marks = ("im_start", "im_end", "user", "assistant", "start", "message", "return", "end")
+    tokenizer.add_special_tokens({"extra_special_tokens": [f"<|{mark}|>" for mark in marks]})
+    tokenizer.chat_template, expected = TEMPLATES[name]
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7, 8]))
+    ends = {7, 8, tokenizer.eos_token_id}
+    ends |= {tokenizer.convert_tokens_to_ids(expected)} if expected else set()
+    assert {*end_token_ids(model, tokenizer)} == ends
+    assert end_token_ids(model) == [7, 8]
+
+
+def test_generation_ends_at_the_tokenizers_end(model: Any, tokenizer: Any) -> None:
+    """Although the settings of generation name none."""
+    text = generate_text(model, tokenizer, PROMPT, max_new_tokens=30).token_ids
+    ending = SimpleNamespace(eos_token_id=text[4])
+
+    class Ending:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ending if name == "eos_token_id" else tokenizer, name)
+
+        def __call__(self, *args: Any, **settings: Any) -> Any:
+            return tokenizer(*args, **settings)
+
+    result = generate_text(model, Ending(), PROMPT, max_new_tokens=30)
+    assert result.token_ids == text[: text.index(text[4]) + 1]
+    assert result.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("chat", [False, True])

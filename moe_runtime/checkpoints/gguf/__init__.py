@@ -21,6 +21,7 @@ from moe_runtime.checkpoints.gguf.architectures import (
 )
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor, read_header
 from moe_runtime.checkpoints.gguf.model_settings import settings_of
+from moe_runtime.checkpoints.gguf.tokenizer import make_tokenizer, read_vocabulary
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.settings_check import check_config, check_layers
@@ -29,7 +30,7 @@ from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.kernels.quantized import BlockName, WeightFormat
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import GenerationConfig, PreTrainedConfig
 
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
 _BLOCKS: dict[int, BlockName] = {
@@ -150,22 +151,43 @@ def load_tokenizer(file: Path) -> Any:
     """Makes the tokenizer that a file describes.
 
     Raises:
-        CheckpointError: it describes none, or one that transformers cannot make.
+        CheckpointError: it describes none, or one that contradicts itself.
+        UnsupportedModelError: nothing here makes tokenizers of this kind.
     """
-    from transformers import PreTrainedTokenizerFast
-
-    metadata = _read_parts(file).metadata
-    if not metadata.get("tokenizer.ggml.tokens"):
-        raise CheckpointError(f"{one_line(str(file))}: has no tokenizer.ggml.tokens")
-    with blamed_on(f"{one_line(str(file))}: its tokenizer cannot be made"):
-        return PreTrainedTokenizerFast.from_pretrained(
-            str(file.parent), gguf_file=file.name, local_files_only=True
-        )
+    return make_tokenizer(*_vocabulary_of(file), file)
 
 
-def _read_parts(file: Path) -> GgufHeader:
+def generation_settings(file: Path) -> GenerationConfig | None:
+    """The tokens that begin, end and fill texts of a file's model; None without a vocabulary.
+
+    Raises:
+        CheckpointError: its vocabulary contradicts itself.
+    """
+    from transformers import GenerationConfig
+
+    metadata, num_rows = _vocabulary_of(file)
+    if "tokenizer.ggml.tokens" not in metadata:
+        return None
+    vocabulary = read_vocabulary(metadata, num_rows, file)
+    named = vocabulary.named
+    first = named.get("eos")
+    return GenerationConfig(
+        bos_token_id=named.get("bos"),
+        eos_token_id=sorted(vocabulary.ends, key=lambda end: (end != first, end)) or None,
+        pad_token_id=named.get("padding"),
+    )
+
+
+def _vocabulary_of(file: Path) -> tuple[dict[str, Any], int]:
+    """Metadata with their texts, and how many tokens the model has embeddings of."""
+    header = _read_parts(file, with_texts=True)
+    tables = (each.shape[0] for each in header.tensors if each.name == "token_embd.weight")
+    return header.metadata, next(tables, 0)
+
+
+def _read_parts(file: Path, *, with_texts: bool = False) -> GgufHeader:
     """The header of a file, with the tensors of those that it was split into."""
-    header = read_header(file)
+    header = read_header(file, with_texts=with_texts)
     count = header.metadata.get("split.count", 1)
     if type(count) is not int or count < 2:
         return header

@@ -55,7 +55,7 @@ class GgufHeader:
     """What a file says before its tensors.
 
     Attributes:
-        metadata: by key; of an array of texts, how many there are.
+        metadata: by key; of an array of texts, how many there are, unless they were asked for.
         tensors: in the file's order.
     """
 
@@ -74,15 +74,19 @@ BLOCK_SIZES = {
 """Elements and bytes of a block of every type that files have, by ggml's number."""
 
 
-def read_header(file: Path) -> GgufHeader:
+def read_header(file: Path, *, with_texts: bool = False) -> GgufHeader:
     """Reads and checks the header of one file.
+
+    Args:
+        file: to read.
+        with_texts: keep arrays of texts, those of a vocabulary.
 
     Raises:
         CheckpointError: it cannot be read, or says what cannot be.
     """
     try:
         with file.open("rb") as stream:
-            return _Reader(file, stream, file.stat().st_size).header()
+            return _Reader(file, stream, file.stat().st_size, with_texts).header()
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error
 
@@ -90,7 +94,8 @@ def read_header(file: Path) -> GgufHeader:
 class _Reader:
     """Reads forwards, and never beyond the file's end."""
 
-    def __init__(self, file: Path, stream: IO[bytes], file_bytes: int) -> None:
+    def __init__(self, file: Path, stream: IO[bytes], file_bytes: int, with_texts: bool) -> None:
+        self._with_texts = with_texts
         self._file = file
         self._stream = stream
         self._file_bytes = file_bytes
@@ -171,6 +176,8 @@ class _Reader:
         if kind != _STRING:
             self._refuse(f"{clipped(key)} to be numbers or texts", f"an array of type {kind}")
         count = self._count(8, f"texts of {clipped(key)}")
+        if self._with_texts:
+            return [self._text(f"a text of {clipped(key)}") for _ in range(count)]
         for _ in range(count):
             self._take(self._count(1, f"bytes of {clipped(key)}"), key)
         return count

@@ -139,7 +139,7 @@ def chat(
         conversation = Conversation(
             engine,
             tokenizer,
-            end_ids=frozenset(end_token_ids(loaded)),
+            end_ids=frozenset(end_token_ids(loaded, tokenizer)),
             stops=stop_strings_of(loaded.generation_config),
             sampling=SamplingOptions(
                 **sampling,

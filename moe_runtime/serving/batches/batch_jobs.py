@@ -96,6 +96,7 @@ class Batch:
 
     Attributes:
         jobs: one for each line.
+        tokenizer: of the model.
         end_ids: tokens with which the model ends its texts; known when it is loaded.
 
     Raises:
@@ -114,7 +115,7 @@ class Batch:
         arithmetic: str,
         stops: Sequence[str] = (),
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._name = name_of(model)
         self._names = {model, self._name}
         self._config = config
@@ -197,9 +198,9 @@ class Batch:
         if isinstance(line.prompt, list):
             return line.prompt
         if line.messages is not None:
-            encoded = encode_messages(self._tokenizer, line.messages)
+            encoded = encode_messages(self.tokenizer, line.messages)
         else:
-            encoded = encode_prompt(self._tokenizer, line.prompt or "", chat=self._chat)
+            encoded = encode_prompt(self.tokenizer, line.prompt or "", chat=self._chat)
         check_vocabulary(self._config, encoded["input_ids"])
         return encoded["input_ids"][0].tolist()
 
@@ -217,7 +218,7 @@ class Batch:
         """The text of the tokens so far."""
         text = self._texts.get(job.id)
         if text is None:
-            decoded = IncrementalText(self._decode, frozenset(self._tokenizer.all_special_ids))
+            decoded = IncrementalText(self._decode, frozenset(self.tokenizer.all_special_ids))
             least = job.request.min_new_tokens
             answered = AnswerText(decoded, job.stops, self._stop_ids(job), least)
             given = job.line.prompt
@@ -229,7 +230,7 @@ class Batch:
         return text
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _body(self, job: Job, answer: Answer, text: str, reason: str) -> dict[str, Any]:
         """As OpenAI's API answers."""

@@ -166,7 +166,7 @@ def run_batch(
 def _read(text: str, settings: BatchSettings) -> tuple[Batch, dict[str, Any]]:
     """What is asked, if all of it can be answered, and how tokens are chosen by default."""
     folder = find_checkpoint(settings.model, weights=False)
-    config = None if folder.is_file() else read_generation_config(folder)
+    config = read_generation_config(folder)
     penalty = getattr(config, "repetition_penalty", None) or 1.0
     own = sampling_for(config, temperature=settings.temperature, top_p=settings.top_p)
     check_options(settings.max_new_tokens, own["temperature"], own["top_p"], settings.seed)
@@ -213,7 +213,7 @@ def _answer(
     on_done: Callable[[BatchOutcome], None],
 ) -> None:
     jobs = batch.jobs
-    batch.end_ids = frozenset(end_token_ids(loaded))
+    batch.end_ids = frozenset(end_token_ids(loaded, batch.tokenizer))
 
     def take(number: int, answer: Answer) -> None:
         answers.add(batch.record(jobs[number], answer))

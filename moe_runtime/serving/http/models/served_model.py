@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_runtime.inference.generation import stop_strings_of
+from moe_runtime.inference.generation import end_token_ids, stop_strings_of
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.models.chat_template import ChatTemplate
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
@@ -51,12 +51,10 @@ def serve_model(name: str, engine: TokenEngine, tokenizer: Any, model: Any) -> S
         model: a loaded model; its configurations are read.
     """
     settings = model.generation_config
-    end = settings.eos_token_id
-    end_ids = [] if end is None else [end] if isinstance(end, int) else list(end)
-    if tokenizer.eos_token_id is not None:
-        end_ids.append(tokenizer.eos_token_id)
     size = model.config.get_text_config().vocab_size
-    vocabulary = Vocabulary(tokenizer, size, end_ids, stop_strings_of(settings))
+    vocabulary = Vocabulary(
+        tokenizer, size, end_token_ids(model, tokenizer), stop_strings_of(settings)
+    )
     found = {option: getattr(settings, option, None) for option in _OPENAI}
     return ServedModel(
         name=name,

@@ -1,0 +1,307 @@
+"""The tokenizer that a GGUF file describes, made of its metadata; its tokens are llama.cpp's.
+
+Text is split at tokens that a text may name (control tokens and those that users added), what is
+between them into words, and characters or bytes of words are merged into tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_runtime.checkpoints.gguf.architectures import refuse
+from moe_runtime.checkpoints.gguf.word_splits import WORD_SPLITS, WordSplit
+from moe_runtime.checkpoints.strict_json import clipped, one_line
+from moe_runtime.config import nearest
+from moe_runtime.errors import UnsupportedModelError, blamed_on
+
+_NORMAL, _UNKNOWN, _CONTROL, _ADDED = 1, 2, 3, 4
+_NAMED = (_UNKNOWN, _CONTROL, _ADDED)
+"""Types of tokens, of `tokenizer.ggml.token_type`; those of unused tokens and bytes matter not."""
+_SPACE = "\u2581"
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Names of tokens in transformers, and in files."""
+_ALWAYS_BOS = frozenset({"gemma4", "granite-embed-multi-311m"})
+"""Splits of models that need BOS, whatever the file says."""
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+"""Where a file with a vocabulary of sentencepiece does not say."""
+_NAMED_ENDS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Tokens that end a text: those of the metadata, or else the first of these that is there."""
+_ENDS = frozenset(
+    {
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+        *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>"),
+        *("[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>"),
+        *("<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
+    }
+)
+"""Texts of tokens that end a text wherever a vocabulary has them; llama.cpp's list."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextVocabulary:
+    """What a file says of its tokens.
+
+    Attributes:
+        tokens: their texts by id.
+        ids: the other way round.
+        kinds: of each token: its type, corrected for tokens that end a text.
+        named: ids by role: bos, eos, unknown, padding and others.
+        ends: tokens that end a text.
+    """
+
+    tokens: list[str]
+    ids: dict[str, int]
+    kinds: list[int]
+    named: dict[str, int]
+    ends: frozenset[int]
+
+
+def read_vocabulary(metadata: Mapping[str, Any], num_rows: int, file: Path) -> TextVocabulary:
+    """Reads the tokens of a file.
+
+    Args:
+        metadata: of the file, with its texts.
+        num_rows: tokens that the model has embeddings of.
+        file: it is.
+
+    Raises:
+        CheckpointError: there are none, or they contradict each other or the model.
+    """
+    found = metadata.get("tokenizer.ggml.tokens")
+    if not found or not isinstance(found, list) or not isinstance(found[0], str):
+        refuse(file, "tokenizer.ggml.tokens, the texts of tokens", "none")
+    tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(found)]
+    if len(tokens) > num_rows:
+        refuse(file, f"at most {num_rows} tokens, as many as token_embd has", str(len(tokens)))
+    ids = {text: number for number, text in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        twice = Counter(tokens).most_common(1)[0][0]
+        refuse(file, "every token once", f"{clipped(twice)} twice")
+    kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    if not _are_numbers(kinds, len(tokens), int):
+        refuse(file, f"tokenizer.ggml.token_type of {len(tokens)} tokens", clipped(kinds))
+    named = dict(_SENTENCEPIECE_IDS) if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    for key, number in metadata.items():
+        is_token = key.startswith("tokenizer.ggml.") and key.endswith("_token_id")
+        if is_token and type(number) is int and 0 <= number < len(tokens):
+            named[key.removeprefix("tokenizer.ggml.").removesuffix("_token_id")] = number
+    return _with_ends(tokens, ids, [*kinds[: len(tokens)]], named)
+
+
+def _with_ends(
+    tokens: list[str], ids: dict[str, int], kinds: list[int], named: dict[str, int]
+) -> TextVocabulary:
+    """Finds the tokens that end a text, which are control tokens whatever the file says."""
+    ends = {ids[text] for text in _ENDS if text in ids}
+    for role, texts in _NAMED_ENDS.items():
+        if role not in named and (present := [ids[text] for text in texts if text in ids]):
+            named[role] = present[0]
+            ends.add(present[0])
+    for number in ends:
+        kinds[number] = _CONTROL
+    ends |= {named[role] for role in ("eos", "eot", "eom", *_NAMED_ENDS) if role in named}
+    texts = {tokens[number] for number in ends}
+    calls = "<|call|>" in texts or "<|calls|>" in texts
+    if calls and ("<|return|>" in texts or "<|flush|>" in texts):
+        # gpt-oss and Solar end every part of an answer with it
+        ends.discard(ids.get("<|end|>", -1))
+    if "</s>" in texts and not texts.isdisjoint(("<|tool_response>", "<|plamo:eos|>")):
+        # a tag of HTML to these
+        ends.discard(ids["</s>"])
+        kinds[ids["</s>"]] = _NORMAL
+    return TextVocabulary(tokens, ids, kinds, named, frozenset(ends))
+
+
+def make_tokenizer(metadata: Mapping[str, Any], num_rows: int, file: Path) -> Any:
+    """Makes the tokenizer of a file.
+
+    Args:
+        metadata: of the file, with its texts.
+        num_rows: tokens that the model has embeddings of.
+        file: it is.
+
+    Returns:
+        A `PreTrainedTokenizerFast`; every id that it gives is one of the file's tokens.
+
+    Raises:
+        CheckpointError: the file describes no tokenizer, or one that contradicts itself.
+        UnsupportedModelError: nothing here makes tokenizers of this kind.
+    """
+    vocabulary = read_vocabulary(metadata, num_rows, file)
+    model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if model not in ("llama", "gpt2", "gemma4"):
+        raise UnsupportedModelError(
+            f"{one_line(str(file))}: expected tokenizer.ggml.model llama, gpt2 or gemma4, found "
+            f"{clipped(model)}; no tokenizer is made of it here"
+        )
+    if model == "llama":
+        made, adds_bos = _sentencepiece(metadata, vocabulary, file), True
+    else:
+        name = "gemma4" if model == "gemma4" else name
+        if name is None:
+            refuse(file, "tokenizer.ggml.pre, which says how text is split", "none")
+        if name not in WORD_SPLITS:
+            raise UnsupportedModelError(
+                f"{one_line(str(file))}: tokenizer.ggml.pre is {clipped(name)}, a way to split "
+                f"text that is not known here; {nearest(str(name), WORD_SPLITS)}"
+            )
+        split = WORD_SPLITS[name]
+        made, adds_bos = _byte_pairs(metadata, vocabulary, split, file), split.adds_bos
+    adds = {
+        end: metadata.get(f"tokenizer.ggml.add_{end}_token", usual)
+        for end, usual in (("bos", adds_bos), ("eos", False))
+    }
+    if model != "llama" and name in _ALWAYS_BOS:
+        adds["bos"] = True
+    for end, is_added in adds.items():
+        if is_added and end not in vocabulary.named:
+            refuse(file, f"{end}_token_id, as {end.upper()} is added to texts", "none")
+    return _wrapped(made, metadata, vocabulary, adds, file)
+
+
+def _wrapped(
+    made: Any,
+    metadata: Mapping[str, Any],
+    vocabulary: TextVocabulary,
+    adds: Mapping[str, bool],
+    file: Path,
+) -> Any:
+    """A tokenizer as transformers has it, with the tokens that a text may name."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    title = str(metadata.get("general.name", "")).lower()
+    takes_spaces = "phi-3" in title or "phi3" in title
+    named = [
+        AddedToken(
+            text,
+            special=kind != _ADDED,
+            normalized=False,
+            rstrip=takes_spaces and text not in ("<unk>", "<s>", "<|endoftext|>"),
+        )
+        for text, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+        if kind in _NAMED
+    ]
+    template = metadata.get("tokenizer.chat_template")
+    roles = {
+        f"{role}_token": vocabulary.tokens[vocabulary.named[key]]
+        for role, key in _ROLES.items()
+        if key in vocabulary.named
+    }
+    with blamed_on(f"{one_line(str(file))}: its tokenizer cannot be made"):
+        made.add_tokens(named)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=made,
+            **roles,
+            extra_special_tokens=[each.content for each in named if each.special],
+            add_bos_token=bool(adds["bos"]),
+            add_eos_token=bool(adds["eos"]),
+            clean_up_tokenization_spaces=False,
+            chat_template=template if isinstance(template, str) else None,
+        )
+
+
+def _byte_pairs(
+    metadata: Mapping[str, Any], vocabulary: TextVocabulary, split: WordSplit, file: Path
+) -> Any:
+    """Pairs merged in the order of the file's list, within words."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    made = Tokenizer(
+        models.BPE(
+            vocabulary.ids,
+            _merges(metadata, vocabulary.ids, file),
+            ignore_merges=split.keeps_tokens,
+            byte_fallback=split.is_raw,
+        )
+    )
+    words: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in split.expressions]
+    if split.is_raw:
+        made.normalizer = normalizers.Replace(" ", _SPACE)
+        made.decoder = decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    else:
+        words.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        made.decoder = decoders.ByteLevel()
+    made.pre_tokenizer = pre_tokenizers.Sequence(words)
+    return made
+
+
+def _merges(
+    metadata: Mapping[str, Any], ids: Mapping[str, int], file: Path
+) -> list[tuple[str, str]]:
+    """The pairs of a file; without those of tokens that no text has."""
+    lines = metadata.get("tokenizer.ggml.merges")
+    if not lines or not isinstance(lines, list) or not isinstance(lines[0], str):
+        refuse(file, "tokenizer.ggml.merges, pairs of tokens", "none")
+    merges: dict[tuple[str, str], None] = {}
+    for line in lines:
+        if (cut := line.find(" ", 1)) < 0:
+            continue
+        left, right = line[:cut], line[cut + 1 :]
+        if left in ids and right in ids and left + right in ids:
+            merges[left, right] = None
+        elif left + right in ids or (left in ids and right in ids):
+            refuse(file, "merges of tokens into tokens", f"{clipped(line)}, which has others")
+    return [*merges]
+
+
+def _sentencepiece(metadata: Mapping[str, Any], vocabulary: TextVocabulary, file: Path) -> Any:
+    """Any neighbours merged that make a token, the one of the highest score first.
+
+    Each way to make a token is a merge. Those of one token go by where they are in a text.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, ids = vocabulary.tokens, vocabulary.ids
+    scores = metadata.get("tokenizer.ggml.scores", [])
+    if not _are_numbers(scores, len(tokens), int, float):
+        refuse(file, f"tokenizer.ggml.scores of {len(tokens)} tokens", clipped(scores))
+    merges: list[tuple[str, str]] = []
+    ends: dict[tuple[float, str], str] = {}
+    by_score = sorted(range(len(tokens)), key=lambda number: -scores[number])
+    for number in by_score:
+        text = tokens[number]
+        ways = [(text[:cut], text[cut:]) for cut in range(len(text) - 1, 0, -1)]
+        ways = [way for way in ways if way[0] in ids and way[1] in ids]
+        merges += ways
+        if vocabulary.kinds[number] not in _NAMED:  # text is split at the others before
+            ends |= {(scores[number], right): text for _, right in ways}
+    for left, right in merges:
+        text = left + right
+        other = ends.get((scores[ids[text]], left), text)
+        if other != text and vocabulary.kinds[ids[text]] not in _NAMED:
+            found = f"one for {clipped([other, text])}, so that a text decides which is made"
+            refuse(file, "tokens of different scores", found)
+    unknown = vocabulary.named.get("unknown")
+    made = Tokenizer(
+        models.BPE(
+            ids,
+            merges,
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token=None if unknown is None else tokens[unknown],
+        )
+    )
+    to_spaces = normalizers.Replace(" ", _SPACE)
+    decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), to_spaces])
+        decoding.append(decoders.Strip(" ", 1, 0))
+    else:
+        made.normalizer = to_spaces
+    made.decoder = decoders.Sequence(decoding)
+    return made
+
+
+def _are_numbers(values: Any, least: int, *kinds: type) -> bool:
+    return isinstance(values, list) and len(values) >= least and type(values[0]) in kinds
