@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from moe_runtime.checkpoints.families import checkpoint_renamings
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.provenance import Provenance
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
-from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.checkpoints.strict_json import one_line
+from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.memory.layout import ExpertLayout, lay_out
 from moe_runtime.types import ExpertKey
 
@@ -70,6 +72,7 @@ class ExpertMap:
             ones, and such in bf16 as are to be in the lossless code.
         weight_mapping: the conversion table that transformers uses for this model.
         type_names: in what types matrices of experts lie in the files, each once.
+        unused: weights that no part of the model takes, by what the model would call them.
     """
 
     modules: list[ExpertsModule]
@@ -81,6 +84,7 @@ class ExpertMap:
     packed_dense: dict[str, str] = field(default_factory=dict)
     weight_mapping: list[WeightTransform] = field(default_factory=list)
     type_names: list[str] = field(default_factory=list)
+    unused: dict[str, str] = field(default_factory=dict)
 
     @property
     def slot_bytes(self) -> int:
@@ -158,6 +162,8 @@ def map_experts(
     provenance = Provenance()
     entries = checkpoint.weights
     converted = _convert(model, experts, entries, provenance, checkpoint.dtype, codes_dense)
+    if unexpected := private.unexpected_names(model, experts.unused):
+        _name_unused(model, checkpoint, [experts.unused[name] for name in sorted(unexpected)])
     if checkpoint.runs is not None:
         checkpoint.runs.fill(experts)
     for layer, module in enumerate(experts.modules if checkpoint.runs is None else ()):
@@ -198,6 +204,25 @@ def map_experts(
     return experts
 
 
+def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str]) -> None:
+    """Names weights that no part of the model takes, which `transformers` leaves aside, too.
+
+    Raises:
+        UnsupportedModelError: those of a GGUF file, whose writer had another model in mind.
+    """
+    origins = checkpoint.origins
+    shown = ", ".join(origins.get(name, name) for name in names[:3])
+    what = f"{len(names)} tensors that {type(model).__name__} has no place for, among them {shown}"
+    if origins:
+        expected = "expected a file that llama.cpp's converter wrote, without additions, found"
+        raise UnsupportedModelError(f"{one_line(str(checkpoint.folder))}: {expected} {what}")
+    warnings.warn(
+        f"{one_line(str(checkpoint.folder))}: has {what}; they are not used, as in transformers",
+        MoERuntimeWarning,
+        stacklevel=4,
+    )
+
+
 def _type_names(experts: ExpertMap) -> list[str]:
     names: set[str] = set()
     for layer, matrices in enumerate(experts.matrices):
@@ -229,13 +254,13 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
 
             refuse_numbers(matrix, found, start, of_experts)
     first = {matrix: of_experts[0] for matrix, of_experts in placed.items()}
-    is_quantised = any(found.packing is not None for found in first.values())
+    own_kind = {n: "bfloat16" if p.packing else p.described for n, p in first.items()}
+    are_apart = {kind for n, kind in own_kind.items() if not n.endswith("_bias")} == {"bfloat16"}
     alike: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for matrix, found in first.items():
         # beside quantised matrices others are bf16, and biases may have a type of their own
-        is_apart = is_quantised and matrix.endswith("_bias")
-        kind = found.described if found.packing is None else "bfloat16"
-        alike[is_apart][kind] = f"{matrix} is {found.described}"
+        is_apart = are_apart and matrix.endswith("_bias")
+        alike[is_apart][own_kind[matrix]] = f"{matrix} is {found.described}"
     for kinds in alike.values():
         if len(kinds) > 1:
             raise UnsupportedModelError(
@@ -323,6 +348,8 @@ def _convert(
 
                     if may_stay_packed(model, name, entry):
                         experts.packed_dense[entry.name] = name
+            else:
+                experts.unused[name] = entry.name
             continue
         job = jobs.get(name)
         if job is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,6 +64,7 @@ class Checkpoint:
         runs: where experts lie that `moe-runtime pack` wrote, if it did.
         conversions: what makes its weights those of the model, before the model's own table.
         adapt: changes the model that transformers makes, on the meta device, to one of its weights.
+        origins: tensors of a GGUF file by the names of weights here; empty for other checkpoints.
     """
 
     folder: Path
@@ -74,6 +75,7 @@ class Checkpoint:
     runs: PackedExpertIndex | None = None
     conversions: Sequence[WeightTransform] = ()
     adapt: Callable[[PreTrainedModel], None] = give_experts_interface
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weights(self) -> list[Weight]:

@@ -65,6 +65,7 @@ def read_model(file: Path) -> Checkpoint:
     check_config({"model_type": architecture.model_type, **values}, file)
     entries: dict[str, TensorEntry] = {}
     packed: dict[str, PackedWeight] = {}
+    origins: dict[str, str] = {}
     elements: Counter[str] = Counter()
     mixed = _mixed_layers(header.tensors)
     for name, tensor, expert in named_weights(header, architecture, file):
@@ -72,6 +73,7 @@ def read_model(file: Path) -> Checkpoint:
             raise CheckpointError(
                 f"{one_line(str(file))}: expected {name} once, found it twice: in {tensor.name} too"
             )
+        origins[name] = tensor.name
         kinds = _BLOCKS | _PLAIN_BLOCKS if _layer_of_experts(tensor) in mixed else _BLOCKS
         if tensor.type_id in _PLAIN and tensor.type_id not in kinds:
             entries[name] = _entry(name, tensor, expert, _PLAIN[tensor.type_id], tensor.shape)
@@ -87,9 +89,15 @@ def read_model(file: Path) -> Checkpoint:
     most = elements.most_common(1)[0][0]
     config.dtype = dtype = TORCH_DTYPES[most]
     check_layers(config, entries, file)
-    conversions = architecture.conversions()
     return Checkpoint(
-        file, config, entries, dtype, packed, conversions=conversions, adapt=architecture.adapt
+        file,
+        config,
+        entries,
+        dtype,
+        packed,
+        conversions=architecture.conversions(),
+        adapt=architecture.adapt,
+        origins=origins,
     )
 
 
@@ -132,11 +140,11 @@ def _require_whole(tensors: list[GgufTensor], file: Path) -> None:
 
 
 def _mixed_layers(tensors: Iterable[GgufTensor]) -> set[str]:
-    """Layers whose experts' matrices are of several types."""
+    """Layers whose experts' matrices and biases are of several types."""
     types: dict[str, set[int]] = defaultdict(set)
     for tensor in tensors:
-        if layer := _layer_of_experts(tensor):
-            types[layer].add(tensor.type_id)
+        if found := _EXPERTS.fullmatch(tensor.name):
+            types[found[1]].add(tensor.type_id)
     return {layer for layer, found in types.items() if len(found) > 1}
 
 

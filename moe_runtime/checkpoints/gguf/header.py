@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -57,10 +57,22 @@ class GgufHeader:
     Attributes:
         metadata: by key; of an array of texts, how many there are.
         tensors: in the file's order.
+        understood: ends of the architecture's keys whose values have been used.
     """
 
     metadata: dict[str, Any]
     tensors: list[GgufTensor]
+    understood: set[str] = field(default_factory=set, compare=False)
+
+    @property
+    def name(self) -> Any:
+        """The name of the architecture."""
+        return self.metadata.get("general.architecture")
+
+    def value(self, key: str, otherwise: Any = None) -> Any:
+        """The value of one of the architecture's keys, which thereby counts as understood."""
+        self.understood.add(key)
+        return self.metadata.get(f"{self.name}.{key}", otherwise)
 
 
 BLOCK_SIZES = {

@@ -134,6 +134,15 @@ SAMPLES = [
         Family("gpt_oss", "GptOssForCausalLM", {"hidden_size": 64, "intermediate_size": 96}),
         {"exps": Kind.MXFP4, "attn": Kind.Q8_0, "output": Kind.Q8_0},
     ),
+    *(
+        Sample(
+            f"gpt-oss-{kind.name.lower()}",  # beside biases in F32
+            "gpt-oss",
+            Family("gpt_oss", "GptOssForCausalLM", {"hidden_size": 64, "intermediate_size": 96}),
+            {"": kind},
+        )
+        for kind in (Kind.BF16, Kind.F16)
+    ),
     Sample(
         "mixtral-q8_0",
         "llama",
