@@ -37,6 +37,11 @@ _BLOCKS: dict[int, BlockName] = {
     **{13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4_block"},
 }
 """ggml's numbers of types."""
+_UNREAD = {
+    **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
+    **{28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"},
+}
+"""Names of types that nothing here computes with."""
 _PLAIN_BLOCKS: dict[int, BlockName] = {0: "f32_block", 1: "f16_block"}
 """Types of experts that are plain, but not bf16, where others of their layer are of other types."""
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)")
@@ -212,8 +217,10 @@ def _packed(
     name: str, tensor: GgufTensor, expert: int, kinds: Mapping[int, BlockName], file: Path
 ) -> PackedWeight:
     if tensor.type_id not in kinds:
+        name = _UNREAD.get(tensor.type_id, "an integer")
         raise UnsupportedModelError(
-            f"{one_line(str(file))}: {clipped(tensor.name)} has ggml's type {tensor.type_id}; "
+            f"{one_line(str(file))}: {clipped(tensor.name)} has ggml's type {tensor.type_id} "
+            f"({name}); "
             f"expected F32, F16, BF16 or {', '.join(kind.upper() for kind in _BLOCKS.values())}"
         )
     is_stack = expert >= 0 or tensor.name.endswith(("attn_k_b.weight", "attn_v_b.weight"))

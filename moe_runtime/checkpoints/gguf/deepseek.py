@@ -164,4 +164,3 @@ def _joined_heads() -> list[WeightTransform]:
 
     sources = [f"{name}.weight" for name in HEADS]
     return [private.WeightConverter(sources, "self_attn.kv_b_proj.weight", [OfHeads(1)])]
-

@@ -26,11 +26,11 @@ _NEUTRAL = {
 }
 """Values without effect, by the ends of keys; for all other keys 0 and false have none."""
 _SOFTMAX = 1
-_DESCRIPTIVE = frozenset(
-    ("vocab_size", "feed_forward_length", "expert_feed_forward_length", "expert_shared_count")
-    + ("expert_shared_feed_forward_length", "attention.recurrent_layers", "full_attention_interval")
-    + ("rope.scaling.finetuned", "rope.dimension_sections", "rope.scaling.original_context_length")
-    + ("attention.head_count_kv", "tensor_data_layout")  # the first is a setting, except of latent attention, which has none
+_DESCRIPTIVE = (
+    *("vocab_size", "feed_forward_length", "expert_feed_forward_length", "expert_shared_count"),
+    *("expert_shared_feed_forward_length", "attention.recurrent_layers", "full_attention_interval"),
+    *("rope.scaling.finetuned", "rope.dimension_sections", "rope.scaling.original_context_length"),
+    *("attention.head_count_kv", "tensor_data_layout"),  # latent attention has none of the former
 )
 """Keys that change no number: tensors have these sizes, too, or they matter to images alone."""
 
@@ -148,4 +148,3 @@ def _positions(header: GgufHeader, architecture: Architecture, file: Path) -> di
 def _attention_factor(positions: Mapping[str, Any]) -> float:
     """What queries and keys are multiplied by where a file does not say it."""
     return 1 + 0.1 * math.log(max(1.0, positions.get("factor", 1.0)))
-
