@@ -140,6 +140,7 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
     import transformers
 
     warn_if_untested(transformers.__version__)
+    _set_dtype(checkpoint.config, checkpoint.dtype)
     model_class = _model_class(checkpoint.config)
     file = checkpoint.folder / ("" if checkpoint.folder.is_file() else "config.json")
     with ExitStack() as stack:
@@ -150,6 +151,14 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
             model = model_class(checkpoint.config)
         checkpoint.adapt(model)
         return model
+
+
+def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Has every part of a model made in one type, whichever a nested configuration names."""
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            _set_dtype(part, dtype)
 
 
 def _plain(entries: dict[str, TensorEntry], packed: dict[str, PackedWeight]) -> list[TensorEntry]:
