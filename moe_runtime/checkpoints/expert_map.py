@@ -21,6 +21,7 @@ from moe_runtime.checkpoints.expert_places import PlacedMatrix, expert_rows, pla
 from moe_runtime.checkpoints.families import checkpoint_renamings
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.provenance import Provenance
+from moe_runtime.checkpoints.router_probe import chosen_per_token
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import one_line
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
@@ -63,6 +64,7 @@ class ExpertMap:
 
     Attributes:
         modules: the experts modules in model order; the position is the layer of an ``ExpertKey``.
+        top_k: experts that a token visits in a layer.
         layouts: how to read each expert.
         matrices: for each layer, the names of the tensors that its layouts list.
         packings: for each layer, how those of its matrices are written that are quantised or coded.
@@ -76,6 +78,7 @@ class ExpertMap:
     """
 
     modules: list[ExpertsModule]
+    top_k: int
     layouts: dict[ExpertKey, ExpertLayout] = field(default_factory=dict)
     matrices: list[tuple[str, ...]] = field(default_factory=list)
     packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
@@ -153,7 +156,8 @@ def map_experts(
         UnsupportedModelError: the model has no routed experts, or none that can be read by range.
         CheckpointError: experts are missing or have another shape than the model's.
     """
-    experts = ExpertMap(find_experts(model))
+    modules = find_experts(model)
+    experts = ExpertMap(modules, chosen_per_token(model, modules))
     experts.weight_mapping = [
         *checkpoint_renamings(model),
         *checkpoint.conversions,

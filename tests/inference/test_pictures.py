@@ -32,7 +32,7 @@ _GLM = {"image_start_token_id": 92, "image_end_token_id": 93} | {
 
 
 def patches(config: Any) -> tuple[int, dict[str, Any]]:
-    """A picture of 4 x 4 patches, and how many tokens stand for it: as Qwen's processors give it."""
+    """A picture of 4 x 4 patches as Qwen's processors give it, and how many tokens it is."""
     tower = config.vision_config
     size = 3 * getattr(tower, "temporal_patch_size", 2) * tower.patch_size**2
     grid = {"image_grid_thw": torch.tensor([[1, 4, 4]])}
@@ -64,7 +64,10 @@ FAMILIES_WITH_PICTURES = {
 }
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if str(f) in FAMILIES_WITH_PICTURES], ids=str)
+SEEING = [family for family in FAMILIES if str(family) in FAMILIES_WITH_PICTURES]
+
+
+@pytest.mark.parametrize("family", SEEING, ids=str)
 def test_a_picture_gives_the_logits_of_transformers_in_the_type_asked_for(
     family: Any, tmp_path: Path
 ) -> None:
@@ -83,6 +86,7 @@ def test_a_picture_gives_the_logits_of_transformers_in_the_type_asked_for(
     given |= {"input_ids": ids}
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
         given["mm_token_type_ids"] = (ids == PICTURE).int()
+    assert inspect_checkpoint(folder, dtype="float32").top_k == 2
     reference = tiny_checkpoints.model_class_of(family).from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager"
     )
