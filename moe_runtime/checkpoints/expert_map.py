@@ -19,6 +19,7 @@ import torch
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.expert_places import PlacedMatrix, expert_rows, place_matrix
 from moe_runtime.checkpoints.families import checkpoint_renamings
+from moe_runtime.checkpoints.formats import BESIDE_WEIGHTS
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.provenance import Provenance
 from moe_runtime.checkpoints.router_probe import chosen_per_token
@@ -166,8 +167,9 @@ def map_experts(
     provenance = Provenance()
     entries = checkpoint.weights
     converted = _convert(model, experts, entries, provenance, checkpoint.dtype, codes_dense)
-    if unexpected := private.unexpected_names(model, experts.unused):
-        _name_unused(model, checkpoint, [experts.unused[name] for name in sorted(unexpected)])
+    unused = private.unexpected_names(model, experts.unused)
+    if names := sorted(experts.unused[name] for name in unused if not _is_beside(name, checkpoint)):
+        _name_unused(model, checkpoint, names)
     if checkpoint.runs is not None:
         checkpoint.runs.fill(experts)
     for layer, module in enumerate(experts.modules if checkpoint.runs is None else ()):
@@ -206,6 +208,11 @@ def map_experts(
             experts.layouts[ExpertKey(layer, expert)] = lay_out([*itertools.chain(*parts)])
     experts.type_names = _type_names(experts)
     return experts
+
+
+def _is_beside(name: str, checkpoint: Checkpoint) -> bool:
+    """Whether a tensor only says how activations may be rounded, or a shape, beside weights."""
+    return bool(checkpoint.packed) and name.endswith(BESIDE_WEIGHTS)
 
 
 def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str]) -> None:
