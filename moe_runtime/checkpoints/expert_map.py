@@ -167,9 +167,6 @@ def map_experts(
     provenance = Provenance()
     entries = checkpoint.weights
     converted = _convert(model, experts, entries, provenance, checkpoint.dtype, codes_dense)
-    unused = private.unexpected_names(model, experts.unused)
-    if names := sorted(experts.unused[name] for name in unused if not _is_beside(name, checkpoint)):
-        _name_unused(model, checkpoint, names)
     if checkpoint.runs is not None:
         checkpoint.runs.fill(experts)
     for layer, module in enumerate(experts.modules if checkpoint.runs is None else ()):
@@ -207,6 +204,9 @@ def map_experts(
             parts = (found[expert].ranges.values() for found in placed.values())
             experts.layouts[ExpertKey(layer, expert)] = lay_out([*itertools.chain(*parts)])
     experts.type_names = _type_names(experts)
+    unused = private.unexpected_names(model, experts.unused)
+    if names := sorted(experts.unused[name] for name in unused if not _is_beside(name, checkpoint)):
+        _name_unused(model, checkpoint, names)
     return experts
 
 
@@ -223,12 +223,14 @@ def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str
     """
     origins = checkpoint.origins
     shown = ", ".join(origins.get(name, name) for name in names[:3])
-    what = f"{len(names)} tensors that {type(model).__name__} has no place for, among them {shown}"
+    what = f"{len(names)} that {type(model).__name__} has no place for, such as {shown}"
     if origins:
-        expected = "expected a file that llama.cpp's converter wrote, without additions, found"
+        expected = (
+            "expected a file that llama.cpp's converter wrote, without additions, found tensors,"
+        )
         raise UnsupportedModelError(f"{one_line(str(checkpoint.folder))}: {expected} {what}")
     warnings.warn(
-        f"{one_line(str(checkpoint.folder))}: has {what}; they are not used, as in transformers",
+        f"{one_line(str(checkpoint.folder))}: of its tensors, {what}, are not used, as in transformers",
         MoERuntimeWarning,
         stacklevel=4,
     )

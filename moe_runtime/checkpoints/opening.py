@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -125,7 +126,7 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
     elif quantization is not None:
         from moe_runtime.checkpoints.formats import packed_weights
 
-        packed = packed_weights(quantization, entries, place)
+        packed = packed_weights(quantization, _judged(config, entries), place)
     compute_dtype = _compute_dtype(dtype, config, _plain(entries, packed), bool(packed))
     return Checkpoint(folder, config, entries, compute_dtype, packed, runs)
 
@@ -151,6 +152,20 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
             model = model_class(checkpoint.config)
         checkpoint.adapt(model)
         return model
+
+
+def _judged(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors but for those that `transformers` leaves aside, as further predicting layers."""
+    patterns = _model_class(config)._keys_to_ignore_on_load_unexpected or ()
+    left_aside = re.compile("|".join(map("({})".format, patterns)) or r"(?!)")
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+
+    def is_left_aside(name: str) -> bool:
+        layer = re.search(r"layers\.(\d+)\.", name)
+        is_own = layer is not None and "mtp" not in name and int(layer[1]) < num_layers
+        return left_aside.search(name) is not None and not is_own
+
+    return {name: entry for name, entry in entries.items() if not is_left_aside(name)}
 
 
 def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
