@@ -221,19 +221,16 @@ def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str
     Raises:
         UnsupportedModelError: those of a GGUF file, whose writer had another model in mind.
     """
-    origins = checkpoint.origins
+    origins, where = checkpoint.origins, one_line(str(checkpoint.folder))
     shown = ", ".join(origins.get(name, name) for name in names[:3])
     what = f"{len(names)} that {type(model).__name__} has no place for, such as {shown}"
     if origins:
         expected = (
             "expected a file that llama.cpp's converter wrote, without additions, found tensors,"
         )
-        raise UnsupportedModelError(f"{one_line(str(checkpoint.folder))}: {expected} {what}")
-    warnings.warn(
-        f"{one_line(str(checkpoint.folder))}: of its tensors, {what}, are not used, as in transformers",
-        MoERuntimeWarning,
-        stacklevel=4,
-    )
+        raise UnsupportedModelError(f"{where}: {expected} {what}")
+    words = f"of its tensors, {what}, are not used, as in transformers"
+    warnings.warn(f"{where}: {words}", MoERuntimeWarning, stacklevel=4)
 
 
 def _type_names(experts: ExpertMap) -> list[str]:
