@@ -30,9 +30,9 @@ class ExpertShape(NamedTuple):
         dim_hidden: F.
         dim_out: O.
         dtype: Of all tensors; where a matrix is quantised, bf16, and `formats` has the rest.
-        formats: Where a matrix is quantised or in the lossless code: of gate, up and down the
-            format, the dtype of one that is not, or None for none; then the dtype of the biases,
-            or None. Else empty.
+        formats: Where a matrix is quantised or in the lossless code, or biases have a dtype of
+            their own beside bf16: of gate, up and down the format, the dtype of one that is not
+            quantised, or None for none; then the dtype of the biases, or None. Else empty.
     """
 
     dim_in: int
@@ -62,7 +62,8 @@ class ExpertWeights:
     (`w[:F]`, `w[F:]`) and every other row of an interleaved one (`w[0::2]`, `w[1::2]`) are used
     where they lie. The object remembers addresses: make it once for a place in memory, and anew
     when the place changes.
-    Each matrix may be quantised in a format of its own; one that is not is bf16 then.
+    Each matrix may be quantised in a format of its own; one that is not is bf16 then, and biases
+    may have a dtype of their own, as beside bf16 matrices alone.
 
     Attributes:
         gate: `[F, D]`, or None for an expert without a gate.
@@ -121,16 +122,13 @@ class ExpertWeights:
         matrices, biases = (self.gate, self.up, self.down), self._biases()
         bias_dtypes = {bias.dtype for bias in biases}
         dtypes = {matrix.dtype for matrix in matrices if isinstance(matrix, Tensor)}
-        if all(matrix is None or isinstance(matrix, Tensor) for matrix in matrices):
-            if len(dtypes | bias_dtypes) > 1:
-                raise ValueError(
-                    f"all tensors of an expert must have one dtype, got {dtypes | bias_dtypes}"
-                )
+        is_plain = all(matrix is None or isinstance(matrix, Tensor) for matrix in matrices)
+        if is_plain and len(dtypes | bias_dtypes) == 1:
             return dtypes.pop(), ()
         if len(bias_dtypes) > 1 or not dtypes <= {torch.bfloat16}:
             raise ValueError(
-                "beside quantised matrices the others must be bf16 and biases have one dtype, "
-                f"got {dtypes} and {bias_dtypes}"
+                "all tensors of an expert must have one dtype, or matrices that are not quantised "
+                f"bf16 and biases one dtype, got {dtypes} and {bias_dtypes}"
             )
         formats = (getattr(m, "format", getattr(m, "dtype", None)) for m in matrices)
         return torch.bfloat16, (*formats, biases[0].dtype if biases else None)

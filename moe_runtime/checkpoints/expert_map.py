@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -18,10 +19,13 @@ import torch
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.expert_places import PlacedMatrix, expert_rows, place_matrix
 from moe_runtime.checkpoints.families import checkpoint_renamings
+from moe_runtime.checkpoints.formats import BESIDE_WEIGHTS
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.provenance import Provenance
+from moe_runtime.checkpoints.router_probe import chosen_per_token
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
-from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.checkpoints.strict_json import one_line
+from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.memory.layout import ExpertLayout, lay_out
 from moe_runtime.types import ExpertKey
 
@@ -61,6 +65,7 @@ class ExpertMap:
 
     Attributes:
         modules: the experts modules in model order; the position is the layer of an ``ExpertKey``.
+        top_k: experts that a token visits in a layer.
         layouts: how to read each expert.
         matrices: for each layer, the names of the tensors that its layouts list.
         packings: for each layer, how those of its matrices are written that are quantised or coded.
@@ -70,9 +75,11 @@ class ExpertMap:
             ones, and such in bf16 as are to be in the lossless code.
         weight_mapping: the conversion table that transformers uses for this model.
         type_names: in what types matrices of experts lie in the files, each once.
+        unused: weights that no part of the model takes, by what the model would call them.
     """
 
     modules: list[ExpertsModule]
+    top_k: int
     layouts: dict[ExpertKey, ExpertLayout] = field(default_factory=dict)
     matrices: list[tuple[str, ...]] = field(default_factory=list)
     packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
@@ -81,6 +88,7 @@ class ExpertMap:
     packed_dense: dict[str, str] = field(default_factory=dict)
     weight_mapping: list[WeightTransform] = field(default_factory=list)
     type_names: list[str] = field(default_factory=list)
+    unused: dict[str, str] = field(default_factory=dict)
 
     @property
     def slot_bytes(self) -> int:
@@ -149,7 +157,8 @@ def map_experts(
         UnsupportedModelError: the model has no routed experts, or none that can be read by range.
         CheckpointError: experts are missing or have another shape than the model's.
     """
-    experts = ExpertMap(find_experts(model))
+    modules = find_experts(model)
+    experts = ExpertMap(modules, chosen_per_token(model, modules))
     experts.weight_mapping = [
         *checkpoint_renamings(model),
         *checkpoint.conversions,
@@ -195,7 +204,33 @@ def map_experts(
             parts = (found[expert].ranges.values() for found in placed.values())
             experts.layouts[ExpertKey(layer, expert)] = lay_out([*itertools.chain(*parts)])
     experts.type_names = _type_names(experts)
+    unused = private.unexpected_names(model, experts.unused)
+    if names := sorted(experts.unused[name] for name in unused if not _is_beside(name, checkpoint)):
+        _name_unused(model, checkpoint, names)
     return experts
+
+
+def _is_beside(name: str, checkpoint: Checkpoint) -> bool:
+    """Whether a tensor only says how activations may be rounded, or a shape, beside weights."""
+    return bool(checkpoint.packed) and name.endswith(BESIDE_WEIGHTS)
+
+
+def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str]) -> None:
+    """Names weights that no part of the model takes, which `transformers` leaves aside, too.
+
+    Raises:
+        UnsupportedModelError: those of a GGUF file, whose writer had another model in mind.
+    """
+    origins, where = checkpoint.origins, one_line(str(checkpoint.folder))
+    shown = ", ".join(origins.get(name, name) for name in names[:3])
+    what = f"{len(names)} that {type(model).__name__} has no place for, such as {shown}"
+    if origins:
+        expected = (
+            "expected a file that llama.cpp's converter wrote, without additions, found tensors,"
+        )
+        raise UnsupportedModelError(f"{where}: {expected} {what}")
+    words = f"of its tensors, {what}, are not used, as in transformers"
+    warnings.warn(f"{where}: {words}", MoERuntimeWarning, stacklevel=4)
 
 
 def _type_names(experts: ExpertMap) -> list[str]:
@@ -229,13 +264,13 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
 
             refuse_numbers(matrix, found, start, of_experts)
     first = {matrix: of_experts[0] for matrix, of_experts in placed.items()}
-    is_quantised = any(found.packing is not None for found in first.values())
+    own_kind = {n: "bfloat16" if p.packing else p.described for n, p in first.items()}
+    are_apart = {kind for n, kind in own_kind.items() if not n.endswith("_bias")} == {"bfloat16"}
     alike: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for matrix, found in first.items():
         # beside quantised matrices others are bf16, and biases may have a type of their own
-        is_apart = is_quantised and matrix.endswith("_bias")
-        kind = found.described if found.packing is None else "bfloat16"
-        alike[is_apart][kind] = f"{matrix} is {found.described}"
+        is_apart = are_apart and matrix.endswith("_bias")
+        alike[is_apart][own_kind[matrix]] = f"{matrix} is {found.described}"
     for kinds in alike.values():
         if len(kinds) > 1:
             raise UnsupportedModelError(
@@ -323,6 +358,8 @@ def _convert(
 
                     if may_stay_packed(model, name, entry):
                         experts.packed_dense[entry.name] = name
+            else:
+                experts.unused[name] = entry.name
             continue
         job = jobs.get(name)
         if job is None:

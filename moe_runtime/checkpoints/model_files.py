@@ -16,7 +16,6 @@ from moe_runtime.checkpoints.settings_check import (
     check_generation_settings,
 )
 from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
-from moe_runtime.config import nearest
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.file_names import at_home, require_whole
 from moe_runtime.reading import read_bounded
@@ -33,6 +32,8 @@ _TOKENIZER_FILES = (
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "*merges.txt")
 """Files that a tokenizer can be made of."""
+_SAME_LAYOUT = {"kimi_k2": "deepseek_v3"}
+"""Families whose code lies in their repositories, and which family of transformers they equal."""
 QUANTIZATION_FILE = "hf_quant_config.json"
 
 
@@ -93,12 +94,14 @@ def read_config(folder: Path) -> PreTrainedConfig:
     if not os.path.lexists(file):
         raise CheckpointError(f"{folder} has no config.json; expected a Hugging Face checkpoint")
     check_config(values := _read_object(file), file)
-    if (name := values["model_type"]) not in transformers.CONFIG_MAPPING:
-        close = nearest(name, transformers.CONFIG_MAPPING).partition("known:")[0]
+    if (name := values["model_type"]) not in {*transformers.CONFIG_MAPPING, *_SAME_LAYOUT}:
         why = f"transformers {transformers.__version__} knows no model_type {clipped(name)}"
-        raise UnsupportedModelError(f"{file}: {why}; {close}or install one that does")
+        raise UnsupportedModelError(f"{file}: {why}; install one that does, if there is one")
     try:
         with blamed_on(f"{file} cannot be read"):
+            if name not in transformers.CONFIG_MAPPING:
+                other = {"model_type": _SAME_LAYOUT[name], "auto_map": None}
+                return transformers.CONFIG_MAPPING[_SAME_LAYOUT[name]].from_dict(values | other)
             return transformers.AutoConfig.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True
             )

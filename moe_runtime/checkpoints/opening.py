@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -66,6 +67,7 @@ class Checkpoint:
         conversions: what makes its weights those of the model, before the model's own table.
         adapt: changes the model that transformers makes, on the meta device, to one of its weights.
         stamps: of its files, taken before their headers were read.
+        origins: tensors of a GGUF file by the names of weights here; empty for other checkpoints.
     """
 
     folder: Path
@@ -77,6 +79,7 @@ class Checkpoint:
     conversions: Sequence[WeightTransform] = ()
     adapt: Callable[[PreTrainedModel], None] = give_experts_interface
     stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weights(self) -> list[Weight]:
@@ -139,7 +142,7 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
     elif quantization is not None:
         from moe_runtime.checkpoints.formats import packed_weights
 
-        packed = packed_weights(quantization, entries, place)
+        packed = packed_weights(quantization, _judged(config, entries), place)
     compute_dtype = _compute_dtype(dtype, config, _plain(entries, packed), bool(packed))
     return Checkpoint(folder, config, entries, compute_dtype, packed, runs, stamps=stamps)
 
@@ -154,6 +157,7 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
     import transformers
 
     warn_if_untested(transformers.__version__)
+    _set_dtype(checkpoint.config, checkpoint.dtype)
     model_class = _model_class(checkpoint.config)
     file = checkpoint.folder / ("" if checkpoint.folder.is_file() else "config.json")
     with ExitStack() as stack:
@@ -164,6 +168,28 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
             model = model_class(checkpoint.config)
         checkpoint.adapt(model)
         return model
+
+
+def _judged(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors but for those that `transformers` leaves aside, as further predicting layers."""
+    patterns = _model_class(config)._keys_to_ignore_on_load_unexpected or ()
+    left_aside = re.compile("|".join(map("({})".format, patterns)) or r"(?!)")
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+
+    def is_left_aside(name: str) -> bool:
+        layer = re.search(r"layers\.(\d+)\.", name)
+        is_own = layer is not None and "mtp" not in name and int(layer[1]) < num_layers
+        return left_aside.search(name) is not None and not is_own
+
+    return {name: entry for name, entry in entries.items() if not is_left_aside(name)}
+
+
+def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Has every part of a model made in one type, whichever a nested configuration names."""
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            _set_dtype(part, dtype)
 
 
 def _plain(entries: dict[str, TensorEntry], packed: dict[str, PackedWeight]) -> list[TensorEntry]:

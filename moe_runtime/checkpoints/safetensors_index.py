@@ -136,7 +136,9 @@ def read_checkpoint_index(
     """Finds every tensor of the checkpoint in a folder, whether in one file or in shards.
 
     ``model.safetensors`` is preferred to ``model.safetensors.index.json`` where both exist, and
-    tensors of a shard that the index does not list are included: as ``transformers`` does.
+    tensors of a shard that the index does not list are included: as ``transformers`` does. Of a
+    tensor in several shards the one counts that the index names; where it names none that has it,
+    that in the last of them. What is nowhere is missed by the model, if it has a place for it.
 
     Args:
         folder: a folder in Hugging Face layout; files may be links, as in the hub's cache.
@@ -293,19 +295,9 @@ def _read_shards(
     entries: dict[str, TensorEntry] = {}
     for file in files.values():
         for name, entry in read_header(file).items():
-            if name in entries:
-                expected = f"tensor {clipped(name)} in one shard"
-                _refuse(file, expected, f"it here and in {_shown(entries[name].file)}")
-            entries[name] = entry
-    for name, shard in weight_map.items():
-        entry = entries.get(name)
-        if entry is None or entry.file != files[shard]:
-            expected = f"tensor {clipped(name)}, which {index_path.name} places there"
-            _refuse(
-                files[shard],
-                expected,
-                f"it {'nowhere' if entry is None else f'in {_shown(entry.file)}'}",
-            )
+            shard = weight_map.get(name)
+            if name not in entries or shard is None or entries[name].file != files[shard]:
+                entries[name] = entry
     return entries
 
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 _MOST_LAYERS, _MOST_EXPERTS = 10_000, 50_000
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-_TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
+_TOP_KS = (
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
+    "top_k_experts",
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SMALLEST = {
     **dict.fromkeys((*_LAYERS, *_TOP_KS), 1),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from moe_runtime.errors import MoERuntimeWarning
@@ -119,6 +120,13 @@ def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Any:
 def finish_loading(model: PreTrainedModel, config: Any, info: Any) -> Any:
     """Initialises and ties what loading left, as `from_pretrained` does; 5.17."""
     return model._finalize_model_loading(model, config, info)
+
+
+def unexpected_names(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Those of a checkpoint's names that `from_pretrained` reports as no part's; 5.17."""
+    info: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+    model._adjust_missing_and_unexpected_keys(info)
+    return info.unexpected_keys
 
 
 def mark_as_initialized(module: torch.nn.Module | torch.Tensor) -> None:

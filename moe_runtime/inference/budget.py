@@ -132,7 +132,8 @@ def reserve_for(
     largest quantised matrix, whose values are written out for products with many rows;
     ``scratch_bytes`` are copied aside while one is put in order that was read.
     """
-    kv_token, activations = bytes_per_token(config, dtype)
+    kv_token = kv_bytes_per_token(config, dtype)
+    activations = activation_bytes_per_token(config, dtype, signature.top_k)
     logits = 4 * config.get_text_config().vocab_size * 4
     buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
     num_experts = signature.num_layers * signature.num_experts
@@ -154,18 +155,23 @@ def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
     return shapes | {(hidden, width) for width in (widths[0], widths[-1])}
 
 
-def reserve_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+def reserve_per_token(config: PreTrainedConfig, dtype: torch.dtype, top_k: int) -> int:
     """Bytes by which the reserve is smaller, at least, for each token less."""
-    return sum(bytes_per_token(config, dtype))
+    activations = activation_bytes_per_token(config, dtype, top_k)
+    return kv_bytes_per_token(config, dtype) + activations
 
 
-def bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Of the KV cache, and of activations."""
+def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Of the KV cache, and of one layer more."""
     text = config.get_text_config()
     heads = largest_of(text, "num_key_value_heads") or text.num_attention_heads
     kv_layer = 2 * heads * widest_head(config) * dtype.itemsize
-    activations = text.hidden_size * (12 * 4 + experts_per_token(config) * dtype.itemsize)
-    return kv_layer * (text.num_hidden_layers + 1), activations
+    return kv_layer * (text.num_hidden_layers + 1)
+
+
+def activation_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype, top_k: int) -> int:
+    """Of hidden states, and of the rows that a token has at its experts."""
+    return config.get_text_config().hidden_size * (12 * 4 + top_k * dtype.itemsize)
 
 
 def widest_head(config: PreTrainedConfig) -> int:
@@ -181,18 +187,6 @@ def largest_of(text: PreTrainedConfig, *names: str) -> int:
     layers = text.per_layer_config if getattr(text, "per_layer_attributes", None) else [text]
     values = (getattr(layer, name, None) for layer in layers for name in names)
     return max((value for value in values if isinstance(value, int)), default=0)
-
-
-def experts_per_token(config: PreTrainedConfig) -> int:
-    """Experts that a token visits in a layer, by whatever name the configuration has it."""
-    text = config.get_text_config()
-    for name in ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k", "top_k"):
-        value = getattr(text, name, None)
-        if isinstance(value, list):
-            value = max(value)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 1
 
 
 def resolve_budget(budget: Budget, available_bytes: int, place: str) -> int:

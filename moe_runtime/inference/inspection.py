@@ -13,7 +13,6 @@ from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference import choosing, options
 from moe_runtime.inference.budget import (
-    experts_per_token,
     plan_memory,
     reserve_for,
     reserve_per_token,
@@ -149,7 +148,7 @@ def inspect_checkpoint(
         num_layers=len(experts.modules),
         num_experts=max(module.num_experts for module in experts.modules),
         total_experts=len(experts.layouts),
-        top_k=experts_per_token(checkpoint.config),
+        top_k=experts.top_k,
         expert_dtype=" and ".join(experts.type_names),
         bits_per_weight=_bits_per_weight(experts),
         dense_bytes=dense_bytes,
@@ -167,7 +166,7 @@ def inspect_checkpoint(
             scratch_bytes=cached.scratch_bytes,
         ),
         max_tokens=max_tokens,
-        token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype),
+        token_bytes=reserve_per_token(checkpoint.config, checkpoint.dtype, experts.top_k),
         signature=signature_of(checkpoint, experts),
     )
 

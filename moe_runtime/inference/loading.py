@@ -20,7 +20,6 @@ from moe_runtime.inference.budget import (
     MemoryPlan,
     available_device_bytes,
     available_host_bytes,
-    experts_per_token,
     plan_memory,
     reserve_for,
     resident_bytes,
@@ -204,7 +203,7 @@ def load(
         share.require_same_model(checkpoint, experts, place)
 
     if place.type != "cpu" and policy == choosing.AUTO and misses == "device":
-        policy = options.policy_of_device(plans, experts, model.config)
+        policy = options.policy_of_device(plans, experts)
     # Before weights are there: what the choice needs is free again for them.
     fastest = plans.get("device", plans["host"])
     folder, trained = checkpoint.folder, guessers.policy_estimator
@@ -378,6 +377,6 @@ def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:
         model_type=checkpoint.config.model_type,
         num_layers=len(experts.modules),
         num_experts=max(module.num_experts for module in experts.modules),
-        top_k=experts_per_token(checkpoint.config),
+        top_k=experts.top_k,
         vocab_size=checkpoint.config.get_text_config().vocab_size,
     )

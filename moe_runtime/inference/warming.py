@@ -11,7 +11,6 @@ import torch
 
 from moe_runtime.checkpoints.dense_weights import Progress
 from moe_runtime.checkpoints.transformers_private import cache_name
-from moe_runtime.inference.budget import experts_per_token
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.memory.tiers import TierStore
 from moe_runtime.types import ExpertKey
@@ -130,7 +129,7 @@ def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens
     if not isinstance(modules[0].store, TierStore):
         return
     vocab_size = model.config.get_text_config().vocab_size
-    num_experts, top_k = modules[0].num_experts, experts_per_token(model.config)
+    num_experts, top_k = modules[0].num_experts, model.moe.facts.signature.top_k
     known = inspect.signature(type(model).forward).parameters
     given = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     for length in prompt_lengths(num_experts, top_k, min(max_tokens, MOST_PROMPT_TOKENS)):

@@ -95,7 +95,9 @@ class Engine:
             self._prefixes = Prefixes(
                 self._account, self._passes, exact=self._options.exact, disk=prefix_disk
             )
-            self._most_logprobs = rows_of_logits(model.config, model.dtype, capacity)
+            self._most_logprobs = rows_of_logits(
+                model.config, model.dtype, capacity, model.moe.facts.signature.top_k
+            )
             self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
             self._scheduler = Scheduler(
                 self._account, most_running=self._options.most_running, adapters=self._adapters

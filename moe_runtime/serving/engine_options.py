@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.inference.budget import bytes_per_token
+from moe_runtime.inference.budget import activation_bytes_per_token
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.serving.caches.kv_account import PIECE
 from moe_runtime.serving.requests import GenerationRequest, RequestTooLongError
@@ -106,14 +106,15 @@ def check_request(
             raise ValueError(f"token {token} is none of the model's vocabulary of {vocab_size}")
 
 
-def rows_of_logits(config: Any, dtype: torch.dtype, max_tokens: int) -> int:
+def rows_of_logits(config: Any, dtype: torch.dtype, max_tokens: int, top_k: int) -> int:
     """Rows of logits in fp32 that fit, with their activations, into those set aside; at least four.
 
     Args:
         config: of the model.
         dtype: of its activations.
         max_tokens: that the reserve was made for.
+        top_k: experts that a token visits in a layer.
     """
-    activations = bytes_per_token(config, dtype)[1]
+    activations = activation_bytes_per_token(config, dtype, top_k)
     logits = 4 * config.get_text_config().vocab_size
     return max(4, max_tokens * activations // (activations + logits))

@@ -14,7 +14,7 @@ from moe_runtime.checkpoints.dense_weights import Progress, load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.gguf.linear_attention import SplitProjection
 from moe_runtime.checkpoints.opening import Checkpoint
-from moe_runtime.inference.budget import experts_per_token, widest_head
+from moe_runtime.inference.budget import widest_head
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.finetune.settings import LoraConfig
 from moe_runtime.training.offload.expert_training import trained_around_experts
@@ -162,7 +162,7 @@ class MergedAdapters:
 
 
 def activation_bytes(
-    config: PreTrainedConfig, tokens: int, num_parts: int, *, recompute: bool
+    config: PreTrainedConfig, tokens: int, num_parts: int, *, top_k: int, recompute: bool
 ) -> int:
     """What the forward and backward pass of a step takes, counted from the model's shape.
 
@@ -173,6 +173,7 @@ def activation_bytes(
         config: of the model.
         tokens: of a step.
         num_parts: its micro-batches.
+        top_k: experts that a token visits in a layer.
         recompute: a block keeps its input alone.
     """
     text = config.get_text_config()
@@ -180,7 +181,7 @@ def activation_bytes(
     heads, head_dim = text.num_attention_heads, widest_head(config)
     widths = [getattr(text, n, None) for n in ("moe_intermediate_size", "intermediate_size")]
     width = next((int(w) for w in widths if isinstance(w, int)), 4 * hidden)
-    routed = 2 * width * experts_per_token(config)
+    routed = 2 * width * top_k
     # a norm keeps three copies in fp32, projections one, rotation and attention four of the heads
     layer = 4 * (12 * hidden + 8 * heads * head_dim + routed + 2 * width)
     kept = layers * (4 * hidden if recompute else layer)

@@ -67,6 +67,7 @@ def test_headers_say_what_the_package_reads_from_them(written: Written) -> None:
         assert (found.name, found.type_id, found.offset, found.num_bytes) == place
         assert found.shape == tuple(reversed(tensor.shape.tolist()))
     sizes = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    sizes |= {41: (128, 18), 42: (64, 18)}  # newer than some releases of the package
     assert {kind: sizes.get(kind) for kind in BLOCK_SIZES} == BLOCK_SIZES
 
 
@@ -219,13 +220,19 @@ def test_types_and_places_of_tensors_are_judged(written: Written, tmp_path: Path
             read(replaced(written, tmp_path, whole, new))
 
 
-def test_types_without_a_decoder_are_named(tmp_path: Path) -> None:
-    """NVFP4: 64 codes in 36 bytes."""
-    written = gguf_checkpoints.write(SAMPLES[-1], tmp_path)
-    name, kind = "blk.0.ffn_gate_up_exps.weight", gguf.GGMLQuantizationType.NVFP4
-    codes = np.zeros((6, 96, 64 // 64 * 36), np.uint8)
-    file = rewritten(written.folder, tmp_path / "other.gguf", instead={name: (codes, kind)})
-    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_gate_up_exps\.weight.* type 40"):
+@pytest.mark.parametrize(("number", "name"), [(40, "NVFP4"), (41, "Q1_0"), (42, "Q2_0")])
+def test_types_without_a_decoder_are_named(tmp_path: Path, number: int, name: str) -> None:
+    written = gguf_checkpoints.write(SAMPLE, tmp_path)
+    record, kind, place = tensor_record(written, "blk.0.attn_output.weight")
+    wide = record[:-16] + struct.pack("<QQ", 128, 2)
+    file = replaced(
+        written,
+        tmp_path,
+        *(r + struct.pack("<I", k) + place for r, k in ((record, kind), (wide, number))),
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=rf"attn_output.* type {number} \({name}\); exp"
+    ):
         read(file)
 
 
@@ -289,6 +296,14 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     ("architecture", "numbers", "words"),
     [
         ("glm4moe", {"expert_gating_func": 1}, "expert_gating_func 2, a sigmoid, found 1"),
+        ("glm4moe", {"expert_weights_norm": 1}, "expert_weights_norm to be true or false, found 1"),
+        ("deepseek2", {"rope.scaling.attn_factor": 1.5}, "attn_factor 1, found 1.5"),
+        ("deepseek2", {"rope.scaling.type": "linear"}, "yarn or none, found linear by 4.0"),
+        ("deepseek2", {"rope.scaling.yarn_log_multiplier": 0.0}, "a real number, found 0.0"),
+        ("qwen3moe", {"rope.scaling.type": "longrope"}, "none, linear, or yarn .*'longrope'"),
+        ("qwen3moe", {"rope.scaling.type": "yarn"}, "yarn with a factor, found 'yarn'"),
+        ("qwen3moe", {"expert_weights_scale": 2.5}, "expert_weights_scale to be 0, found 2.5"),
+        ("qwen2moe", {"rope.dimension_count": 8}, "rope.dimension_count to be 16, found 8"),
         ("glm4moe", {"rope.dimension_count": 99}, "rope.dimension_count of 1 to 16, found 99"),
         ("minimax-m2", {"attention.head_count": 7}, "as many rows for each head, found 7"),
         ("ernie4_5-moe", {"rope.dimension_count": 8}, "turn all values of a head"),
@@ -317,6 +332,25 @@ def test_what_a_family_does_not_compute_is_refused(
     named = {f"{architecture}.{key}": number for key, number in numbers.items()}
     file = rewritten(written.folder, tmp_path / "a.gguf", numbers=named)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
+        read(file)
+
+
+def test_a_correction_says_that_gates_are_a_sigmoid(tmp_path: Path) -> None:
+    """As in files of GLM-4.7-Flash that say nothing of gates."""
+    sample = next(sample for sample in SAMPLES if sample.name == "deepseek2-sigmoid")
+    written = gguf_checkpoints.write(sample, tmp_path)
+    header = read_header(written.folder)
+    del header.metadata["deepseek2.expert_gating_func"]
+    assert architecture_of(header, written.folder).model_type == "deepseek_v3"
+
+
+def test_half_of_the_positions_is_refused_for_solar_open(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes; transformers turns all values of a head."""
+    sample = next(sample for sample in SAMPLES if sample.name == "solar-open-q8_0")
+    written = gguf_checkpoints.write(sample, tmp_path)
+    half = {"glm4moe.rope.dimension_count": 8}
+    file = rewritten(written.folder, tmp_path / "a.gguf", numbers=half)
+    with pytest.raises(UnsupportedModelError, match=r"dimension_count 16 without biases.* 0.5 of"):
         read(file)
 
 

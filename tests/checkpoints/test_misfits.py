@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import tiny_checkpoints
 import torch
-from changed_checkpoints import EXPERT, SAMPLES, Originals, changed, refusal
+from changed_checkpoints import EXPERT, SAMPLES, Originals, changed, mapped, refusal
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moe_runtime
+from moe_runtime.checkpoints.model_files import read_config
 from moe_runtime.cli.main import main
-from moe_runtime.errors import CheckpointError, MoERuntimeError
+from moe_runtime.errors import CheckpointError, MoERuntimeError, MoERuntimeWarning
 
 Change = Callable[[dict[str, Tensor]], Any]
 LAYER = "model.layers.1.mlp.experts"
@@ -343,6 +344,71 @@ def test_the_file_that_says_the_size_of_groups_is_named(originals, tmp_path) -> 
     message = refusal(folder)
     assert "correct the size of groups in the quantization of hf_quant_config.json, or" in message
     assert "config.json" not in message.replace("hf_quant_config.json", "")
+
+
+def test_weights_that_no_part_takes_are_named_and_change_nothing(plain, tmp_path) -> None:
+    """As `from_pretrained` reports them; it says nothing of layers that predict further tokens."""
+    folder = tmp_path / "a"
+    shutil.copytree(plain, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {
+        "model.layers.0.self_attn.q_proj.bias": torch.ones(32),
+        "model.extra": torch.ones(1),
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(MoERuntimeWarning) as caught:
+        found = mapped(folder)
+    (words,) = {str(warning.message) for warning in caught}
+    assert "of its tensors, 2 that Qwen3MoeForCausalLM has no place for, such as model.ext" in words
+    assert "model.layers.0.self_attn.q_proj.bias, are not used" in words
+    assert found.dense_entries.keys() == mapped(plain).dense_entries.keys()
+
+
+def test_what_is_wrong_with_weights_that_are_never_used_refuses_nothing(
+    originals, tmp_path
+) -> None:
+    """Codes without scales in the layer of DeepSeek-V3 that predicts further tokens."""
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        codes = tensors["model.layers.1.mlp.experts.0.up_proj.weight"]
+        tensors["model.layers.61.mlp.experts.0.up_proj.weight"] = codes.clone()
+        tensors["model.layers.61.eh_proj.weight_scale_inv"] = torch.ones(1)
+
+    original = originals("deepseek_v3-fp8")
+    folder = changed(original, tmp_path, add)
+    assert mapped(folder).type_names == mapped(original).type_names
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path) -> None:
+    family = SAMPLES["deepseek_v3-fp8"].family
+    folder = tiny_checkpoints.save(tiny_checkpoints.tiny_model(family), tmp_path, sharded=False)
+    with moe_runtime.load(folder, device="cpu").moe as handle:
+        model_type = handle.facts.signature.model_type
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    auto_map = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    file.write_text(json.dumps(values | {"model_type": "kimi_k2", "auto_map": auto_map}))
+    model = moe_runtime.load(folder, device="cpu")
+    with model.moe:
+        assert model.moe.facts.signature.model_type == model_type == "deepseek_v3"
+        assert type(model).__name__ == "DeepseekV3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("time_step_limit", "x", "a list of numbers, found 'x'"),
+        ("pad_token_id", 1.5, "a whole number or null, found 1.5"),
+        ("eos_token_id", "</s>", "a whole number or a list of whole numbers or null, found '</s>'"),
+        ("rope_parameters", [1], "an object or null, found [1]"),
+    ],
+)
+def test_types_that_a_setting_may_have_are_said_in_words(tmp_path, name, value, words) -> None:
+    config = {"model_type": "nemotron_h" if name == "time_step_limit" else "qwen3_moe", name: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        read_config(tmp_path)
+    assert str(caught.value).endswith(f"config.json: expected {name} to be {words}")
 
 
 @pytest.mark.parametrize("has_config", [True, False])

@@ -14,7 +14,7 @@ from engine_events import Answer, ask, greedy, hold, request_of
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
-from moe_runtime.inference.budget import bytes_per_token
+from moe_runtime.inference.budget import kv_bytes_per_token
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.caches.running_states import BatchStates
 from moe_runtime.serving.engine import Engine
@@ -237,7 +237,7 @@ def test_states_have_room_beside_keys_and_values(
         model(input_ids=torch.tensor([[5] * 9]), past_key_values=cache)
         states = sum(state.nbytes for state in states_of(cache))
         keys = 2 * 2 * 8 * 4  # of one layer of four
-        num_tokens, reserved = passes.state_tokens, bytes_per_token(model.config, torch.float32)[0]
+        num_tokens, reserved = passes.state_tokens, kv_bytes_per_token(model.config, torch.float32)
         assert states + num_tokens * keys <= num_tokens * reserved
         assert states + (num_tokens - 1) * keys > (num_tokens - 1) * reserved
         # 48 tokens are room for the states of one, though for the tokens of three

@@ -45,6 +45,15 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
     ".scale": ("fp8", "mxfp8"),
 }
 """Ends of the names of tensors that belong to quantised weights, and in which formats."""
+BESIDE_WEIGHTS = (
+    "input_scale",
+    "input_global_scale",
+    "k_scale",
+    "v_scale",
+    "weight_shape",
+    "g_idx",
+)
+"""Ends of the names of tensors that change no weight: activations are not rounded here."""
 
 
 def packed_weights(

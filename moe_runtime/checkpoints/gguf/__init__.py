@@ -38,6 +38,11 @@ _BLOCKS: dict[int, BlockName] = {
     **{13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4_block"},
 }
 """ggml's numbers of types."""
+_UNREAD = {
+    **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
+    **{28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"},
+}
+"""Names of types that nothing here computes with."""
 _PLAIN_BLOCKS: dict[int, BlockName] = {0: "f32_block", 1: "f16_block"}
 """Types of experts that are plain, but not bf16, where others of their layer are of other types."""
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)")
@@ -66,6 +71,7 @@ def read_model(file: Path) -> Checkpoint:
     check_config({"model_type": architecture.model_type, **values}, file)
     entries: dict[str, TensorEntry] = {}
     packed: dict[str, PackedWeight] = {}
+    origins: dict[str, str] = {}
     elements: Counter[str] = Counter()
     mixed = _mixed_layers(header.tensors)
     for name, tensor, expert in named_weights(header, architecture, file):
@@ -73,6 +79,7 @@ def read_model(file: Path) -> Checkpoint:
             raise CheckpointError(
                 f"{one_line(str(file))}: expected {name} once, found it twice: in {tensor.name} too"
             )
+        origins[name] = tensor.name
         kinds = _BLOCKS | _PLAIN_BLOCKS if _layer_of_experts(tensor) in mixed else _BLOCKS
         if tensor.type_id in _PLAIN and tensor.type_id not in kinds:
             entries[name] = _entry(name, tensor, expert, _PLAIN[tensor.type_id], tensor.shape)
@@ -88,9 +95,15 @@ def read_model(file: Path) -> Checkpoint:
     most = elements.most_common(1)[0][0]
     config.dtype = dtype = TORCH_DTYPES[most]
     check_layers(config, entries, file)
-    conversions = architecture.conversions()
     return Checkpoint(
-        file, config, entries, dtype, packed, conversions=conversions, adapt=architecture.adapt
+        file,
+        config,
+        entries,
+        dtype,
+        packed,
+        conversions=architecture.conversions(),
+        adapt=architecture.adapt,
+        origins=origins,
     )
 
 
@@ -133,11 +146,11 @@ def _require_whole(tensors: list[GgufTensor], file: Path) -> None:
 
 
 def _mixed_layers(tensors: Iterable[GgufTensor]) -> set[str]:
-    """Layers whose experts' matrices are of several types."""
+    """Layers whose experts' matrices and biases are of several types."""
     types: dict[str, set[int]] = defaultdict(set)
     for tensor in tensors:
-        if layer := _layer_of_experts(tensor):
-            types[layer].add(tensor.type_id)
+        if found := _EXPERTS.fullmatch(tensor.name):
+            types[found[1]].add(tensor.type_id)
     return {layer for layer, found in types.items() if len(found) > 1}
 
 
@@ -226,8 +239,10 @@ def _packed(
     name: str, tensor: GgufTensor, expert: int, kinds: Mapping[int, BlockName], file: Path
 ) -> PackedWeight:
     if tensor.type_id not in kinds:
+        name = _UNREAD.get(tensor.type_id, "an integer")
         raise UnsupportedModelError(
-            f"{one_line(str(file))}: {clipped(tensor.name)} has ggml's type {tensor.type_id}; "
+            f"{one_line(str(file))}: {clipped(tensor.name)} has ggml's type {tensor.type_id} "
+            f"({name}); "
             f"expected F32, F16, BF16 or {', '.join(kind.upper() for kind in _BLOCKS.values())}"
         )
     is_stack = expert >= 0 or tensor.name.endswith(("attn_k_b.weight", "attn_v_b.weight"))

@@ -242,7 +242,7 @@ def architecture_of(header: GgufHeader, file: Path) -> Architecture:
     Raises:
         UnsupportedModelError: there is none.
     """
-    name = header.metadata.get("general.architecture")
+    name = header.name
     if isinstance(name, str) and name in _MADE:
         return _MADE[name](header, file)
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -306,10 +306,7 @@ def named_weights(
 
 def num_layers_of(header: GgufHeader) -> int | None:
     """Layers of the model itself, where others are behind them; else None."""
-    name = header.metadata.get("general.architecture")
-    every, further = (
-        header.metadata.get(f"{name}.{key}") for key in ("block_count", "nextn_predict_layers")
-    )
+    every, further = header.value("block_count"), header.value("nextn_predict_layers")
     if type(every) is int and type(further) is int and 0 < further < every:
         return every - further
     return None
@@ -322,3 +319,12 @@ def refuse(file: Path, expected: str, found: str) -> NoReturn:
         CheckpointError: always.
     """
     raise CheckpointError(f"{one_line(str(file))}: expected {expected}, found {found}")
+
+
+def unsupported(file: Path, expected: str, found: str) -> NoReturn:
+    """Says what a sound file has that no model here computes.
+
+    Raises:
+        UnsupportedModelError: always.
+    """
+    raise UnsupportedModelError(f"{one_line(str(file))}: expected {expected}, found {found}")

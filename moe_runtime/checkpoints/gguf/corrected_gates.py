@@ -7,7 +7,6 @@ Source: llama.cpp's converter, and its graphs of the three.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from moe_runtime.checkpoints.gguf.architectures import (
     ATTENTION,
@@ -21,10 +20,10 @@ from moe_runtime.checkpoints.gguf.architectures import (
     SHARED_EXPERTS,
     Architecture,
     refuse,
+    unsupported,
 )
 from moe_runtime.checkpoints.gguf.header import GgufHeader
-from moe_runtime.checkpoints.strict_json import clipped, one_line
-from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.checkpoints.strict_json import clipped
 
 _SIGMOID = 2
 _SIZES = {"moe_intermediate_size": EXPERT_WIDTH, "intermediate_size": ("ffn_gate", -2)}
@@ -32,14 +31,18 @@ _COMMON = {setting: key for setting, key in FIELDS.items() if "num_experts" not 
 
 
 def glm4moe(header: GgufHeader, file: Path) -> Architecture:
-    """The row of a file of GLM-4.5 to 4.7.
+    """The row of a file of GLM-4.5 to 4.7, or of Solar Open.
 
     Raises:
         CheckpointError: something that it needs is missing.
-        UnsupportedModelError: its gates are no sigmoid.
+        UnsupportedModelError: its gates are no sigmoid, or it is Solar Open with half of the
+            positions, as llama.cpp's converter writes where the configuration does not say it.
     """
     found = _File(header, file)
     found.require_sigmoid(otherwise=_SIGMOID)
+    if not found.has("attn_q.bias") and found.rotated != 1:  # GLM's have biases
+        expected = f"glm4moe.rope.dimension_count {found.head_dim} without biases, as Solar Open is"
+        unsupported(file, expected, f"{found.rotated} of it: convert it again, or set the key")
     parts = {
         **ATTENTION,
         **HEAD_NORMS,
@@ -87,7 +90,7 @@ def ernie4_5_moe(header: GgufHeader, file: Path) -> Architecture:
     """
     found = _File(header, file)
     if found.rotated != 1:
-        found.unsupported("positions that turn all values of a head", f"{found.rotated} of them")
+        unsupported(file, "positions that turn all values of a head", f"{found.rotated} of them")
     parts = {
         **ATTENTION,
         "ffn_gate_inp": "mlp.gate",
@@ -149,17 +152,12 @@ class _File:
     """What a file says of its model beside the names and sizes of all architectures."""
 
     def __init__(self, header: GgufHeader, file: Path) -> None:
-        self._metadata, self._file = header.metadata, file
-        self._name = header.metadata["general.architecture"]
+        self.value, self._file = header.value, file
         self._tensors = {
             tensor.name.split(".", 2)[2]: tensor
             for tensor in reversed(header.tensors)
             if tensor.name.startswith("blk.") and tensor.name.count(".") > 2
         }
-
-    def value(self, key: str, otherwise: Any = None) -> Any:
-        """A value of the architecture's."""
-        return self._metadata.get(f"{self._name}.{key}", otherwise)
 
     def has(self, name: str) -> bool:
         """Whether a layer has a tensor of this name."""
@@ -195,10 +193,4 @@ class _File:
         """
         gating = self.value("expert_gating_func", otherwise)
         if gating != _SIGMOID:
-            self.unsupported(f"expert_gating_func {_SIGMOID}, a sigmoid", clipped(gating))
-
-    def unsupported(self, expected: str, found: str) -> None:
-        """Raises: the file is sound, but its model computes something else."""
-        raise UnsupportedModelError(
-            f"{one_line(str(self._file))}: expected {expected}, found {found}"
-        )
+            unsupported(self._file, f"expert_gating_func {_SIGMOID}, a sigmoid", clipped(gating))

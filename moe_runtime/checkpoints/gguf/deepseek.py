@@ -25,10 +25,10 @@ from moe_runtime.checkpoints.gguf.architectures import (
     SHARED_EXPERTS,
     Architecture,
     refuse,
+    unsupported,
 )
 from moe_runtime.checkpoints.gguf.header import GgufHeader
-from moe_runtime.checkpoints.strict_json import clipped, one_line
-from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.checkpoints.strict_json import clipped
 
 if TYPE_CHECKING:
     from moe_runtime.checkpoints.transformers_private import WeightTransform
@@ -70,18 +70,18 @@ def deepseek2(header: GgufHeader, file: Path) -> Architecture:
         CheckpointError: widths of heads are missing.
         UnsupportedModelError: it computes something that the two models do not.
     """
-
-    def value(key: str, otherwise: Any = None) -> Any:
-        return header.metadata.get(f"deepseek2.{key}", otherwise)
-
-    gating = value("expert_gating_func", _SOFTMAX)
+    value = header.value
+    parts = {name.split(".")[2] for t in header.tensors if (name := t.name).startswith("blk.")}
+    # files of GLM-4.7-Flash may not say it, but have a correction, as no softmax has
+    otherwise = _SIGMOID if "exp_probs_b" in parts else _SOFTMAX
+    gating = value("expert_gating_func", otherwise)
     is_normed, groups = bool(value("expert_weights_norm", False)), value("expert_group_count", 1)
     if gating not in (_SOFTMAX, _SIGMOID) or (gating == _SOFTMAX and is_normed):
         found = f"expert_gating_func {clipped(gating)}, expert_weights_norm {is_normed}"
-        _unsupported(file, "a softmax whose weights are not normalised, or a sigmoid", found)
+        unsupported(file, "a softmax whose weights are not normalised, or a sigmoid", found)
     if temperature := value("attention.temperature_scale", 0.0):
-        _unsupported(file, "no attention.temperature_scale", clipped(temperature))
-    parts = {name.split(".")[2] for t in header.tensors if (name := t.name).startswith("blk.")}
+        unsupported(file, "no attention.temperature_scale", clipped(temperature))
+    _require_scaling(header, file)
     if len(parts & {"attn_kv_b", "attn_k_b"}) != 1 or ("attn_k_b" in parts) != (
         "attn_v_b" in parts
     ):
@@ -123,6 +123,20 @@ def deepseek2(header: GgufHeader, file: Path) -> Architecture:
     )
 
 
+def _require_scaling(header: GgufHeader, file: Path) -> None:
+    """Refuses extended positions of which only llama.cpp scales the softmax."""
+    lead = "rope.scaling."
+    kind, scale = header.value(f"{lead}type", "linear"), header.value(f"{lead}attn_factor", 1.0)
+    factor = header.value(f"{lead}factor", header.value("rope.scale_linear", 1.0))
+    multiplier = header.value(f"{lead}yarn_log_multiplier", 0.0)
+    if kind == "linear" and factor != 1:
+        unsupported(file, f"{lead}type yarn or none", f"linear by {clipped(factor)}")
+    if type(multiplier) is not float or (kind == "yarn" and not multiplier):
+        unsupported(file, f"{lead}yarn_log_multiplier, a real number", clipped(multiplier))
+    if scale != 1:
+        unsupported(file, f"{lead}attn_factor 1", clipped(scale))
+
+
 def _yarn(value: Any) -> Mapping[str, Any]:
     """Settings of extended positions: files have the scale of the softmax as a tenth of it."""
     named = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
@@ -150,7 +164,3 @@ def _joined_heads() -> list[WeightTransform]:
 
     sources = [f"{name}.weight" for name in HEADS]
     return [private.WeightConverter(sources, "self_attn.kv_b_proj.weight", [OfHeads(1)])]
-
-
-def _unsupported(file: Path, expected: str, found: str) -> None:
-    raise UnsupportedModelError(f"{one_line(str(file))}: expected {expected}, found {found}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -57,10 +57,22 @@ class GgufHeader:
     Attributes:
         metadata: by key; of an array of texts, how many there are, unless they were asked for.
         tensors: in the file's order.
+        understood: ends of the architecture's keys whose values have been used.
     """
 
     metadata: dict[str, Any]
     tensors: list[GgufTensor]
+    understood: set[str] = field(default_factory=set, compare=False)
+
+    @property
+    def name(self) -> Any:
+        """The name of the architecture."""
+        return self.metadata.get("general.architecture")
+
+    def value(self, key: str, otherwise: Any = None) -> Any:
+        """The value of one of the architecture's keys, which thereby counts as understood."""
+        self.understood.add(key)
+        return self.metadata.get(f"{self.name}.{key}", otherwise)
 
 
 BLOCK_SIZES = {
@@ -69,7 +81,7 @@ BLOCK_SIZES = {
     **{16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18)},
     **{21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4)},
     **{27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66)},
-    **{39: (32, 17), 40: (64, 36)},
+    **{39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18)},
 }
 """Elements and bytes of a block of every type that files have, by ggml's number."""
 

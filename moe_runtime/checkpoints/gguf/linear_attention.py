@@ -142,7 +142,7 @@ def _row(header: GgufHeader, file: Path, name: str) -> tuple[Architecture, _Head
     """What both architectures have, and the heads of linear attention."""
 
     def size(key: str) -> int:
-        found = header.metadata.get(f"{name}.{key}")
+        found = header.value(key)
         if type(found) is not int or found < 1:
             refuse(file, f"{name}.{key} of at least 1 among its metadata", clipped(found))
         return found

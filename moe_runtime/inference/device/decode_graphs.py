@@ -18,7 +18,6 @@ import torch
 
 from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
 from moe_runtime.config import PrefetchMode
-from moe_runtime.inference.budget import experts_per_token
 from moe_runtime.inference.device.device_experts import DeviceExperts, Routed
 from moe_runtime.inference.device.recordings import put_first, recording_of
 from moe_runtime.inference.device.static_caches import StaticCaches
@@ -66,7 +65,7 @@ class RecordedStep:
         self._experts = experts_of_step(
             store,
             modules,
-            experts_per_token(model.config),
+            model.moe.facts.signature.top_k,
             len(call.tensors["input_ids"]),
             reads_ahead=prefetcher is not None and prefetcher.mode is not PrefetchMode.OBSERVE,
         )

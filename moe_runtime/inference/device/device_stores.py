@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.inference.budget import MemoryPlan, experts_per_token
+from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.inference.device.device_stacks import DeviceStacks
 from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.kernels.expert_mlp import ExpertWeights
@@ -52,9 +51,7 @@ def plan_device(experts: ExpertMap) -> tuple[ExpertMap, int]:
     return experts_on_device(experts), WORKSPACE_BYTES
 
 
-def policy_of_device(
-    plans: dict[str, MemoryPlan], experts: ExpertMap, config: PreTrainedConfig
-) -> str:
+def policy_of_device(plans: dict[str, MemoryPlan], experts: ExpertMap) -> str:
     """What the policy `auto` is on a device.
 
     Returns:
@@ -65,7 +62,7 @@ def policy_of_device(
     num_layers = len({key.layer for key in experts.layouts})
     is_read_there = has_room(
         plans["device"].num_slots, plans["host"].num_slots, num_experts=len(experts.layouts),
-        num_layers=num_layers, num_choices=experts_per_token(config),
+        num_layers=num_layers, num_choices=experts.top_k,
     )  # fmt: skip
     return "lru" if is_read_there else "auto"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
-from moe_runtime.inference.budget import bytes_per_token
+from moe_runtime.inference.budget import kv_bytes_per_token
 
 _OF_EACH_STATE = (
     *("is_conv_states_initialized", "is_recurrent_states_initialized"),
@@ -98,7 +98,7 @@ def tokens_of_states(cache: DynamicCache, config: Any, dtype: torch.dtype) -> in
     ]
     parts = [part for layer in filled for part in (layer.keys, layer.values)]
     used = sum(part.nbytes // max(part.shape[-2], 1) for part in parts)
-    reserved = bytes_per_token(config, dtype)[0]
+    reserved = kv_bytes_per_token(config, dtype)
     left = reserved - used
     return -(-states // (left if left > 0 else reserved))
 

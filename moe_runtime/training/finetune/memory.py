@@ -13,7 +13,6 @@ from moe_runtime.inference.budget import (
     MemoryPlan,
     available_device_bytes,
     available_host_bytes,
-    experts_per_token,
     resolve_budget,
 )
 from moe_runtime.inference.budget import plan_memory as plan_slots
@@ -54,6 +53,7 @@ def divide_budget(
         checkpoint.config,
         method.num_sides * config.data.tokens_per_step,
         method.num_sides * config.data.micro_batches,
+        top_k=experts.top_k,
         recompute=config.run.recompute or not method.has_backward,
     )
     activations += experts_code_bytes(
@@ -95,7 +95,7 @@ def divide_budget(
     there = plan_slots(
         budget,
         dense_bytes=dense,
-        reserve_bytes=computes + _routed_bytes(config, checkpoint, sites),
+        reserve_bytes=computes + _routed_bytes(config, checkpoint, experts.top_k, sites),
         slot_bytes=experts_on_device(experts).slot_bytes,
         num_experts=len(experts.layouts),
         option="device_memory",
@@ -115,11 +115,11 @@ def _host_plan(host_memory: str, dense: int, reserve: int, experts: ExpertMap) -
 
 
 def _routed_bytes(
-    config: FinetuneConfig, checkpoint: Checkpoint, sites: list[ExpertsModuleSpec]
+    config: FinetuneConfig, checkpoint: Checkpoint, top_k: int, sites: list[ExpertsModuleSpec]
 ) -> int:
     """Of a layer's routed rows where kernels compute all of them together: outputs, hidden values,
     gradients of pre-activations, and what adapters add to the outputs."""
-    rows = config.data.tokens_per_step * experts_per_token(checkpoint.config)
+    rows = config.data.tokens_per_step * top_k
     hidden = checkpoint.config.get_text_config().hidden_size
     width = 2 * hidden + 2 * max(site.dim_preactivation for site in sites)
     return int(rows * width * getattr(torch, config.run.precision).itemsize)

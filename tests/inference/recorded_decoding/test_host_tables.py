@@ -13,7 +13,6 @@ import pytest
 from emulated_device import EmulatedEvent
 from emulated_models import emulated, experts_modules_of, map_of
 from fetched_models import ENOUGH, EVERY, LAYERS, SLOTS, Request, in_both, store_of, warmed
-from transformers import AutoConfig
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.device.device_stores import policy_of_device
@@ -292,12 +291,12 @@ def test_room(device: int, host: int, expected: bool) -> None:
 def test_the_policy_that_is_chosen_by_routes_hears_none_where_all_are_in_memory(
     checkpoint: Path,
 ) -> None:
-    experts, config = map_of(checkpoint), AutoConfig.from_pretrained(checkpoint)
+    experts = map_of(checkpoint)
 
     def policy(device: int, host: int) -> str:
         slots = {"device": device, "host": host}
         plans: Any = {place: SimpleNamespace(num_slots=number) for place, number in slots.items()}
-        return policy_of_device(plans, experts, config)
+        return policy_of_device(plans, experts)
 
     assert policy(SLOTS * LAYERS, EVERY) == "lru"
     assert policy(SLOTS * LAYERS, 4) == policy(EVERY, EVERY) == "auto"

@@ -18,7 +18,7 @@ import numpy as np
 import tiny_checkpoints
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf_corrected_gates import CORRECTED, add_corrected_gates
+from gguf_corrected_gates import CORRECTED, SIZES, add_corrected_gates, turned
 from gguf_latent_attention import add_latent_attention, heads_apart, heads_together
 from gguf_linear_attention import LINEAR, NEXT, add_linear_attention, as_in_files, as_in_models
 from moe_families import Family
@@ -134,6 +134,15 @@ SAMPLES = [
         Family("gpt_oss", "GptOssForCausalLM", {"hidden_size": 64, "intermediate_size": 96}),
         {"exps": Kind.MXFP4, "attn": Kind.Q8_0, "output": Kind.Q8_0},
     ),
+    *(
+        Sample(
+            f"gpt-oss-{kind.name.lower()}",  # beside biases in F32
+            "gpt-oss",
+            Family("gpt_oss", "GptOssForCausalLM", {"hidden_size": 64, "intermediate_size": 96}),
+            {"": kind},
+        )
+        for kind in (Kind.BF16, Kind.F16)
+    ),
     Sample(
         "mixtral-q8_0",
         "llama",
@@ -171,6 +180,12 @@ SAMPLES = [
             f"{architecture}-q8_0", architecture, family, {"gate_exps": Kind.Q4_0, "": Kind.Q8_0}
         )
         for architecture, family in CORRECTED.items()
+    ),
+    Sample(
+        "solar-open-q8_0",
+        "glm4moe",
+        Family("solar_open", "SolarOpenForCausalLM", SIZES | turned(1.0) | {"n_shared_experts": 1}),
+        {"gate_exps": Kind.Q4_0, "": Kind.Q8_0},
     ),
     *(
         Sample(
@@ -368,7 +383,7 @@ def _add_metadata(writer: Any, config: Any) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if config.model_type.startswith("deepseek"):
         add_latent_attention(writer, config)
-    elif config.model_type in ("glm4_moe", "ernie4_5_moe", "minimax_m2"):
+    elif config.model_type in ("glm4_moe", "solar_open", "ernie4_5_moe", "minimax_m2"):
         add_corrected_gates(writer, config)
     elif config.model_type in ("qwen3_5_moe_text", "qwen3_next"):
         add_linear_attention(writer, config)

@@ -7,10 +7,10 @@ from typing import Any
 import gguf
 from moe_families import Family
 
-_SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32}
+SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32}
 
 
-def _turned(share: float) -> dict[str, Any]:
+def turned(share: float) -> dict[str, Any]:
     """Positions that turn a share of a head's values."""
     positions = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
     return {"rope_parameters": positions}
@@ -20,15 +20,15 @@ CORRECTED = {
     "glm4moe": Family(
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        _SIZES
-        | _turned(0.5)
+        SIZES
+        | turned(0.5)
         | {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2}
         | {"routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0},
     ),
     "ernie4_5-moe": Family(
-        "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _SIZES | {"moe_num_shared_experts": 2}
+        "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", SIZES | {"moe_num_shared_experts": 2}
     ),
-    "minimax-m2": Family("minimax_m2", "MiniMaxM2ForCausalLM", _SIZES | _turned(0.5)),
+    "minimax-m2": Family("minimax_m2", "MiniMaxM2ForCausalLM", SIZES | turned(0.5)),
 }
 """By ggml's name of the architecture."""
 
@@ -54,6 +54,7 @@ def add_corrected_gates(writer: Any, config: Any) -> None:
         return
     writer.add_expert_count(config.n_routed_experts)
     writer.add_expert_shared_count(config.n_shared_experts)
-    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if config.model_type == "glm4_moe":
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(config.norm_topk_prob)

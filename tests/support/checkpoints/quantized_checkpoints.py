@@ -15,7 +15,7 @@ from typing import Any
 
 import tiny_checkpoints
 import torch
-from moe_families import Family
+from moe_families import LINEAR_THEN_FULL, Family
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from weight_packers import (
@@ -48,6 +48,7 @@ class Quantized:
         config: the quantization part of its configuration.
         packers: by a pattern of weights' names; the first that matches is taken.
         dtype: of everything else.
+        has_stacks: whether the experts of a layer are one tensor in the files.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Quantized:
     config: dict[str, Any]
     packers: dict[str, Packer] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
+    has_stacks: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -73,7 +75,7 @@ def write(sample: Quantized, folder: Path) -> Written:
     """Write a random model of the sample's family in its format, and the plain twin."""
     model = tiny_checkpoints.tiny_model(sample.family).to(sample.dtype)
     packed, plain = folder / "packed", folder / "plain"
-    tiny_checkpoints.save(model, packed, sharded=False)
+    tiny_checkpoints.save(model, packed, sharded=False, own_names=sample.has_stacks)
     stored: dict[str, Tensor] = {}
     values: dict[str, Tensor] = {}
     for name, tensor in load_file(packed / "model.safetensors").items():
@@ -225,6 +227,13 @@ SAMPLES = [
         Family("qwen3_moe", "Qwen3MoeForCausalLM", EVEN),
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
         {EXPERTS + "|" + SHARED: nvfp4_modelopt},
+    ),
+    Quantized(
+        "qwen3_5_moe-nvfp4-stacked",
+        Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", LINEAR_THEN_FULL | EVEN),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        {r"experts\.(gate_up|down)_proj$": nvfp4_modelopt},
+        has_stacks=True,
     ),
     Quantized(
         "olmoe-mxfp8",

@@ -285,7 +285,17 @@ def _decompressed(compressor: Any, stored: dict[str, Tensor], scheme: Any) -> Te
 
 
 def nvfp4_modelopt(name: str, weight: Tensor) -> Packed:
-    """The codes that compressed-tensors has, with the reciprocal of its global scale."""
+    """The codes that compressed-tensors has, with the reciprocal of its global scale.
+
+    Of a stack of experts, those of each.
+    """
+    if weight.ndim == 3:
+        each = [nvfp4_modelopt("x.weight", matrix) for matrix in weight]
+        ends = {f"x.weight{end}": end and f"_weight{end}" for end in ("", "_scale", "_scale_2")}
+        stacks = {
+            name + end: torch.stack([one[part] for one, _ in each]) for part, end in ends.items()
+        }
+        return stacks, torch.stack([values for _, values in each])
     pack = compressed("nvfp4-pack-quantized", **NVFP4)
     parts, _ = pack(name, weight)
     stem = name.removesuffix(".weight")
