@@ -240,7 +240,13 @@ def find_state(
     check_settings(
         last, state.settings, preparation.settings, schedule=_SCHEDULE, reschedule=reschedule
     )
-    steps = preparation.config.run.steps
+    steps, data = preparation.config.run.steps, preparation.config.data
+    expected = (state.step * data.tokens_per_step, state.step * data.sequences_per_step)
+    if (state.tokens, sum(state.taken)) != expected:
+        raise CheckpointError(
+            f"{last}: is damaged: expected {expected[0]} tokens in {expected[1]} windows after "
+            f"{state.step} steps, found {state.tokens} in {sum(state.taken)}"
+        )
     if state.step > steps:
         raise CheckpointError(
             f"{last}: has taken {state.step} steps already, run.steps asks for {steps}; "
@@ -320,10 +326,20 @@ def mixture(preparation: Prepared) -> dict[str, float]:
     }
 
 
-def open_sinks(preparation: Prepared, first_step: int) -> list[MetricsSink]:
-    """Where a run's records go; records from `first_step` on are forgotten."""
+def open_sinks(preparation: Prepared, state: Progress | None) -> list[MetricsSink]:
+    """Where a run's records go; those of steps after a checkpoint are forgotten.
+
+    Args:
+        preparation: of the run.
+        state: of the checkpoint from which it goes on; None where it begins.
+
+    Raises:
+        CheckpointError: the records are not those that the checkpoint knows.
+        OSError: the folder cannot be written.
+    """
     sinks: list[MetricsSink] = []
+    first_step, records = (0, "") if state is None else (state.step, state.records)
     if preparation.config.run.tensorboard:
         sinks.append(TensorBoard(preparation.output / "tensorboard", first_step=first_step))
-    sinks.append(JsonLines(preparation.output, first_step=first_step))
+    sinks.append(JsonLines(preparation.output, first_step=first_step, digest_then=records))
     return sinks
