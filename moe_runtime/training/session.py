@@ -223,11 +223,14 @@ def start(
 
     Raises:
         CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
-            is damaged, was made with other settings, or has taken more steps than are wanted.
+            is damaged, was made with other settings, or has taken more steps than are wanted; or
+            the processes do not share the folder.
         ValueError: a package for the logs is missing.
         OSError: the folder cannot be written.
     """
     ranks = ranks or OneRank()
+    if ranks.size > 1:
+        ranks.require_shared(preparation.output)
     last, state = find_state(preparation, resume=resume, reschedule=reschedule)
     first_step = 0 if state is None else state.step
     trained = {name: p for name, p in preparation.model.named_parameters() if p.requires_grad}

@@ -54,9 +54,7 @@ def _is_plain(value: Any) -> bool:
 
 
 COUNT = Kind("an integer of at least 0", lambda value: type(value) is int and 0 <= value < 1 << 63)
-NUMBER = Kind(
-    "a finite number", lambda value: type(value) in (int, float) and math.isfinite(value)
-)
+NUMBER = Kind("a finite number", lambda value: type(value) in (int, float) and math.isfinite(value))
 AMOUNT = Kind("a finite number of at least 0", lambda v: NUMBER.fits(v) and v >= 0)
 TEXT = Kind("text", lambda value: isinstance(value, str))
 TENSOR = Kind("a tensor", lambda value: isinstance(value, Tensor))

@@ -17,6 +17,7 @@ from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import (
     check_output_folder,
     check_output_path,
+    locked,
     make_folders,
     remove_abandoned,
     write_atomically,
@@ -49,6 +50,8 @@ DATA = "data"
 TOKENIZER = "tokenizer"
 EXPERTS = "experts"
 """Folders in that of a run."""
+LOCK_FILE = "run.lock"
+"""Is there, and locked, while a run uses its folder."""
 
 # What may change when a run goes on: it decides where and how fast, not which numbers come out.
 _FREE_NAMES = (
@@ -167,30 +170,49 @@ def _end_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def removed_unless_begun(output: Path) -> Iterator[None]:
-    """Of a run that fails before its first checkpoint, in a new folder, nothing stays.
+def run_folder(output: Path, *, is_used: bool) -> Iterator[None]:
+    """The folder of a run, which no other run uses until the block ends, or the process.
 
-    Encoded text, a tokenizer and experts' states are made before the first step. The records of
-    its steps stay where the run diverged: they say how.
+    Of a run that fails before its first checkpoint, in a new folder, nothing stays: encoded text, a
+    tokenizer and experts' states are made before the first step. The records of its steps stay
+    where the run diverged: they say how.
 
     Args:
-        output: the run's folder; one that is there when the block begins is left alone.
+        output: the run's folder; is made. One that is there when the block begins is left alone.
+        is_used: False where nothing is written, or another process of the run uses the folder.
+
+    Raises:
+        CheckpointError: another run uses it, or nothing could be written there.
     """
+    if not is_used:
+        yield
+        return
     missing = [_end_of(output)]
     while not os.path.lexists(missing[-1]):
         missing.append(missing[-1].parent)
     made = missing[:-1]
     has_diverged = False
+    check_output_folder(output, "run's output")
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: _remove_unbegun(made, keeps_records=has_diverged))
-        try:
-            yield
-        except ValueError:
-            has_diverged = True
-            raise
-        except OSError:
-            _tell_of_last(output)
-            raise
+        make_folders(output)
+        with contextlib.ExitStack() as lock:
+            try:
+                lock.enter_context(locked(output / LOCK_FILE))
+            except BlockingIOError:
+                made.clear()  # it is the other run's folder
+                raise CheckpointError(
+                    f"{output}: another train or finetune uses this folder; wait until it has "
+                    "ended, or name another output folder"
+                ) from None
+            try:
+                yield
+            except ValueError:
+                has_diverged = True
+                raise
+            except OSError:
+                _tell_of_last(output)
+                raise
         stack.pop_all()
 
 

@@ -30,6 +30,8 @@ from moe_runtime.training.offload.states.states import ExpertStates
 from moe_runtime.training.stored_values import MAPPING, require_kind, require_kinds
 from moe_runtime.types import ExpertKey
 
+_KINDS = {"experts": MAPPING, "steps": MAPPING, "dense": MAPPING}
+
 
 class OffloadedTraining(ExpertTraining):
     """The optimizer of a model whose experts live elsewhere; `offload_training` makes it.
@@ -235,8 +237,7 @@ class OffloadedTraining(ExpertTraining):
             raise CheckpointError(
                 "the checkpoint is of a run whose experts were in memory; go on without a budget"
             )
-        kinds = dict.fromkeys(("experts", "steps", "dense"), MAPPING)
-        require_kinds(state, kinds, "the checkpoint's optimizer")
+        require_kinds(state, _KINDS, "the checkpoint's optimizer")
         self.optimizer.load_state_dict(state["steps"])
         self._checkpoints.restore(state["experts"], self.optimizer.step)
         self._passes.copies.forget()
