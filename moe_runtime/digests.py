@@ -90,7 +90,7 @@ def check_digests(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
     Raises:
         CheckpointError: a file is not what was written, or missing; names it.
     """
-    expected: dict[str, str] = {}
+    expected: dict[str, tuple[str, str]] = {}
     for path in sorted(folder.glob(_FOLDER_FILES)):
         try:
             found = json.loads(read_bounded(path, max_bytes=_MAX_BYTES))
@@ -99,17 +99,18 @@ def check_digests(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
         names = found.items() if isinstance(found, dict) else [("", None)]
         if not all(name == os.path.basename(name) and isinstance(d, str) for name, d in names):
             raise CheckpointError(f"{path}: is damaged, expected digests by the names of files")
-        expected |= found
+        expected |= {name: (text, path.name) for name, text in found.items()}
     for name in sorted(expected)[part::num_parts]:
-        path = folder / name
+        path, (text, source) = folder / name, expected[name]
         try:
-            is_same = _digest_of_file(path) == expected[name]
+            is_same = _digest_of_file(path) == text
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+            reason = f"cannot be read ({error.strerror}), {source} beside it names it"
+            raise CheckpointError(f"{path}: {reason}") from error
         if not is_same:
             raise CheckpointError(
-                f"{path}: is damaged or was changed: it does not have the digest that was written "
-                "with it; restore it, or remove digests.json beside it if the change is meant"
+                f"{path}: is damaged or was changed: {source} beside it has another digest of it; "
+                f"restore it, or remove {source} if the change is meant"
             )
 
 

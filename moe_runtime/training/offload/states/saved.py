@@ -109,7 +109,7 @@ class SavedExperts:
             self._files[path].read(version.slot * size, host_view(record[:size]), size)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from None
-        check_digest(path.parent, key, version, record[:size])
+        check_digest(path, key, version, record[:size])
         return version
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ def records_path(folder: Path, layout: RecordLayout) -> Path:
     return folder / f"experts-{layout.state_bytes}.records"
 
 
-def check_digest(folder: Path, key: ExpertKey, version: Version, content: Tensor) -> None:
+def check_digest(path: Path, key: ExpertKey, version: Version, content: Tensor) -> None:
     """Compares what was read with what a checkpoint says.
 
     Raises:
@@ -138,7 +138,7 @@ def check_digest(folder: Path, key: ExpertKey, version: Version, content: Tensor
     found = checksum(content)
     if found != version.digest:
         raise CheckpointError(
-            f"{folder}: expert {key.expert} of MoE layer {key.layer} is damaged: its checksum is "
+            f"{path}: expert {key.expert} of MoE layer {key.layer} is damaged: its checksum is "
             f"{found}, the checkpoint says {version.digest}"
         )
 
