@@ -175,7 +175,8 @@ def load_content(path: Path, kind: type[Progress]) -> dict[str, Any]:
     with open_regular(path) as file, blamed_on(f"{path}: {damage}"):
         check_zip(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+    found = content.pop("format", None) if isinstance(content, dict) else None
+    if not COUNT.fits(found) or found != FORMAT:
         raise CheckpointError(f"{path}: not a training checkpoint of format {FORMAT}")
     kinds = {**_KINDS, **(_STATE_KINDS if kind is TrainingState else {})}
     require_kinds(content, kinds, f"{path}: the checkpoint", optional=_OPTIONAL)

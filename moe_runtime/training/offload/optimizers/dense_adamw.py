@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from moe_runtime.errors import CheckpointError
 from moe_runtime.training.stored_values import (
     AMOUNT,
+    COUNT,
     MAPPING,
     require_kind,
     require_kinds,
@@ -134,7 +135,7 @@ class DenseAdamW:
         numbers, found = (
             [group.get("params") for group in groups["param_groups"]] for groups in (own, state)
         )
-        if found != numbers:
+        if not COUNT.listed().listed().fits(found) or found != numbers:
             raise CheckpointError("the optimizer's state belongs to other parameters")
         parameters = [p for group in self._adamw.param_groups for p in group["params"]]
         for number, moments in state["state"].items():

@@ -208,6 +208,8 @@ class ExpertOptimizer:
                 f"the checkpoint has {len(state['rates'])} rates and {len(state['scales'])} scales "
                 f"of {state['step']} steps"
             )
+        if (state["last_norm"] is None) != (state["step"] == 0):
+            raise CheckpointError(f"the checkpoint's last_norm is {state['last_norm']}")
         self.step, self._rates = state["step"], [float(rate) for rate in state["rates"]]
         self._scales = [float(scale) for scale in state["scales"]]
         self._last_norm = state["last_norm"]

@@ -18,7 +18,15 @@ from moe_runtime.memory.slab import host_view
 from moe_runtime.memory.source import CheckpointFile
 from moe_runtime.training.offload.states.entries import Version
 from moe_runtime.training.offload.states.records import RecordLayout, checksum
-from moe_runtime.training.stored_values import COUNT, MAPPING, TEXT, Kind, require_kinds, shown
+from moe_runtime.training.stored_values import (
+    COUNT,
+    MAPPING,
+    PLAIN,
+    TEXT,
+    Kind,
+    require_kinds,
+    shown,
+)
 from moe_runtime.types import ExpertKey
 
 FORMAT = 3
@@ -36,7 +44,7 @@ _ROW = (
     Kind("a folder", lambda v: v == "" or (isinstance(v, str) and bool(_FOLDER.fullmatch(v)))),
 )
 """Slot, step, updates, digest, pending step, folder."""
-_KINDS = {"format": COUNT, "sites": MAPPING, "state": TEXT, "experts": MAPPING}
+_KINDS = {"format": COUNT, "sites": PLAIN, "state": TEXT, "experts": MAPPING}
 
 
 class SavedExperts:
