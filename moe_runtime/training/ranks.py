@@ -8,7 +8,7 @@ that are routed on their own are the micro-batches, and there are as many of the
 """
 
 import contextlib
-import tempfile
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError, RankFailureError
-from moe_runtime.files import make_folders
+from moe_runtime.files import locked, make_folders
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.machine import autocast_of
 from moe_runtime.training.run_config import TrainConfig
@@ -97,8 +97,8 @@ class OneRank:
             probe = ""
             if self.rank == 0:
                 make_folders(folder)
-                file = stack.enter_context(tempfile.NamedTemporaryFile(dir=folder))
-                probe = Path(file.name).name
+                probe = f"{secrets.token_hex(8)}.shared"
+                stack.enter_context(locked(folder / probe))
             is_there = (folder / self.first_text(probe)).exists()
             lacking = self.first_text("" if is_there else f"rank {self.rank} of {self.size}")
         if lacking:

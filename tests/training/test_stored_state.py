@@ -409,21 +409,14 @@ def test_one_run_at_a_time_uses_a_folder(
         for words in (one_step, (*one_step, "--resume")):
             assert "another train or finetune uses this folder" in error_of(capsys, path, *words)
         assert train(path, *one_step, "--dry-run") == 0
+    # Experts of a run with another folder of its own.
+    elsewhere = ("--set", "run.host_memory=1GiB", "--set", f"run.storage_dir='{out}'")
+    with locked(out / "run.lock"):
+        words = (*one_step, *elsewhere, "--set", "run.output=other")
+        assert f"{out}: another train or finetune uses" in error_of(capsys, path, *words)
+    assert not (tmp_path / "other").exists()
     assert [entry.name for entry in out.iterdir()] == []
     # What a process that died left there holds nothing.
     (out / "run.lock").touch()
     assert train(path, *one_step) == 0
     assert "run.lock" not in {entry.name for entry in out.iterdir()}
-
-
-def test_experts_of_another_run_are_not_written_to(tmp_path: Path) -> None:
-    """Two runs with folders of their own and one `storage_dir`."""
-    settings = (*OFFLOADED, f"run.storage_dir='{tmp_path}'")
-    first, second = (
-        preparation_of(write_run(tmp_path / name, config=SMALL).parent, settings) for name in "ab"
-    )
-    trainer = start(first, resume=False)
-    with pytest.raises(CheckpointError, match=r"experts-\d+\.records: another run uses"):
-        start(second, resume=False)
-    trainer.close()
-    start(second, resume=False).close()

@@ -200,7 +200,7 @@ def finetune(
     quiet_transformers(session)
     from moe_runtime.training.data.prepared import run_folder
 
-    with run_folder(settings.run.output, is_used=not dry_run):
+    with run_folder(settings.run.output, settings.run.storage_dir, is_used=not dry_run):
         preparation = _prepare(settings, has_steps=steps is not None, keeps_text=not dry_run)
         _warn_of_adapters(preparation)
         if dry_run:

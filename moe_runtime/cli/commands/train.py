@@ -75,7 +75,9 @@ def train(
         quiet_transformers(session)
         is_first = group is None or group.rank() == 0
         is_used = is_first and not dry_run
-        stack.enter_context(run_folder(folder / config.run.output, is_used=is_used))
+        storage = config.run.storage_dir and folder / config.run.storage_dir
+        output = folder / config.run.output
+        stack.enter_context(run_folder(output, storage or None, is_used=is_used))
         with loading_bar() as progress:
             from moe_runtime.training.ranks import OneRank, SeveralRanks
             from moe_runtime.training.session import prepare

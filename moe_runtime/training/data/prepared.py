@@ -170,8 +170,8 @@ def _end_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def run_folder(output: Path, *, is_used: bool) -> Iterator[None]:
-    """The folder of a run, which no other run uses until the block ends, or the process.
+def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> Iterator[None]:
+    """The folders of a run, which no other run uses until the block ends, or the process.
 
     Of a run that fails before its first checkpoint, in a new folder, nothing stays: encoded text, a
     tokenizer and experts' states are made before the first step. The records of its steps stay
@@ -179,6 +179,7 @@ def run_folder(output: Path, *, is_used: bool) -> Iterator[None]:
 
     Args:
         output: the run's folder; is made. One that is there when the block begins is left alone.
+        storage: that of its experts' states, where it is another one.
         is_used: False where nothing is written, or another process of the run uses the folder.
 
     Raises:
@@ -197,14 +198,18 @@ def run_folder(output: Path, *, is_used: bool) -> Iterator[None]:
         stack.callback(lambda: _remove_unbegun(made, keeps_records=has_diverged))
         make_folders(output)
         with contextlib.ExitStack() as lock:
-            try:
-                lock.enter_context(locked(output / LOCK_FILE))
-            except BlockingIOError:
-                made.clear()  # it is the other run's folder
-                raise CheckpointError(
-                    f"{output}: another train or finetune uses this folder; wait until it has "
-                    "ended, or name another output folder"
-                ) from None
+            for folder in (output, storage):
+                if folder is None or not folder.is_dir():
+                    continue  # what is no folder is refused where it is used
+                try:
+                    lock.enter_context(locked(folder / LOCK_FILE))
+                except BlockingIOError:
+                    if folder == output:
+                        made.clear()  # it is the other run's
+                    raise CheckpointError(
+                        f"{folder}: another train or finetune uses this folder; wait until it has "
+                        "ended, or name another one"
+                    ) from None
             try:
                 yield
             except ValueError:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 from collections import Counter
 from pathlib import Path
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
-from moe_runtime.files import NO_LOCKS
 from moe_runtime.memory.source import CheckpointFile
 
 
@@ -29,7 +27,7 @@ class RecordFile(CheckpointFile):
 
     Raises:
         CapacityError: the disk has not enough room.
-        CheckpointError: the file cannot be opened, or another run uses it.
+        CheckpointError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, slot_bytes: int, num_slots: int, *, direct: bool = True) -> None:
@@ -40,16 +38,6 @@ class RecordFile(CheckpointFile):
         self._free: list[int] = []
         with contextlib.ExitStack() as opened:
             opened.callback(self.close)
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(
-                    f"{path}: another run uses these experts' states; wait until it has ended, or "
-                    "name another storage_dir"
-                ) from None
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise self._failure("lock", error) from None
             self._grow(max(num_slots, os.fstat(self._fd).st_size // slot_bytes))
             opened.pop_all()
 
