@@ -42,6 +42,8 @@ from moe_runtime.places import (
 )
 
 _OURS = re.compile(rf"(.+\.([0-9a-f]{{8}}|\d+|shards)|model){re.escape(PARTIAL_SUFFIX)}")
+NO_LOCKS = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
+"""What filesystems without locks say."""
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
 _PROBE_BYTES = 1 << 12
 _LOOKING_S = 1e-3
@@ -389,6 +391,31 @@ def held(path: Path, kind: int = fcntl.LOCK_EX, advice: str = "remove it") -> It
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds a lock file, which is removed at the end; a process that dies lets go of it.
+
+    Filesystems without locks hold nothing.
+
+    Raises:
+        BlockingIOError: a living process holds it.
+        OSError: it cannot be made.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            if is_at(path, descriptor):  # else the one before has just removed it
+                stack.callback(path.unlink, missing_ok=True)
+                yield
+                return
 
 
 def _lock(descriptor: int, kind: int) -> bool:

@@ -25,6 +25,7 @@ from pathlib import Path
 from moe_runtime.errors import MoERuntimeWarning, named_file
 from moe_runtime.file_names import PARTIAL_SUFFIX, READY_SUFFIX, partial_name, partials_of
 from moe_runtime.files import (
+    NO_LOCKS,
     copy_rights,
     held,
     make_folders,
@@ -38,7 +39,6 @@ _ASIDE_SUFFIX = ".old"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
-_NO_LOCKS = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 
 
@@ -169,7 +169,7 @@ def _remove_left(folder: Path) -> None:
     except BlockingIOError as error:
         raise BlockingIOError(error.errno, "another process is writing it", str(folder)) from None
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
     finally:
         os.close(descriptor)

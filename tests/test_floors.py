@@ -27,6 +27,7 @@ FLOORS = {
     "file_names": 0,
     "places": 0,
     "config": 0,
+    "digests": 0,
     "lazy": 0,
     "reading": 0,
     "types": 0,
@@ -51,7 +52,7 @@ FLOORS = {
 }
 # Floor 0 is one room: files that may use one another.
 GROUND = {"allocator", "errors", "config", "lazy", "types", "files", "folders"}
-GROUND |= {"file_names", "places", "reading"}
+GROUND |= {"file_names", "places", "reading", "digests"}
 LIGHT = sys.stdlib_module_names | {"moe_runtime"}
 # A policy decides over keys and counts; clocks and threads belong to the store.
 NOT_IN_POLICIES = {"torch", "triton", "transformers", "threading", "time"}

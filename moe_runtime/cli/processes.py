@@ -49,13 +49,25 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
         return
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     from moe_runtime.parallel.communication.watch import CollectiveMonitor
 
     has_devices = torch.cuda.is_available()
     if has_devices:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_devices else "gloo", timeout=_BACKEND_LIMIT)
+    store, rank, size = next(rendezvous("env://", timeout=_BACKEND_LIMIT))
+    store.set_timeout(_BACKEND_LIMIT)
+    # `torchrun --max-restarts` may keep its store, with what the processes before wrote into it
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_devices else "gloo",
+        store=PrefixStore(f"moe/attempt/{attempt}", store),
+        rank=rank,
+        world_size=size,
+        timeout=_BACKEND_LIMIT,
+    )
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     session.say = Speaker(group.get_group_store(), dist.get_rank(), sys.stderr).say

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from moe_runtime.checkpoints.model_files import files_of
+from moe_runtime.cli.console import launched_rank
 from moe_runtime.file_names import at_home
 from moe_runtime.places import require_apart, require_file_name
 from moe_runtime.reading import require_not_read
@@ -21,6 +22,8 @@ OUTPUTS = frozenset(
     {"--csv", "--markdown", "--output", "--plot", "--png", "--table", "--timeline", "--trace"}
 )
 """Options that name a file or folder to write; what else names a file names one to read."""
+_WITH_OTHERS = frozenset({"run", "train", "dispatch"})
+"""Commands that the processes of `torchrun` run together."""
 FOLDER = "DIR"
 """How the help shows an output that is a folder."""
 
@@ -35,6 +38,20 @@ class StrictCommand(TyperCommand):
         paragraphs = inspect.cleandoc(help or "").split("\n\n")
         joined = "\n\n".join(" ".join(one.split()) for one in paragraphs)
         super().__init__(*args, help=joined, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command.
+
+        Raises:
+            ValueError: `torchrun` started several processes of a command that works in one.
+        """
+        several = launched_rank() is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if several and self.name not in _WITH_OTHERS:
+            raise ValueError(
+                f"{self.name} works in one process; start it without torchrun "
+                "(run, train and bench dispatch take several)"
+            )
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the words of the command line.

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError, named_failure
 from moe_runtime.files import write_text
 from moe_runtime.planning.remap import Move, Rename, keep_in_place, moves_between
@@ -117,10 +118,11 @@ class PlacementMap:
             "num_nodes": self.devices.num_nodes,
             "gpus_per_node": self.devices.gpus_per_node,
         }
+        rows = [self.experts_of_ranks(layer) for layer in range(self.num_layers)]
+        head["digest"] = _digest({**head, "layers": rows})
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         # One line a layer, one list a rank: the file is read by people and compared by diff.
-        layers = [json.dumps(self.experts_of_ranks(layer)) for layer in range(self.num_layers)]
-        body = ",\n".join(f"    {layer}" for layer in layers)
+        body = ",\n".join(f"    {json.dumps(row)}" for row in rows)
         return "\n".join(["{", *lines, '  "layers": [', body, "  ]", "}", ""])
 
     @property
@@ -176,7 +178,17 @@ def load_placement_map(path: str | os.PathLike[str]) -> PlacementMap:
         raise CheckpointError(f"{target}: the placement map is damaged: {error}") from None
 
 
+def _digest(value: dict[str, Any]) -> str:
+    return digest(json.dumps(value, sort_keys=True).encode())
+
+
 def _parse(value: dict[str, Any]) -> PlacementMap:
+    found = value.pop("digest", None)  # files of people and of older versions have none
+    if found is not None and found != _digest(value):
+        raise ValueError(
+            f"it has another digest than {found!r}; restore it, or remove the line of the digest "
+            "if the change is meant"
+        )
     if set(value) != _KEYS:
         raise ValueError(f"expected the keys {sorted(_KEYS)}, got {sorted(value)}")
     signature = _parse_signature(value["signature"])

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from moe_runtime.checkpoints.safetensors_index import read_header
+from moe_runtime.digests import check_digests
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.reading import read_bounded
 
@@ -65,7 +66,7 @@ class AdapterFolder:
         """Reads the settings and the headers.
 
         Raises:
-            CheckpointError: they are missing or damaged.
+            CheckpointError: they are missing or damaged, or not as `finetune` wrote them.
             UnsupportedModelError: the adapter is more than pairs of matrices beside linear layers.
         """
         self.folder = folder
@@ -77,6 +78,7 @@ class AdapterFolder:
                     f"{folder}: expected the folder of an adapter as PEFT writes it, but there is "
                     f"no {file.name}"
                 )
+        check_digests(folder)
         with blamed_on(f"{settings}: cannot be read as JSON"):
             found = json.loads(read_bounded(settings, max_bytes=_MOST_CONFIG_BYTES))
         if not isinstance(found, dict):

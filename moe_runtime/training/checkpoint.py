@@ -2,15 +2,15 @@
 
 A file holds parameters, buffers, optimizer states, the position in the data, the random states and
 the configuration. It is written beside its place, flushed and renamed, so a kill at any instant
-leaves the previous one.
+leaves the previous one. When it is read, every tensor is compared with its digest, and every value
+with what a run writes.
 """
 
+import contextlib
 import copy
 import dataclasses
-import pickle
 import re
-import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -18,9 +18,21 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from moe_runtime.checkpoints.absent import TrainedElsewhere
-from moe_runtime.errors import CheckpointError
+from moe_runtime.digests import check_zip
+from moe_runtime.errors import CheckpointError, blamed_on
 from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.folders import remove_or_warn
+from moe_runtime.reading import open_regular
+from moe_runtime.training.stored_values import (
+    AMOUNT,
+    COUNT,
+    MAPPING,
+    PLAIN,
+    TENSOR,
+    TEXT,
+    require_kinds,
+    require_like,
+)
 
 FORMAT = 1
 SHARDED_SUFFIX = ".shards"
@@ -39,6 +51,7 @@ class Progress:
         taken: windows taken from each source.
         random: states of torch's generators, by device.
         settings: what must be the same when the run goes on, by dotted name.
+        records: digest of the run's records up to the step; empty where an older version wrote it.
     """
 
     step: int
@@ -47,6 +60,7 @@ class Progress:
     taken: tuple[int, ...]
     random: Mapping[str, torch.Tensor]
     settings: Mapping[str, Any]
+    records: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +74,18 @@ class TrainingState(Progress):
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
+
+
+_KINDS = {
+    "step": COUNT,
+    "tokens": COUNT,
+    "elapsed_s": AMOUNT,
+    "taken": COUNT.listed(),
+    "random": TENSOR.named(),
+    "settings": PLAIN.named(),
+}
+_OPTIONAL = {"records": TEXT, "optimizer_steps": AMOUNT}
+_STATE_KINDS = {"model": TENSOR.named(), "optimizer": MAPPING}
 
 
 def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
@@ -146,19 +172,35 @@ def load_content(path: Path, kind: type[Progress]) -> dict[str, Any]:
         CheckpointError: the file is damaged, or of another format.
         OSError: it cannot be read.
     """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        reason = str(error).partition("\n")[0] or "it ends too early"
-        raise CheckpointError(
-            f"{path}: the checkpoint is damaged ({reason}); remove it to go on from the one before"
-        ) from error
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+    damage = "the checkpoint is damaged; remove it to go on from the one before"
+    with open_regular(path) as file, blamed_on(f"{path}: {damage}"):
+        check_zip(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    found = content.pop("format", None) if isinstance(content, dict) else None
+    if not COUNT.fits(found) or found != FORMAT:
         raise CheckpointError(f"{path}: not a training checkpoint of format {FORMAT}")
-    missing = kind.__dataclass_fields__.keys() - content.keys()
-    if missing:
-        raise CheckpointError(f"{path}: the checkpoint lacks {', '.join(sorted(missing))}")
+    kinds = {**_KINDS, **(_STATE_KINDS if kind is TrainingState else {})}
+    require_kinds(content, kinds, f"{path}: the checkpoint", optional=_OPTIONAL)
+    place = path if _NAME.fullmatch(path.name) else path.parent
+    named = _NAME.fullmatch(place.name)
+    if named is not None and int(named[1]) != content["step"]:
+        raise CheckpointError(f"{path}: is the checkpoint of step {content['step']}; rename it")
     return content
+
+
+@contextlib.contextmanager
+def named_checkpoint(path: Path) -> Iterator[None]:
+    """Gives errors over what a checkpoint holds the name of its file.
+
+    Raises:
+        CheckpointError: instead of a ``ValueError`` of the block, or one without the name.
+    """
+    try:
+        yield
+    except (ValueError, CheckpointError) as error:
+        if str(path) in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def check_settings(
@@ -235,10 +277,15 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Sets the generators to what `random_states` gave; devices that are absent are left out."""
-    torch.set_rng_state(states["cpu"])
-    if not torch.cuda.is_available():
-        return
-    for number in range(torch.cuda.device_count()):
-        if (state := states.get(f"cuda:{number}")) is not None:
-            torch.cuda.set_rng_state(state, number)
+    """Sets the generators to what `random_states` gave; devices that are absent are left out.
+
+    Raises:
+        CheckpointError: they are no states of generators.
+    """
+    what = "the state of random numbers"
+    own = {n: state for n, state in random_states().items() if n == "cpu" or n in states}
+    require_like({name: states[name] for name in own if name in states}, own, what)
+    with blamed_on(f"{what} is damaged"):
+        torch.set_rng_state(states["cpu"])
+        for name in own.keys() - {"cpu"}:
+            torch.cuda.set_rng_state(states[name], name)

@@ -58,15 +58,8 @@ class CheckpointModel(nn.Module):
         return {name: p.detach() for name, p in trained_around_experts(self.model).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Takes up what `state_dict` gave.
-
-        Raises:
-            RuntimeError: it is of other parameters.
-        """
-        own = self.state_dict()
-        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in state_dict.items()}:
-            raise RuntimeError("it holds other parameters than are trained now")
-        for name, tensor in own.items():
+        """Takes up what `state_dict` gave."""
+        for name, tensor in self.state_dict().items():
             tensor.copy_(state_dict[name])
 
 

@@ -26,7 +26,13 @@ from moe_runtime.training.checkpoint import (
 from moe_runtime.training.data.batches import Batches, DataPosition, shorten
 from moe_runtime.training.divergence import SkippedSteps, require_number
 from moe_runtime.training.machine import autocast_of
-from moe_runtime.training.metrics import EvaluationRecord, MetricsSink, Record, StepRecord
+from moe_runtime.training.metrics import (
+    EvaluationRecord,
+    JsonLines,
+    MetricsSink,
+    Record,
+    StepRecord,
+)
 from moe_runtime.training.offload.execution.adapters import AdapterTraining
 from moe_runtime.training.offload.expert_training import ExpertTraining
 from moe_runtime.training.offloaded import offload_report
@@ -35,6 +41,7 @@ from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import LoopConfig
 from moe_runtime.training.schedule import learning_rate
 from moe_runtime.training.sharded import ShardedCheckpoints
+from moe_runtime.training.stored_values import require_like
 from moe_runtime.training.tracing import TrainingTrace
 
 AnyOptimizer = Optimizer | ExpertTraining | AdapterTraining
@@ -134,12 +141,11 @@ class Trainer:
         """Goes on from a checkpoint.
 
         Raises:
-            ValueError: it does not fit the model.
+            CheckpointError: it does not fit the model or the optimizer.
         """
-        try:
-            self._run.model.load_state_dict(dict(state.model))
-        except RuntimeError as error:
-            raise ValueError(f"the checkpoint does not fit the model: {error}") from None
+        model = self._run.model
+        require_like(state.model, model.state_dict(), "the checkpoint does not fit the model: it")
+        model.load_state_dict(dict(state.model))
         self._run.optimizer.load_state_dict(dict(state.optimizer))
         self.go_on(state)
 
@@ -214,6 +220,7 @@ class Trainer:
             "taken": self._run.batches.position.taken,
             "random": random_states(),
             "settings": dict(self._run.settings),
+            "records": next((s.digest for s in self._run.sinks if isinstance(s, JsonLines)), ""),
         }
         keep = self._config.run.keep_checkpoints
         if self._run.shards is not None:

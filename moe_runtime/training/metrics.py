@@ -6,9 +6,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from moe_runtime.digests import digest
+from moe_runtime.errors import CheckpointError
 from moe_runtime.files import make_folders, write_atomically
+from moe_runtime.reading import open_regular
+from moe_runtime.training.stored_values import COUNT, MAPPING, NUMBER, require_kind
 
 METRICS_FILE = "metrics.jsonl"
+_KINDS = {
+    "step": COUNT,
+    "loss": NUMBER.or_none(),
+    "held_out": NUMBER.named(),
+    "held_out_mean": NUMBER,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,22 +96,30 @@ class JsonLines:
         folder: the run's folder.
         first_step: steps already taken; lines of later ones, which a killed run wrote after its
             last checkpoint, are removed.
+        digest_then: of the lines up to that step; they are told by their steps when omitted.
+
+    Attributes:
+        digest: of all lines.
 
     Raises:
+        CheckpointError: the file does not hold the lines up to the step.
         OSError: the file cannot be read or written.
     """
 
-    def __init__(self, folder: Path, *, first_step: int) -> None:
+    def __init__(self, folder: Path, *, first_step: int, digest_then: str = "") -> None:
         path = folder / METRICS_FILE
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= first_step]
+        kept = _lines_up_to(path, first_step, digest_then) if first_step else []
+        self.digest = digest(b"".join(kept)) if kept else ""
         make_folders(folder)
         with write_atomically(path) as file:
-            file.writelines(f"{line}\n".encode() for line in kept)
-        self._file = path.open("a", encoding="utf-8")
+            file.writelines(kept)
+        self._file = path.open("ab")
 
     def write(self, record: Record) -> None:
         """Appends one line."""
-        self._file.write(json.dumps(asdict(record)) + "\n")
+        line = f"{json.dumps(asdict(record))}\n".encode()
+        self.digest = digest(line, self.digest)
+        self._file.write(line)
         self._file.flush()
 
     def close(self) -> None:
@@ -110,16 +128,54 @@ class JsonLines:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """All records of a run, in order; a last line that was cut short is left out."""
-    return [json.loads(line) for line in _whole_lines(folder / METRICS_FILE)]
+    """All records of a run, in order; a last line that was cut short is left out.
+
+    Raises:
+        CheckpointError: a line is no record.
+    """
+    path = folder / METRICS_FILE
+    return [_record(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]
 
 
-def _whole_lines(path: Path) -> list[str]:
-    if not path.is_file():
+def _lines_up_to(path: Path, step: int, expected: str) -> list[bytes]:
+    """The lines of the steps up to one; those of an older version's checkpoint have no digest."""
+    lines = _whole_lines(path)
+    if not expected:
+        records = (_record(path, number, line) for number, line in enumerate(lines, 1))
+        return [line for line, record in zip(lines, records, strict=True) if record["step"] <= step]
+    found = ""
+    for number, line in enumerate(lines, 1):
+        found = digest(line, found)
+        if found == expected:
+            return lines[:number]
+    if path.exists():
+        raise CheckpointError(
+            f"{path}: is damaged, or of another run: it does not hold the records of the first "
+            f"{step} steps; restore it, or remove it to go on without them"
+        )
+    return []
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    what = f"{path}: line {number}"
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not JSON ({error}); remove the line") from None
+    require_kind(values, MAPPING, what)
+    require_kind(values.get("step"), COUNT, f"{what}: step")
+    for name, kind in _KINDS.items():
+        if name in values:
+            require_kind(values[name], kind, f"{what}: {name}")
+    return values
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    # Only what ends in a line break was written completely.
-    return text.split("\n")[:-1]
+    with open_regular(path) as file:
+        # Only what ends in a line break was written completely.
+        return [line for line in file if line.endswith(b"\n")]
 
 
 class TensorBoard:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from moe_runtime.errors import CheckpointError
 from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome, clip_scale
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import OptimizerConfig
@@ -90,10 +91,10 @@ class Optimizer:
         """Takes up what `state_dict` gave.
 
         Raises:
-            ValueError: the state belongs to other parameters.
+            CheckpointError: the state is damaged, or belongs to other parameters.
         """
         if "experts" in state:
-            raise ValueError("the checkpoint is of a run with a host_memory; give one")
+            raise CheckpointError("the checkpoint is of a run with a host_memory; give one")
         self._adamw.load_state_dict(state)
 
     def write(

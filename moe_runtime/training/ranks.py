@@ -8,14 +8,17 @@ that are routed on their own are the micro-batches, and there are as many of the
 """
 
 import contextlib
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from moe_runtime.errors import RankFailureError
+from moe_runtime.errors import CheckpointError, RankFailureError
+from moe_runtime.files import locked, make_folders
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.machine import autocast_of
 from moe_runtime.training.run_config import TrainConfig
@@ -78,6 +81,31 @@ class OneRank:
     def any(self, flag: bool) -> bool:
         """Whether some process says so."""
         return flag
+
+    def first_text(self, text: str) -> str:
+        """The first text of a process that is not empty; empty where all are."""
+        return text
+
+    def require_shared(self, folder: Path) -> None:
+        """Refuses a folder that is another one for some process, as on a machine of its own.
+
+        Raises:
+            CheckpointError: it is.
+            OSError: the first process cannot write to it.
+        """
+        with contextlib.ExitStack() as stack:
+            probe = ""
+            if self.rank == 0:
+                make_folders(folder)
+                probe = f"{secrets.token_hex(8)}.shared"
+                stack.enter_context(locked(folder / probe))
+            is_there = (folder / self.first_text(probe)).exists()
+            lacking = self.first_text("" if is_there else f"rank {self.rank} of {self.size}")
+        if lacking:
+            raise CheckpointError(
+                f"{folder}: {lacking} does not see what rank 0 writes there; name an output folder "
+                "that all machines share"
+            )
 
     def reduce_gradients(self, named: Mapping[str, Tensor]) -> None:
         """Gives every parameter the gradient of the whole step's loss."""
@@ -215,6 +243,14 @@ class SeveralRanks(OneRank):
         votes = torch.tensor(float(flag))
         self.groups.all_reduce(votes, self._group, "resize_requests to stop")
         return bool(votes > 0)
+
+    def first_text(self, text: str) -> str:
+        import torch.distributed as dist
+
+        texts = [""] * self.size
+        with self.watched("an exchange of texts"):
+            dist.all_gather_object(texts, text, group=self._group)
+        return next(filter(None, texts), "")
 
     def reduce_gradients(self, named: Mapping[str, Tensor]) -> None:
         dense, experts = _divided(named)

@@ -24,9 +24,11 @@ from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.initial import import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.checkpoint import (
+    Progress,
     TrainingState,
     checkpoints_in,
     load_checkpoint,
+    named_checkpoint,
 )
 from moe_runtime.training.data.batches import Batches, check_groups, windows_of
 from moe_runtime.training.data.prepared import (
@@ -221,11 +223,14 @@ def start(
 
     Raises:
         CheckpointError: the folder holds checkpoints and `resume` was not asked for, or the newest
-            is damaged, was made with other settings, or has taken more steps than are wanted.
+            is damaged, was made with other settings, or has taken more steps than are wanted; or
+            the processes do not share the folder.
         ValueError: a package for the logs is missing.
         OSError: the folder cannot be written.
     """
     ranks = ranks or OneRank()
+    if ranks.size > 1:
+        ranks.require_shared(preparation.output)
     last, state = find_state(preparation, resume=resume, reschedule=reschedule)
     first_step = 0 if state is None else state.step
     trained = {name: p for name, p in preparation.model.named_parameters() if p.requires_grad}
@@ -247,31 +252,40 @@ def start(
         device=preparation.device,
         checkpoints=preparation.checkpoints,
         settings=preparation.settings,
-        sinks=open_sinks(preparation, first_step) if ranks.rank == 0 else (),
+        sinks=open_sinks(preparation, state) if ranks.rank == 0 else (),
         ranks=ranks,
         shards=shards if ranks.size > 1 else None,
         trace=_open_trace(preparation, ranks, first_step),
     )
     trainer = Trainer(run)
+    if last is not None and state is not None:
+        with named_checkpoint(last):
+            _restore(trainer, shards, last, state, ranks)
+    return trainer
+
+
+def _restore(
+    trainer: Trainer,
+    shards: ShardedCheckpoints | None,
+    last: Path,
+    state: Progress,
+    ranks: OneRank,
+) -> None:
+    """Has a run go on from a checkpoint."""
     if isinstance(state, TrainingState) and (ranks.size == 1 or shards is None):
         trainer.restore(state)
-    elif state is not None:
-        if shards is None:
-            raise CheckpointError(
-                f"{last}: the checkpoint is of a run whose experts were in memory; go on without "
-                "run.host_memory"
-            )
-        if isinstance(state, TrainingState):
-            if "experts" in state.optimizer:
-                raise CheckpointError(
-                    f"{last}: the checkpoint is of a run with a host_memory; give one"
-                )
-            shards.take(state)
-        else:
-            assert last is not None, "a state has a place"
-            shards.load(last)
-        trainer.go_on(state)
-    return trainer
+        return
+    if shards is None:
+        raise CheckpointError(
+            "the checkpoint is of a run whose experts were in memory; go on without run.host_memory"
+        )
+    if isinstance(state, TrainingState):
+        if "experts" in state.optimizer:
+            raise CheckpointError("the checkpoint is of a run with a host_memory; give one")
+        shards.take(state)
+    else:
+        shards.load(last)
+    trainer.go_on(state)
 
 
 def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 A folder in the format of `torch.distributed.checkpoint`: every tensor under the name that it has in
 one process, parts of fused products and experts under names of their own, wherever they or their
-slices were. Beside it lies
-`progress.pt`, with what is no tensor of the model or the optimizer. The folder gets its name once
-it is whole.
+slices were. Beside it lie `progress.pt`, with what is no tensor of the model or the optimizer, and
+each process's digests of what it wrote. The folder gets its name once it is whole.
 """
 
 import contextlib
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_runtime.digests import check_digests, write_digests
 from moe_runtime.errors import CheckpointError
 from moe_runtime.file_names import partial_name, require_whole
 from moe_runtime.folders import replace_folder
@@ -91,8 +91,12 @@ class ShardedCheckpoints:
             except CheckpointException as error:
                 reason = f"the checkpoint cannot be written: {_reason(error)}"
                 raise OSError(f"{path}: {reason}") from error
+            own = [file.name for file in new.glob(f"__{self._ranks.rank}_*.distcp")]
             if is_first:
                 self._save_progress(new / _PROGRESS_FILE, progress)
+                own += [".metadata", _PROGRESS_FILE]
+            write_digests(new, own, writer=self._ranks.rank)
+            self._ranks.barrier()
         if is_first:
             remove_oldest(folder, keep)
         self._ranks.barrier()
@@ -208,6 +212,13 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
+    damage = ""
+    try:
+        check_digests(path, part=ranks.rank, num_parts=ranks.size)
+    except CheckpointError as error:
+        damage = str(error)
+    if damage := ranks.first_text(damage):
+        raise CheckpointError(damage)
     try:
         with warnings.catch_warnings(), ranks.watched(f"reading {path.name}"):
             # That one process reads it alone is meant so.

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from launched import Launch
+from torch.distributed import TCPStore
 from training_runs import train, training_records, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_runtime.cli.main import main
 from moe_runtime.cli.processes import named_end
 from moe_runtime.errors import RankFailureError
 
@@ -47,6 +49,47 @@ def test_one_text_and_one_line_that_names_the_dead(checkpoint: Path, tmp_path: P
         assert text_of_transformers(checkpoint, 60).startswith(text)
     finally:
         launch.close()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["serve", "m"], ["generate", "m"], ["chat", "m"], ["inspect", "m"], ["pack", "m", "out"]),
+        *(["doctor"], ["bench", "experts"], ["finetune", "m", "text", "-o", "out"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_works_in_one_process_is_refused_by_the_first_of_several(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = words[1] if words[0] == "bench" else words[0]
+    if words[0] == "generate":
+        words = [*words, "--prompts", "in.jsonl", "-o", "out.jsonl"]
+    for rank in (0, 1):
+        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        assert main(words) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == (1 if rank == 0 else 0)
+        assert all(f"{name} works in one process; start it without torchrun" in n for n in lines)
+
+
+def test_processes_that_torchrun_starts_anew_begin_with_nothing(tmp_path: Path) -> None:
+    """`--max-restarts`: its store still has what the processes before wrote into it."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    path = write_run(tmp_path)
+    for attempt in range(2):
+        steps = ("--set", f"run.steps={attempt + 1}", *FEW_STEPS[2:])
+        words = ["train", str(path), "--resume", "--reschedule", *steps]
+        launch = Launch(words, 2, tmp_path, store_port=store.port, attempt=attempt)
+        try:
+            for process in launch.processes:
+                process.join()
+            assert [process.exitcode for process in launch.processes] == [0, 0], launch.errors()
+        finally:
+            launch.close()
+    assert [record["step"] for record in training_records(tmp_path / "out")][-1] == 2
 
 
 @pytest.mark.long

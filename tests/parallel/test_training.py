@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import final_parameters, refused, smallest_budget, stalled, train, train_compiled
+from parallel_runs import (
+    final_parameters,
+    refused,
+    shared,
+    smallest_budget,
+    stalled,
+    train,
+    train_compiled,
+)
 from rank_pool import RankFailed, RankPool
 from training_runs import CONFIG, training_records, write_run
 
@@ -275,3 +283,16 @@ def test_who_stalls_in_an_exchange_of_torch_is_named(
     message, _ = ranks(2).run(stalled, path, settings, where, 1)
     assert message.startswith("rank 1 of 2 did not arrive within 4 s"), message
     assert ("(step 1)" if where == "step" else "(writing step-00000001.shards)") in message
+
+
+def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """As on two machines: the second has another folder of that name, or none."""
+    path = str(write_run(tmp_path, config=ROUTED))
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert ranks(2).run(shared, path, str(one), str(one)) == ["", ""]
+    for apart in (other, tmp_path / "missing"):
+        for line in ranks(2).run(shared, path, str(one), str(apart)):
+            assert "rank 1 of 2 does not see what rank 0 writes there" in line
+    assert [*one.iterdir()] == []

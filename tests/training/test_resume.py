@@ -119,7 +119,7 @@ def half_a_record():
     def partly(self, record):
         if record.step < 5:
             return write(self, record)
-        self._file.write('{"step": 5, "lo')
+        self._file.write(b'{"step": 5, "lo')
         self._file.flush()
         die()
     JsonLines.write = partly

@@ -11,7 +11,6 @@ from moe_runtime.cli import options
 from moe_runtime.cli.commands.train import budget_rows, offload_row, outcome_rows, take_steps
 from moe_runtime.cli.console import (
     Session,
-    launched_rank,
     loading_bar,
     print_json,
     print_rows,
@@ -145,10 +144,6 @@ def finetune(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    if launched_rank() is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "finetune works in one process; start it without torchrun (train takes several)"
-        )
     parse_budget(host_memory, name="--host-memory")
     parse_budget(device_memory, name="--device-memory")
     from moe_runtime.training.config_tree import build_tree
@@ -203,9 +198,9 @@ def finetune(
         refuse_given(ctx, ("reschedule",), "changes a run that goes on; give --resume too")
     settings = build_tree(config_class, tree)
     quiet_transformers(session)
-    from moe_runtime.training.data.prepared import removed_unless_begun
+    from moe_runtime.training.data.prepared import run_folder
 
-    with removed_unless_begun(settings.run.output):
+    with run_folder(settings.run.output, settings.run.storage_dir, is_used=not dry_run):
         preparation = _prepare(settings, has_steps=steps is not None, keeps_text=not dry_run)
         _warn_of_adapters(preparation)
         if dry_run:

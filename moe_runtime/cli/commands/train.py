@@ -65,7 +65,7 @@ def train(
     if reschedule and not resume:
         raise ValueError("--reschedule changes a run that goes on: give --resume too")
     from moe_runtime.training.config_tree import read_tree
-    from moe_runtime.training.data.prepared import removed_unless_begun
+    from moe_runtime.training.data.prepared import run_folder
     from moe_runtime.training.run_config import TrainConfig
 
     with joined_processes(session) as group, contextlib.ExitStack() as stack:
@@ -73,7 +73,11 @@ def train(
         folder = config_file.resolve().parent
         require_not_read(config.run.trace and folder / config.run.trace, "trace", [config_file])
         quiet_transformers(session)
-        stack.enter_context(removed_unless_begun(folder / config.run.output))
+        is_first = group is None or group.rank() == 0
+        is_used = is_first and not dry_run
+        storage = config.run.storage_dir and folder / config.run.storage_dir
+        output = folder / config.run.output
+        stack.enter_context(run_folder(output, storage or None, is_used=is_used))
         with loading_bar() as progress:
             from moe_runtime.training.ranks import OneRank, SeveralRanks
             from moe_runtime.training.session import prepare

@@ -8,9 +8,7 @@ member, before anything is allocated; nothing is ever unpickled.
 import contextlib
 import math
 import os
-import struct
 import zipfile
-import zlib
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -18,24 +16,11 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from moe_runtime.config import format_bytes
+from moe_runtime.digests import ZIP_DAMAGE
 from moe_runtime.errors import CheckpointError
 from moe_runtime.reading import open_regular
 
 _MAX_NPY_HEADER_BYTES = 4096
-_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    EOFError,
-    OverflowError,
-    RuntimeError,
-    SyntaxError,
-    ValueError,
-)
-"""What zipfile, zlib and numpy raise for bytes that are not what they claim to be.
-
-RuntimeError stands for members that are encrypted or packed in a way that zipfile does not know.
-"""
 
 
 class Archive:
@@ -66,7 +51,7 @@ class Archive:
                 self._zip = opened.enter_context(zipfile.ZipFile(content))
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
-            except _DAMAGE as error:
+            except ZIP_DAMAGE as error:
                 raise CheckpointError(f"{self.path}: not an .npz file: {error}") from error
             total_bytes = sum(member.file_size for member in self._zip.infolist())
             if total_bytes > max_bytes:
@@ -109,7 +94,7 @@ class Archive:
             return self._read_member(member, dtype)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {error}") from error
-        except _DAMAGE as error:
+        except ZIP_DAMAGE as error:
             raise CheckpointError(f"{self.path}: array {name!r} is damaged: {error}") from error
 
     def _read_member(self, member: zipfile.ZipInfo, dtype: np.dtype[Any]) -> np.ndarray:

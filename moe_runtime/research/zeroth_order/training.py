@@ -51,10 +51,17 @@ from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.records import StateFormat
 from moe_runtime.training.offload.states.states import ExpertStates
 from moe_runtime.training.offload.whole_saves import require_whole_saves
+from moe_runtime.training.stored_values import AMOUNT, MAPPING, NUMBER, PLAIN, require_kinds
 from moe_runtime.types import ExpertKey
 
 PARAMETERS_ALONE = StateFormat(trains=False)
 """What a record holds: nothing is kept of gradients, because there are none."""
+_KINDS = {
+    "experts": MAPPING,
+    "seed": PLAIN,
+    "slopes": NUMBER.or_none().listed(),
+    "rates": AMOUNT.listed(),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,12 +245,15 @@ class ZerothOrderTraining(ExpertTraining):
         Raises:
             CheckpointError: it is of another model or seed, or damaged.
         """
-        if state.get("seed") != self._settings.seed:
+        require_kinds(state, _KINDS, "the checkpoint's optimizer")
+        if len(state["slopes"]) != len(state["rates"]):
+            raise CheckpointError("the checkpoint has not as many slopes as rates")
+        if state["seed"] != self._settings.seed:
             raise CheckpointError(
-                f"the checkpoint's directions have seed {state.get('seed')}, this run's "
+                f"the checkpoint's directions have seed {state['seed']}, this run's "
                 f"{self._settings.seed}"
             )
-        self._checkpoints.restore(state["experts"])
+        self._checkpoints.restore(state["experts"], 2 * len(state["slopes"]) + 1)
         self._passes.slopes[:] = state["slopes"]
         self._passes.rates[:] = state["rates"]
         self.skipped_steps = self._passes.slopes.count(None)

@@ -17,6 +17,7 @@ from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import (
     check_output_folder,
     check_output_path,
+    locked,
     make_folders,
     remove_abandoned,
     write_atomically,
@@ -49,6 +50,8 @@ DATA = "data"
 TOKENIZER = "tokenizer"
 EXPERTS = "experts"
 """Folders in that of a run."""
+LOCK_FILE = "run.lock"
+"""Is there, and locked, while a run uses its folder."""
 
 # What may change when a run goes on: it decides where and how fast, not which numbers come out.
 _FREE_NAMES = (
@@ -167,30 +170,54 @@ def _end_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def removed_unless_begun(output: Path) -> Iterator[None]:
-    """Of a run that fails before its first checkpoint, in a new folder, nothing stays.
+def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> Iterator[None]:
+    """The folders of a run, which no other run uses until the block ends, or the process.
 
-    Encoded text, a tokenizer and experts' states are made before the first step. The records of
-    its steps stay where the run diverged: they say how.
+    Of a run that fails before its first checkpoint, in a new folder, nothing stays: encoded text, a
+    tokenizer and experts' states are made before the first step. The records of its steps stay
+    where the run diverged: they say how.
 
     Args:
-        output: the run's folder; one that is there when the block begins is left alone.
+        output: the run's folder; is made. One that is there when the block begins is left alone.
+        storage: that of its experts' states, where it is another one.
+        is_used: False where nothing is written, or another process of the run uses the folder.
+
+    Raises:
+        CheckpointError: another run uses it, or nothing could be written there.
     """
+    if not is_used:
+        yield
+        return
     missing = [_end_of(output)]
     while not os.path.lexists(missing[-1]):
         missing.append(missing[-1].parent)
     made = missing[:-1]
     has_diverged = False
+    check_output_folder(output, "run's output")
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: _remove_unbegun(made, keeps_records=has_diverged))
-        try:
-            yield
-        except ValueError:
-            has_diverged = True
-            raise
-        except OSError:
-            _tell_of_last(output)
-            raise
+        make_folders(output)
+        with contextlib.ExitStack() as lock:
+            for folder in (output, storage):
+                if folder is None or not folder.is_dir():
+                    continue  # what is no folder is refused where it is used
+                try:
+                    lock.enter_context(locked(folder / LOCK_FILE))
+                except BlockingIOError:
+                    if folder == output:
+                        made.clear()  # it is the other run's
+                    raise CheckpointError(
+                        f"{folder}: another train or finetune uses this folder; wait until it has "
+                        "ended, or name another one"
+                    ) from None
+            try:
+                yield
+            except ValueError:
+                has_diverged = True
+                raise
+            except OSError:
+                _tell_of_last(output)
+                raise
         stack.pop_all()
 
 
@@ -240,7 +267,13 @@ def find_state(
     check_settings(
         last, state.settings, preparation.settings, schedule=_SCHEDULE, reschedule=reschedule
     )
-    steps = preparation.config.run.steps
+    steps, data = preparation.config.run.steps, preparation.config.data
+    expected = (state.step * data.tokens_per_step, state.step * data.sequences_per_step)
+    if (state.tokens, sum(state.taken)) != expected:
+        raise CheckpointError(
+            f"{last}: is damaged: expected {expected[0]} tokens in {expected[1]} windows after "
+            f"{state.step} steps, found {state.tokens} in {sum(state.taken)}"
+        )
     if state.step > steps:
         raise CheckpointError(
             f"{last}: has taken {state.step} steps already, run.steps asks for {steps}; "
@@ -320,10 +353,20 @@ def mixture(preparation: Prepared) -> dict[str, float]:
     }
 
 
-def open_sinks(preparation: Prepared, first_step: int) -> list[MetricsSink]:
-    """Where a run's records go; records from `first_step` on are forgotten."""
+def open_sinks(preparation: Prepared, state: Progress | None) -> list[MetricsSink]:
+    """Where a run's records go; those of steps after a checkpoint are forgotten.
+
+    Args:
+        preparation: of the run.
+        state: of the checkpoint from which it goes on; None where it begins.
+
+    Raises:
+        CheckpointError: the records are not those that the checkpoint knows.
+        OSError: the folder cannot be written.
+    """
     sinks: list[MetricsSink] = []
+    first_step, records = (0, "") if state is None else (state.step, state.records)
     if preparation.config.run.tensorboard:
         sinks.append(TensorBoard(preparation.output / "tensorboard", first_step=first_step))
-    sinks.append(JsonLines(preparation.output, first_step=first_step))
+    sinks.append(JsonLines(preparation.output, first_step=first_step, digest_then=records))
     return sinks

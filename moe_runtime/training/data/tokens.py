@@ -1,7 +1,9 @@
 """Documents as streams of token ids, kept on disk so that a resumed run need not encode again."""
 
 import hashlib
+import io
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.checkpoints.model_files import read_tokenizer
-from moe_runtime.errors import blamed_on
+from moe_runtime.digests import check_digests, digest, write_digests
+from moe_runtime.errors import MoERuntimeWarning, blamed_on
 from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.folders import replace_folder
 from moe_runtime.models.lm.tokenizer import train_tokenizer
+from moe_runtime.reading import open_regular
 from moe_runtime.training.data.text import Corpus
 from moe_runtime.training.run_config import TokenizerConfig
 
@@ -26,6 +30,9 @@ Ids = npt.NDArray[np.unsignedinteger[Any]]
 
 # Documents encoded at a time: enough for the tokenizer's threads, little next to the text itself.
 _BATCH = 256
+_DIGEST_BYTES = 8
+_READ_BYTES = _MOST_READ_BYTES = 1 << 20
+"""Longer streams stay on the disk and are mapped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,8 @@ def obtain_tokenizer(
                 return load_tokenizer(Path(scratch))
         with replace_folder(saved, keeps=lambda path: True) as new:
             save_tokenizer(tokenizer, new)
+            write_digests(new, [path.name for path in new.iterdir()])
+    check_digests(saved)
     return load_tokenizer(saved)
 
 
@@ -134,16 +143,49 @@ def encode_corpus(
     streams: list[Ids] = []
     for side, documents in (("training", corpus.training), ("held-out", corpus.held_out)):
         path = cache / f"{name}-{side}-{fingerprint}.npy"
-        if not path.is_file():
+        ids = _kept_ids(path)
+        if ids is None:
             ids = encode(documents, tokenizer)
-            if not keeps:
-                streams.append(ids)
-                continue
-            make_folders(cache)
-            with write_atomically(path) as file:
-                np.save(file, ids)
-        streams.append(np.load(path, mmap_mode="r" if path.stat().st_size > 1 << 20 else None))
+            if keeps:
+                make_folders(cache)
+                _keep_ids(path, ids)
+                ids = _kept_ids(path)
+                assert ids is not None, "it was just written"
+        streams.append(ids)
     return TokenStreams(streams[0], streams[1], fingerprint)
+
+
+def _keep_ids(path: Path, ids: Ids) -> None:
+    """Writes a stream as ``.npy``, and behind it the digest of the file's name and content."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(ids))
+    parts = (header.getvalue(), ids.view(np.uint8).data)
+    found = digest(path.name.encode())
+    with write_atomically(path) as file:
+        for part in parts:
+            found = digest(part, found)
+            file.write(part)
+        file.write(found.encode())
+
+
+def _kept_ids(path: Path) -> Ids | None:
+    """A stream that was kept; None where there is none, or not what was written."""
+    if not path.is_file():
+        return None
+    size = path.stat().st_size - _DIGEST_BYTES
+    found = digest(path.name.encode())
+    with open_regular(path) as file:
+        for begin in range(0, size, _READ_BYTES):
+            found = digest(file.read(min(_READ_BYTES, size - begin)), found)
+        is_whole = file.read().decode(errors="replace") == found
+    if not is_whole:
+        warnings.warn(
+            f"{path}: is damaged, or of an older version; the text is encoded anew",
+            MoERuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return np.load(path, mmap_mode="r" if size > _MOST_READ_BYTES else None, allow_pickle=False)
 
 
 def encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Ids:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.opening import Checkpoint
+from moe_runtime.digests import write_digests
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import write_text
 from moe_runtime.folders import replace_folder
@@ -112,6 +113,7 @@ def write_adapters(
         except SafetensorError as error:
             raise OSError(f"{folder}: the adapters cannot be written: {error}") from error
         write_text(new / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+        write_digests(new, ["adapter_config.json", "adapter_model.safetensors"])
 
 
 def _of_experts(site: ExpertsModuleSpec, adapters: ExpertAdapters) -> dict[str, Tensor]:

@@ -25,9 +25,10 @@ from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.model_files import read_generation_config
 from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.errors import CheckpointError
 from moe_runtime.files import make_folders
 from moe_runtime.inference.loading import signature_of
-from moe_runtime.training.checkpoint import TrainingState
+from moe_runtime.training.checkpoint import TrainingState, named_checkpoint
 from moe_runtime.training.checkpoint_model import (
     CheckpointModel,
     MergedAdapters,
@@ -230,7 +231,7 @@ def start(
     config, model = preparation.config, preparation.model
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    _, state = find_state(preparation, resume=resume, reschedule=reschedule)
+    last, state = find_state(preparation, resume=resume, reschedule=reschedule)
     place = preparation.device
     load_around_experts(model, preparation.checkpoint, preparation.experts, place, progress)
     model.train()
@@ -250,12 +251,15 @@ def start(
             device=place,
             checkpoints=preparation.checkpoints,
             settings=preparation.settings,
-            sinks=open_sinks(preparation, first_step),
+            sinks=open_sinks(preparation, state),
             trace=_open_trace(preparation, first_step),
         )
     )
-    if isinstance(state, TrainingState):
-        trainer.restore(state)
+    if last is not None and state is not None:
+        with named_checkpoint(last):
+            if not isinstance(state, TrainingState):
+                raise CheckpointError("is of a run of several processes, expected one of finetune")
+            trainer.restore(state)
     return trainer
 
 

@@ -119,8 +119,12 @@ class ExpertCheckpoints:
 
         self._under_way = self._thread.submit(save)
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any], last_step: int) -> None:
         """Takes up the experts that a checkpoint names, whichever processes wrote them.
+
+        Args:
+            saved: what the checkpoint says of the experts.
+            last_step: up to which they go at most, in their own count of steps.
 
         Raises:
             CheckpointError: it is of another model, lacks experts, or a record is damaged.
@@ -128,7 +132,7 @@ class ExpertCheckpoints:
         assert self._states.disk is not None, "checkpoints need a folder"
         own = self._processes.folder_name
         folder = self._states.disk.folder
-        experts = SavedExperts(folder.parent if own else folder, saved)
+        experts = SavedExperts(folder.parent if own else folder, saved, last_step)
         self._require_same_model(saved)
         keys = {self._name(key): key for key in self._everyone()}
         experts.require(keys)

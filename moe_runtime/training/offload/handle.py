@@ -32,7 +32,10 @@ from moe_runtime.training.offload.optimizers.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.processes import OneProcess
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states.states import ExpertStates
+from moe_runtime.training.stored_values import MAPPING, require_kind, require_kinds
 from moe_runtime.types import ExpertKey
+
+_KINDS = {"experts": MAPPING, "steps": MAPPING, "dense": MAPPING}
 
 
 class OffloadedTraining(ExpertTraining):
@@ -236,15 +239,16 @@ class OffloadedTraining(ExpertTraining):
 
         Raises:
             CheckpointError: it is of another model, or damaged; says where.
-            ValueError: the state of the dense parameters does not fit.
         """
+        require_kind(state, MAPPING, "the checkpoint's optimizer")
         if "experts" not in state:
             raise CheckpointError(
                 "the checkpoint is of a run whose experts were in memory; go on without a budget"
             )
-        self._checkpoints.restore(state["experts"])
-        self._passes.copies.forget()
+        require_kinds(state, _KINDS, "the checkpoint's optimizer")
         self.optimizer.load_state_dict(state["steps"])
+        self._checkpoints.restore(state["experts"], self.optimizer.step)
+        self._passes.copies.forget()
         self.dense.load_state_dict(state["dense"])
 
     def _part(self, part: Callable[[], Tensor]) -> Tensor:

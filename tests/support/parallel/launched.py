@@ -24,13 +24,24 @@ class Launch:
         words: of the command line.
         size: number of processes.
         folder: for what they print.
+        store_port: of a store that outlives the processes, as `torchrun` may keep one; they make
+            one of their own when omitted.
+        attempt: how often `torchrun` has started the processes anew.
     """
 
-    def __init__(self, words: list[str], size: int, folder: Path) -> None:
+    def __init__(
+        self,
+        words: list[str],
+        size: int,
+        folder: Path,
+        *,
+        store_port: int | None = None,
+        attempt: int = 0,
+    ) -> None:
         self.folder = folder
         with socket.socket() as free:
             free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+            port = free.getsockname()[1] if store_port is None else store_port
         context = start_server()
         self.processes: list[BaseProcess] = []
         for rank in range(size):
@@ -41,6 +52,8 @@ class Launch:
                 "MASTER_ADDR": "localhost",
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_RUN_ID": "none",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "TORCHELASTIC_USE_AGENT_STORE": str(store_port is not None),
             }
             process = context.Process(
                 target=_run, args=(words, environment, folder, rank), daemon=True

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_runtime.errors import CapacityError, RankFailureError
+from moe_runtime.errors import CapacityError, CheckpointError, RankFailureError
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.config_tree import read_tree
@@ -122,6 +122,16 @@ def stalled(path: str, settings: tuple[str, ...], where: str, culprit: int) -> s
     except InterruptedError:
         return ""
     raise AssertionError("a run with a rank that stalls does not end well")
+
+
+def shared(path: str, *folders: str) -> str:
+    """What is wrong with a folder for all processes, each of which has one of these."""
+    ranks = SeveralRanks(read_tree(TrainConfig, Path(path)))
+    try:
+        ranks.require_shared(Path(folders[ranks.rank]))
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def refused(path: str, *settings: str) -> str:

@@ -153,7 +153,7 @@ class AdapterTraining:
         """Takes up what `state_dict` gave.
 
         Raises:
-            ValueError: the state belongs to other parameters.
+            CheckpointError: the state is damaged, or belongs to other parameters.
         """
         self.dense.load_state_dict(state)
 

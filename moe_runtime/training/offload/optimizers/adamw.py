@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from moe_runtime.config import nearest, require_types
 from moe_runtime.training.offload.optimizers.moments import MomentStorage
 from moe_runtime.training.offload.states.records import RecordLayout, Sections, StateFormat
+from moe_runtime.training.stored_values import AMOUNT, COUNT, require_kinds
 
 Untouched = Literal["dense_exact", "sparse_skip"]
 Clip = Literal["two_phase", "delayed"]
@@ -170,4 +171,5 @@ class LossScale:
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
+        require_kinds(state, {"value": AMOUNT, "good_steps": COUNT}, "the checkpoint's loss_scale")
+        self.value, self._good_steps = float(state["value"]), state["good_steps"]

@@ -12,6 +12,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moe_runtime.errors import CheckpointError
+from moe_runtime.training.stored_values import (
+    AMOUNT,
+    COUNT,
+    MAPPING,
+    require_kind,
+    require_kinds,
+    require_like,
+    shown,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
@@ -111,13 +122,30 @@ class DenseAdamW:
         return {} if self._adamw is None else self._adamw.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave.
+        """Takes up the moments and step counts of what `state_dict` gave.
 
         Raises:
-            ValueError: the state belongs to other parameters.
+            CheckpointError: the state is damaged, or belongs to other parameters.
         """
-        if self._adamw is not None:
-            self._adamw.load_state_dict(state)
+        own = self.state_dict()
+        kinds = {"state": MAPPING, "param_groups": MAPPING.listed()} if own else {}
+        require_kinds(state, kinds, "the optimizer's state")
+        if self._adamw is None:
+            return
+        numbers, found = (
+            [group.get("params") for group in groups["param_groups"]] for groups in (own, state)
+        )
+        if not COUNT.listed().listed().fits(found) or found != numbers:
+            raise CheckpointError("the optimizer's state belongs to other parameters")
+        parameters = [p for group in self._adamw.param_groups for p in group["params"]]
+        for number, moments in state["state"].items():
+            if number not in range(len(parameters)):
+                raise CheckpointError(f"the optimizer's state has a parameter {shown(number)}")
+            parameter = parameters[number]
+            expected = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            require_like(moments, expected, f"the optimizer's state of parameter {number}")
+            require_kind(moments["step"].item(), AMOUNT, f"the step of parameter {number}")
+        self._adamw.load_state_dict({**own, "state": state["state"]})
 
 
 def state_order(named: Mapping[str, Tensor]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_runtime.errors import CheckpointError
 from moe_runtime.planning.record_tiers import UseCounts
 from moe_runtime.training.offload.optimizers.adamw import AdamW, LossScale
 from moe_runtime.training.offload.optimizers.dense_adamw import clip_scale
@@ -18,7 +19,16 @@ from moe_runtime.training.offload.processes import OneProcess
 from moe_runtime.training.offload.states.record_slots import Need
 from moe_runtime.training.offload.states.records import Sections
 from moe_runtime.training.offload.states.states import ExpertStates
+from moe_runtime.training.stored_values import AMOUNT, COUNT, MAPPING, require_kinds
 from moe_runtime.types import ExpertKey
+
+_KINDS = {
+    "step": COUNT,
+    "rates": AMOUNT.listed(),
+    "scales": AMOUNT.listed(),
+    "last_norm": AMOUNT.or_none(),
+    "loss_scale": MAPPING,
+}
 
 
 class ExpertOptimizer:
@@ -192,8 +202,20 @@ class ExpertOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave."""
-        self.step, self._rates = int(state["step"]), [float(rate) for rate in state["rates"]]
+        """Takes up what `state_dict` gave.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        require_kinds(state, _KINDS, "the checkpoint's steps")
+        if not state["step"] == len(state["rates"]) == len(state["scales"]):
+            raise CheckpointError(
+                f"the checkpoint has {len(state['rates'])} rates and {len(state['scales'])} scales "
+                f"of {state['step']} steps"
+            )
+        if (state["last_norm"] is None) != (state["step"] == 0):
+            raise CheckpointError(f"the checkpoint's last_norm is {state['last_norm']}")
+        self.step, self._rates = state["step"], [float(rate) for rate in state["rates"]]
         self._scales = [float(scale) for scale in state["scales"]]
         self._last_norm = state["last_norm"]
         self.loss_scale.load_state_dict(state["loss_scale"])

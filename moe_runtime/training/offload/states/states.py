@@ -17,7 +17,7 @@ from moe_runtime.memory.io_queue import Priority, Read
 from moe_runtime.training.offload.states.entries import ExpertState, Version
 from moe_runtime.training.offload.states.record_slots import RecordSlots
 from moe_runtime.training.offload.states.records import RecordLayout, Sections
-from moe_runtime.training.offload.states.saved import check_digest
+from moe_runtime.training.offload.states.saved import check_digest, records_path
 from moe_runtime.types import ExpertKey
 
 
@@ -162,7 +162,8 @@ class ExpertStates(RecordSlots):
             )
             self._fill_now(key, expert, version, record)
             content = record[: expert.layout.state_bytes]
-            check_digest(self._on_disk.folder, key, version, content)
+            path = records_path(self._on_disk.folder, expert.layout)
+            check_digest(path, key, version, content)
 
     def take_in(self, key: ExpertKey, read: Callable[[Tensor], Version]) -> None:
         """Takes up an expert that lies in another process's files, and writes it to its tier.
