@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.kernels.linear.few_shapes import linear_of_few_shapes
 
-VALUES_TRIED = 1 << 14
-"""Inputs of a trial of experts: a sum whose last bit differs seldom rounds to another result."""
+VALUES_TRIED = 1 << 13
+"""Inputs of a trial of experts: few of the sums whose last bit differs round to another result."""
 
 _VALUE_BY_VALUE = (
     "addcdiv addcmul celu cos elu erf exp exp2 expm1 gelu hardsigmoid hardswish lerp log log10 "
@@ -135,22 +135,24 @@ def most_exact_rows(layer: OffloadedExperts, sizes: Sequence[int], dtype: torch.
     """
     if layer.dim_in is None or layer.num_experts < 2 or not sizes:
         return max(sizes, default=1)
-    num_rows = sizes[-1]
-    num_trials = -(-VALUES_TRIED // (num_rows * layer.dim_in))
+    num_rows, dim_in = sizes[-1], layer.dim_in
+    step = max(1, num_rows * dim_in // VALUES_TRIED)
+    tried = sorted({0, 1, num_rows - 1, *range(0, num_rows, step)})
     generator = torch.Generator().manual_seed(0)
     ids_TK = torch.tensor([[0, 1], [1, 0]]).repeat(num_rows, 1)[:num_rows]
     most = num_rows
-    for _ in range(num_trials):
-        x_TD = torch.randn(num_rows, layer.dim_in, generator=generator).to(dtype)
+    for _ in range(0, VALUES_TRIED, num_rows * dim_in):
+        x_TD = torch.randn(num_rows, dim_in, generator=generator).to(dtype)
         weights_TK = torch.rand(num_rows, 2, generator=generator)
-        rows = zip(x_TD.split(1), ids_TK.split(1), weights_TK.split(1), strict=True)
-        alone = torch.cat([layer(*row) for row in rows])
+        inputs = (x_TD, ids_TK, weights_TK)
+        alone = {row: layer(*(each[row : row + 1] for each in inputs)) for row in tried}
         found = 1
-        for size in sizes:
+        for size in (size for size in sizes if size <= most):
             with RowsAlone(size):
-                together = layer(x_TD[:size], ids_TK[:size], weights_TK[:size])
-            if size > most or not torch.equal(together, alone[:size]):
+                together = layer(*(each[:size] for each in inputs))
+            rows = [row for row in tried if row < size]
+            if not torch.equal(together[rows], torch.cat([alone[row] for row in rows])):
                 break
             found = size
-        most = min(most, found)
+        most = found
     return most
