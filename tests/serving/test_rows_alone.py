@@ -19,12 +19,10 @@ from moe_runtime.serving.passes import ModelPasses, _rows_with_own_bits
 from moe_runtime.serving.rows_alone import RowsAlone
 
 MOST = 48
-NEW_FAMILIES = {
+QUICK = {
     ("DeepseekV3ForCausalLM", "float32"),  # sigmoids of a router, latents
     ("GptOssForCausalLM", "float32"),  # experts stored transposed, windows and sinks
     ("GraniteMoeForCausalLM", "bfloat16"),  # rows in bf16 of experts in fp32
-    ("LagunaForCausalLM", "bfloat16"),
-    ("OlmoeForCausalLM", "float32"),
 }
 """What the quick suite runs; the long one runs every family in both types."""
 CANNOT_SHARE = {"MiniMaxForCausalLM"}  # a cache of its own
@@ -38,12 +36,11 @@ def _cases() -> list[Any]:
             family,
             dtype,
             id=f"{family}-{dtype}",
-            marks=[] if (str(family), dtype) in NEW_FAMILIES else pytest.mark.long,
+            marks=[] if (str(family), dtype) in QUICK else pytest.mark.long,
         )
         for family in names
         for dtype in ("float32", "bfloat16")
-        if str(family) not in CANNOT_SHARE
-        and (dtype == "float32" or family.computes_in_bf16)
+        if str(family) not in CANNOT_SHARE and (dtype == "float32" or family.computes_in_bf16)
     ]
 
 
@@ -56,7 +53,7 @@ def test_rows_of_a_step_have_the_bits_that_each_has_alone(
     for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         monkeypatch.setitem(tiny_sizes.COMMON, name, 7)
     folder = save(tiny_model(family), tmp_path, sharded=False)
-    model = moe_runtime.load(
+    model: Any = moe_runtime.load(
         folder, device="cpu", dtype=dtype, host_memory="64MiB", max_tokens=1024
     )
     with model.moe:
@@ -75,13 +72,13 @@ def test_rows_of_a_step_have_the_bits_that_each_has_alone(
         last = [ids[place] for ids, place in zip(tokens, places, strict=True)]
         rows = zip(last, own, places, strict=True)
         alone = torch.cat([passes._step([token], cache, [place]) for token, cache, place in rows])
-        for size in sorted({1, 2, 3, 5, 8, 17, most} & set(range(most + 1))):
+        for size in sorted({1, 2, 5, 17, most} & set(range(most + 1))):
             joined = passes._joined(copy.deepcopy(caches[:size]))
             together = passes._step(last[:size], joined, places[:size])
             assert torch.equal(together, alone[:size]), size
 
 
-@pytest.mark.parametrize("trouble_from", [2, 3, 4, 9, MOST])
+@pytest.mark.parametrize("trouble_from", [2, 4, MOST])
 def test_the_engines_trial_finds_up_to_how_many_rows_bits_hold(
     pocket: Any, trouble_from: int
 ) -> None:
