@@ -82,7 +82,7 @@ def test_rows_of_a_step_have_the_bits_that_each_has_alone(
 def test_the_engines_trial_finds_up_to_how_many_rows_bits_hold(
     pocket: Any, trouble_from: int
 ) -> None:
-    limit = min(MOST, _rows_with_own_bits(pocket))
+    limit = ModelPasses(pocket, Adapters(pocket, {}), exact=MOST).most_exact
 
     def other_bits(module: object, args: object, out: torch.Tensor) -> torch.Tensor:
         return out * (1 + 1e-6) if out.shape[0] >= trouble_from else out
