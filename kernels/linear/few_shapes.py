@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from moe_runtime.kernels.linear.op import ROWS_OF_A_PRODUCT, SMALL_WEIGHT
 
 
 def linear_of_few_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Torch's product in fp32, or in portions of few sizes, whatever the number of rows."""
+    if has_torch_function((x,)):  # one who divides rows must do it before their number decides
+        return handle_torch_function(linear_of_few_shapes, (x,), x, weight, bias)
     x_RK = x.reshape(-1, x.shape[-1])
     num_rows = len(x_RK)
     if num_rows <= 1:

@@ -103,6 +103,11 @@ class OffloadedExperts(AbsentParameters):
             super().__setattr__("_activation", _activation(replaced))
             super().__setattr__("_step", None)
 
+    @property
+    def dim_in(self) -> int | None:
+        """Width of the rows that it takes; None before its kernel is known."""
+        return None if self._step is None else self._step.shape.dim_in
+
     def list_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
         """Lists the experts' parameters under transformers' names, once all others are loaded."""
         self.add_absent(self._shapes, dtype, device)

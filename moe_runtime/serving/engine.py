@@ -83,7 +83,8 @@ class Engine:
         capacity = capacity_of(model, max_tokens)
         self._model = model
         self._adapters = adapters or Adapters(model, {})
-        self._passes = ModelPasses(model, self._adapters)
+        exact = self._options.most_running if self._options.exact else 1
+        self._passes = ModelPasses(model, self._adapters, exact=exact)
         with contextlib.ExitStack() as undo:
             undo.callback(self._passes.close)
             block = 0

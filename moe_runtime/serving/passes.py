@@ -27,6 +27,7 @@ from moe_runtime.inference.cpu.attention import (
     EAGER_ATTENTION,
     use_single_query_attention,
 )
+from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import Adapters
@@ -39,11 +40,13 @@ from moe_runtime.serving.caches.running_states import (
 from moe_runtime.serving.caches.sequence_cache import (
     BatchCache,
     can_share_a_pass,
+    have_same_tokens,
     keeps_states,
     new_cache,
 )
 from moe_runtime.serving.request_numbers import EngineRequests
 from moe_runtime.serving.requests import TokenLogprob
+from moe_runtime.serving.rows_alone import RowsAlone, most_exact_rows
 from moe_runtime.serving.sampling import token_logprobs
 from moe_runtime.serving.sequences import Failure, Sequence
 
@@ -55,6 +58,8 @@ LOGPROB_ROWS = 32
 """Rows of which log-probabilities are computed at once."""
 TOLERANCE = 0.05
 """By which what a trial gives may differ from what it should."""
+TRIED_TOGETHER = (2, 3, 8)
+"""Sequences of steps, beside the most, whose bits are compared with those of each alone."""
 
 
 class ModelPasses:
@@ -65,19 +70,22 @@ class ModelPasses:
 
     Attributes:
         can_join: whether several sequences can decode in one pass.
-        most_exact: sequences up to which one token each, together, have the bits of each alone.
+        most_exact: sequences up to which one token each, together, have the bits of each alone;
+            1 where nobody asked for them.
         reads_in_pieces: whether a prompt may go through the model piece by piece.
         state_tokens: tokens whose room the running states of a sequence need.
         can_have_rows: whether steps of sequences in rows of a static cache are recorded.
         requests: their numbers for the model's listeners.
     """
 
-    def __init__(self, model: Any, adapters: Adapters) -> None:
+    def __init__(self, model: Any, adapters: Adapters, *, exact: int = 1) -> None:
         """Finds out, with a few tokens, whether sequences can go together.
 
         Args:
             model: a causal language model of transformers, offloaded or not.
             adapters: of the model.
+            exact: sequences that are to decode together, at most, with the bits of each alone; for
+                1 that is not tried.
 
         Raises:
             UnsupportedModelError: it does not generate text from tokens alone.
@@ -107,6 +115,7 @@ class ModelPasses:
             and can_share_a_pass(config)
         )
         self.most_exact = 1
+        self._exact = exact
         self.reads_in_pieces = True
         self.state_tokens = 0
         self._has_states = keeps_states(config)
@@ -250,8 +259,11 @@ class ModelPasses:
     def _step(self, ids: Items[int], cache: Any, places: Items[int]) -> torch.Tensor:
         """Logits ``[B, V]`` behind one token of each sequence."""
         rows = [[token] for token in ids]
-        positions = None if len(rows) == 1 else [[place] for place in places]
-        return self._call(rows, cache, keep=1, positions=positions)[:, -1]
+        if len(rows) == 1:
+            return self._call(rows, cache, keep=1)[:, -1]
+        alone = RowsAlone(len(rows)) if self._exact > 1 else contextlib.nullcontext()
+        with alone:
+            return self._call(rows, cache, keep=1, positions=[[p] for p in places])[:, -1]
 
     def _adapted(
         self, chosen: Items[tuple[Sequence, int]]
@@ -317,14 +329,46 @@ class ModelPasses:
             [self._step([9], cache, [place]) for cache, place in zip(own, places, strict=True)]
         )
         with Failure() as failure:  # code of models that nobody knows may fail in any way
-            together = self._step([9, 9], self._joined(caches), places)
+            joined = copy.deepcopy(caches)
+            together = self._step([9, 9], self._joined(joined), places)
             self.can_join = torch.allclose(
                 together.float(), alone.float(), rtol=TOLERANCE, atol=TOLERANCE
-            ) and all(map(have_close_states, caches, own, [TOLERANCE] * len(own)))
-            if torch.equal(together, alone) and not self._has_states:
-                self.most_exact = max(1, _rows_with_own_bits(self._model))
+            ) and all(map(have_close_states, joined, own, [TOLERANCE] * len(own)))
+            if self.can_join and not self._has_states:
+                self.most_exact = self._try_exactness(caches, places, own, alone)
         if failure.has_failed:
             self.can_join = False
+
+    def _try_exactness(
+        self,
+        caches: Items[DynamicCache],
+        places: Items[int],
+        own: Items[DynamicCache],
+        alone: torch.Tensor,
+    ) -> int:
+        """Sequences up to which a step gives each the bits that it gets alone.
+
+        Args:
+            caches: of some sequences.
+            places: of their next tokens.
+            own: their caches after a step alone.
+            alone: the logits of it.
+        """
+        limit = min(self._exact, _rows_with_own_bits(self._model))
+        sizes = sorted({min(size, limit) for size in (*TRIED_TOGETHER, limit)} - {0, 1})
+        found = 1
+        for size in sizes:
+            rows = [row % len(caches) for row in range(size)]
+            joined = [copy.deepcopy(caches[row]) for row in rows]
+            logits = self._step([9] * size, self._joined(joined), [places[row] for row in rows])
+            if not torch.equal(logits, alone[rows]):
+                break
+            if not all(map(have_same_tokens, joined, [own[row] for row in rows])):
+                break
+            found = size
+        layers = [m for m in self._model.modules() if isinstance(m, OffloadedExperts)][-1:]
+        sizes = [size for size in sizes if size <= found]
+        return min((most_exact_rows(m, sizes, self._model.dtype) for m in layers), default=found)
 
     def _try_pieces(self) -> None:
         """Cuts prompts only if the rest of one gives what it gives with its beginning."""

@@ -54,6 +54,14 @@ def _filled(cache: DynamicCache) -> dict[int, tuple[torch.Tensor, torch.Tensor]]
     }
 
 
+def have_same_tokens(cache: DynamicCache, other: DynamicCache) -> bool:
+    """Whether keys and values of two caches have the same bits."""
+    filled, expected = _filled(cache), _filled(other)
+    return filled.keys() == expected.keys() and all(
+        all(map(torch.equal, filled[layer], expected[layer])) for layer in filled
+    )
+
+
 def can_share_a_pass(config: Any) -> bool:
     """Whether a model keeps of a sequence nothing but running states, and keys and values that
     attention reads."""

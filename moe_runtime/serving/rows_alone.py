@@ -1,0 +1,158 @@
+"""torch's functions whose bits of a row depend on its neighbours, called for each sequence alone.
+
+Vector code computes most values of a tensor and scalar code the rest, in other roundings: which
+value is of the rest depends on the number of rows. Products and sums choose their code by it too.
+
+Letters: B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.kernels.linear.few_shapes import linear_of_few_shapes
+
+VALUES_TRIED = 1 << 13
+"""Inputs of a trial of experts: few of the sums whose last bit differs round to another result."""
+
+_VALUE_BY_VALUE = (
+    "addcdiv addcmul celu cos elu erf exp exp2 expm1 gelu hardsigmoid hardswish lerp log log10 "
+    "log1p log2 logit logsigmoid mish pow __pow__ __rpow__ rsqrt selu sigmoid silu sin softplus "
+    "softsign sqrt tanh"
+)
+_ALONG_A_DIMENSION = "cumsum log_softmax logsumexp mean prod softmax softmin std sum var"
+_NORMS = "norm normalize vector_norm"
+_OF_TRAILING_DIMENSIONS = "group_norm layer_norm rms_norm"
+_PRODUCTS = "bmm linear matmul __matmul__ mm"
+_OWNERS = (torch, Tensor, F, torch.special, torch.linalg)
+
+
+def _named(names: str, *endings: str) -> Iterator[Callable[..., Any]]:
+    for owner in _OWNERS:
+        for name in (first + ending for first in names.split() for ending in ("", *endings)):
+            if (found := getattr(owner, name, None)) is not None:
+                yield found
+
+
+_PLACE_OF_DIMENSION = dict.fromkeys(_named(_ALONG_A_DIMENSION), 1) | dict.fromkeys(
+    _named(_NORMS), 2
+)
+_PRODUCT_FUNCTIONS = frozenset((*_named(_PRODUCTS), linear_of_few_shapes))
+_FUNCTIONS = frozenset(
+    (
+        *_named(_VALUE_BY_VALUE, "_"),
+        *_named(_OF_TRAILING_DIMENSIONS),
+        *_PLACE_OF_DIMENSION,
+        *_PRODUCT_FUNCTIONS,
+    )
+)
+
+
+class RowsAlone(TorchFunctionMode):
+    """Gives the rows of a step of several sequences the bits that each has in a step of its own.
+
+    Rows lie along the first dimension: as many for each sequence, or those of an expert that some
+    of them were sent to. A function gets the rows of one sequence at a time, as it does where the
+    sequence is alone. The native kernels need no such care.
+    """
+
+    def __init__(self, num_sequences: int) -> None:
+        """For a step of ``[B, 1]`` tokens."""
+        super().__init__()
+        self._num_sequences = num_sequences
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Calls a function once, or for the rows of each sequence."""
+        kwargs = kwargs or {}
+        if func not in _FUNCTIONS:
+            return func(*args, **kwargs)
+        size = self._rows_at_once(func, args, kwargs)
+        if not size:
+            return func(*args, **kwargs)
+        rows: Tensor = args[0]
+        columns = [self._divide(func, rows, value, size) for value in (*args, *kwargs.values())]
+        parts = []
+        for values in zip(*columns, strict=True):
+            named = zip(kwargs, values[len(args) :], strict=True)
+            parts.append(func(*values[: len(args)], **dict(named)))
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):  # in place
+            return rows
+        return torch.cat(parts)
+
+    def _rows_at_once(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+        """Rows of a call; 0 where one call takes all."""
+        if not args or not isinstance(args[0], Tensor) or "out" in kwargs:
+            return 0
+        rows: Tensor = args[0]
+        if rows.ndim < 2 or not rows.is_floating_point() or rows.shape[0] < 2:
+            return 0
+        if func in _PLACE_OF_DIMENSION:
+            place = _PLACE_OF_DIMENSION[func]
+            default = 1 if func is F.normalize else None
+            dims = kwargs.get("dim", args[place] if len(args) > place else default)
+            dims = (dims,) if isinstance(dims, int) else dims
+            if not dims or any(dim % rows.ndim == 0 for dim in dims):
+                return 0
+        if func is F.linear and type(args[1]) not in (Tensor, torch.nn.Parameter):
+            return 0  # a weight that our own kernel multiplies
+        num_rows = rows.shape[0]
+        if num_rows % self._num_sequences == 0:
+            return num_rows // self._num_sequences
+        return int(num_rows < self._num_sequences)
+
+    def _divide(self, func: Any, rows: Tensor, value: Any, size: int) -> Sequence[Any]:
+        """One of the arguments of each call."""
+        num_calls = rows.shape[0] // size
+        if value is not rows:
+            if not isinstance(value, Tensor) or value.ndim != rows.ndim:
+                return [value] * num_calls
+            is_matrix = func in _PRODUCT_FUNCTIONS and value.ndim == 2
+            if is_matrix or value.shape[0] != rows.shape[0]:
+                return [value] * num_calls
+        return value.split(size)
+
+
+def most_exact_rows(layer: OffloadedExperts, sizes: Sequence[int], dtype: torch.dtype) -> int:
+    """Rows up to which those that go to the same two experts have the bits that each has alone.
+
+    Args:
+        layer: of the experts, after a step.
+        sizes: numbers of rows to try, ascending.
+        dtype: of the rows.
+
+    Returns:
+        One of the sizes up to which all hold, or 1.
+    """
+    if layer.dim_in is None or layer.num_experts < 2 or not sizes:
+        return max(sizes, default=1)
+    num_rows, dim_in = sizes[-1], layer.dim_in
+    step = max(1, num_rows * dim_in // VALUES_TRIED)
+    tried = sorted({0, 1, num_rows - 1, *range(0, num_rows, step)})
+    generator = torch.Generator().manual_seed(0)
+    ids_TK = torch.tensor([[0, 1], [1, 0]]).repeat(num_rows, 1)[:num_rows]
+    most = num_rows
+    for _ in range(0, VALUES_TRIED, num_rows * dim_in):
+        x_TD = torch.randn(num_rows, dim_in, generator=generator).to(dtype)
+        weights_TK = torch.rand(num_rows, 2, generator=generator)
+        inputs = (x_TD, ids_TK, weights_TK)
+        alone = {row: layer(*(each[row : row + 1] for each in inputs)) for row in tried}
+        found = 1
+        for size in (size for size in sizes if size <= most):
+            with RowsAlone(size):
+                together = layer(*(each[:size] for each in inputs))
+            rows = [row for row in tried if row < size]
+            if not torch.equal(together[rows], torch.cat([alone[row] for row in rows])):
+                break
+            found = size
+        most = found
+    return most
