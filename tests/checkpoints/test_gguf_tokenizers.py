@@ -175,12 +175,14 @@ def test_the_llama_cpp_that_is_installed_ends_texts_there() -> None:
 def test_a_files_tokenizer_and_its_ends_come_from_its_header(tmp_path: Path) -> None:
     metadata = ending("<|im_end|> <|endoftext|>", eos="<|endoftext|>")
     metadata["tokenizer.chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    metadata |= {"general.sampling.temp": 0.75, "general.sampling.top_k": 40}
     tokens = metadata["tokenizer.ggml.tokens"]
     file = write_vocabulary(metadata, tmp_path / "model.gguf", num_rows=len(tokens))
     tokenizer, settings = load_tokenizer(file), read_generation_config(file)
     assert tokenizer.eos_token == "<|endoftext|>"
     assert settings is not None
     assert settings.eos_token_id == [len(tokens) - 1, len(tokens) - 2]
+    assert (settings.do_sample, settings.temperature, settings.top_k) == (True, 0.75, 40)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a"
     write_vocabulary(metadata, file, num_rows=9)
     with pytest.raises(CheckpointError, match="at most 9 tokens, as many as token_embd has"):

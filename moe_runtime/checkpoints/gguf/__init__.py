@@ -24,7 +24,11 @@ from moe_runtime.checkpoints.gguf.model_settings import settings_of
 from moe_runtime.checkpoints.gguf.tokenizer import make_tokenizer, read_vocabulary
 from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
-from moe_runtime.checkpoints.settings_check import check_config, check_layers
+from moe_runtime.checkpoints.settings_check import (
+    check_config,
+    check_generation_settings,
+    check_layers,
+)
 from moe_runtime.checkpoints.strict_json import clipped, one_line
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.kernels.quantized import BlockName, WeightFormat
@@ -49,6 +53,14 @@ _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.(weight|bia
 _LAYER_OR_END = re.compile(r"^model\.layers\.\d+\.|\.weight$")
 """What is around the name of a part."""
 _ONE_ROW = "moe_statics.e_score_correction_bias"
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Keys of `general.sampling` by the names that transformers has for the settings."""
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -171,10 +183,10 @@ def load_tokenizer(file: Path) -> Any:
 
 
 def generation_settings(file: Path) -> GenerationConfig | None:
-    """The tokens that begin, end and fill texts of a file's model; None without a vocabulary.
+    """How a file's model begins, ends and samples texts; None without a vocabulary.
 
     Raises:
-        CheckpointError: its vocabulary contradicts itself.
+        CheckpointError: its vocabulary contradicts itself, or a setting of sampling is no number.
     """
     from transformers import GenerationConfig
 
@@ -182,12 +194,20 @@ def generation_settings(file: Path) -> GenerationConfig | None:
     if "tokenizer.ggml.tokens" not in metadata:
         return None
     vocabulary = read_vocabulary(metadata, num_rows, file)
+    sampling = {
+        name: metadata[f"general.sampling.{key}"]
+        for name, key in _SAMPLING.items()
+        if f"general.sampling.{key}" in metadata
+    }
+    check_generation_settings(sampling, file)
     named = vocabulary.named
     first = named.get("eos")
     return GenerationConfig(
         bos_token_id=named.get("bos"),
         eos_token_id=sorted(vocabulary.ends, key=lambda end: (end != first, end)) or None,
         pad_token_id=named.get("padding"),
+        do_sample=bool(sampling.get("temperature")),
+        **sampling,
     )
 
 

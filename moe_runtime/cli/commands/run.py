@@ -194,8 +194,7 @@ def find_sampling(
     if temperature == 0:
         refuse_given(ctx, {"top_p", "seed"}, without_effect)
     check_options(1, temperature or 0.0, 1.0 if top_p is None else top_p, None)
-    folder = find_checkpoint(model, weights=False)
-    settings = None if folder.is_file() else read_generation_config(folder)
+    settings = read_generation_config(find_checkpoint(model, weights=False))
     sampling = sampling_for(settings, temperature=temperature, top_p=top_p)
     if sampling["temperature"] == 0:
         refuse_given(ctx, {"top_p", "seed"}, without_effect)
