@@ -123,6 +123,14 @@ DecodeRows = Annotated[
 PrefixCache = Annotated[
     bool, typer.Option(help="Keep what was computed of prompts for those that begin alike.")
 ]
+SharePrefixes = Annotated[
+    bool,
+    typer.Option(
+        "--share-prefixes",
+        help="With --api-keys, requests of one key find what requests of other keys left in the "
+        "prefix cache; their users can tell by cached_tokens and by time what others sent.",
+    ),
+]
 PrefixDisk = Annotated[
     str | None,
     typer.Option(
@@ -182,6 +190,7 @@ def serve(
     exact: Exact = False,
     decode_rows: DecodeRows = 4,
     prefix_cache: PrefixCache = True,
+    share_prefixes: SharePrefixes = False,
     prefix_disk: PrefixDisk = None,
     max_body: MaxBody = "1MiB",
     max_seconds: MaxSeconds = 3600.0,
@@ -215,6 +224,11 @@ def serve(
     session.begin(debug=debug, as_json=as_json)
     _require_packages()
     keys = read_keys(api_keys)
+    if share_prefixes and not (keys and prefix_cache):
+        raise ValueError(
+            "--share-prefixes shares the prefix cache between API keys: give --api-keys, and leave "
+            "--no-prefix-cache out"
+        )
     body_bytes = options.bytes_of(max_body, "--max-body")
     disk_bytes = None
     if prefix_disk is not None:
@@ -282,6 +296,7 @@ def serve(
             keys=keys,
             origins=tuple(cors or ()),
             hosts=(*LOOPBACK, "[::1]") if host in LOOPBACK and not keys else None,
+            shares_prefixes=share_prefixes,
         ),
         drain_s=drain_seconds,
         prefix_disk_bytes=disk_bytes,

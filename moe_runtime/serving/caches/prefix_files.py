@@ -112,18 +112,21 @@ class PrefixFiles:
         except OSError as error:
             raise ValueError(f"--prefix-disk: {error.filename}: {error.strerror}") from None
 
-    def find(self, tokens: Sequence[int], first: int) -> Iterator[torch.Tensor]:
+    def find(
+        self, tokens: Sequence[int], first: int, owner: str = ""
+    ) -> Iterator[torch.Tensor]:
         """What is known of the beginning of some tokens, block by block; it is used now.
 
         Args:
             tokens: from the beginning of a text.
             first: number of the first block that is wanted.
+            owner: who alone finds what was kept under this name.
 
         Yields:
             Keys and values as bytes, ``[block_bytes]``, as they were kept.
         """
         path: list[Path] = []
-        for index, file in enumerate(self._files(tokens)):
+        for index, file in enumerate(self._files(tokens, owner)):
             if index < first:
                 continue
             block = self._read(file)
@@ -133,14 +136,17 @@ class PrefixFiles:
             yield block
         self._use(path)
 
-    def keep(self, tokens: Sequence[int], make: Callable[[int], torch.Tensor]) -> None:
+    def keep(
+        self, tokens: Sequence[int], make: Callable[[int], torch.Tensor], owner: str = ""
+    ) -> None:
         """Writes the whole blocks of some tokens that are not there yet, as many as have place.
 
         Args:
             tokens: from the beginning of a text.
             make: gives the bytes of the block with a number, 0 the first.
+            owner: as for `find`.
         """
-        path = list(itertools.islice(self._files(tokens), self._most_blocks))
+        path = list(itertools.islice(self._files(tokens, owner), self._most_blocks))
         try:
             self._use([file for file in path if file.exists()])  # or they give way to what follows
             for index, file in enumerate(path):
@@ -157,9 +163,12 @@ class PrefixFiles:
         make_folders(self._folder)
         os.chmod(self._folder, 0o700)  # keys and values tell what was asked
 
-    def _files(self, tokens: Sequence[int]) -> Iterator[Path]:
+    def _files(self, tokens: Sequence[int], owner: str) -> Iterator[Path]:
         """Of the whole blocks, each with all before it."""
         size, digest = self._block_tokens, self._root
+        if owner:
+            root = hashlib.blake2b(digest + owner.encode(), digest_size=_DIGEST_BYTES)
+            digest = root.digest()
         for first in range(0, len(tokens) - size + 1, size):
             block = array("q", tokens[first : first + size]).tobytes()
             digest = hashlib.blake2b(digest + block, digest_size=_DIGEST_BYTES).digest()

@@ -210,7 +210,8 @@ class Endpoints:
         deadline_s = request.scope["deadline_s"]
         if not (body.stays_large or any(one.request.constraint for one in choices)):
             request.scope["forget_body"]()
-        return self._server.begin(model, choices, self._client(request), deadline_s)
+        owner = self._server.access.owner_of(given_key(request))
+        return self._server.begin(model, choices, self._client(request), owner, deadline_s)
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
         media = request.headers.get("content-type", "").partition(";")[0].strip()

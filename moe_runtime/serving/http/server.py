@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -61,11 +62,19 @@ class Access:
         keys: one of them must come with a request; everybody may ask where there is none.
         origins: pages of other origins that may read answers in a browser; ``*`` for all.
         hosts: names by which the server may be called; None for any.
+        shares_prefixes: requests find the prefixes that requests with another key left.
     """
 
     keys: Sequence[str] = ()
     origins: Sequence[str] = ()
     hosts: Sequence[str] | None = None
+    shares_prefixes: bool = False
+
+    def owner_of(self, key: str) -> str:
+        """The name under which the prefixes of a key are kept: nothing of the key can be read."""
+        if self.shares_prefixes or not self.keys:
+            return ""
+        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(slots=True)
@@ -196,16 +205,24 @@ class Server:
         model: ServedModel,
         choices: Sequence[AnswerChoice],
         client: str,
+        owner: str,
         deadline_s: float,
     ) -> Generation:
         """Hands the request of a client to the engine.
+
+        Args:
+            model: that answers.
+            choices: the answers that it asks for.
+            client: who takes turns with others.
+            owner: of the prefixes that it may find.
+            deadline_s: until when it may take, by the loop's clock.
 
         Raises:
             ApiError: it is not taken.
         """
         times = RequestTimes(self.metrics, model.parent or model.name)
         for choice in choices:
-            choice.request = replace(choice.request, client=client)
+            choice.request = replace(choice.request, client=client, prefix_owner=owner)
         generation = Generation(model, choices, times, self.limits.seconds, deadline_s)
         generation.submit()
         self._generations.add(generation)
