@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib.util
+import threading
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -305,6 +306,8 @@ def serve(
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(loading_bar())
         stop: StopRequest | None = None
+        # An interrupt would end the connections in the middle of what is sent.
+        answering = threading.Event()
 
         def begin(ready: "Ready") -> None:
             nonlocal stop
@@ -314,7 +317,9 @@ def serve(
             gc.collect()
             gc.freeze()
             stack.callback(gc.unfreeze)  # libraries report what is left at the end of Python
-            stop = stack.enter_context(stop_on_signals(*map(log.line_of, _STOPPING)))
+            answering.set()
+            messages = map(log.line_of, _STOPPING)
+            stop = stack.enter_context(stop_on_signals(*messages, is_held=answering.is_set))
             announce(ready, settings, as_json=as_json)
 
         run_server(
@@ -323,6 +328,7 @@ def serve(
             on_ready=begin,
             is_stopping=lambda: dry_run or (stop is not None and stop.is_set),
             is_cut_off=lambda: stop is not None and stop.num_signals > 1,
+            on_answered=answering.clear,
             progress=progress,
         )
     if stop is not None and stop.is_set:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import importlib.metadata
@@ -10,6 +11,7 @@ import itertools
 import os
 import re
 import stat
+import time
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +34,7 @@ _SHARE = 16
 _COUNT = "bytes"
 """The file that says how much all the others take."""
 _MOST_DIGITS = 20
+_LOCK_TRIALS, _LOCK_TRIAL_S = 20, 0.01
 _OURS = re.compile(rf"[0-9a-f]{{64}}(\.[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)})?")
 _CHECKPOINT_FILES = ("*.safetensors", "*.gguf", "*.json")
 _PACKAGES = ("moe-runtime", "torch", "transformers")
@@ -214,9 +217,11 @@ class PrefixFiles:
 
     def _take_place(self) -> None:
         """Counts one file more; all who write here add to the same number, one at a time."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         with open(os.open(self._folder / _COUNT, flags, 0o600), "r+b", buffering=0) as count:
-            fcntl.flock(count.fileno(), fcntl.LOCK_EX)
+            if not stat.S_ISREG(os.fstat(count.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "expected a regular file", str(self._folder / _COUNT))
+            _lock(count.fileno())
             told = count.read(_MOST_DIGITS)
             total = int(told) if told.isdigit() else self._most_bytes
             if total + self._file_bytes > self._most_bytes:
@@ -230,7 +235,7 @@ class PrefixFiles:
         files: list[tuple[int, int, str]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                if _OURS.fullmatch(entry.name):
+                if _OURS.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):  # another process removed it
                         found = entry.stat(follow_symlinks=False)
                         size = -(-found.st_size // _DISK_BLOCK) * _DISK_BLOCK
@@ -254,6 +259,15 @@ class PrefixFiles:
 def _set_time(file: Path) -> None:
     """The file was used last."""
     os.utime(file)
+
+
+def _lock(descriptor: int) -> None:
+    """Waits a moment for other processes; one that is stopped may hold the lock for ever."""
+    for _ in range(_LOCK_TRIALS):
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(_LOCK_TRIAL_S)
+    raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock of the folder's size")
 
 
 def _sum(file: Path, data: torch.Tensor) -> bytes:

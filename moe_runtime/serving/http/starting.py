@@ -87,6 +87,7 @@ def run_server(
     on_ready: Callable[[Ready], None],
     is_stopping: Callable[[], bool],
     is_cut_off: Callable[[], bool] = lambda: False,
+    on_answered: Callable[[], None] = lambda: None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
     """Loads models and answers requests until it is told to stop.
@@ -97,6 +98,7 @@ def run_server(
         on_ready: called once, when requests are answered from now on.
         is_stopping: whether to take no more requests; looked at all the time.
         is_cut_off: whether to end those that were taken too; likewise.
+        on_answered: called once, when every client has its answer or its error.
         progress: of loading.
 
     Raises:
@@ -161,6 +163,7 @@ def run_server(
             is_cut_off=is_cut_off,
             drain_s=settings.drain_s,
         )
+        on_answered()
 
 
 def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> PrefixDisk | None:
