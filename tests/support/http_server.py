@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,12 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}assistant:{% if enable_thinking %} <think>
 {% elif enable_thinking is defined %} <think></think>
 {% endif %}{% endif %}"""
+
+
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n"
+)
 
 
 @dataclass
@@ -165,6 +172,20 @@ def started(
         finally:
             is_over.set()
         running.result()
+
+
+@contextlib.contextmanager
+def connected(site: Served) -> Iterator[socket.socket]:
+    where = urlsplit(site.address)
+    with socket.create_connection((where.hostname, where.port), timeout=30) as client:
+        yield client
+
+
+def response(client: socket.socket) -> tuple[int, Any]:
+    """Status and JSON of what the server says next."""
+    found = http.client.HTTPResponse(client)
+    found.begin()
+    return found.status, json.loads(found.read())
 
 
 def model_of(name: str, engine: Any, tokenizer: Any, size: int) -> ServedModel:

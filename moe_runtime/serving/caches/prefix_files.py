@@ -115,9 +115,7 @@ class PrefixFiles:
         except OSError as error:
             raise ValueError(f"--prefix-disk: {error.filename}: {error.strerror}") from None
 
-    def find(
-        self, tokens: Sequence[int], first: int, owner: str = ""
-    ) -> Iterator[torch.Tensor]:
+    def find(self, tokens: Sequence[int], first: int, owner: str = "") -> Iterator[torch.Tensor]:
         """What is known of the beginning of some tokens, block by block; it is used now.
 
         Args:

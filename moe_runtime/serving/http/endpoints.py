@@ -16,7 +16,7 @@ import moe_runtime
 from moe_runtime.serving.http import chat, completions
 from moe_runtime.serving.http.answers.chat_answer import ChatAnswer
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.asking import check_tokens, encode_text
+from moe_runtime.serving.http.asking import check_messages, check_tokens, encode_text
 from moe_runtime.serving.http.completions import CompletionAnswer
 from moe_runtime.serving.http.gate import given_key
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
@@ -41,6 +41,7 @@ from moe_runtime.serving.http.schema import (
 )
 from moe_runtime.serving.http.server import Server
 
+_OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _QUICK_BYTES = 1 << 14
 """Bodies up to here are read in the loop, within a millisecond or two; others would hold it up."""
 
@@ -127,6 +128,7 @@ class Endpoints:
             "tokens": ids,
             "count": len(ids),
             "max_model_len": model.engine.most_request_tokens,
+            "token_strs": None,
         }
         if body.return_token_strs:
             tokenizer = model.vocabulary.tokenizer
@@ -264,17 +266,22 @@ def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "expected either prompt or messages")
     if body.messages is None:
-        for name in ("tools", "add_generation_prompt"):
+        for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
                 raise FieldError(name, "needs messages")
         adds = body.add_special_tokens is not False
         return encode_text(body.prompt or "", model, "prompt", add_special_tokens=adds)
     if model.template is None:
         raise without_template(model.name)
+    chat.check_continuation(body, body.messages)
+    check_messages(body.messages, model)
+    continues = bool(body.continue_final_message)
     prompt = model.template.render(
         body.messages,
         body.tools or (),
-        add_generation_prompt=body.add_generation_prompt is not False,
+        add_generation_prompt=not continues and body.add_generation_prompt is not False,
+        continue_final_message=continues,
+        variables=body.chat_template_kwargs,
     )
     adds = bool(body.add_special_tokens)
     return encode_text(prompt, model, "messages", add_special_tokens=adds)

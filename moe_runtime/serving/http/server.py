@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
@@ -126,7 +127,7 @@ class Server:
             return next(iter(self.models.values()))
         if name not in self.models:
             raise ApiError(
-                f"model: {name!r} is not served here; there is {', '.join(self.models)}",
+                f"model: {clipped(name)} is not served here; there is {', '.join(self.models)}",
                 status=404,
                 param="model",
                 code="model_not_found",

@@ -25,6 +25,10 @@ _OWN_VARIABLES = frozenset(
 """What a request may not set by ``chat_template_kwargs``: it has fields for them, or none."""
 
 
+_ASKED_OF_ALL = frozenset({"enable_thinking"})
+"""What clients send to every model; one whose template lacks it answers as it does anyway."""
+
+
 class ChatTemplate:
     """Renders conversations, and knows from its source what the model's answers look like.
 
@@ -64,7 +68,12 @@ class ChatTemplate:
         Raises:
             ApiError: the template refuses the conversation, or has no use for what is given.
         """
-        for name in variables or {}:
+        given = {
+            name: value
+            for name, value in (variables or {}).items()
+            if name not in _ASKED_OF_ALL or self.knows(name)
+        }
+        for name in given:
             if name in _OWN_VARIABLES or not self.knows(name):
                 raise FieldError(
                     f"chat_template_kwargs.{name}",
@@ -82,7 +91,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,
-                **(variables or {}),
+                **given,
             )
 
     def opens_reasoning(self, prompt: str) -> bool:
