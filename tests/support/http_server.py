@@ -1,6 +1,8 @@
 """A server over loopback in a thread of the test, a plain client, and a scripted engine."""
 
+import atexit
 import contextlib
+import functools
 import http.client
 import json
 import queue
@@ -12,8 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+from warm_python import warm_python
+
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.grammars import Grammars
+from moe_runtime.serving.http.limited_process import LimitedProcess
 from moe_runtime.serving.http.models.chat_template import ChatTemplate
 from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
@@ -191,8 +196,19 @@ def response(client: socket.socket) -> tuple[int, Any]:
 def model_of(name: str, engine: Any, tokenizer: Any, size: int) -> ServedModel:
     """A model as the server knows it."""
     vocabulary = Vocabulary(tokenizer, size, [tokenizer.eos_token_id])
-    template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
-    return ServedModel(name, engine, vocabulary, template, Grammars(vocabulary), {})
+    templates, grammars = limited_processes()
+    template = ChatTemplate(tokenizer, templates) if tokenizer.chat_template else None
+    return ServedModel(name, engine, vocabulary, template, Grammars(vocabulary, grammars), {})
+
+
+@functools.cache
+def limited_processes() -> tuple[LimitedProcess, LimitedProcess]:
+    """Where the servers of a test process render conversations and try grammars."""
+    kinds = ("templates", "grammars")
+    found = tuple(LimitedProcess(kind, warm_python()) for kind in kinds)
+    for process in found:
+        atexit.register(process.close)
+    return found
 
 
 class ScriptedEngine:

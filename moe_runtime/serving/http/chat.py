@@ -64,8 +64,14 @@ class ChatPlan:
         )
 
 
-def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
+def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = "") -> ChatPlan:
     """What the engine is asked. Takes a while: not in the loop.
+
+    Args:
+        body: of the request.
+        model: that answers.
+        most_choices: answers that a request may have.
+        owner: of grammars that are kept.
 
     Raises:
         ApiError: the conversation, a tool or a grammar cannot be used, or too many answers are
@@ -109,7 +115,7 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
         [ids],
         max_tokens=body.max_tokens if given is None else given,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        matcher=grammar and model.grammars.compile(*grammar),
+        matcher=grammar and model.grammars.compile(*grammar, owner),
         shown_tokens=_shown_tokens(template, has_tools=bool(tools)),
     )
     if continues:

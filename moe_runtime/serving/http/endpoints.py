@@ -84,6 +84,8 @@ class Endpoints:
             body,
             model,
             self._most_choices,
+            self._owner(request),
+            client=self._client(request),
             deadline_s=request.scope["deadline_s"],
             has_grammar=body.response_format is not None or bool(body.tools),
         )
@@ -100,6 +102,8 @@ class Endpoints:
             body,
             model,
             self._most_choices,
+            self._owner(request),
+            client=self._client(request),
             deadline_s=request.scope["deadline_s"],
             has_grammar=body.response_format is not None,
         )
@@ -122,7 +126,11 @@ class Endpoints:
         body = await self._body(request, TokenizeBody)
         model = self._server.model(body.model)
         ids = await self._server.aside(
-            _tokens_of, body, model, deadline_s=request.scope["deadline_s"]
+            _tokens_of,
+            body,
+            model,
+            client=self._client(request),
+            deadline_s=request.scope["deadline_s"],
         )
         shown = {
             "tokens": ids,
@@ -142,7 +150,10 @@ class Endpoints:
         if body.tokens:
             check_tokens(body.tokens, model, "tokens")
         text = await self._server.aside(
-            model.vocabulary.decode, body.tokens, deadline_s=request.scope["deadline_s"]
+            model.vocabulary.decode,
+            body.tokens,
+            client=self._client(request),
+            deadline_s=request.scope["deadline_s"],
         )
         return json_response({"prompt": text})
 
@@ -202,6 +213,9 @@ class Endpoints:
             return str(keys.index(given_key(request)))
         return request.client.host if request.client else ""
 
+    def _owner(self, request: Request) -> str:
+        return self._server.access.owner_of(given_key(request))
+
     def _begin(
         self,
         request: Request,
@@ -212,7 +226,7 @@ class Endpoints:
         deadline_s = request.scope["deadline_s"]
         if not (body.stays_large or any(one.request.constraint for one in choices)):
             request.scope["forget_body"]()
-        owner = self._server.access.owner_of(given_key(request))
+        owner = self._owner(request)
         return self._server.begin(model, choices, self._client(request), owner, deadline_s)
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
@@ -235,7 +249,11 @@ class Endpoints:
         is_quick = len(raw) <= _QUICK_BYTES
         read = partial(parse_body, kind, raw)
         deadline_s = request.scope["deadline_s"]
-        body = read() if is_quick else await self._server.aside(read, deadline_s=deadline_s)
+        if is_quick:
+            body = read()
+        else:
+            client = self._client(request)
+            body = await self._server.aside(read, client=client, deadline_s=deadline_s)
         if isinstance(body, GenerationFields):
             user = body.user or body.safety_identifier or ""
             request.scope["log"]["user"] = user[:MOST_USER]

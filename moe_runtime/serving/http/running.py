@@ -131,8 +131,8 @@ class _Protocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it may wait for its answer, or have gone away.
 
-        Both look alike until something is sent. An interim response, which clients pass over, makes
-        the system of one that has gone away refuse the connection.
+        Both look alike until something is sent. An interim response, or a stream's comment, which
+        clients pass over, makes the system of one that has gone away refuse the connection.
 
         Returns:
             Whether the connection stays open.
@@ -141,13 +141,15 @@ class _Protocol(H11Protocol):
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False
         cycle.keep_alive = False
-        if not cycle.response_started and self.conn.their_http_version == b"1.1":
+        if cycle.response_started:
+            self.transport.write(self.conn.send(h11.Data(cycle.scope.get("comment", b""))) or b"")
+        elif self.conn.their_http_version == b"1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._look_after()
+        self._look_after()
         return True
 
     def _look_after(self) -> None:
-        """Ends a connection that its client refused; a stream's next write would tell it too."""
+        """Ends a connection that the client's system refused."""
         if self.transport.is_closing() or self.cycle.response_complete:
             return
         connection = self.transport.get_extra_info("socket")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -104,6 +105,7 @@ class Server:
     # seconds where they are meant to, and have another, which those without a grammar pass by.
     worker: ThreadPoolExecutor = field(init=False)
     grammar_worker: ThreadPoolExecutor = field(init=False)
+    _turns: tuple[ClientTurns, ClientTurns] = field(init=False)
     _arriving: set[asyncio.Timeout] = field(default_factory=set, init=False)
     _preparing: set[asyncio.Timeout] = field(default_factory=set, init=False)
     _generations: WeakSet[Generation] = field(default_factory=WeakSet, init=False)
@@ -113,6 +115,7 @@ class Server:
         models = {name: model for name, model in self.models.items() if model.parent is None}
         self.metrics = Metrics({name: model.engine for name, model in models.items()})
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._turns = ClientTurns(), ClientTurns()
         self.grammar_worker = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def model(self, name: str | None) -> ServedModel:
@@ -170,15 +173,23 @@ class Server:
             ) from None
 
     async def aside(
-        self, work: Callable[..., ValueT], *args: Any, deadline_s: float, has_grammar: bool = False
+        self,
+        work: Callable[..., ValueT],
+        *args: Any,
+        client: str,
+        deadline_s: float,
+        has_grammar: bool = False,
     ) -> ValueT:
         """Runs what takes a while in the thread for texts, or in that for grammars.
+
+        Clients take turns: whoever asks for much keeps others waiting for one piece of work only.
 
         Work that has begun goes on behind the deadline, and nobody hears of it.
 
         Args:
             work: what to do.
             *args: of it.
+            client: for whom.
             deadline_s: until when the request may take, by the loop's clock.
             has_grammar: whether it is work of a request with a grammar.
 
@@ -193,7 +204,8 @@ class Server:
             async with asyncio.timeout_at(deadline_s) as preparation:
                 self._preparing.add(preparation)
                 try:
-                    return await loop.run_in_executor(worker, partial(work, *args))
+                    async with self._turns[has_grammar].turn(client):
+                        return await loop.run_in_executor(worker, partial(work, *args))
                 finally:
                     self._preparing.discard(preparation)
         except TimeoutError:
@@ -235,6 +247,44 @@ class Server:
         _expire(self._preparing)
         for generation in list(self._generations):
             generation.shut_down()
+
+
+class ClientTurns:
+    """Lets one piece of work at a time run, each client's next one behind one of every other."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def turn(self, client: str) -> AsyncGenerator[None, None]:
+        """Waits for a turn of the client, and has it within the block."""
+        if self._is_taken:
+            ready = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(client, deque()).append(ready)
+            try:
+                await ready
+            except asyncio.CancelledError:
+                if not ready.cancelled():  # it had just been given
+                    self._pass_on()
+                raise
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            client = next(iter(self._waiting))
+            own = self._waiting.pop(client)
+            ready = own.popleft()
+            if own:
+                self._waiting[client] = own  # behind all others
+            if not ready.done():
+                ready.set_result(None)
+                return
+        self._is_taken = False
 
 
 def _expire(timeouts: set[asyncio.Timeout]) -> None:

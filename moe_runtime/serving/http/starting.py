@@ -19,6 +19,7 @@ from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.caches.prefix_files import PrefixDisk, identity_of
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.http.limited_process import LimitedProcess
 from moe_runtime.serving.http.models.dividing import divide_host_memory, rest_for_model, with_server
 from moe_runtime.serving.http.models.naming import adapters_of, names_of
 from moe_runtime.serving.http.models.served_model import ServedModel, serve_model
@@ -124,6 +125,12 @@ def run_server(
             budgets = divide_host_memory(
                 names, folders, own, settings.loading, settings.adapter_bytes
             )
+        templates, trials = (
+            stack.enter_context(contextlib.closing(LimitedProcess(kind)))
+            for kind in ("templates", "grammars")
+        )
+        if any(tokenizer.chat_template is not None for tokenizer in tokenizers):
+            templates.start()  # it is ready when the models are
         sharing, models, adapters, all_loaded = SlotSharing(Turns()), [], [], []
         for index, folder in enumerate(folders):
             options = {**settings.loading, "host_memory": budgets[index]}
@@ -142,7 +149,9 @@ def run_server(
             )
             stack.enter_context(engine)
             with blamed_on(f"{folder}: the chat template cannot be used"):
-                model = serve_model(names[index], engine, tokenizers[index], loaded)
+                model = serve_model(
+                    names[index], engine, tokenizers[index], loaded, templates, trials
+                )
             models.append(model)
             adapters += [replace(model, name=name, parent=model.name) for name in own[index]]
             all_loaded.append(loaded)

@@ -9,6 +9,8 @@ from http_server import Served, model_of, served
 
 from moe_runtime.serving.caches.prefix_files import PrefixDisk
 from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.http.grammars import Grammars
+from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.server import Access
 
 PROMPT = list(range(100, 180))
@@ -52,6 +54,16 @@ def test_a_key_finds_no_prefix_of_another_in_memory_or_on_the_disk(
         other = [9, *PROMPT[1:]]
         assert [cached(site, key, other) for key in (FIRST, SECOND)] == [0, theirs]
         assert [cached(site, key) for key in (FIRST, SECOND)] == [64, 64]
+
+
+def test_a_key_is_answered_no_sooner_for_a_grammar_of_another(tokenizer: Any) -> None:
+    grammars = Grammars(Vocabulary(tokenizer, 4096, [0]))
+    first = grammars.compile('start: "a"', "it", FIRST)
+    assert grammars.compile('start: "a"', "it", FIRST) is first
+    assert grammars.compile('start: "a"', "it", SECOND) is not first
+    for number in range(40):
+        grammars.compile(f'start: "{number}"', "it", SECOND)
+    assert grammars.compile('start: "a"', "it", FIRST) is not first  # few are kept
 
 
 def test_no_name_of_a_file_or_prefix_holds_a_key(tmp_path: Path) -> None:

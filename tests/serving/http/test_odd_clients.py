@@ -250,7 +250,7 @@ def test_a_grammar_that_takes_long_holds_up_nobody_without_one(
 ) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
-    def compile_(self: Grammars, lark: str, param: str) -> Any:
+    def compile_(self: Grammars, lark: str, param: str, owner: str) -> Any:
         begun.set()
         assert may_end.wait(30)
         raise FieldError(param, "took long")
