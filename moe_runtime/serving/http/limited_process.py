@@ -42,6 +42,8 @@ class LimitedProcess:
 
     def start(self) -> None:
         """Starts the program, without waiting until it is ready."""
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # others killed it
         if self._process is None:
             # away from the terminal, whose Ctrl-C is for the server
             self._process = subprocess.Popen(
@@ -82,7 +84,7 @@ class LimitedProcess:
 
     def _exchange(self, text: bytes) -> bytes | None:
         """The answer to a text; None where the program ended over it, or says too much."""
-        for _ in range(2):  # an idle program may have been killed by others
+        for _ in range(2):  # it may be killed just now
             self.start()
             process = self._process
             assert process is not None

@@ -37,7 +37,7 @@ def chats(site: Served) -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [LONG_LOOP, DOUBLING, "{{ messages[0].content * 999999999 }}", "{{ 'a' * 99999999 }}"],
+    [LONG_LOOP, DOUBLING, "{{ messages[0].content * 999999999 }}"],
 )
 def test_a_template_without_an_end_is_ended(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, program: str
@@ -48,13 +48,10 @@ def test_a_template_without_an_end_is_ended(
     endless.chat_template = "{% if messages[0].content != 'Hi' %}" + program + "{% endif %}ok"
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
     with served([model_of("pocket", engine, endless, 4096)]) as site:
-        for path in (CHAT, "/tokenize"):
-            status, found = site.ask(path, {"messages": [{"role": "user", "content": "more"}]})
-            assert (status, found["error"]["code"]) == (400, "template_limit"), found
-            assert found["error"]["message"].startswith(
-                "messages: this model's chat template takes"
-            )
-            chats(site)
+        status, found = site.ask(CHAT, {"messages": [{"role": "user", "content": "more"}]})
+        assert (status, found["error"]["code"]) == (400, "template_limit"), found
+        assert "this model's chat template takes more than" in found["error"]["message"]
+        chats(site)
 
 
 def test_a_grammar_that_takes_long_is_ended(
@@ -125,7 +122,7 @@ def test_a_program_that_others_ended_is_started_again(tokenizer: Any) -> None:
 
 
 def test_clients_take_turns_whoever_asks_much() -> None:
-    """Each client's work is done in its order; what is cancelled is passed over."""
+    """Each client's work is done in its order; what is cancelled uses up a turn."""
     done: list[str] = []
 
     async def work(turns: ClientTurns, client: str, name: str) -> None:
@@ -144,4 +141,4 @@ def test_clients_take_turns_whoever_asks_much() -> None:
         await work(turns, "d", "d0")
 
     asyncio.run(ask())
-    assert done == ["a0", "a1", "b0", "c0", "a3", "b1", "d0"]
+    assert done == ["a0", "a1", "b0", "c0", "b1", "a3", "d0"]
