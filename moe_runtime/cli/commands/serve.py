@@ -225,11 +225,6 @@ def serve(
     session.begin(debug=debug, as_json=as_json)
     _require_packages()
     keys = read_keys(api_keys)
-    if share_prefixes and not (keys and prefix_cache):
-        raise ValueError(
-            "--share-prefixes shares the prefix cache between API keys: give --api-keys, and leave "
-            "--no-prefix-cache out"
-        )
     body_bytes = options.bytes_of(max_body, "--max-body")
     disk_bytes = None
     if prefix_disk is not None:

@@ -108,6 +108,13 @@ def run_server(
     """
     if settings.prefix_disk_bytes is not None and not settings.engine.reuses_prefixes:
         raise ValueError("--prefix-disk keeps what --no-prefix-cache does not: give one of them")
+    if settings.access.shares_prefixes and not (
+        settings.access.keys and settings.engine.reuses_prefixes
+    ):
+        raise ValueError(
+            "--share-prefixes shares the prefix cache between API keys: give --api-keys, and leave "
+            "--no-prefix-cache out"
+        )
     names = names_of(settings.models, settings.names)
     choices = adapters_of(settings.adapters, names)
     with contextlib.ExitStack() as stack:
