@@ -204,8 +204,10 @@ def model_of(name: str, engine: Any, tokenizer: Any, size: int) -> ServedModel:
 @functools.cache
 def limited_processes() -> tuple[LimitedProcess, LimitedProcess]:
     """Where the servers of a test process render conversations and try grammars."""
-    kinds = ("templates", "grammars")
-    found = tuple(LimitedProcess(kind, warm_python()) for kind in kinds)
+    templates, grammars = (
+        LimitedProcess(kind, warm_python()) for kind in ("templates", "grammars")
+    )
+    found = templates, grammars
     for process in found:
         atexit.register(process.close)
     return found
