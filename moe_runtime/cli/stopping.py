@@ -4,7 +4,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -42,13 +42,16 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_on_signals(*messages: str) -> Iterator[StopRequest]:
+def stop_on_signals(
+    *messages: str, is_held: Callable[[], bool] = lambda: False
+) -> Iterator[StopRequest]:
     """Within the block the first signals only set the request; the next one acts at once.
 
     The signals are SIGINT, SIGTERM and SIGHUP; one that is ignored, as under ``nohup``, stays so.
 
     Args:
         messages: shown on stderr when the first ones come, one for each.
+        is_held: whether those that follow only set the request too.
     """
     request = StopRequest()
     found = {number: signal.getsignal(number) for number in (signal.SIGINT, *_TERMINATING)}
@@ -56,12 +59,14 @@ def stop_on_signals(*messages: str) -> Iterator[StopRequest]:
 
     def note(number: int, frame: FrameType | None) -> None:
         request.signal_number = number
-        message = messages[request.num_signals]
         request.num_signals += 1
-        if request.num_signals == len(messages):
+        if request.num_signals >= len(messages) and not is_held():
             for watched, old in before.items():
                 signal.signal(watched, old)
-        say_at_once(message)
+        if request.num_signals <= len(messages):
+            say_at_once(messages[request.num_signals - 1])
+        elif not is_held():
+            signal.raise_signal(number)
 
     for number in before:
         signal.signal(number, note)

@@ -125,7 +125,7 @@ class Engine:
             most_room=self._rows.most_request_tokens,
             vocab_size=self._passes.vocab_size,
         )
-        root = -self._adapters.number(request.adapter)
+        root = f"{self._adapters.number(request.adapter)} {request.prefix_owner}"
         # several rows of an adapter's products have other bits than one
         is_apart = self._adapters.goes_alone(request.adapter) or (
             self._options.exact and request.adapter is not None

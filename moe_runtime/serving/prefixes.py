@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -13,6 +14,7 @@ from moe_runtime.serving.caches.kv_account import KVAccount
 from moe_runtime.serving.caches.prefix_files import PrefixDisk, PrefixFiles
 from moe_runtime.serving.caches.sequence_cache import BlockCopies, set_room
 from moe_runtime.serving.passes import ModelPasses
+from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.sequences import Sequence
 
 LEAST_SHARED = 64
@@ -123,8 +125,9 @@ class Prefixes:
             for _ in range(min(at_once, len(found))):
                 self._append(cache, found.pop(), num_cached, grown)
                 num_cached += size
-        if self._files is not None and not root:
-            for block in self._files.find(tokens, num_cached // size):
+        if self._files is not None and sequence.request.adapter is None:
+            owner = sequence.request.prefix_owner
+            for block in self._files.find(tokens, num_cached // size, owner):
                 self._append(cache, block, num_cached, room)
                 num_cached += size
                 self.num_disk_tokens += size
@@ -136,7 +139,7 @@ class Prefixes:
         if cache is None or not self._account.block_tokens:
             return
         self._account.keep(tokens, lambda index: self._copies.copy(cache, index), sequence.root)
-        self._write(cache, tokens, sequence.root)
+        self._write(cache, tokens, sequence.request)
 
     def take_over(self, sequence: Sequence, release: Callable[[], None]) -> None:
         """Keeps the whole blocks of a sequence that ends, whose room becomes theirs.
@@ -156,7 +159,7 @@ class Prefixes:
         if count * size <= self._account.available or not self._account.room_of(sequence):
             self.keep(sequence)
             return
-        self._write(cache, tokens, root)
+        self._write(cache, tokens, sequence.request)
         blocks: dict[int, torch.Tensor] = {}
         at_once = -(-(count - known) // _PARTS)
         for end in range(count, known, -at_once):
@@ -180,9 +183,10 @@ class Prefixes:
         end = sequence.num_computed
         return sequence.tokens[: min(end, sequence.read_end) if self._exact else end]
 
-    def _write(self, cache: DynamicCache, tokens: Items[int], root: int) -> None:
-        if self._files is not None and not root:
-            self._files.keep(tokens, lambda index: self._copies.copy(cache, index))
+    def _write(self, cache: DynamicCache, tokens: Items[int], request: GenerationRequest) -> None:
+        if self._files is not None and request.adapter is None:
+            make = partial(self._copies.copy, cache)
+            self._files.keep(tokens, make, request.prefix_owner)
 
     def _append(self, cache: DynamicCache, block: torch.Tensor, num_cached: int, room: int) -> None:
         self._copies.append(cache, block)

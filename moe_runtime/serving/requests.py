@@ -152,6 +152,7 @@ class GenerationRequest:
         priority: higher ones go first; within a priority, clients take turns, and the requests of
             each go by arrival.
         client: who asks.
+        prefix_owner: requests find what others of the same owner left of their beginning.
         adapter: that the model has for this request; None for the model as it is.
     """
 
@@ -166,6 +167,7 @@ class GenerationRequest:
     constraint: TokenConstraint | None = None
     priority: int = 0
     client: str = ""
+    prefix_owner: str = ""
     adapter: str | None = None
 
     def __post_init__(self) -> None:

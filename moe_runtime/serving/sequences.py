@@ -83,7 +83,7 @@ class Sequence:
         room: tokens that the cache was given room for; 0 for as many as it has.
         found: blocks of its beginning that are known, from when it gets room until it has a cache.
         sampler: while it runs for the first time, and from then on.
-        root: of the prefixes that it may find.
+        root: of the prefixes that it may find: its adapter and owner.
         is_apart: it always goes through the model alone.
         is_alone: it does now, also since a pass together with others failed.
         is_cancelled: it is to end with the next step.
@@ -95,7 +95,7 @@ class Sequence:
         request: GenerationRequest,
         on_event: OnEvent,
         number: int,
-        root: int = 0,
+        root: str = "",
         *,
         is_apart: bool = False,
     ) -> None:

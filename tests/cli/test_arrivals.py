@@ -70,6 +70,7 @@ CASES = {
             "decode_rows": ("--decode-rows 7", ("decode_rows", 7)),
             "prefix_cache": ("--no-prefix-cache", ("reuses_prefixes", False)),
             "prefix_disk": ("--prefix-disk 7MiB", ("prefix_disk_bytes", 7 * MIB)),
+            "share_prefixes": ("--share-prefixes", ("shares_prefixes", True)),
             "max_body": ("--max-body 5MiB", 5 * MIB),
             "max_seconds": ("--max-seconds 7.5", 7.5),
             "drain_seconds": ("--drain-seconds 2.5", 2.5),

@@ -65,6 +65,18 @@ def test_each_message_is_one_signal_more_that_interrupts_nothing(
     assert capsys.readouterr().err == "finishing\ncutting off\n"
 
 
+def test_no_signal_interrupts_what_is_held(capsys: pytest.CaptureFixture[str]) -> None:
+    is_held = True
+    with terminable(), stop_on_signals("finishing", "cutting", is_held=lambda: is_held) as stop:
+        for _ in range(4):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.num_signals == 4
+        is_held = False
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().err == "finishing\ncutting\n"
+
+
 def test_work_in_hand_is_finished_at_the_first_and_interrupted_at_the_second(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

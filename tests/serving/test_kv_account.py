@@ -129,10 +129,11 @@ def test_what_finds_a_prefix_again_is_small_beside_what_a_server_sets_aside_for_
 def test_prefixes_of_other_roots_are_others() -> None:
     account = account_of(64)
     keep(account, [1] * 8)
-    assert account.keep([1] * 8, lambda _: (), -3) == 2
+    assert account.keep([1] * 8, lambda _: (), "3 key") == 2
     assert account.prefix_tokens == 16
-    assert account.find([1] * 8, -3) == [(), ()]
-    assert account.find([1] * 8, -4) == []
+    assert account.find([1] * 8, "3 key") == [(), ()]
+    assert account.find([1] * 8, "4 key") == []
+    assert account.find([1] * 8, "3 other") == []
     assert account.find([1] * 3 + [2] + [1] * 4) == []
     account.check()
 

@@ -1,6 +1,7 @@
 """Prefixes on the disk: what comes back is what was kept, or nothing."""
 
 import errno
+import fcntl
 import os
 import random
 import shutil
@@ -126,7 +127,7 @@ def test_damaged_blocks_are_unknown_and_written_again(
     tokens = list(range(3 * BLOCK))
     files = files_in(tmp_path)
     keep(files, tokens)
-    second = list(files._files(tokens))[1]
+    second = list(files._files(tokens, ""))[1]
     second.write_bytes(damage(second.read_bytes()))
     assert found(files, tokens) == 1
     assert found(files, tokens, 2) == 1
@@ -175,7 +176,7 @@ def test_a_block_under_another_name_is_unknown(tmp_path: Path) -> None:
     texts = [[first] * BLOCK for first in range(2)]
     for text in texts:
         keep(files, text)
-    one, other = (next(files._files(text)) for text in texts)
+    one, other = (next(files._files(text, "")) for text in texts)
     one.rename(tmp_path / "aside")
     other.rename(one)
     (tmp_path / "aside").rename(other)
@@ -187,7 +188,7 @@ def test_what_cannot_be_read_or_removed_is_unknown(
 ) -> None:
     """A pipe is not waited for; a damaged file of a read-only disk stays and disturbs nobody."""
     files, tokens = files_in(tmp_path), list(range(2 * BLOCK))
-    first, second = files._files(tokens)
+    first, second = files._files(tokens, "")
     os.mkfifo(first)
     assert found(files, tokens) == 0
     keep(files, tokens)
@@ -202,6 +203,29 @@ def test_what_cannot_be_read_or_removed_is_unknown(
         patch.setattr(os, "utime", fail)
         assert found(files, tokens) == 1
     assert second.exists()
+
+
+def test_a_count_that_is_a_pipe_or_is_locked_for_ever_is_not_waited_for(tmp_path: Path) -> None:
+    files, tokens, count = files_in(tmp_path), list(range(BLOCK)), tmp_path / "bytes"
+    os.mkfifo(count)
+    with pytest.warns(MoERuntimeWarning, match="expected a regular file"):
+        keep(files, tokens)
+    count.unlink()
+    with open(count, "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        keep(files, tokens)
+    assert (files.num_failures, found(files, tokens)) == (2, 0)
+    keep(files, tokens)
+    assert found(files, tokens) == 1
+
+
+def test_a_folder_in_place_of_a_block_disturbs_nothing(tmp_path: Path) -> None:
+    files = files_in(tmp_path, num_files=2)
+    (tmp_path / ("0" * 64)).mkdir()
+    for first in (0, 10, 20, 30):
+        keep(files, tokens := list(range(first, first + BLOCK)))
+        assert found(files, tokens) == 1
+    assert files.num_failures == 0
 
 
 def test_an_emptied_cache_is_filled_again(tmp_path: Path) -> None:

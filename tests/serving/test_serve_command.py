@@ -1,11 +1,13 @@
 """`moe-runtime serve` from its first screen to the signals that end it."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from moe_runtime.cli.commands import serve as command
 from moe_runtime.cli.main import main
+from moe_runtime.cli.stopping import StopRequest
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.sampling import Sampler
 
@@ -72,11 +75,15 @@ def test_a_termination_lets_the_running_answer_finish(
     assert log[2]["new_tokens"] == 200
 
 
-def test_a_second_signal_cuts_answers_off_with_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("num_signals", [2, 3])
+def test_further_signals_cut_answers_off_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    num_signals: int,
 ) -> None:
-    """The client hears of it while the engine is still in a step."""
-    announce, choose = command.announce, Sampler.choose
+    """The client hears of it while the engine is still in a step, however many signals come."""
+    announce, choose, listen = command.announce, Sampler.choose, command.stop_on_signals
+    stops: list[StopRequest] = []
     is_told = threading.Event()
     told: list[bytes] = []
     threads: list[threading.Thread] = []
@@ -90,8 +97,10 @@ def test_a_second_signal_cuts_answers_off_with_an_error(
         try:
             with completion(address, body) as response:
                 told.append(response.readline())
-                os.kill(os.getpid(), signal.SIGTERM)
-                os.kill(os.getpid(), signal.SIGINT)
+                for number in range(num_signals):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    while number < 2 and stops[0].num_signals <= number:
+                        pass  # signals that wait are one
                 told.append(response.read())
         finally:
             is_told.set()
@@ -101,12 +110,20 @@ def test_a_second_signal_cuts_answers_off_with_an_error(
         threads.append(threading.Thread(target=ask, args=(found.address,)))
         threads[0].start()
 
+    @contextlib.contextmanager
+    def listening(*args: Any, **options: Any) -> Iterator[StopRequest]:
+        with listen(*args, **options) as stop:
+            stops.append(stop)
+            yield stop
+
+    monkeypatch.setattr(command, "stop_on_signals", listening)
     monkeypatch.setattr(Sampler, "choose", slow)
     monkeypatch.setattr(command, "announce", ready)
-    assert main(["serve", str(pocket_path()), *SMALL]) in (130, 143)
+    assert main(["serve", str(pocket_path()), *SMALL]) == 130
     threads[0].join()
     assert told[0].startswith(b"data: {")
     assert b'"code":"shutting_down"' in told[1]
+    assert told[1].endswith(b"data: [DONE]\n\n")
     assert "cutting answers off" in capsys.readouterr().err
 
 
@@ -154,6 +171,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
     assert "--prefix-disk must be positive" in refused("--prefix-disk", "0")
     both = ("--no-prefix-cache", "--prefix-disk", "1GiB")
     assert "--prefix-disk keeps what --no-prefix-cache does not" in refused(*both)
+    assert "--share-prefixes shares the prefix cache between" in refused("--share-prefixes")
     assert "no-model is not a directory" in refused("--port", "0")
     why = "has no effect: steps are recorded on a GPU, and this server computes on the CPU"
     assert f"--decode-rows {why} (--device cpu)" in refused("--device", "cpu", "--decode-rows", "4")

@@ -1,9 +1,12 @@
 """A server over loopback in a thread of the test, a plain client, and a scripted engine."""
 
+import atexit
 import contextlib
+import functools
 import http.client
 import json
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+from warm_python import warm_python
+
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.http.grammars import Grammars
+from moe_runtime.serving.http.limited_process import LimitedProcess
 from moe_runtime.serving.http.models.chat_template import ChatTemplate
 from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
@@ -42,6 +48,12 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}assistant:{% if enable_thinking %} <think>
 {% elif enable_thinking is defined %} <think></think>
 {% endif %}{% endif %}"""
+
+
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n"
+)
 
 
 @dataclass
@@ -167,11 +179,38 @@ def started(
         running.result()
 
 
+@contextlib.contextmanager
+def connected(site: Served) -> Iterator[socket.socket]:
+    where = urlsplit(site.address)
+    with socket.create_connection((where.hostname, where.port), timeout=30) as client:
+        yield client
+
+
+def response(client: socket.socket) -> tuple[int, Any]:
+    """Status and JSON of what the server says next."""
+    found = http.client.HTTPResponse(client)
+    found.begin()
+    return found.status, json.loads(found.read())
+
+
 def model_of(name: str, engine: Any, tokenizer: Any, size: int) -> ServedModel:
     """A model as the server knows it."""
     vocabulary = Vocabulary(tokenizer, size, [tokenizer.eos_token_id])
-    template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
-    return ServedModel(name, engine, vocabulary, template, Grammars(vocabulary), {})
+    templates, grammars = limited_processes()
+    template = ChatTemplate(tokenizer, templates) if tokenizer.chat_template else None
+    return ServedModel(name, engine, vocabulary, template, Grammars(vocabulary, grammars), {})
+
+
+@functools.cache
+def limited_processes() -> tuple[LimitedProcess, LimitedProcess]:
+    """Where the servers of a test process render conversations and try grammars."""
+    templates, grammars = (
+        LimitedProcess(kind, warm_python()) for kind in ("templates", "grammars")
+    )
+    found = templates, grammars
+    for process in found:
+        atexit.register(process.close)
+    return found
 
 
 class ScriptedEngine:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib.util
+import threading
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -123,6 +124,14 @@ DecodeRows = Annotated[
 PrefixCache = Annotated[
     bool, typer.Option(help="Keep what was computed of prompts for those that begin alike.")
 ]
+SharePrefixes = Annotated[
+    bool,
+    typer.Option(
+        "--share-prefixes",
+        help="With --api-keys, requests of one key find what requests of other keys left in the "
+        "prefix cache; their users can tell by cached_tokens and by time what others sent.",
+    ),
+]
 PrefixDisk = Annotated[
     str | None,
     typer.Option(
@@ -182,6 +191,7 @@ def serve(
     exact: Exact = False,
     decode_rows: DecodeRows = 4,
     prefix_cache: PrefixCache = True,
+    share_prefixes: SharePrefixes = False,
     prefix_disk: PrefixDisk = None,
     max_body: MaxBody = "1MiB",
     max_seconds: MaxSeconds = 3600.0,
@@ -282,6 +292,7 @@ def serve(
             keys=keys,
             origins=tuple(cors or ()),
             hosts=(*LOOPBACK, "[::1]") if host in LOOPBACK and not keys else None,
+            shares_prefixes=share_prefixes,
         ),
         drain_s=drain_seconds,
         prefix_disk_bytes=disk_bytes,
@@ -290,6 +301,8 @@ def serve(
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(loading_bar())
         stop: StopRequest | None = None
+        # An interrupt would end the connections in the middle of what is sent.
+        answering = threading.Event()
 
         def begin(ready: "Ready") -> None:
             nonlocal stop
@@ -299,7 +312,9 @@ def serve(
             gc.collect()
             gc.freeze()
             stack.callback(gc.unfreeze)  # libraries report what is left at the end of Python
-            stop = stack.enter_context(stop_on_signals(*map(log.line_of, _STOPPING)))
+            answering.set()
+            messages = map(log.line_of, _STOPPING)
+            stop = stack.enter_context(stop_on_signals(*messages, is_held=answering.is_set))
             announce(ready, settings, as_json=as_json)
 
         run_server(
@@ -308,6 +323,7 @@ def serve(
             on_ready=begin,
             is_stopping=lambda: dry_run or (stop is not None and stop.is_set),
             is_cut_off=lambda: stop is not None and stop.num_signals > 1,
+            on_answered=answering.clear,
             progress=progress,
         )
     if stop is not None and stop.is_set:

@@ -26,8 +26,8 @@ def rounded_up(num_tokens: int) -> int:
 class KVAccount(Generic[T]):
     """Divides room for tokens between sequences and prefixes; sequences take it from prefixes.
 
-    A prefix is known by all its tokens, in blocks: two prompts share the blocks that are equal from
-    the beginning, and the root: what computed them. The prefixes used last stay longest.
+    A prefix is known by all its tokens, in blocks: two prompts of one root share the blocks that
+    are equal from the beginning. The prefixes used last stay longest.
     """
 
     def __init__(self, capacity: int, *, block_tokens: int, least_tokens: int = 0) -> None:
@@ -91,17 +91,17 @@ class KVAccount(Generic[T]):
         """Takes back all that a sequence has."""
         self._held -= self._rooms.pop(sequence, 0)
 
-    def find(self, tokens: Sequence[int], root: int = 0) -> list[T]:
+    def find(self, tokens: Sequence[int], root: str = "") -> list[T]:
         """What is kept of the longest known beginning of some tokens, block by block."""
         return [] if self._prefixes is None else self._prefixes.find(tokens, root)
 
-    def keep(self, tokens: Sequence[int], make: Callable[[int], T], root: int = 0) -> int:
+    def keep(self, tokens: Sequence[int], make: Callable[[int], T], root: str = "") -> int:
         """Keeps the whole blocks of some tokens, as far as prefixes used longer ago give way.
 
         Args:
             tokens: from the beginning of a sequence.
             make: gives what is kept of the block with a number, 0 the first.
-            root: 0, or a negative number of what else computed them, such as an adapter.
+            root: names what computed them, such as an adapter, and their owner.
 
         Returns:
             Blocks of these tokens that are kept now.

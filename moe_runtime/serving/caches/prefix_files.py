@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import importlib.metadata
@@ -10,6 +11,7 @@ import itertools
 import os
 import re
 import stat
+import time
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +34,7 @@ _SHARE = 16
 _COUNT = "bytes"
 """The file that says how much all the others take."""
 _MOST_DIGITS = 20
+_LOCK_TRIALS, _LOCK_TRIAL_S = 20, 0.01
 _OURS = re.compile(rf"[0-9a-f]{{64}}(\.[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)})?")
 _CHECKPOINT_FILES = ("*.safetensors", "*.gguf", "*.json")
 _PACKAGES = ("moe-runtime", "torch", "transformers")
@@ -112,18 +115,19 @@ class PrefixFiles:
         except OSError as error:
             raise ValueError(f"--prefix-disk: {error.filename}: {error.strerror}") from None
 
-    def find(self, tokens: Sequence[int], first: int) -> Iterator[torch.Tensor]:
+    def find(self, tokens: Sequence[int], first: int, owner: str = "") -> Iterator[torch.Tensor]:
         """What is known of the beginning of some tokens, block by block; it is used now.
 
         Args:
             tokens: from the beginning of a text.
             first: number of the first block that is wanted.
+            owner: who alone finds what was kept under this name.
 
         Yields:
             Keys and values as bytes, ``[block_bytes]``, as they were kept.
         """
         path: list[Path] = []
-        for index, file in enumerate(self._files(tokens)):
+        for index, file in enumerate(self._files(tokens, owner)):
             if index < first:
                 continue
             block = self._read(file)
@@ -133,14 +137,17 @@ class PrefixFiles:
             yield block
         self._use(path)
 
-    def keep(self, tokens: Sequence[int], make: Callable[[int], torch.Tensor]) -> None:
+    def keep(
+        self, tokens: Sequence[int], make: Callable[[int], torch.Tensor], owner: str = ""
+    ) -> None:
         """Writes the whole blocks of some tokens that are not there yet, as many as have place.
 
         Args:
             tokens: from the beginning of a text.
             make: gives the bytes of the block with a number, 0 the first.
+            owner: as for `find`.
         """
-        path = list(itertools.islice(self._files(tokens), self._most_blocks))
+        path = list(itertools.islice(self._files(tokens, owner), self._most_blocks))
         try:
             self._use([file for file in path if file.exists()])  # or they give way to what follows
             for index, file in enumerate(path):
@@ -157,9 +164,12 @@ class PrefixFiles:
         make_folders(self._folder)
         os.chmod(self._folder, 0o700)  # keys and values tell what was asked
 
-    def _files(self, tokens: Sequence[int]) -> Iterator[Path]:
+    def _files(self, tokens: Sequence[int], owner: str) -> Iterator[Path]:
         """Of the whole blocks, each with all before it."""
         size, digest = self._block_tokens, self._root
+        if owner:
+            root = hashlib.blake2b(digest + owner.encode(), digest_size=_DIGEST_BYTES)
+            digest = root.digest()
         for first in range(0, len(tokens) - size + 1, size):
             block = array("q", tokens[first : first + size]).tobytes()
             digest = hashlib.blake2b(digest + block, digest_size=_DIGEST_BYTES).digest()
@@ -205,9 +215,11 @@ class PrefixFiles:
 
     def _take_place(self) -> None:
         """Counts one file more; all who write here add to the same number, one at a time."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         with open(os.open(self._folder / _COUNT, flags, 0o600), "r+b", buffering=0) as count:
-            fcntl.flock(count.fileno(), fcntl.LOCK_EX)
+            if not stat.S_ISREG(os.fstat(count.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "expected a regular file", str(self._folder / _COUNT))
+            _lock(count.fileno())
             told = count.read(_MOST_DIGITS)
             total = int(told) if told.isdigit() else self._most_bytes
             if total + self._file_bytes > self._most_bytes:
@@ -221,7 +233,7 @@ class PrefixFiles:
         files: list[tuple[int, int, str]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                if _OURS.fullmatch(entry.name):
+                if _OURS.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):  # another process removed it
                         found = entry.stat(follow_symlinks=False)
                         size = -(-found.st_size // _DISK_BLOCK) * _DISK_BLOCK
@@ -245,6 +257,15 @@ class PrefixFiles:
 def _set_time(file: Path) -> None:
     """The file was used last."""
     os.utime(file)
+
+
+def _lock(descriptor: int) -> None:
+    """Waits a moment for other processes; one that is stopped may hold the lock for ever."""
+    for _ in range(_LOCK_TRIALS):
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(_LOCK_TRIAL_S)
+    raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock of the folder's size")
 
 
 def _sum(file: Path, data: torch.Tensor) -> bytes:

@@ -20,7 +20,8 @@ T = TypeVar("T")
 class PrefixIndex(Generic[T]):
     """Blocks of tokens, each known by a digest of all tokens up to its end.
 
-    Two texts share the blocks that are equal from the beginning, and the root: what computed them.
+    Two texts of one root share the blocks that are equal from the beginning. A root names what
+    computed them and their owner.
     A block takes a row of a few arrays, so that an index of many blocks stays small beside their
     keys and values. Digests have 128 bits under a key of this index's own, so nobody can make two
     texts that are taken for one.
@@ -49,7 +50,7 @@ class PrefixIndex(Generic[T]):
         """Blocks that are known."""
         return len(self._rows)
 
-    def find(self, tokens: Sequence[int], root: int) -> list[T]:
+    def find(self, tokens: Sequence[int], root: str) -> list[T]:
         """What is kept of the longest known beginning, block by block; it is used now."""
         path = self._walk(tokens, root)
         self._use(path)
@@ -58,7 +59,7 @@ class PrefixIndex(Generic[T]):
     def keep(
         self,
         tokens: Sequence[int],
-        root: int,
+        root: str,
         make: Callable[[int], T],
         may_add: Callable[[int], bool],
     ) -> int:
@@ -66,7 +67,7 @@ class PrefixIndex(Generic[T]):
 
         Args:
             tokens: from the beginning of a text.
-            root: 0, or another number of what else computed them.
+            root: names what computed them and their owner.
             make: gives what is kept of the block with a number, 0 the first.
             may_add: whether one block more may be kept, beside so many that must stay; it may
                 forget others.
@@ -124,17 +125,19 @@ class PrefixIndex(Generic[T]):
         assert seen == set(self._rows.values())
         assert not seen & set(self._unused)
 
-    def _digests_of(self, tokens: Sequence[int], root: int) -> Iterator[bytes]:
+    def _digests_of(self, tokens: Sequence[int], root: str) -> Iterator[bytes]:
         """Of the whole blocks, each with all before it."""
         size = self._block_tokens
-        digest = array("q", [root]).tobytes()
+        digest = hashlib.blake2b(
+            root.encode(), digest_size=_DIGEST_BYTES, key=self._secret
+        ).digest()
         for first in range(0, len(tokens) - size + 1, size):
             block = array("q", tokens[first : first + size]).tobytes()
             found = hashlib.blake2b(digest + block, digest_size=_DIGEST_BYTES, key=self._secret)
             digest = found.digest()
             yield digest
 
-    def _walk(self, tokens: Sequence[int], root: int) -> list[int]:
+    def _walk(self, tokens: Sequence[int], root: str) -> list[int]:
         """The rows of the longest known beginning."""
         path: list[int] = []
         for digest in self._digests_of(tokens, root):

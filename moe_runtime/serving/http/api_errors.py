@@ -15,6 +15,8 @@ from moe_runtime.serving.requests import (
 )
 
 _MOST_FRAMES = 4
+_MOST_MESSAGE = 2000
+"""Characters of a message, which may quote what a client sent."""
 _STATUS_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -54,7 +56,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        is_short = len(message) <= _MOST_MESSAGE
+        self.message = message if is_short else f"{message[:_MOST_MESSAGE]}..."
         self.param = param
         self.code = code
         self.headers = headers or {}
@@ -81,7 +84,7 @@ class FieldError(ApiError):
     """A field of a request is not what it may be."""
 
     def __init__(self, param: str, problem: str, *, code: str | None = None) -> None:
-        super().__init__(f"{param}: {problem}", param=param, code=code)
+        super().__init__(f"{param}: {problem}", param=param, code=code or "invalid_value")
 
 
 def internal_error(error: Exception) -> ApiError:

@@ -10,7 +10,7 @@ from moe_runtime.serving.http.answers.answer_text import AnswerText
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine
 from moe_runtime.serving.http.generating import AnswerChoice
 from moe_runtime.serving.http.models.served_model import ServedModel
-from moe_runtime.serving.http.schema import GenerationFields
+from moe_runtime.serving.http.schema import GenerationFields, Message
 from moe_runtime.serving.requests import GenerationRequest, SamplingOptions
 
 if TYPE_CHECKING:
@@ -94,6 +94,17 @@ def encode_text(
     if is_too_long or vocabulary.is_longer(text, most):
         raise _too_long(f"{param}: has {len(text)} characters", most, param)
     return vocabulary.encode(text, add_special_tokens=add_special_tokens)
+
+
+def check_messages(messages: Sequence[Message], model: ServedModel) -> None:
+    """Refuses a conversation that is surely too long, before its template is rendered.
+
+    Raises:
+        ApiError: it has more messages than a request may have tokens.
+    """
+    most = model.engine.most_request_tokens
+    if len(messages) > most:
+        raise _too_long(f"messages: has {len(messages)} messages", most, "messages")
 
 
 def check_choices(body: GenerationFields, num_prompts: int, most: int) -> None:

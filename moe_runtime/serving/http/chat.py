@@ -7,16 +7,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http import grammars
 from moe_runtime.serving.http.answers.answer_sections import AnswerSections
 from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections
 from moe_runtime.serving.http.answers.tool_formats import ToolFormat
 from moe_runtime.serving.http.api_errors import FieldError
-from moe_runtime.serving.http.asking import check_choices, choices_for, encode_prompt
+from moe_runtime.serving.http.asking import (
+    check_choices,
+    check_messages,
+    choices_for,
+    encode_prompt,
+)
 from moe_runtime.serving.http.generating import AnswerChoice
 from moe_runtime.serving.http.models.chat_template import ChatTemplate, without_template
 from moe_runtime.serving.http.models.served_model import ServedModel
-from moe_runtime.serving.http.schema import ChatBody, Function, NamedTool, Tool
+from moe_runtime.serving.http.schema import (
+    ChatBody,
+    Function,
+    Message,
+    NamedTool,
+    TokenizeBody,
+    Tool,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +64,14 @@ class ChatPlan:
         )
 
 
-def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
+def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = "") -> ChatPlan:
     """What the engine is asked. Takes a while: not in the loop.
+
+    Args:
+        body: of the request.
+        model: that answers.
+        most_choices: answers that a request may have.
+        owner: of grammars that are kept.
 
     Raises:
         ApiError: the conversation, a tool or a grammar cannot be used, or too many answers are
@@ -68,6 +87,7 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
         raise FieldError(
             "tools", "this model's way of calling them is not known", code="unsupported_parameter"
         )
+    check_messages(body.messages, model)
     continues = bool(body.continue_final_message)
     prompt = template.render(
         body.messages,
@@ -96,7 +116,7 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int) -> ChatPlan:
         [ids],
         max_tokens=body.max_tokens if given is None else given,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        matcher=grammar and model.grammars.compile(*grammar),
+        matcher=grammar and model.grammars.compile(*grammar, owner),
         shown_tokens=_shown_tokens(template, tokens, how),
     )
     if continues:
@@ -123,9 +143,18 @@ def _check_combinations(body: ChatBody) -> None:
         raise FieldError("max_tokens", "is the old name of max_completion_tokens; give one")
     if body.tool_choice not in (None, "none") and not body.tools:
         raise FieldError("tool_choice", "needs tools")
+    check_continuation(body, body.messages)
+
+
+def check_continuation(body: ChatBody | TokenizeBody, messages: Sequence[Message]) -> None:
+    """Refuses to continue a final message that cannot be continued.
+
+    Raises:
+        FieldError: there is a generation prompt too, or it is not the assistant's.
+    """
     if body.continue_final_message and body.add_generation_prompt:
         raise FieldError("continue_final_message", "excludes add_generation_prompt")
-    if body.continue_final_message and body.messages[-1].role != "assistant":
+    if body.continue_final_message and messages[-1].role != "assistant":
         raise FieldError("continue_final_message", "needs a last message of the assistant")
 
 
@@ -138,13 +167,15 @@ def _tools_in_use(body: ChatBody) -> list[Tool]:
     if isinstance(body.tool_choice, NamedTool):
         name = body.tool_choice.function.name
         if name not in names:
-            raise FieldError("tool_choice.function.name", f"is none of the tools: {name!r}")
+            raise FieldError("tool_choice.function.name", f"is none of the tools: {clipped(name)}")
         return [tool for tool in tools if tool.function.name == name]
     return [] if body.tool_choice == "none" else tools
 
 
 def _variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
     variables = dict(body.chat_template_kwargs or {})
+    if body.verbosity is not None and template.knows("verbosity"):
+        variables["verbosity"] = body.verbosity
     if body.reasoning_effort is not None:
         if not template.knows("reasoning_effort"):
             raise FieldError(

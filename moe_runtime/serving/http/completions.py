@@ -63,9 +63,15 @@ class Echo:
 
 
 def prepare(
-    body: CompletionBody, model: ServedModel, most_choices: int
+    body: CompletionBody, model: ServedModel, most_choices: int, owner: str = ""
 ) -> tuple[list[Echo], list[AnswerChoice]]:
     """What the engine is asked, and the prompts to repeat. Takes a while: not in the loop.
+
+    Args:
+        body: of the request.
+        model: that answers.
+        most_choices: answers that a request may have.
+        owner: of grammars that are kept.
 
     Raises:
         ApiError: the prompts or a grammar cannot be used, or there are too many.
@@ -89,7 +95,9 @@ def prepare(
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         num_logprobs=body.logprobs,
         num_prompt_logprobs=body.logprobs if body.echo else None,
-        matcher=None if grammar is None else model.grammars.compile(grammar, "response_format"),
+        matcher=None
+        if grammar is None
+        else model.grammars.compile(grammar, "response_format", owner),
     )
     echoes = []
     for number, one in enumerate(given):

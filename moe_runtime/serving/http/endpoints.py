@@ -16,7 +16,7 @@ import moe_runtime
 from moe_runtime.serving.http import chat, completions
 from moe_runtime.serving.http.answers.chat_answer import ChatAnswer
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.asking import check_tokens, encode_text
+from moe_runtime.serving.http.asking import check_messages, check_tokens, encode_text
 from moe_runtime.serving.http.completions import CompletionAnswer
 from moe_runtime.serving.http.gate import given_key
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
@@ -41,6 +41,7 @@ from moe_runtime.serving.http.schema import (
 )
 from moe_runtime.serving.http.server import Server
 
+_OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _QUICK_BYTES = 1 << 14
 """Bodies up to here are read in the loop, within a millisecond or two; others would hold it up."""
 
@@ -83,6 +84,8 @@ class Endpoints:
             body,
             model,
             self._most_choices,
+            self._owner(request),
+            client=self._client(request),
             deadline_s=request.scope["deadline_s"],
             has_grammar=body.response_format is not None or bool(body.tools),
         )
@@ -99,6 +102,8 @@ class Endpoints:
             body,
             model,
             self._most_choices,
+            self._owner(request),
+            client=self._client(request),
             deadline_s=request.scope["deadline_s"],
             has_grammar=body.response_format is not None,
         )
@@ -121,12 +126,17 @@ class Endpoints:
         body = await self._body(request, TokenizeBody)
         model = self._server.model(body.model)
         ids = await self._server.aside(
-            _tokens_of, body, model, deadline_s=request.scope["deadline_s"]
+            _tokens_of,
+            body,
+            model,
+            client=self._client(request),
+            deadline_s=request.scope["deadline_s"],
         )
         shown = {
             "tokens": ids,
             "count": len(ids),
             "max_model_len": model.engine.most_request_tokens,
+            "token_strs": None,
         }
         if body.return_token_strs:
             tokenizer = model.vocabulary.tokenizer
@@ -140,7 +150,10 @@ class Endpoints:
         if body.tokens:
             check_tokens(body.tokens, model, "tokens")
         text = await self._server.aside(
-            model.vocabulary.decode, body.tokens, deadline_s=request.scope["deadline_s"]
+            model.vocabulary.decode,
+            body.tokens,
+            client=self._client(request),
+            deadline_s=request.scope["deadline_s"],
         )
         return json_response({"prompt": text})
 
@@ -200,6 +213,9 @@ class Endpoints:
             return str(keys.index(given_key(request)))
         return request.client.host if request.client else ""
 
+    def _owner(self, request: Request) -> str:
+        return self._server.access.owner_of(given_key(request))
+
     def _begin(
         self,
         request: Request,
@@ -210,7 +226,8 @@ class Endpoints:
         deadline_s = request.scope["deadline_s"]
         if not (body.stays_large or any(one.request.constraint for one in choices)):
             request.scope["forget_body"]()
-        return self._server.begin(model, choices, self._client(request), deadline_s)
+        owner = self._owner(request)
+        return self._server.begin(model, choices, self._client(request), owner, deadline_s)
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
         media = request.headers.get("content-type", "").partition(";")[0].strip()
@@ -232,7 +249,11 @@ class Endpoints:
         is_quick = len(raw) <= _QUICK_BYTES
         read = partial(parse_body, kind, raw)
         deadline_s = request.scope["deadline_s"]
-        body = read() if is_quick else await self._server.aside(read, deadline_s=deadline_s)
+        if is_quick:
+            body = read()
+        else:
+            client = self._client(request)
+            body = await self._server.aside(read, client=client, deadline_s=deadline_s)
         if isinstance(body, GenerationFields):
             user = body.user or body.safety_identifier or ""
             request.scope["log"]["user"] = user[:MOST_USER]
@@ -263,17 +284,22 @@ def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "expected either prompt or messages")
     if body.messages is None:
-        for name in ("tools", "add_generation_prompt"):
+        for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
                 raise FieldError(name, "needs messages")
         adds = body.add_special_tokens is not False
         return encode_text(body.prompt or "", model, "prompt", add_special_tokens=adds)
     if model.template is None:
         raise without_template(model.name)
+    chat.check_continuation(body, body.messages)
+    check_messages(body.messages, model)
+    continues = bool(body.continue_final_message)
     prompt = model.template.render(
         body.messages,
         body.tools or (),
-        add_generation_prompt=body.add_generation_prompt is not False,
+        add_generation_prompt=not continues and body.add_generation_prompt is not False,
+        continue_final_message=continues,
+        variables=body.chat_template_kwargs,
     )
     adds = bool(body.add_special_tokens)
     return encode_text(prompt, model, "messages", add_special_tokens=adds)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
+import uuid
 from collections.abc import Collection
 from typing import Any
 
@@ -23,6 +25,8 @@ _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 _BODIES_AT_ONCE = 4
 """Bodies of the greatest length that are read at a time; more of them would take memory that
 nobody set aside."""
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:[0-9]*)?")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """What machines ask every few seconds."""
 
@@ -50,7 +54,7 @@ class RequestGate:
         origin = self._shared_origin(request)
         status = 499  # where nobody is left to answer
         body = _Body(self._server)
-        details: dict[str, Any] = {}
+        details: dict[str, Any] = {"request_id": _request_id(request)}
         scope["log"], scope["forget_body"] = details, body.forget
         scope["deadline_s"] = asyncio.get_running_loop().time() + self._server.limits.seconds
 
@@ -58,8 +62,10 @@ class RequestGate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                own = (b"x-request-id", details["request_id"].encode())
+                message["headers"] = [*message.get("headers", ()), own]
                 if origin:
-                    message["headers"] = [*message.get("headers", ()), *_cors(origin)]
+                    message["headers"] += _cors(origin)
             try:
                 async with asyncio.timeout(self._server.limits.sending_seconds):
                     await send(message)
@@ -88,6 +94,11 @@ class RequestGate:
             return error_response(ApiError(message, status=403, code="unknown_host"))
         if request.method == "OPTIONS" and origin:
             return Response(status_code=204, headers=_preflight(request))
+        if {"content-length", "transfer-encoding"} <= set(request.headers):
+            # Servers before this one may see another end of the body, and another request in it.
+            problem = "a body has content-length or transfer-encoding, got both"
+            closing = {"connection": "close"}
+            return error_response(ApiError(problem, code="two_lengths", headers=closing))
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._server.limits.body_bytes:
             return error_response(_too_long(self._server.limits.body_bytes))
@@ -126,6 +137,7 @@ class RequestGate:
             "path": request.scope["path"][:200],
             "status": status,
             "seconds": round(seconds, 4),
+            "id": details["request_id"],
         }
         if generation is not None:
             usage = generation.usage
@@ -193,7 +205,14 @@ def _too_long(most: int) -> ApiError:
 def _host(request: Request) -> str:
     """The name by which the server was called, without the port."""
     host = request.headers.get("host", "").lower()
-    return host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+    found = _HOST.fullmatch(host)
+    return host if found is None else found[1]
+
+
+def _request_id(request: Request) -> str:
+    """The client's own name of a request where it may stand in a log, else a new one."""
+    given = request.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
 
 
 def _cors(origin: str) -> list[tuple[bytes, bytes]]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
+import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 import llguidance.hf
@@ -29,7 +32,9 @@ from moe_runtime.serving.http.answers.tool_formats import (
     ToolFormat,
 )
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.grammar_trial import compile_grammar, stack_bytes
 from moe_runtime.serving.http.json_schemas import FORMATS, grammar_schema, schema_within
+from moe_runtime.serving.http.limited_process import LimitedProcess, LimitError
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.requests import ConstraintError
@@ -37,16 +42,16 @@ from moe_runtime.serving.requests import ConstraintError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ResultT = TypeVar("ResultT")
-
 _MOST_CHARACTERS = 1 << 17
-_STACK_BYTES, _STACK_BYTES_A_CHARACTER = 8 << 20, 2 << 10
-"""llguidance goes into rules and references of schemas by recursion, and a stack that is too small
-ends the process: up to 750 bytes for each character of a grammar were seen."""
+_COMPILE_S, _COMPILE_BYTES = 2.0, 128 << 20
+"""What a grammar may take of a processor, and of memory beside the stack that it is compiled on."""
+_VOCABULARY_S, _VOCABULARY_BYTES = 60.0, 2 << 30
+_QUICK_MASK_S, _SLOW_MASKS_S = 0.05, 2.0
+"""Masks are computed in the thread of all requests: those of one answer may take so long beyond."""
+_MOST_KEPT = 16
 _ANY_OBJECT = {"type": "object"}
 _BARE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 """A slash that no backslash stands before, or a character that one does."""
-_MIB = 1 << 20
 _LARK_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:NAME|ARGUMENTS)\b')
 """A text of a grammar, or what stands for parts of a call."""
 _ERROR_PLACE = re.compile(r"\n\s+\d+ \| |<state>")
@@ -55,9 +60,22 @@ _SCHEMA_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
 
 class GrammarConstraint:
-    """What a grammar allows after the tokens of one answer; a `TokenConstraint`."""
+    """What a grammar allows after the tokens of one answer; a `TokenConstraint`.
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+    Args:
+        matcher: of the grammar, for this answer alone.
+        vocabulary: of the model.
+        clock: seconds of a processor that this thread took.
+    """
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: Vocabulary,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock = clock
+        self._slow_s = 0.0
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._num_taken = 0
@@ -72,7 +90,11 @@ class GrammarConstraint:
             self._num_taken = 0
         self._matcher.consume_tokens(list(generated_ids[self._num_taken :]))
         self._num_taken = len(generated_ids)
+        started_s = self._clock()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._slow_s += max(0.0, self._clock() - started_s - _QUICK_MASK_S)
+        if self._slow_s > _SLOW_MASKS_S:
+            raise ConstraintError("its tokens take too long to find; give a simpler grammar")
         if (problem := _dead_end(self._matcher)) is not None:
             raise ConstraintError(problem)
         self.is_exhausted = self._matcher.is_stopped()
@@ -85,41 +107,70 @@ class Grammars:
 
     Args:
         vocabulary: of the model; what of it is needed is made at the first grammar.
+        process: where grammars are tried within limits; None where they are one's own.
 
     Attributes:
         vocabulary: of the model.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, process: LimitedProcess | None = None) -> None:
+        self._process, self._name = process, uuid.uuid4().hex
+        self._kept: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
         self.vocabulary = vocabulary
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._making = threading.Lock()
 
-    def compile(self, lark: str, param: str) -> llguidance.LLMatcher:
-        """Makes a grammar ready.
+    def compile(self, lark: str, param: str, owner: str = "") -> llguidance.LLMatcher:
+        """Makes a grammar ready, or finds one of the last that the same owner asked for.
 
         Args:
             lark: the grammar, in the dialect of llguidance.
             param: the field that it came from.
+            owner: whose requests alone are answered sooner for it.
 
         Raises:
-            FieldError: it is no grammar, too large, or one that no text is of.
+            FieldError: it is no grammar, too large, takes too much, or is one that no text is of.
         """
         if len(lark) > _MOST_CHARACTERS:
             problem = f"a grammar of {len(lark)} characters, at most {_MOST_CHARACTERS} may be"
             raise FieldError(param, f"cannot be used: {problem}", code="invalid_grammar")
-        stack_bytes = _STACK_BYTES + len(lark) * _STACK_BYTES_A_CHARACTER
-        return _on_stack(stack_bytes, lambda: self._compile(lark, param))
+        found = self._kept.pop((owner, lark), None)
+        if found is None:
+            self._try(lark, param)
+            found = self._compile(lark, param)
+        self._kept[owner, lark] = found
+        while len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        return found
+
+    def _try(self, lark: str, param: str) -> None:
+        """Compiles it where that may be ended."""
+        tokenizer = getattr(self.vocabulary.tokenizer, "backend_tokenizer", None)
+        if self._process is None or tokenizer is None:
+            return
+        name = self._name
+        work: dict[str, Any] = {"vocabulary": name, "lark": lark}
+        most_bytes = _COMPILE_BYTES + stack_bytes(lark)
+        try:
+            ask = partial(self._process.ask, work, cpu_s=_COMPILE_S, memory_bytes=most_bytes)
+            if not ask()["is_known"]:
+                given: dict[str, Any] = {"vocabulary": name, "tokenizer": tokenizer.to_str()}
+                given |= {"size": self.vocabulary.size, "ends": sorted(self.vocabulary.end_ids)}
+                self._process.ask(given, cpu_s=_VOCABULARY_S, memory_bytes=_VOCABULARY_BYTES)
+                ask()
+        except LimitError as error:
+            problem = f"cannot be used: compiling it {error}"
+            raise FieldError(param, problem, code="invalid_grammar") from None
 
     def _compile(self, lark: str, param: str) -> llguidance.LLMatcher:
         with self._making:
             if self._tokenizer is None:
-                self._tokenizer = _tokenizer_of(self.vocabulary)
-        matcher = llguidance.LLMatcher(
-            self._tokenizer, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
-        )
-        trial = matcher.deep_copy()
-        trial.compute_bitmask()
+                with blamed_on("this model's tokenizer cannot be used with grammars", ApiError):
+                    self._tokenizer = _tokenizer_of(self.vocabulary)
+        try:
+            matcher, trial = compile_grammar(self._tokenizer, lark)
+        except MemoryError as error:
+            raise ApiError(str(error), status=503) from None
         if (problem := _dead_end(trial)) is not None:
             raise FieldError(param, f"cannot be used: {problem}", code="invalid_grammar")
         return matcher
@@ -393,19 +444,6 @@ def after_analysis(grammar: str, *, is_call: bool) -> str:
     header = "" if is_call else '<|channel|> "final" <|message|> '
     analysis = '<|channel|> "analysis" <|message|> THOUGHT <|end|> <|start|> "assistant"'
     return f"start: ({analysis})? {header}answer\nTHOUGHT: /(.|\\n)*/\n{body}"
-
-
-def _on_stack(num_bytes: int, work: Callable[[], ResultT]) -> ResultT:
-    """Does work in a thread with a stack of at least so many bytes, touched as they are needed."""
-    with ThreadPoolExecutor(1) as thread:
-        before = threading.stack_size(-(-num_bytes // _MIB) * _MIB)
-        try:
-            result = thread.submit(work)
-        except RuntimeError:  # no address space for it
-            raise ApiError("no memory is left to read a grammar", status=503) from None
-        finally:
-            threading.stack_size(before)
-        return result.result()
 
 
 def _dead_end(matcher: llguidance.LLMatcher) -> str | None:

@@ -62,6 +62,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events as they come."""
+        scope["comment"] = b":\n\n"
         try:
             await super().__call__(scope, receive, send)
         finally:

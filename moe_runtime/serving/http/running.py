@@ -128,6 +128,36 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
         self._forget()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more: it may wait for its answer, or have gone away.
+
+        Both look alike until something is sent. An interim response, or a stream's comment, which
+        clients pass over, makes the system of one that has gone away refuse the connection.
+
+        Returns:
+            Whether the connection stays open.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        cycle.keep_alive = False
+        if cycle.response_started:
+            self.transport.write(self.conn.send(h11.Data(cycle.scope.get("comment", b""))) or b"")
+        elif self.conn.their_http_version == b"1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._look_after()
+        return True
+
+    def _look_after(self) -> None:
+        """Ends a connection that the client's system refused."""
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(_LOOK_S, self._look_after)
+
     def _watch(self) -> None:
         if self.conn.their_state is not h11.IDLE:
             self._forget()

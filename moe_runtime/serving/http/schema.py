@@ -33,13 +33,12 @@ _KNOWN_BUT_UNSUPPORTED = frozenset(
     {
         *(
             "audio",
-            "cache_prompt",
             "function_call",
             "functions",
             "modalities",
             "prediction",
         ),
-        *("service_tier", "suffix", "verbosity", "web_search_options", "prompt_logprobs"),
+        *("suffix", "web_search_options", "prompt_logprobs"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *(
             "length_penalty",
@@ -50,6 +49,15 @@ _KNOWN_BUT_UNSUPPORTED = frozenset(
     }
 )
 """Fields that other servers have; a client that sends them would not get what it asks for."""
+_NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "cache_prompt": (True, False),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "modalities": (["text"],),
+    "skip_special_tokens": (True,),
+    "use_beam_search": (False,),
+}
+"""Values of unknown fields that ask for what is done in any case."""
 
 
 class _Body(BaseModel):
@@ -77,9 +85,15 @@ class _Body(BaseModel):
                 is_nothing = cls.droppable is None or name in cls.droppable
                 if has_unknown or (value is None and is_nothing):
                     continue
+                if cls.droppable and _has_no_effect(name, value):
+                    continue
                 has_unknown = True
             kept[name] = value
         return kept
+
+
+def _has_no_effect(name: str, value: Any) -> bool:
+    return any(type(value) is type(one) and value == one for one in _NO_EFFECT.get(name, ()))
 
 
 def _only(name: str, value: object) -> Callable[[Any], Any]:
@@ -147,13 +161,15 @@ _ANSWERED = frozenset({"n", "echo", "logprobs", "return_token_ids", "stream", "s
 class StreamOptions(_Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class GenerationFields(_Body):
     """What completions and chats have in common.
 
     ``user``, ``metadata``, ``safety_identifier`` and ``prompt_cache_key`` name a request; they
-    ask for nothing. ``store`` may only be false: nothing is kept.
+    ask for nothing. ``store``, ``service_tier`` and ``prompt_cache_retention`` are about what
+    OpenAI keeps and bills: the answer is the same.
     """
 
     droppable = _KNOWN_BUT_UNSUPPORTED
@@ -185,7 +201,9 @@ class GenerationFields(_Body):
     metadata: Annotated[dict[str, Any], AfterValidator(_texts)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    store: Annotated[Any, AfterValidator(_only("store", False))] = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
 
     @property
     def stays_large(self) -> bool:
@@ -212,9 +230,14 @@ class CompletionBody(GenerationFields):
     best_of: Annotated[Any, AfterValidator(_only("best_of", 1))] = None
 
 
+Unused = Annotated[Any, Field(exclude=True)]
+"""What other servers do something with that changes no answer; templates do not see it."""
+
+
 class TextPart(_Body):
     type: Literal["text"]
     text: str
+    cache_control: Unused = None
 
 
 class FunctionCall(_Body):
@@ -226,6 +249,7 @@ class ToolCall(_Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: Unused = None
 
 
 class Message(_Body):
@@ -236,10 +260,22 @@ class Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
+    reasoning: Annotated[str | None, Field(exclude=True)] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
+    annotations: Unused = None
+    cache_control: Unused = None
+
+    @model_validator(mode="after")
+    def _one_reasoning(self) -> Self:
+        """Some servers give it another name in their answers, some give it both."""
+        if self.reasoning is not None:
+            if self.reasoning_content not in (None, self.reasoning):
+                raise FieldError("messages.reasoning", "differs from reasoning_content; give one")
+            self.reasoning_content = self.reasoning
+        return self
 
 
 class Function(_Body):
@@ -252,6 +288,7 @@ class Function(_Body):
 class Tool(_Body):
     type: Literal["function"]
     function: Function
+    cache_control: Unused = None
 
 
 class FunctionName(_Body):
@@ -274,6 +311,7 @@ class ChatBody(GenerationFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -293,6 +331,8 @@ class TokenizeBody(_Body):
     add_special_tokens: bool | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -353,7 +393,7 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
         return ApiError(f"the body must be a JSON object, got {_shown(problem['input'])}")
     name = ".".join(_cut(str(part)) for part in place)
     if problem["type"] == "missing":
-        return FieldError(name, "is missing")
+        return FieldError(name, "is missing", code="missing_required_parameter")
     if problem["type"] == "extra_forbidden":
         field = _cut(str(place[-1]))
         near = difflib.get_close_matches(field, kind.model_fields, n=1) if len(place) == 1 else []
@@ -362,7 +402,11 @@ def _first_problem(error: ValidationError, kind: type[_Body]) -> ApiError:
         ending = f"; did you mean {near[0]}?" if near else ""
         return FieldError(name, f"is no field of this request{ending}", code="unknown_parameter")
     message = problem["msg"][:1].lower() + problem["msg"][1:]
-    return FieldError(name, f"{message}, got {_shown(problem['input'])}")
+    is_of_type = problem["type"].endswith("_type")
+    if problem["type"] == "integer":
+        is_of_type = type(problem["input"]) is not int
+    code = "invalid_type" if is_of_type else "invalid_value"
+    return FieldError(name, f"{message}, got {_shown(problem['input'])}", code=code)
 
 
 def _shown(value: object) -> str:

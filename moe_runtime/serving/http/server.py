@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -11,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
@@ -61,11 +64,19 @@ class Access:
         keys: one of them must come with a request; everybody may ask where there is none.
         origins: pages of other origins that may read answers in a browser; ``*`` for all.
         hosts: names by which the server may be called; None for any.
+        shares_prefixes: requests find the prefixes that requests with another key left.
     """
 
     keys: Sequence[str] = ()
     origins: Sequence[str] = ()
     hosts: Sequence[str] | None = None
+    shares_prefixes: bool = False
+
+    def owner_of(self, key: str) -> str:
+        """The name under which the prefixes of a key are kept: nothing of the key can be read."""
+        if self.shares_prefixes or not self.keys:
+            return ""
+        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(slots=True)
@@ -94,6 +105,7 @@ class Server:
     # seconds where they are meant to, and have another, which those without a grammar pass by.
     worker: ThreadPoolExecutor = field(init=False)
     grammar_worker: ThreadPoolExecutor = field(init=False)
+    _turns: tuple[ClientTurns, ClientTurns] = field(init=False)
     _arriving: set[asyncio.Timeout] = field(default_factory=set, init=False)
     _preparing: set[asyncio.Timeout] = field(default_factory=set, init=False)
     _generations: WeakSet[Generation] = field(default_factory=WeakSet, init=False)
@@ -103,6 +115,7 @@ class Server:
         models = {name: model for name, model in self.models.items() if model.parent is None}
         self.metrics = Metrics({name: model.engine for name, model in models.items()})
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._turns = ClientTurns(), ClientTurns()
         self.grammar_worker = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def model(self, name: str | None) -> ServedModel:
@@ -117,7 +130,7 @@ class Server:
             return next(iter(self.models.values()))
         if name not in self.models:
             raise ApiError(
-                f"model: {name!r} is not served here; there is {', '.join(self.models)}",
+                f"model: {clipped(name)} is not served here; there is {', '.join(self.models)}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -160,15 +173,23 @@ class Server:
             ) from None
 
     async def aside(
-        self, work: Callable[..., ValueT], *args: Any, deadline_s: float, has_grammar: bool = False
+        self,
+        work: Callable[..., ValueT],
+        *args: Any,
+        client: str,
+        deadline_s: float,
+        has_grammar: bool = False,
     ) -> ValueT:
         """Runs what takes a while in the thread for texts, or in that for grammars.
+
+        Clients take turns: whoever asks for much keeps others waiting for one piece of work only.
 
         Work that has begun goes on behind the deadline, and nobody hears of it.
 
         Args:
             work: what to do.
             *args: of it.
+            client: for whom.
             deadline_s: until when the request may take, by the loop's clock.
             has_grammar: whether it is work of a request with a grammar.
 
@@ -183,7 +204,8 @@ class Server:
             async with asyncio.timeout_at(deadline_s) as preparation:
                 self._preparing.add(preparation)
                 try:
-                    return await loop.run_in_executor(worker, partial(work, *args))
+                    async with self._turns[has_grammar].turn(client):
+                        return await loop.run_in_executor(worker, partial(work, *args))
                 finally:
                     self._preparing.discard(preparation)
         except TimeoutError:
@@ -196,16 +218,24 @@ class Server:
         model: ServedModel,
         choices: Sequence[AnswerChoice],
         client: str,
+        owner: str,
         deadline_s: float,
     ) -> Generation:
         """Hands the request of a client to the engine.
+
+        Args:
+            model: that answers.
+            choices: the answers that it asks for.
+            client: who takes turns with others.
+            owner: of the prefixes that it may find.
+            deadline_s: until when it may take, by the loop's clock.
 
         Raises:
             ApiError: it is not taken.
         """
         times = RequestTimes(self.metrics, model.parent or model.name)
         for choice in choices:
-            choice.request = replace(choice.request, client=client)
+            choice.request = replace(choice.request, client=client, prefix_owner=owner)
         generation = Generation(model, choices, times, self.limits.seconds, deadline_s)
         generation.submit()
         self._generations.add(generation)
@@ -217,6 +247,44 @@ class Server:
         _expire(self._preparing)
         for generation in list(self._generations):
             generation.shut_down()
+
+
+class ClientTurns:
+    """Lets one piece of work at a time run, each client's next one behind one of every other."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def turn(self, client: str) -> AsyncGenerator[None, None]:
+        """Waits for a turn of the client, and has it within the block."""
+        if self._is_taken:
+            ready = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(client, deque()).append(ready)
+            try:
+                await ready
+            except asyncio.CancelledError:
+                if not ready.cancelled():  # it had just been given
+                    self._pass_on()
+                raise
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            client = next(iter(self._waiting))
+            own = self._waiting.pop(client)
+            ready = own.popleft()
+            if own:
+                self._waiting[client] = own  # behind all others
+            if not ready.done():
+                ready.set_result(None)
+                return
+        self._is_taken = False
 
 
 def _expire(timeouts: set[asyncio.Timeout]) -> None:

@@ -19,6 +19,7 @@ from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.caches.prefix_files import PrefixDisk, identity_of
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.http.limited_process import LimitedProcess
 from moe_runtime.serving.http.models.dividing import divide_host_memory, rest_for_model, with_server
 from moe_runtime.serving.http.models.naming import adapters_of, names_of
 from moe_runtime.serving.http.models.served_model import ServedModel, serve_model
@@ -87,6 +88,7 @@ def run_server(
     on_ready: Callable[[Ready], None],
     is_stopping: Callable[[], bool],
     is_cut_off: Callable[[], bool] = lambda: False,
+    on_answered: Callable[[], None] = lambda: None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
     """Loads models and answers requests until it is told to stop.
@@ -97,6 +99,7 @@ def run_server(
         on_ready: called once, when requests are answered from now on.
         is_stopping: whether to take no more requests; looked at all the time.
         is_cut_off: whether to end those that were taken too; likewise.
+        on_answered: called once, when every client has its answer or its error.
         progress: of loading.
 
     Raises:
@@ -105,6 +108,13 @@ def run_server(
     """
     if settings.prefix_disk_bytes is not None and not settings.engine.reuses_prefixes:
         raise ValueError("--prefix-disk keeps what --no-prefix-cache does not: give one of them")
+    if settings.access.shares_prefixes and not (
+        settings.access.keys and settings.engine.reuses_prefixes
+    ):
+        raise ValueError(
+            "--share-prefixes shares the prefix cache between API keys: give --api-keys, and leave "
+            "--no-prefix-cache out"
+        )
     names = names_of(settings.models, settings.names)
     choices = adapters_of(settings.adapters, names)
     with contextlib.ExitStack() as stack:
@@ -122,6 +132,12 @@ def run_server(
             budgets = divide_host_memory(
                 names, folders, own, settings.loading, settings.adapter_bytes
             )
+        templates, trials = (
+            stack.enter_context(contextlib.closing(LimitedProcess(kind)))
+            for kind in ("templates", "grammars")
+        )
+        if any(tokenizer.chat_template is not None for tokenizer in tokenizers):
+            templates.start()  # it is ready when the models are
         sharing, models, adapters, all_loaded = SlotSharing(Turns()), [], [], []
         for index, folder in enumerate(folders):
             options = {**settings.loading, "host_memory": budgets[index]}
@@ -140,7 +156,9 @@ def run_server(
             )
             stack.enter_context(engine)
             with blamed_on(f"{folder}: the chat template cannot be used"):
-                model = serve_model(names[index], engine, tokenizers[index], loaded)
+                model = serve_model(
+                    names[index], engine, tokenizers[index], loaded, templates, trials
+                )
             models.append(model)
             adapters += [replace(model, name=name, parent=model.name) for name in own[index]]
             all_loaded.append(loaded)
@@ -161,6 +179,7 @@ def run_server(
             is_cut_off=is_cut_off,
             drain_s=settings.drain_s,
         )
+        on_answered()
 
 
 def _prefix_disk(settings: ServeSettings, checkpoint: Path, model: Any) -> PrefixDisk | None:

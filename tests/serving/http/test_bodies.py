@@ -156,8 +156,8 @@ def test_messages_may_be_dumped_as_openais_client_has_them() -> None:
     )
     (_, found) = parse_body(ChatBody, raw).messages
     assert found == Message(role="assistant", content="b")
-    with pytest.raises(ApiError, match=r"messages.1.annotations: is no field"):
-        parse_body(ChatBody, raw.replace(b'"annotations":null', b'"annotations":[1]'))
+    with pytest.raises(ApiError, match=r"messages.1.audio: is not supported"):
+        parse_body(ChatBody, raw.replace(b'"audio":null', b'"audio":[1]'))
     with pytest.raises(ApiError, match="bogus: is no field"):
         parse_body(ChatBody, b'{"bogus":null,"messages":[' + TEXT_MESSAGE + b"]}")
 

@@ -8,14 +8,14 @@ import json
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from http_server import ScriptedEngine, Served, model_of, served
+from http_server import HEAD, ScriptedEngine, Served, connected, model_of, response, served
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -28,30 +28,11 @@ from moe_runtime.serving.http.schema import parse_body
 from moe_runtime.serving.http.server import Access, Limits, Server
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
-HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    b"content-length: %d\r\n\r\n"
-)
-
 
 def serve_scripted(tokenizer: Any, **options: Any) -> contextlib.AbstractContextManager[Served]:
     """A server whose engine answers at once."""
     engine = ScriptedEngine(lambda _: [PromptRead(0), NewToken(7), Finished("length")])
     return served([model_of("pocket", engine, tokenizer, 4096)], **options)
-
-
-@contextlib.contextmanager
-def connected(site: Served) -> Iterator[socket.socket]:
-    where = urlsplit(site.address)
-    with socket.create_connection((where.hostname, where.port), timeout=30) as client:
-        yield client
-
-
-def response(client: socket.socket) -> tuple[int, Any]:
-    """Status and JSON of what the server says next."""
-    found = http.client.HTTPResponse(client)
-    found.begin()
-    return found.status, json.loads(found.read())
 
 
 @pytest.mark.parametrize("more", [{"prompt": [[5]] * 900, "n": 128}, {"prompt": ["a"] * 50_000}])
@@ -269,7 +250,7 @@ def test_a_grammar_that_takes_long_holds_up_nobody_without_one(
 ) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
-    def compile_(self: Grammars, lark: str, param: str) -> Any:
+    def compile_(self: Grammars, lark: str, param: str, owner: str) -> Any:
         begun.set()
         assert may_end.wait(30)
         raise FieldError(param, "took long")

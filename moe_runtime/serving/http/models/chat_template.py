@@ -7,11 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from moe_runtime.errors import blamed_on
 from moe_runtime.serving.http.answers.answer_sections import reasoning_marks_of
 from moe_runtime.serving.http.answers.harmony import is_harmony
 from moe_runtime.serving.http.answers.tool_formats import tool_format_of
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
+from moe_runtime.serving.http.limited_process import LimitedProcess, LimitError
 from moe_runtime.serving.http.schema import Message, TextPart, Tool
 
 _OWN_VARIABLES = frozenset(
@@ -25,11 +28,18 @@ _OWN_VARIABLES = frozenset(
 """What a request may not set by ``chat_template_kwargs``: it has fields for them, or none."""
 
 
+_RENDER_S, _RENDER_BYTES = 2.0, 128 << 20
+"""Seconds of a processor, and memory, without what the conversation itself takes."""
+_ASKED_OF_ALL = frozenset({"enable_thinking"})
+"""What clients send to every model; one whose template lacks it answers as it does anyway."""
+
+
 class ChatTemplate:
     """Renders conversations, and knows from its source what the model's answers look like.
 
     Args:
         tokenizer: of `transformers`, with a template.
+        process: where conversations are rendered within limits; None for here and without.
 
     Attributes:
         reasoning: marks of reasoning; None where the template has none.
@@ -38,8 +48,11 @@ class ChatTemplate:
             are None.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, process: LimitedProcess | None = None) -> None:
         self._tokenizer = tokenizer
+        # some tokenizers have no template in Jinja, but a way of their own
+        own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        self._process = None if own else process
         found = tokenizer.chat_template
         self._source = found if isinstance(found, str) else "\n".join(found.values())
         self.is_harmony = is_harmony(self._source)
@@ -64,7 +77,12 @@ class ChatTemplate:
         Raises:
             ApiError: the template refuses the conversation, or has no use for what is given.
         """
-        for name in variables or {}:
+        given = {
+            name: value
+            for name, value in (variables or {}).items()
+            if name not in _ASKED_OF_ALL or self.knows(name)
+        }
+        for name in given:
             if name in _OWN_VARIABLES or not self.knows(name):
                 raise FieldError(
                     f"chat_template_kwargs.{name}",
@@ -75,15 +93,35 @@ class ChatTemplate:
             raise FieldError(
                 "tools", "this model's chat template has none", code="unsupported_parameter"
             )
+        conversation = [self._plain(message, at) for at, message in enumerate(messages)]
+        given |= {
+            "tools": [tool.model_dump(exclude_none=True) for tool in tools] or None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        if self._process is not None:
+            return self._rendered(self._process, conversation, given)
         with blamed_on("messages: this model's chat template refuses them", ApiError):
-            return self._tokenizer.apply_chat_template(
-                [self._plain(message, at) for at, message in enumerate(messages)],
-                tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **(variables or {}),
-            )
+            return self._tokenizer.apply_chat_template(conversation, tokenize=False, **given)
+
+    def _rendered(
+        self, process: LimitedProcess, conversation: list[dict[str, Any]], given: dict[str, Any]
+    ) -> str:
+        """As the tokenizer itself does it, elsewhere."""
+        work = {
+            "conversations": [conversation],
+            "chat_template": self._tokenizer.get_chat_template(tools=given["tools"]),
+            **self._tokenizer.special_tokens_map,
+            **given,
+        }
+        try:
+            found = process.ask(work, cpu_s=_RENDER_S, memory_bytes=_RENDER_BYTES)
+        except LimitError as error:
+            message = f"messages: this model's chat template {error} for them"
+            raise ApiError(message, param="messages", code="template_limit") from None
+        if "problem" in found:
+            raise ApiError(found["problem"])
+        return found["text"]
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether a prompt ends with the mark that opens reasoning."""

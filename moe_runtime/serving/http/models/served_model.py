@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_runtime.inference.generation import end_token_ids, stop_strings_of
 from moe_runtime.serving.http.grammars import Grammars
+from moe_runtime.serving.http.limited_process import LimitedProcess
 from moe_runtime.serving.http.models.chat_template import ChatTemplate
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.requests import TokenEngine
@@ -41,7 +42,14 @@ class ServedModel:
     parent: str | None = None
 
 
-def serve_model(name: str, engine: TokenEngine, tokenizer: Any, model: Any) -> ServedModel:
+def serve_model(
+    name: str,
+    engine: TokenEngine,
+    tokenizer: Any,
+    model: Any,
+    templates: LimitedProcess,
+    grammars: LimitedProcess,
+) -> ServedModel:
     """Puts together what the server needs of a loaded model.
 
     Args:
@@ -49,6 +57,8 @@ def serve_model(name: str, engine: TokenEngine, tokenizer: Any, model: Any) -> S
         engine: answers them.
         tokenizer: of `transformers`.
         model: a loaded model; its configurations are read.
+        templates: where conversations are rendered.
+        grammars: where grammars are tried.
     """
     settings = model.generation_config
     size = model.config.get_text_config().vocab_size
@@ -60,7 +70,7 @@ def serve_model(name: str, engine: TokenEngine, tokenizer: Any, model: Any) -> S
         name=name,
         engine=engine,
         vocabulary=vocabulary,
-        template=ChatTemplate(tokenizer) if tokenizer.chat_template is not None else None,
-        grammars=Grammars(vocabulary),
+        template=None if tokenizer.chat_template is None else ChatTemplate(tokenizer, templates),
+        grammars=Grammars(vocabulary, grammars),
         defaults=_OPENAI | {name: value for name, value in found.items() if value is not None},
     )

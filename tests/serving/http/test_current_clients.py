@@ -1,0 +1,281 @@
+"""What current clients send beside their prompts: taken where the answer is the same without."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from http_server import HEAD, TEMPLATE, ScriptedEngine, connected, model_of, response, served
+
+from moe_runtime.serving.http.api_errors import ApiError
+from moe_runtime.serving.http.asking import encode_text
+from moe_runtime.serving.http.models.chat_template import ChatTemplate
+from moe_runtime.serving.http.schema import ChatBody, parse_body
+from moe_runtime.serving.http.server import Access, Limits
+from moe_runtime.serving.requests import Finished, GenerationRequest, PromptRead
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CACHE = {"cache_control": {"type": "ephemeral"}}
+
+
+def asked_of_engine(tokenizer: Any, *bodies: dict[str, Any]) -> list[GenerationRequest]:
+    """What becomes of chats; each must be taken."""
+    asked: list[GenerationRequest] = []
+    engine = ScriptedEngine(lambda one: asked.append(one) or [PromptRead(0), Finished("length")])
+    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
+        for body in bodies:
+            status, found = site.ask(CHAT, {"messages": [USER], **body})
+            assert status == 200, found
+    return asked
+
+
+def with_template(tokenizer: Any, template: str) -> Any:
+    found = copy.deepcopy(tokenizer)
+    found.chat_template = template
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "plain"),
+    [
+        (
+            {
+                **{"store": True, "service_tier": "flex", "verbosity": "low"},
+                **{"modalities": ["text"], "prompt_cache_retention": "24h", "cache_prompt": False},
+                **{"use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True},
+                "include_stop_str_in_output": False,
+            },
+            {},
+        ),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, {"stream": True}),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", **CACHE}]}]},
+            {},
+        ),
+        ({"messages": [{**USER, **CACHE}]}, {}),
+        ({"tools": [{**TOOL, **CACHE}]}, {"tools": [TOOL]}),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "a", "annotations": []}, USER]},
+            {"messages": [USER, {"role": "assistant", "content": "a"}, USER]},
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "index": 0}]}, USER]},
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}, USER]},
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "reasoning": "b"}, USER]},
+            {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "b"}, USER]},
+        ),
+    ],
+)
+def test_fields_that_change_no_answer_are_taken(
+    tokenizer: Any, more: dict[str, Any], plain: dict[str, Any]
+) -> None:
+    one, other = asked_of_engine(tokenizer, more, plain)
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"modalities": "text"}, "modalities"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": 0}, "use_beam_search"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"prediction": {"type": "content", "content": "a"}}, "prediction"),
+        ({"messages": [{**USER, "audio": {"id": "1"}}]}, "messages.0.audio"),
+        ({"chat_template_kwargs": {"thinking_budget": 1}}, "chat_template_kwargs.thinking_budget"),
+        (
+            {"messages": [{**USER, "reasoning": "a", "reasoning_content": "b"}]},
+            "messages.reasoning",
+        ),
+    ],
+)
+def test_fields_that_would_change_an_answer_are_refused_by_name(
+    tokenizer: Any, more: dict[str, Any], param: str
+) -> None:
+    with served([model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]) as site:
+        status, found = site.ask(CHAT, {"messages": [USER], **more})
+    assert (status, found["error"]["param"]) == (400, param)
+
+
+def test_templates_are_given_what_they_know(tokenizer: Any) -> None:
+    """Thinking is switched where the template has a way to, and `verbosity` is given likewise."""
+    given = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}
+    body = parse_body(ChatBody, json.dumps(given).encode())
+
+    def rendered(template: str) -> str:
+        one = ChatTemplate(with_template(tokenizer, template))
+        return one.render(body.messages, variables=body.chat_template_kwargs)
+
+    assert rendered("{{ messages[0].content }}") == "Hi"
+    assert rendered("{{ messages[0].content }}{{ enable_thinking }}") == "HiFalse"
+    assert "<think></think>" in rendered(TEMPLATE)
+    knowing = with_template(
+        tokenizer, TEMPLATE.replace("assistant:", "assistant({{ verbosity }}):")
+    )
+    plain, terse = (
+        tokenizer.decode(one.prompt_ids)
+        for one in asked_of_engine(knowing, {}, {"verbosity": "low"})
+    )
+    assert terse == plain.replace("()", "(low)") != plain
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"messages": "Hi"}, "messages", "invalid_type"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "invalid_type"),
+        ({"messages": [USER], "n": "2"}, "n", "invalid_type"),
+        ({"messages": [USER], "n": 0}, "n", "invalid_value"),
+        ({"messages": [USER], "top_p": 2}, "top_p", "invalid_value"),
+        ({"messages": [USER], "top_p": "a"}, "top_p", "invalid_type"),
+        ({"messages": [{**USER, "role": "boss"}]}, "messages.0.role", "invalid_value"),
+        ({"messages": [USER], "logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
+        ({}, "messages", "missing_required_parameter"),
+        ({"messages": [USER], "bogus": 1}, "bogus", "unknown_parameter"),
+        ({"messages": [USER], "audio": {}}, "audio", "unsupported_parameter"),
+    ],
+)
+def test_errors_have_a_code(tokenizer: Any, body: Any, param: str, code: str) -> None:
+    with served([model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]) as site:
+        status, found = site.ask(CHAT, body)
+    assert (status, found["error"]["param"], found["error"]["code"]) == (400, param, code)
+
+
+def test_what_a_client_sent_is_cut_in_messages(tokenizer: Any) -> None:
+    long = "x" * 100_000
+    with served([model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]) as site:
+        for path, body, status in (
+            (TEXT, {"prompt": "a", "model": long}, 404),
+            (TEXT, {"prompt": "a", "response_format": {"type": long}}, 400),
+            (TEXT, {"prompt": long}, 400),
+            (
+                CHAT,
+                {
+                    "messages": [USER],
+                    "tools": [TOOL],
+                    "tool_choice": {"type": "function", "function": {"name": long}},
+                },
+                400,
+            ),
+        ):
+            found = site.ask(path, body)
+            assert found[0] == status
+            assert len(found[1]["error"]["message"]) < 2100
+
+
+def test_every_response_has_the_name_of_its_request(tokenizer: Any) -> None:
+    """The client's own where it may stand in a log; the log has it too."""
+    engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
+    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
+        for given, path in (("mine-1", "/v1/models"), ("a b", "/nowhere"), ("", "/health")):
+            with connected(site) as client:
+                asked = f"GET {path} HTTP/1.0\r\nhost: x\r\nx-request-id: {given}\r\n\r\n"
+                client.sendall(asked.encode())
+                head = client.recv(1 << 16).split(b"\r\n\r\n")[0].decode().lower()
+            (name,) = (line[14:] for line in head.split("\r\n") if line.startswith("x-request-id:"))
+            assert name == given if given == "mine-1" else name.startswith("req_")
+    logged = [fields["id"][:4] for event, fields in site.log if event == "request"]
+    assert logged == ["mine", "req_"]
+
+
+def test_a_body_with_two_lengths_is_refused_and_ends_the_connection(tokenizer: Any) -> None:
+    """What is behind one of its two ends might be taken for a request of somebody else."""
+    engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
+    with (
+        served([model_of("pocket", engine, tokenizer, 4096)]) as site,
+        connected(site) as client,
+    ):
+        head = (HEAD % 5).replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n")
+        client.sendall(head + b"0\r\n\r\nGET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        status, found = response(client)
+        assert (status, found["error"]["code"]) == (400, "two_lengths")
+        assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("[::1]", 200),
+        ("[::1]:8000", 200),
+        ("localhost:8000", 200),
+        *((host, 403) for host in ("[::1].evil.com", "[::1]x:80", "localhost:80.evil.com")),
+        *((host, 403) for host in ("localhost@evil.com", "[[::1]]", "::1", "localhost.evil.com")),
+    ],
+)
+def test_names_that_only_begin_like_the_servers_are_not_its_own(
+    tokenizer: Any, host: str, status: int
+) -> None:
+    models = [model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]
+    with served(models, access=Access(hosts=("localhost", "[::1]"))) as site:
+        assert site.ask("/ping", headers={"host": host})[0] == status
+
+
+def test_more_messages_than_tokens_are_refused_before_they_are_rendered(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(*args: Any, **options: Any) -> str:
+        raise AssertionError("a template was rendered")
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    messages = [{"role": "user", "content": ""}] * 20_000
+    with served([model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]) as site:
+        for path in (CHAT, "/tokenize"):
+            status, found = site.ask(path, {"messages": messages})
+            assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("most", [1000, 30_000])
+def test_a_long_prompt_is_refused_before_it_is_encoded_whole(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Ten megabytes, of which no more is looked at than shows that it is too long."""
+    engine = ScriptedEngine(lambda _: [])
+    engine.most_request_tokens = most  # type: ignore[misc]
+    model = model_of("pocket", engine, tokenizer, 4096)
+    model.vocabulary.longest_token = 1000  # as of vocabularies that have rows of signs
+    encoded = 0
+    encode = model.vocabulary._encode
+
+    def count(text: str, **options: Any) -> list[int]:
+        nonlocal encoded
+        encoded += len(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(model.vocabulary, "_encode", count)
+    with pytest.raises(ApiError, match="characters"):
+        encode_text("The sea is salty. " * 600_000, model, "prompt", add_special_tokens=True)
+    assert encoded < 2 * most * 10 + 4096
+    with served([model], Limits(body_bytes=1 << 24)) as site:
+        status, found = site.ask(TEXT, {"prompt": "salt " * 2_000_000})
+        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_tokens_are_those_of_vllm(tokenizer: Any) -> None:
+    """Its fields and answers; `token_strs` is null where it is not asked for."""
+    messages = [USER, {"role": "assistant", "content": "Well"}]
+    with served([model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]) as site:
+        ids = tokenizer("Hi")["input_ids"]
+        expected = {"tokens": ids, "count": len(ids), "max_model_len": 1000, "token_strs": None}
+        assert site.ask("/tokenize", {"prompt": "Hi", "add_special_tokens": True}) == (
+            200,
+            expected,
+        )
+        _, found = site.ask("/tokenize", {"messages": messages, "continue_final_message": True})
+        assert tokenizer.decode(found["tokens"]) == "user: Hi\nassistant: Well"
+        given = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}}
+        _, found = site.ask("/tokenize", given)
+        assert tokenizer.decode(found["tokens"]).endswith("<think>\n")
+        for more in ({"add_generation_prompt": True}, {"messages": [USER]}):
+            body = {"messages": messages, "continue_final_message": True, **more}
+            status, found = site.ask("/tokenize", body)
+            assert (status, found["error"]["param"]) == (400, "continue_final_message")
+        for name in ("continue_final_message", "chat_template_kwargs"):
+            value = {} if "kwargs" in name else True
+            status, found = site.ask("/tokenize", {"prompt": "Hi", name: value})
+            assert (status, found["error"]["param"]) == (400, name)
