@@ -224,8 +224,10 @@ def _prepare(
     config: "FinetuneConfig", *, has_steps: bool, keeps_text: bool
 ) -> "FinetunePreparation":
     with loading_bar() as progress:
+        from moe_runtime.checkpoints.model_files import find_checkpoint
         from moe_runtime.training.finetune.finetuning import prepare
 
+        find_checkpoint(config.model, progress=progress)
         return prepare(
             config,
             epochs=None if has_steps else 1,
