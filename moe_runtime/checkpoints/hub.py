@@ -175,7 +175,7 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
         def read(file: str) -> None:
             local = folder / file
             with local.open("w+b") as stream:
-                beginning: Any = RemoteBeginning(missing[file], stream)
+                beginning: Any = RemoteBeginning(missing[file], stream, transfer.count)
                 if is_gguf:
                     from moe_runtime.checkpoints.gguf.header import read_header
 
@@ -185,7 +185,8 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
                     beginning.read(min(length, MAX_HEADER_BYTES))
 
         with _told(name, f"{name.repository}: "), _shown(progress) as show:
-            Transfer(0, show).run("headers", [*missing], read)
+            transfer = Transfer(0, show)
+            transfer.run("headers", [*missing], read)
         yield folder / chosen[0] if is_gguf else folder
 
 

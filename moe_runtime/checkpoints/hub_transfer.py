@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError, blamed_on
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _NUM_THREADS = 4
 _WAIT_S = 0.1
+_MOST_FAILURES = 5
+"""Of requests one after the other, none of which gives a byte."""
 _FIRST_BYTES = 1 << 20
 """Of a file whose header is read: most headers are shorter."""
 
@@ -105,7 +107,7 @@ class Transfer:
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads) and not failures:
-                shown = next(iter(self._running[:1]), "")
+                shown = next(iter(self._running[:1]), "").rpartition("/")[2]
                 count = f" {self._num_begun}/{len(names)}" if len(names) > 1 else ""
                 self._progress(f"{what}{count} {shown}", self._done_bytes, self._total_bytes)
                 next((t for t in threads if t.is_alive()), threads[0]).join(_WAIT_S)
@@ -121,8 +123,7 @@ class Transfer:
             CheckpointError: what arrived is not what the hub announced.
             OSError: the hub or the disk failed.
         """
-        from huggingface_hub.file_download import http_get
-        from huggingface_hub.utils import WeakFileLock, build_hf_headers
+        from huggingface_hub.utils import WeakFileLock
 
         blob, part = blobs / file.digest, blobs / f"{file.digest}.incomplete"
         locks = blobs.parent.parent / ".locks" / blobs.parent.name  # as huggingface_hub has them
@@ -132,53 +133,66 @@ class Transfer:
             if blob.exists():  # another process fetched it
                 self.count(file.num_bytes)
                 return
-            with part.open("a+b") as stream:
+            part.touch()
+            with part.open("r+b") as stream:
                 begin = stream.seek(0, os.SEEK_END)
                 if begin > file.num_bytes:
                     begin = stream.truncate(0)
                 self.count(begin)
-                http_get(
-                    file.url,
-                    stream,
-                    resume_size=begin,
-                    headers=build_hf_headers(),
-                    expected_size=file.num_bytes,
-                    displayed_filename=file.name,
-                    tqdm_class=cast(Any, self._bar),
-                )
-                stream.flush()
-                if not _has_digest(stream, file):
+                _read_range(file, stream, begin, file.num_bytes, self.count)
+                is_whole = _has_digest(stream, file)
+                if begin and not is_whole:  # what was here may be at fault
+                    self.count(-file.num_bytes)
+                    _read_range(file, stream, 0, file.num_bytes, self.count)
+                    is_whole = _has_digest(stream, file)
+                if not is_whole:
                     stream.truncate(0)
                     raise CheckpointError(
-                        f"{file.name}: expected bytes of digest {file.digest}, got others; "
-                        "download it again"
+                        f"{file.name}: expected bytes of digest {file.digest}, got others"
                     )
                 os.fsync(stream.fileno())
             part.replace(blob)
 
-    def _bar(self, **_: Any) -> _Bar:
-        return _Bar(self)
 
+def _read_range(
+    file: HubFile, stream: IO[bytes], begin: int, end: int, count: Callable[[int], None]
+) -> None:
+    """Writes a range of a file where it belongs, and asks again where the connection breaks off."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-class _Bar:
-    """Takes the place of a bar in huggingface_hub's download of one file."""
-
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer = transfer
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
-
-    def update(self, num_bytes: float | None = 1) -> None:
-        self._transfer.count(int(num_bytes or 0))
+    failures = 0
+    while begin < end:
+        headers = build_hf_headers(
+            headers={"Accept-Encoding": "identity", "Range": f"bytes={begin}-{end - 1}"}
+        )
+        limit_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        failures += 1
+        try:
+            with (
+                blamed_on(file.name),
+                http_stream_backoff(
+                    "GET", file.url, headers=headers, timeout=limit_s, retry_on_exceptions=()
+                ) as answer,
+            ):
+                hf_raise_for_status(answer)
+                if answer.status_code != 206:  # the whole file comes
+                    count(-begin)
+                    begin = 0
+                stream.seek(begin)
+                for piece in answer.iter_bytes():
+                    stream.write(piece[: end - begin])
+                    count(len(piece))
+                    begin, failures = min(end, begin + len(piece)), 0
+                    if begin == end:
+                        return
+        except CheckpointError as error:
+            # Errors of the system are the disk's, the hub's own answers, or the end of the wait.
+            if failures > _MOST_FAILURES or isinstance(error.__cause__, OSError):
+                raise
+        if failures > _MOST_FAILURES:
+            raise CheckpointError(f"{file.name}: expected {end} bytes, got {begin}")
+        time.sleep(failures)
 
 
 def _has_digest(stream: BinaryIO, file: HubFile) -> bool:
@@ -199,11 +213,13 @@ class RemoteBeginning:
     Args:
         file: the remote file.
         local: the local one, open to write and read.
+        count: is told how many bytes arrived.
     """
 
-    def __init__(self, file: HubFile, local: IO[bytes]) -> None:
+    def __init__(self, file: HubFile, local: IO[bytes], count: Callable[[int], None]) -> None:
         self._file = file
         self._local = local
+        self._count = count
         self._has_bytes = self._place = 0
         local.truncate(file.num_bytes)
 
@@ -212,37 +228,10 @@ class RemoteBeginning:
         end = min(self._place + size, self._file.num_bytes)
         if end > self._has_bytes:
             # Twice as many each time: a header of many megabytes takes few requests.
-            self._load(min(max(end, 2 * self._has_bytes, _FIRST_BYTES), self._file.num_bytes))
+            upto = min(max(end, 2 * self._has_bytes, _FIRST_BYTES), self._file.num_bytes)
+            _read_range(self._file, self._local, self._has_bytes, upto, self._count)
+            self._has_bytes = upto
         self._local.seek(self._place)
         found = self._local.read(end - self._place)
         self._place = end
         return found
-
-    def _load(self, end: int) -> None:
-        from huggingface_hub import constants
-        from huggingface_hub.utils import (
-            build_hf_headers,
-            hf_raise_for_status,
-            http_stream_backoff,
-        )
-
-        asked = {
-            **build_hf_headers(),
-            "Accept-Encoding": "identity",
-            "Range": f"bytes={self._has_bytes}-{end - 1}",
-        }
-        limit_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        with http_stream_backoff(
-            "GET", self._file.url, headers=asked, timeout=limit_s
-        ) as response:
-            hf_raise_for_status(response)
-            begin = self._has_bytes if response.status_code == 206 else 0
-            self._local.seek(begin)
-            for piece in response.iter_bytes():
-                self._local.write(piece[: end - begin])
-                begin = min(end, begin + len(piece))
-                if begin == end:
-                    break
-        if begin != end:
-            raise CheckpointError(f"{self._file.name}: expected {end} bytes, got {begin}")
-        self._has_bytes = end
