@@ -224,14 +224,13 @@ def _prepare(
     config: "FinetuneConfig", *, has_steps: bool, keeps_text: bool
 ) -> "FinetunePreparation":
     with loading_bar() as progress:
-        from moe_runtime.checkpoints.model_files import find_checkpoint
         from moe_runtime.training.finetune.finetuning import prepare
 
-        find_checkpoint(config.model, progress=progress)
         return prepare(
             config,
             epochs=None if has_steps else 1,
             on_stage=lambda stage: progress(stage, 0, 0),
+            progress=progress,
             keeps_text=keeps_text,
         )
 

@@ -12,7 +12,6 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.console import (
     Session,
-    fetch_model,
     loading_bar,
     print_json,
     print_rows,
@@ -156,7 +155,6 @@ def generate(
             most_running=max_running, max_slowdown=math.inf, exact=exact, decode_rows=0
         ),
     )
-    fetch_model(model)
     with contextlib.ExitStack() as shown:
         bar = _Bar(shown)
         outcome = run_batch(

@@ -10,7 +10,6 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.console import (
     Session,
-    fetch_model,
     loading_bar,
     print_json,
     print_rows,
@@ -73,7 +72,6 @@ def pack(
 
     if str(out) == "-":
         raise ValueError("OUT -: expected the name of a folder (./- is one of that name)")
-    fetch_model(model)
     has_written = is_done = False
     try:
         with loading_bar() as progress:
