@@ -308,6 +308,8 @@ OWN_WRITERS = {
     "moe_runtime/folders.py": "writes atomically",
     "moe_runtime/bench/memory_cap.py": "control groups, whose files are the kernel's",
     "moe_runtime/bench/cases/dispatch_ranks.py": "logs in a folder that is removed",
+    "moe_runtime/checkpoints/hub.py": "headers in a temporary folder",
+    "moe_runtime/checkpoints/hub_transfer.py": "the hub's cache, as huggingface_hub lays it out",
     "moe_runtime/cli/disk.py": "a file without a name, to measure the disk",
     "moe_runtime/cli/processes.py": "the null device",
     "moe_runtime/training/offload/states/record_file.py": "records, written over in place",

@@ -7,9 +7,13 @@ sees them, and whatever transformers raises over the rest is blamed on the file.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_runtime.checkpoints.hub import SMALL_FILES, download, headers_of, suggestion
+from moe_runtime.checkpoints.hub_names import HubName, parse_hub_name
 from moe_runtime.checkpoints.settings_check import (
     QUANTIZATION_NAMES,
     check_config,
@@ -23,8 +27,9 @@ from moe_runtime.reading import read_bounded
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
+    from moe_runtime.checkpoints.dense_weights import Progress
+
 _MAX_BYTES = 64 << 20
-_SMALL_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 _WEIGHTS = "*.safetensors"
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json"),
@@ -37,17 +42,42 @@ _SAME_LAYOUT = {"kimi_k2": "deepseek_v3"}
 QUANTIZATION_FILE = "hf_quant_config.json"
 
 
-def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
-    """A checkpoint's folder or GGUF file, downloaded from the hub if a repository is named.
+def find_checkpoint(
+    path_or_id: str | Path, *, weights: bool = True, progress: Progress | None = None
+) -> Path:
+    """A checkpoint's folder or GGUF file, downloaded from the hub if a model there is named.
 
     Args:
-        path_or_id: a folder, a GGUF file, or the name of a repository.
-        weights: also download the weights.
+        path_or_id: a folder, a GGUF file, or a name as ``parse_hub_name`` reads it.
+        weights: also download the weights; those in GGUF files are in any case.
+        progress: of a download: called with what is being done, the bytes done and the bytes in
+            all. A bar of huggingface_hub shows them when omitted.
 
     Raises:
         CheckpointError: neither a folder nor a repository that can be reached is there, or a new
             checkpoint has taken the folder's place only in part.
+        CapacityError: the disk has no room for a download.
     """
+    found = _local_or_hub(path_or_id)
+    return found if isinstance(found, Path) else download(found, weights=weights, progress=progress)
+
+
+@contextmanager
+def found_headers(path_or_id: str | Path, progress: Progress | None = None) -> Iterator[Path]:
+    """A checkpoint's folder or GGUF file; of one on the hub its small files and headers alone.
+
+    Within the block the weights of the latter have their sizes, but hold nothing to read.
+
+    Args:
+        path_or_id: as for ``find_checkpoint``, and what is raised, too.
+        progress: likewise.
+    """
+    found = _local_or_hub(path_or_id)
+    with nullcontext(found) if isinstance(found, Path) else headers_of(found, progress) as folder:
+        yield folder
+
+
+def _local_or_hub(path_or_id: str | Path) -> Path | HubName:
     name = str(path_or_id)
     if not name:
         raise CheckpointError("expected a checkpoint's folder or its name on the hub, got no name")
@@ -63,18 +93,17 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
         if folder.suffix != ".gguf" or not folder.is_file():
             raise CheckpointError(f"{folder} is a file; expected a checkpoint's folder, or .gguf")
         return folder
-    from moe_runtime.checkpoints.hub import download, suggestion
-
-    if isinstance(path_or_id, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
+    on_hub = None if isinstance(path_or_id, Path) else parse_hub_name(name)
+    if on_hub is None:
         raise CheckpointError(f"{one_line(name)} is not a directory{suggestion(folder)}")
-    return download(name, [*_SMALL_FILES, *([_WEIGHTS] if weights else [])])
+    return on_hub
 
 
 def files_of(folder: Path) -> list[Path]:
     """The files of a checkpoint's folder that a download of it would have."""
     if folder.is_file():  # GGUF
         return [folder]
-    return [file for pattern in (*_SMALL_FILES, _WEIGHTS) for file in folder.glob(pattern)]
+    return [file for pattern in (*SMALL_FILES, _WEIGHTS) for file in folder.glob(pattern)]
 
 
 def read_config(folder: Path) -> PreTrainedConfig:

@@ -28,6 +28,7 @@ from moe_runtime.memory.source import FileStamp
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from moe_runtime.checkpoints.dense_weights import Progress
     from moe_runtime.checkpoints.formats import PackedWeight, Weight
     from moe_runtime.checkpoints.packing.expert_runs import PackedExpertIndex
     from moe_runtime.checkpoints.transformers_private import WeightTransform
@@ -103,12 +104,15 @@ class Checkpoint:
             stamp.require(path, path)
 
 
-def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpoint:
+def open_checkpoint(
+    path_or_id: str | Path, dtype: str | torch.dtype, *, progress: Progress | None = None
+) -> Checkpoint:
     """Finds a checkpoint and reads its configuration and headers.
 
     Args:
-        path_or_id: a folder, a GGUF file, or the name of a repository on the hub.
+        path_or_id: a folder, a GGUF file, or the name of a model on the hub.
         dtype: a torch type, its name, or ``"auto"`` for the checkpoint's own.
+        progress: of a download, as for ``find_checkpoint``.
 
     Raises:
         CheckpointError: nothing readable is there.
@@ -116,7 +120,8 @@ def open_checkpoint(path_or_id: str | Path, dtype: str | torch.dtype) -> Checkpo
             is not read yet.
         ValueError: the dtype is not one to compute in.
     """
-    folder = find_checkpoint(path_or_id).absolute()  # whatever the working directory is later
+    folder = find_checkpoint(path_or_id, progress=progress)
+    folder = folder.absolute()  # whatever the working directory is later
     files = folder.parent.glob("*.gguf") if folder.is_file() else folder.glob("*.safetensors")
     stamps = {file: FileStamp.of(file) for file in files if file.is_file()}
     if folder.is_file():

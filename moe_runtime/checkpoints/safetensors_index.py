@@ -158,7 +158,7 @@ def read_checkpoint_index(
         return read_header(folder / SINGLE_FILE_NAME)
     if not _exists(index_path):
         _refuse_without_safetensors(folder, index_name)
-    return _read_shards(folder, _read_weight_map(index_path), index_path)
+    return _read_shards(folder, read_weight_map(index_path), index_path)
 
 
 def _read_header_bytes(path: Path) -> tuple[bytes, int]:
@@ -256,8 +256,12 @@ def _check_coverage(spans: Iterable[_Span], data_bytes: int, path: Path) -> None
         _refuse(path, f"{end} bytes of tensors after the header", f"{data_bytes}; {fault}")
 
 
-def _read_weight_map(index_path: Path) -> dict[str, PurePosixPath]:
-    """Reads which shard holds which tensor, as paths relative to the index's folder."""
+def read_weight_map(index_path: Path) -> dict[str, PurePosixPath]:
+    """Reads which shard holds which tensor, as paths relative to the index's folder.
+
+    Raises:
+        CheckpointError: the file is no index, or names what is no shard in its folder.
+    """
     index_bytes = _regular_file_bytes(index_path)
     if index_bytes > MAX_HEADER_BYTES:
         _refuse(index_path, f"an index of at most {MAX_HEADER_BYTES} bytes", f"{index_bytes} bytes")

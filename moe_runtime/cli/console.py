@@ -15,6 +15,8 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, MoERuntimeWarning
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.table import Table
 
 _NUMPY_BYTES = 512 << 20
@@ -149,14 +151,38 @@ def loading_bar() -> Iterator[Progress]:
         yield lambda stage, done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.table import Column
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True)),
+        BarColumn(bar_width=10),
+        DownloadColumn(True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda stage, done, total: bar.update(
             task, description=stage, completed=done, total=total or None
         )
+
+
+def fetch_model(model: str, *, weights: bool = True) -> "Path":
+    """Finds a checkpoint as ``find_checkpoint`` does, under a bar while it is downloaded."""
+    from moe_runtime.checkpoints.model_files import find_checkpoint
+
+    with loading_bar() as progress:
+        return find_checkpoint(model, weights=weights, progress=progress)
 
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]], *, to_stderr: bool) -> None:

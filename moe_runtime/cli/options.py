@@ -102,7 +102,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Folder of a safetensors checkpoint, a GGUF file, or a name on the hub.",
+        help="Folder of a safetensors checkpoint, a GGUF file, or a name on the hub: OWNER/NAME, "
+        "with :QUANTISATION, /FILE.gguf or @REVISION.",
     ),
 ]
 Resume = Annotated[

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.model_files import found_headers
+from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
 from moe_runtime.inference import choosing, options
 from moe_runtime.inference.budget import (
     plan_memory,
@@ -32,7 +34,7 @@ class CheckpointSummary:
     """A Mixture-of-Experts checkpoint as its headers describe it.
 
     Attributes:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or its name on the hub where only headers were read.
         model_type: family, as the configuration names it.
         architecture: class of the model in transformers.
         num_layers: layers with routed experts.
@@ -115,7 +117,8 @@ def inspect_checkpoint(
     """Reads what ``load`` would need to know, without loading any weight.
 
     Args:
-        path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
+        path_or_id: the folder of a checkpoint, or the name of a model on the hub, of which
+            headers and small files are read; ``verify`` downloads it.
         dtype: the type to compute in, as for ``load``.
         max_tokens: tokens to reckon with, as for ``load``.
         cache_code: how bf16 weights lie in memory, as for ``load``.
@@ -128,7 +131,19 @@ def inspect_checkpoint(
         ValueError: an option is not one of those that exist.
     """
     choosing.check_names(choosing.AUTO, choosing.AUTO, choosing.AUTO, cache_code)
-    checkpoint = open_checkpoint(path_or_id, dtype)
+    with nullcontext(path_or_id) if verify else found_headers(path_or_id, progress) as found:
+        checkpoint = open_checkpoint(found, dtype, progress=progress)
+        summary = _summary_of(checkpoint, max_tokens, cache_code, verify, progress)
+    return summary if summary.path.exists() else replace(summary, path=Path(path_or_id))
+
+
+def _summary_of(
+    checkpoint: Checkpoint,
+    max_tokens: int | None,
+    cache_code: str,
+    verify: bool,
+    progress: Progress | None,
+) -> CheckpointSummary:
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")

@@ -158,7 +158,7 @@ def load(
     if misses != "device":
         options.check_misses(misses, place, is_alone=group is None and placement is None)
     transport = None if group is None and placement is None else options.as_transport(group)
-    checkpoint = open_checkpoint(path_or_id, dtype)
+    checkpoint = open_checkpoint(path_or_id, dtype, progress=progress)
     if trace is not None or timeline is not None:
         inputs = [*files_of(checkpoint.folder), predictor, placement]
         options.check_records(trace, timeline, inputs)

@@ -104,7 +104,7 @@ def test_a_mistyped_folder_is_refused_with_the_nearest_one(
 
     asked = []
 
-    def model_info(self: object, repository: str, *, timeout: float) -> None:
+    def model_info(self: object, repository: str, *, timeout: float, **_: object) -> None:
         asked.append((repository, timeout))
         raise ConnectionError("no route to host")
 

@@ -181,11 +181,13 @@ def sizes_of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[LayerSi
 
 def _of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.dtype, int, int]:
     from moe_runtime.checkpoints.expert_map import find_experts
+    from moe_runtime.checkpoints.model_files import found_headers
     from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
     from moe_runtime.checkpoints.router_probe import chosen_per_token
 
-    checkpoint = open_checkpoint(model, dtype)
-    found = find_experts(built := build_on_meta(checkpoint))[0]
+    with found_headers(model) as folder:
+        checkpoint = open_checkpoint(folder, dtype)
+        found = find_experts(built := build_on_meta(checkpoint))[0]
     top_k = chosen_per_token(built, [found])
     return found.module, checkpoint.dtype, found.num_experts, top_k
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -86,18 +87,21 @@ BLOCK_SIZES = {
 """Elements and bytes of a block of every type that files have, by ggml's number."""
 
 
-def read_header(file: Path, *, with_texts: bool = False) -> GgufHeader:
+def read_header(
+    file: Path, beginning: IO[bytes] | None = None, *, with_texts: bool = False
+) -> GgufHeader:
     """Reads and checks the header of one file.
 
     Args:
-        file: to read.
+        file: where it lies, with its full size.
+        beginning: gives its bytes from the first on, where the file does not hold them yet.
         with_texts: keep arrays of texts, those of a vocabulary.
 
     Raises:
         CheckpointError: it cannot be read, or says what cannot be.
     """
     try:
-        with file.open("rb") as stream:
+        with nullcontext(beginning) if beginning else file.open("rb") as stream:
             return _Reader(file, stream, file.stat().st_size, with_texts).header()
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error

@@ -93,7 +93,7 @@ def pack_checkpoint(
         raise ValueError(f"code must be {' or '.join(CODES)}, got {code!r}")
     if quantize not in (None, *SCHEMES):
         raise ValueError(f"quantize must be {' or '.join(SCHEMES)}, got {quantize!r}")
-    checkpoint = open_checkpoint(path_or_id, "auto")
+    checkpoint = open_checkpoint(path_or_id, "auto", progress=progress)
     require_plain(checkpoint, "packing" if quantize is None else "quantising")
     way = f"--code {code or 'planes'}" if quantize is None else f"--quantize {quantize}"
     _require_ours(Path(folder), checkpoint.folder, way)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moe_runtime.cli.console import say_line
+from moe_runtime.cli.console import fetch_model, say_line
 from moe_runtime.file_names import at_home
 from moe_runtime.reading import require_not_read
 
@@ -91,10 +91,8 @@ def asked_model(
     with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
         cache = Path(folder)
         if shape is None:
-            from moe_runtime.checkpoints.model_files import find_checkpoint
-
             assert model is not None
-            path = str(find_checkpoint(model))
+            path = str(fetch_model(model))
             yield AskedModel(path, read_ids(path), cache, {"model": Path(model).name})
         else:
             with _written(shape, layers, peers, read_ids, cache, keep=keep, output=output) as asked:

@@ -9,7 +9,7 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.bench_cases import shared
 from moe_runtime.cli.bench_cases.tables import show_systems
-from moe_runtime.cli.console import Session, quiet_transformers
+from moe_runtime.cli.console import Session, fetch_model, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.config import format_bytes
 from moe_runtime.files import check_output_path
@@ -63,7 +63,7 @@ def bench_io(
     from moe_runtime.checkpoints.expert_map import map_experts
     from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 
-    checkpoint = open_checkpoint(model, "auto")
+    checkpoint = open_checkpoint(fetch_model(model), "auto")
     layouts = map_experts(build_on_meta(checkpoint), checkpoint).layouts
     num_experts = min(experts or (32 if quick else 128), len(layouts))
     plan = ReadPlan(

@@ -12,7 +12,14 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.run import find_sampling, load_tokenizer
-from moe_runtime.cli.console import Session, loading_bar, print_rows, quiet_transformers, say_line
+from moe_runtime.cli.console import (
+    Session,
+    fetch_model,
+    loading_bar,
+    print_rows,
+    quiet_transformers,
+    say_line,
+)
 from moe_runtime.cli.run_outcome import runtime_rows
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.streams import TextOutput
@@ -93,6 +100,7 @@ def chat(
     for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):
         parse_budget(budget, name=option)
     quiet_transformers(session)
+    fetch_model(model, weights=False)
     import moe_runtime
     from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
     from moe_runtime.inference.generation import (

@@ -225,6 +225,7 @@ def _prepare(
             config,
             epochs=None if has_steps else 1,
             on_stage=lambda stage: progress(stage, 0, 0),
+            progress=progress,
             keeps_text=keeps_text,
         )
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,7 +57,7 @@ def inspect(
         read_config(find_checkpoint(model))
     from moe_runtime.inference.inspection import inspect_checkpoint
 
-    with loading_bar() if verify else nullcontext() as progress:
+    with loading_bar() as progress:
         summary = inspect_checkpoint(
             model,
             dtype=dtype,

@@ -89,8 +89,11 @@ def run(
             )
         )
         _check_budgets_and_files(host_memory, device_memory, trace, timeline)
+        from moe_runtime.checkpoints.model_files import find_checkpoint
+
         with loading_bar() as progress:
             quiet_transformers(session)
+            find_checkpoint(model, weights=False, progress=progress)
             sampling = find_sampling(ctx, model, temperature, top_p)
             if group is not None and sampling["temperature"] > 0 and seed is None:
                 # Every process samples, and all must draw the same tokens.

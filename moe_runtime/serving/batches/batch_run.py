@@ -131,7 +131,7 @@ def run_batch(
     Args:
         text: of the file of prompts.
         settings: for all of them.
-        progress: of loading.
+        progress: of a download and of loading.
         on_loaded: called with the number of requests to answer when the model is loaded.
         on_done: called after each request.
 
@@ -142,7 +142,7 @@ def run_batch(
             failed.
         OSError: an answer cannot be written.
     """
-    batch, sampling = _read(text, settings)
+    batch, sampling = _read(text, settings, progress)
     jobs = batch.jobs
     asked = {job.id: number for number, job in enumerate(jobs)}
     with AnswerFile(settings.output, asked) as answers:
@@ -163,9 +163,11 @@ def run_batch(
     return outcome
 
 
-def _read(text: str, settings: BatchSettings) -> tuple[Batch, dict[str, Any]]:
+def _read(
+    text: str, settings: BatchSettings, progress: Callable[[str, int, int], None] | None
+) -> tuple[Batch, dict[str, Any]]:
     """What is asked, if all of it can be answered, and how tokens are chosen by default."""
-    folder = find_checkpoint(settings.model, weights=False)
+    folder = find_checkpoint(settings.model, weights=False, progress=progress)
     config = read_generation_config(folder)
     penalty = getattr(config, "repetition_penalty", None) or 1.0
     own = sampling_for(config, temperature=settings.temperature, top_p=settings.top_p)
@@ -175,7 +177,8 @@ def _read(text: str, settings: BatchSettings) -> tuple[Batch, dict[str, Any]]:
         text, settings.file, sampling=sampling, max_new_tokens=settings.max_new_tokens
     )
     tokenizer = load_tokenizer(folder)
-    checkpoint = open_checkpoint(settings.model, settings.loading["dtype"])
+    dtype = settings.loading["dtype"]
+    checkpoint = open_checkpoint(settings.model, dtype, progress=progress)
     batch = Batch(
         lines,
         tokenizer,

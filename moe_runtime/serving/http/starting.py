@@ -119,7 +119,7 @@ def run_server(
     choices = adapters_of(settings.adapters, names)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listen(settings.host, settings.port))
-        folders = [find_checkpoint(model) for model in settings.models]
+        folders = [find_checkpoint(model, progress=progress) for model in settings.models]
         tokenizers = [load_tokenizer(folder) for folder in folders]
         given = {choice.name: AdapterFolder(choice.folder) for choice in choices}
         own = [

@@ -132,6 +132,7 @@ def prepare(
     *,
     epochs: float | None = None,
     on_stage: Callable[[str], None] = lambda stage: None,
+    progress: Progress | None = None,
     keeps_text: bool = True,
 ) -> FinetunePreparation:
     """Reads headers and text, and divides the budget; reads no weights yet.
@@ -140,6 +141,7 @@ def prepare(
         config: of the run.
         epochs: how often all text is trained on; replaces `config.run.steps`.
         on_stage: called with a word on what is being done.
+        progress: of a download of the checkpoint, as for ``find_checkpoint``.
         keeps_text: the encoded text is written to the run's folder.
 
     Raises:
@@ -155,7 +157,7 @@ def prepare(
     on_stage("reading the checkpoint's headers")
     torch.manual_seed(config.run.seed)
     dtype = torch.float32 if config.lora is None else DTYPES[config.run.precision]
-    checkpoint = open_checkpoint(config.model, dtype)
+    checkpoint = open_checkpoint(config.model, dtype, progress=progress)
     require_exportable(checkpoint, config)
     check_inputs_stay(output, trace, text_files(config.data, Path()), checkpoint.folder)
     check_outputs(output, trace)

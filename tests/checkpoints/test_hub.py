@@ -1,0 +1,368 @@
+"""Models of the hub: what a name asks for, which bytes come, and what an interruption leaves."""
+
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf_checkpoints
+import local_hub
+import numpy as np
+import pytest
+from huggingface_hub import constants, snapshot_download
+from safetensors.numpy import save_file
+from text_checkpoint import tiny_text_model, tiny_tokenizer
+from warm_python import warm_python
+
+from moe_runtime.checkpoints.hub_names import HubName, gguf_files, parse_hub_name
+from moe_runtime.checkpoints.model_files import find_checkpoint
+from moe_runtime.cli.main import main
+from moe_runtime.errors import CapacityError, CheckpointError
+from moe_runtime.inference.inspection import inspect_checkpoint
+
+NAME = "maker/tiny"
+SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sharded checkpoint beside files that nothing needs."""
+    folder = tmp_path_factory.mktemp("repository") / "tiny"
+    tiny_text_model(400).save_pretrained(folder, max_shard_size="300KB")
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    (folder / "original").mkdir()
+    save_file({"x": np.zeros(8)}, folder / "original" / "model.safetensors")
+    save_file({"x": np.zeros(8)}, folder / "consolidated.safetensors")
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[local_hub.LocalHub]:
+    with local_hub.local_hub() as hub:
+        local_hub.use(hub, tmp_path / "cache", monkeypatch)
+        yield hub
+
+
+def shards_of(folder: Path) -> list[str]:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return sorted(set(index["weight_map"].values()))
+
+
+def refused(name: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        find_checkpoint(name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a/b", HubName("a/b")),
+        ("a/b@v1.0", HubName("a/b", "v1.0")),
+        ("a/b@refs/pr/3", HubName("a/b", "refs/pr/3")),
+        ("a/b:Q4_K_M", HubName("a/b", quantisation="Q4_K_M")),
+        ("hf.co/a/b:UD-Q4_K_XL@v2", HubName("a/b", "v2", "UD-Q4_K_XL")),
+        ("a/b@v2:Q8_0", HubName("a/b", "v2", "Q8_0")),
+        ("a/b/c.gguf", HubName("a/b", file="c.gguf")),
+        ("hf://a/b/Q8_0/c-00001-of-00002.gguf", HubName("a/b", file="Q8_0/c-00001-of-00002.gguf")),
+        ("https://huggingface.co/a/b/", HubName("a/b")),
+        ("https://huggingface.co/a/b/tree/v1", HubName("a/b", "v1")),
+        (
+            "https://huggingface.co/a/b/resolve/v1/c.gguf?download=true",
+            HubName("a/b", "v1", file="c.gguf"),
+        ),
+        ("https://hf.co/a/b/blob/main/c.gguf", HubName("a/b", file="c.gguf")),
+        ("a/b/c", None),
+        ("a/b@v1@v2", None),
+        ("a/b@../../x", None),
+        ("./a/b", None),
+        ("/a/b", None),
+        ("../b", None),
+        ("b", None),
+        ("a/b\n", None),
+    ],
+)
+def test_names_of_the_hub(text: str, expected: HubName | None) -> None:
+    assert parse_hub_name(text) == expected
+
+
+GGUF = {
+    "README.md": 1,
+    "imatrix.gguf": 1,
+    "mmproj-F16.gguf": 1,
+    "M-Q4_K_M.gguf": 5 << 20,
+    "M-UD-Q4_K_XL.gguf": 6,
+    "Q8_0/M-Q8_0-00002-of-00002.gguf": 1,
+    "Q8_0/M-Q8_0-00001-of-00002.gguf": 1,
+    "BF16/M-BF16-00001-of-00002.gguf": 1,
+}
+Q8 = ["Q8_0/M-Q8_0-00001-of-00002.gguf", "Q8_0/M-Q8_0-00002-of-00002.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a/b:Q4_K_M", ["M-Q4_K_M.gguf"]),
+        ("a/b:q4_k_m", ["M-Q4_K_M.gguf"]),
+        ("a/b:Q4_K_XL", ["M-UD-Q4_K_XL.gguf"]),
+        ("a/b:Q8_0", Q8),
+        (f"a/b/{Q8[0]}", Q8),
+        ("a/b/mmproj-F16.gguf", ["mmproj-F16.gguf"]),
+        ("a/b", r"several models; it has BF16 \(1.*Q4_K_M \(5 MiB\), UD-Q4_K_XL .*a/b:QUANT"),
+        ("a/b:Q3_K", "has no 'Q3_K'; it has BF16 "),
+        ("a/b/M.gguf", r"has no 'M.gguf'; .* or a/b/FILE.gguf"),
+        ("a/b:BF16", "expected all of BF16/M-BF16, found 1 of the 2 files"),
+    ],
+)
+def test_which_files_of_a_gguf_repository(name: str, expected: list[str] | str) -> None:
+    parsed = parse_hub_name(name)
+    assert parsed is not None
+    if isinstance(expected, list):
+        assert gguf_files(parsed, GGUF) == expected
+        return
+    with pytest.raises(CheckpointError, match=expected):
+        gguf_files(parsed, GGUF)
+
+
+def test_a_file_and_a_quantisation_are_one_too_many() -> None:
+    assert "leave :Q8_0 out" in refused("a/b/c.gguf:Q8_0")
+
+
+def test_only_what_is_needed_is_downloaded_into_the_cache_of_the_hub(
+    hub: local_hub.LocalHub, folder: Path
+) -> None:
+    hub.add(NAME, folder)
+    shown: list[tuple[str, int, int]] = []
+    assert {path.name for path in find_checkpoint(NAME, weights=False).iterdir()} >= SMALL
+    assert not any(name.endswith(".safetensors") for name in hub.sent)
+    found = find_checkpoint(f"hf.co/{NAME}", progress=lambda *about: shown.append(about))
+    shards = shards_of(folder)
+    assert len(shards) > 1
+    assert {name for name in hub.sent if name.endswith(".safetensors")} == {*shards}
+    for name in (*SMALL, *shards):
+        assert (found / name).read_bytes() == (folder / name).read_bytes()
+        assert hub.sent[name] == (folder / name).stat().st_size
+    # what huggingface_hub finds without a connection is this folder
+    assert snapshot_download(NAME, local_files_only=True) == str(found)
+    total = sum((folder / name).stat().st_size for name in shards)
+    assert shown
+    assert all(line.startswith("downloading ") and size == total for line, _, size in shown)
+    before = dict(hub.sent)
+    assert find_checkpoint(NAME) == found
+    assert hub.sent == before
+
+
+def test_revisions(hub: local_hub.LocalHub, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    tiny_text_model(300).save_pretrained(other)
+    hub.add(NAME, folder)
+    commit = hub.add(NAME, other, "v2")
+    for name in (f"{NAME}@v2", f"{NAME}@{commit}"):
+        assert find_checkpoint(name).name == commit
+    assert "has no revision 'v3' of it" in refused(f"{NAME}@v3")
+
+
+def test_a_download_goes_on_where_it_was_interrupted(hub: local_hub.LocalHub, folder: Path) -> None:
+    hub.add(NAME, folder)
+    find_checkpoint(NAME, weights=False)
+    hub.most_bytes, hub.at_limit = 50_000, True
+
+    def interrupt(*_: object) -> None:
+        if hub.stalled.is_set():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        find_checkpoint(NAME, progress=interrupt)
+    blobs = Path(constants.HF_HUB_CACHE) / "models--maker--tiny" / "blobs"
+    digests = {local_hub.digest_of(folder / name)[0]: name for name in shards_of(folder)}
+    assert not any((blobs / digest).exists() for digest in digests)
+    hub.released.set()
+    for thread in threading.enumerate():
+        if thread.name == "moe-hub":
+            thread.join()
+    hub.most_bytes, hub.at_limit = None, False
+    parts = {path.stem: path.stat().st_size for path in blobs.glob("*.incomplete")}
+    assert max(parts.values()) > 0
+    hub.ranges.clear()
+    found = find_checkpoint(NAME)
+    for digest, name in digests.items():
+        assert (found / name).read_bytes() == (folder / name).read_bytes()
+        size = (folder / name).stat().st_size
+        if parts.get(digest):
+            assert (name, f"bytes={parts[digest]}-{size - 1}") in hub.ranges
+    assert not [*blobs.glob("*.incomplete")]
+
+
+def test_a_connection_that_breaks_off_is_made_again(hub: local_hub.LocalHub, folder: Path) -> None:
+    hub.add(NAME, folder)
+    hub.most_bytes = 50_000
+    found = find_checkpoint(NAME)
+    for name in shards_of(folder):
+        assert (found / name).read_bytes() == (folder / name).read_bytes()
+        assert hub.sent[name] == (folder / name).stat().st_size
+
+
+def test_bytes_that_are_not_those_announced_are_refused(
+    hub: local_hub.LocalHub, folder: Path
+) -> None:
+    hub.add(NAME, folder)
+    find_checkpoint(NAME, weights=False)
+    hub.wrong_bytes = True
+    assert "expected bytes of digest " in refused(NAME)
+    hub.wrong_bytes = False
+    assert (find_checkpoint(NAME) / shards_of(folder)[0]).exists()
+
+
+def test_a_disk_without_room(
+    hub: local_hub.LocalHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add(NAME, folder)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10}))
+    with pytest.raises(CapacityError, match=r"are to be downloaded, and 10 B are free .*HF_HOME"):
+        find_checkpoint(NAME)
+
+
+@pytest.mark.parametrize("ignores_ranges", [False, True])
+def test_inspecting_a_model_of_the_hub_reads_headers_alone(
+    hub: local_hub.LocalHub, folder: Path, ignores_ranges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_runtime.checkpoints.hub_transfer._FIRST_BYTES", 1 << 10)
+    hub.add(NAME, folder)
+    hub.ignores_ranges = ignores_ranges
+    expected = inspect_checkpoint(folder, max_tokens=64)
+    found = inspect_checkpoint(NAME, max_tokens=64)
+    assert found.path == Path(NAME)
+    for field in ("num_layers", "total_experts", "expert_bytes", "dense_bytes", "signature"):
+        assert getattr(found, field) == getattr(expected, field)
+    shards = shards_of(folder)
+    assert {name for name, _ in hub.ranges} == {*shards, "model.safetensors.index.json", *SMALL}
+    if not ignores_ranges:
+        assert all(hub.sent[name] < (folder / name).stat().st_size / 10 for name in shards)
+    cache = Path(constants.HF_HUB_CACHE)
+    assert not [*cache.rglob("*.safetensors"), *cache.rglob("*.incomplete")]
+    inspect_checkpoint(NAME, max_tokens=64, verify=True)
+    assert len([*cache.rglob("*.safetensors")]) == len(shards)
+    hub.sent.clear()
+    assert inspect_checkpoint(NAME, max_tokens=64).expert_bytes == expected.expert_bytes
+    assert not hub.sent  # all of it is here
+
+
+def test_gguf_repositories(hub: local_hub.LocalHub, tmp_path: Path) -> None:
+    sample = next(one for one in gguf_checkpoints.SAMPLES if one.architecture == "olmoe")
+    source = tmp_path / "repository"
+    source.mkdir()
+    written = gguf_checkpoints.write(sample, source, most_tensors=9)
+    parts = sorted(source.glob("*.gguf"))
+    assert len(parts) > 1
+    for part in parts:
+        part.rename(part.with_name(part.name.replace("model-", "M-Q8_0-")))
+    (source / "M-Q2_K.gguf").write_bytes(b"GGUF")
+    first = source / written.folder.name.replace("model-", "M-Q8_0-")
+    expected = inspect_checkpoint(first, max_tokens=64)
+    hub.add(NAME, source)
+    found = inspect_checkpoint(f"{NAME}:Q8_0", max_tokens=64)
+    assert (found.expert_bytes, found.dense_bytes) == (expected.expert_bytes, expected.dense_bytes)
+    assert not [*Path(constants.HF_HUB_CACHE).rglob("*.gguf")]
+    hub.sent.clear()
+    for name in (f"{NAME}:Q8_0", f"https://huggingface.co/{NAME}/blob/main/{first.name}"):
+        file = find_checkpoint(name)
+        assert file.name == first.name
+        assert inspect_checkpoint(file, max_tokens=64).expert_bytes == expected.expert_bytes
+    assert len(hub.sent) == len(parts)
+    assert "several models; it has Q2_K (4 B), Q8_0 (" in refused(NAME)
+
+
+def test_without_a_connection_the_cache_serves(
+    hub: local_hub.LocalHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add(NAME, folder)
+    find_checkpoint(NAME, weights=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    message = refused(NAME)
+    assert f"there is no {shards_of(folder)}; HF_HUB_OFFLINE is set" in message
+    assert "HF_HOME" in refused("maker/other")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    found = find_checkpoint(NAME)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_checkpoint(NAME) == found
+    assert inspect_checkpoint(NAME, max_tokens=64).path == found
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert find_checkpoint(NAME) == found
+    assert "http://127.0.0.1:9 (HF_ENDPOINT) cannot be reached: " in refused("maker/other")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [
+        (
+            (403, "GatedRepo"),
+            r"it is gated, and HF_TOKEN is not set: accept its terms at .*/maker/tiny, and set",
+        ),
+        ((401, "GatedRepo"), "it is gated, and HF_TOKEN is not set"),
+        ((403, ""), r"refused it \(403\): HF_TOKEN is not set"),
+    ],
+)
+def test_files_that_the_hub_refuses(
+    hub: local_hub.LocalHub,
+    folder: Path,
+    refusal: tuple[int, str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub.add(NAME, folder)
+    hub.refusal = refusal
+    with pytest.raises(CheckpointError, match=expected):
+        find_checkpoint(NAME)
+    with pytest.raises(CheckpointError, match=expected):
+        inspect_checkpoint(NAME)
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    assert "the token in HF_TOKEN may not read it" in refused(NAME)
+
+
+def test_names_that_the_hub_does_not_have_are_one_line(
+    hub: local_hub.LocalHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "pytorch_model.bin").write_bytes(b"x")
+    hub.add("maker/pickles", tmp_path / "empty")
+    assert "none of that name, or it is private and HF_TOKEN is not set" in refused("maker/absent")
+    assert "neither config.json nor GGUF files; found ['pytorch_model.bin']" in refused(
+        "maker/pickles"
+    )
+    assert main(["inspect", "maker/absent"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+RUN = """
+import sys
+from huggingface_hub import constants
+constants.ENDPOINT = sys.argv[1]
+constants.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[1] + "/{repo_id}/resolve/{revision}/{filename}"
+constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = sys.argv[2], False
+from moe_runtime.cli.main import main
+sys.exit(main(["run", sys.argv[3], "--prompt", "x"]))
+"""
+"""As with these names in the environment, which huggingface_hub reads when it is imported."""
+
+
+def test_ctrl_c_ends_a_download_at_once(
+    hub: local_hub.LocalHub, folder: Path, tmp_path: Path
+) -> None:
+    hub.add(NAME, folder)
+    hub.most_bytes, hub.at_limit = 50_000, True
+    command = [warm_python(), "-P", "-c", RUN, hub.address, str(tmp_path / "cache"), NAME]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert hub.stalled.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)  # the server stands still all the time
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    blobs = tmp_path / "cache" / "models--maker--tiny" / "blobs"
+    assert [*blobs.glob("*.incomplete")]
+    finished = {local_hub.digest_of(folder / name)[0] for name in shards_of(folder)}
+    assert not any((blobs / digest).exists() for digest in finished)
