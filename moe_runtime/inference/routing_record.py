@@ -139,9 +139,7 @@ def open_record(
     """
     recorders: list[Recorder] = []
     if trace is not None:
-        recorders.append(
-            options.TraceRecorder(Path(trace), signature, expert_bytes=expert_bytes)
-        )
+        recorders.append(options.TraceRecorder(Path(trace), signature, expert_bytes=expert_bytes))
     if keeps_recent:
         recorders.append(options.RecentRouting(signature, checkpoint))
     return RoutingRecord(recorders, signature, listeners)

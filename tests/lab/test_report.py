@@ -160,7 +160,9 @@ def test_what_scrolls_is_reached_with_the_keyboard(page):
 def test_experts_have_the_size_that_the_trace_says(page):
     assert "experts of 16 MiB (assumed: the trace does not say) over" in page.read_text()
     written = read_trace(page.parent / "trace.npz")
-    write_trace(sized := page.parent / "sized.npz", dataclasses.replace(written, expert_bytes=196_608))
+    write_trace(
+        sized := page.parent / "sized.npz", dataclasses.replace(written, expert_bytes=196_608)
+    )
     for more, expected in (([], "192 KiB"), (["--expert-size", "1MiB"], "1 MiB")):
         words = ["report", str(sized), "-o", str(page.parent / "sized.html"), *more]
         assert main([*words, "--policy", "lru", "--predictor", "popularity"]) == 0
