@@ -77,9 +77,9 @@ ASSUMED_EXPERT = "16MiB"
 ExpertSize = Annotated[
     str | None,
     typer.Option(
-        help="Bytes of one expert; the trace's own, or 16MiB where it lacks them. Without --bandwidth: sizes separated by commas, one for each "
-        "layer, or one for each expert of each layer; what is read is weighed by them, and lec and "
-        "gdsf go by them."
+        help="Bytes of one expert; the trace's own, or 16MiB where it lacks them. Without "
+        "--bandwidth: sizes separated by commas, one for each layer, or one for each expert of "
+        "each layer; what is read is weighed by them, and lec and gdsf go by them."
     ),
 ]
 LayerTime = Annotated[

@@ -304,8 +304,8 @@ def _machine_words(found: TraceFindings) -> str:
     assumed = " (assumed: the trace does not say)" if found.settings.assumes_size else ""
     return (
         f"A modelled machine: experts of {format_bytes(machine.expert_bytes)}{assumed} over a "
-        f"link of {machine.bytes_per_s / 1e9:.3g} GB/s, {1e3 * machine.layer_s:.3g} ms for a layer and "
-        f"{1e3 * machine.expert_s:.3g} ms for each expert. "
+        f"link of {machine.bytes_per_s / 1e9:.3g} GB/s, {1e3 * machine.layer_s:.3g} ms for a "
+        f"layer and {1e3 * machine.expert_s:.3g} ms for each expert. "
         f"{found.timed['off'].num_tokens:,} tokens of the later requests; predictors learned "
         "from the earlier ones."
     )

@@ -225,4 +225,4 @@ def _join(parts: list[Trace]) -> Trace:
         if name not in ("version", "signature", "step_start", "step_update", "expert_bytes")
     }
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return Trace(version=TRACE_VERSION, signature=parts[0].signature, step_start=starts, **columns)
+    return replace(parts[0], version=TRACE_VERSION, step_start=starts, **columns)
