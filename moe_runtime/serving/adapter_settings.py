@@ -73,9 +73,11 @@ class AdapterSettings:
         patterns = self._value("layers_pattern", "names", _is_names) or ()
         self._layer_patterns = (patterns,) if isinstance(patterns, str) else patterns
         if isinstance(self._targets, str) and (self._layers is not None or patterns):
-            raise self._refusal("target_modules", "a list of names beside layers_to_transform")
+            raise self._refusal(
+                "target_modules", "a list of names where layers_to_transform is given"
+            )
         if patterns and self._layers is None:
-            raise self._refusal("layers_pattern", "layers_to_transform beside it")
+            raise self._refusal("layers_pattern", "given together with layers_to_transform")
         rank, alpha = "a whole number from 1 on", "a finite number"
         self._rank = self._value("r", rank, _is_rank, 8)
         self._alpha = self._value("lora_alpha", alpha, _is_number, 8)
