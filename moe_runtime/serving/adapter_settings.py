@@ -73,9 +73,7 @@ class AdapterSettings:
         patterns = self._value("layers_pattern", "names", _is_names) or ()
         self._layer_patterns = (patterns,) if isinstance(patterns, str) else patterns
         if isinstance(self._targets, str) and (self._layers is not None or patterns):
-            raise self._refusal(
-                "target_modules", "a list of names where layers_to_transform is given"
-            )
+            raise self._refusal("target_modules", "a list of names with layers_to_transform")
         if patterns and self._layers is None:
             raise self._refusal("layers_pattern", "given together with layers_to_transform")
         rank, alpha = "a whole number from 1 on", "a finite number"
