@@ -7,6 +7,7 @@ is written expert by expert, whatever its layout, and never is in memory as a wh
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import math
 import mmap
@@ -37,7 +38,13 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 COPY_BYTES = 2**24
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
+_NOT_COPIED = (
+    *(f"*{end}" for end in (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")),
+    *("*.index.json", "adapter_*", "trainer_state*"),
+    *("readme*", "*model*card*", "*model*index*", "*result*", "*metric*", "*benchmark*"),
+    *("eval*", "*[._-]eval*"),
+)
+"""Weights, what points to them, and what is said or measured of the first checkpoint alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +302,8 @@ class LikeCheckpoint:
         """Configuration, tokenizer, index: what is no tensor."""
         source = self._checkpoint.folder
         for path in sorted(source.iterdir()):
-            if path.is_file() and path.suffix not in _NOT_COPIED and path.name != INDEX_NAME:
+            name = path.name.lower()
+            if path.is_file() and not any(fnmatch.fnmatchcase(name, one) for one in _NOT_COPIED):
                 shutil.copyfile(path, folder / path.name)
         if (source / INDEX_NAME).is_file():
             total = sum(output.num_bytes - len(output.header) for output in outputs.values())

@@ -119,6 +119,11 @@ def read_config(folder: Path) -> PreTrainedConfig:
         return read_model(folder).config
     import transformers
 
+    if os.path.lexists(folder / "adapter_config.json"):
+        raise UnsupportedModelError(
+            f"{folder}: has an adapter (adapter_config.json), which no command applies to a model; "
+            "give the folder of its base model, and the adapter as serve --adapter NAME=FOLDER"
+        )
     file = folder / "config.json"
     if not os.path.lexists(file):
         raise CheckpointError(f"{folder} has no config.json; expected a Hugging Face checkpoint")

@@ -127,14 +127,18 @@ def training_display(num_steps: int, log_every: int, first_step: int) -> Iterato
         TextColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Column
 
+    console = Console(stderr=True)
+    # where a line is short, the end of the status goes, and step and loss stay
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     columns = (
         TextColumn("step"),
         MofNCompleteColumn(),
-        BarColumn(20),
-        TextColumn("{task.fields[status]}", markup=False),
+        *([BarColumn(20)] if console.width > 100 else []),
+        TextColumn("{task.fields[status]}", markup=False, table_column=rest),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console, expand=True) as bar:
         task = bar.add_task("train", total=num_steps, completed=first_step, status="")
         yield TrainingDisplay(lines, bar, task)

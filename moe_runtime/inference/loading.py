@@ -248,7 +248,10 @@ def load(
     # where every expert has a slot there is nothing to choose
     is_auto = policy == choosing.AUTO and fastest.num_slots < len(experts.layouts)
     if is_first and (is_auto or trace is not None):
-        recorder = options.open_record(listeners, signature, folder, trace, keeps_recent=is_auto)
+        largest = max(layout.tensor_bytes for layout in experts.layouts.values())
+        recorder = options.open_record(
+            listeners, signature, folder, trace, expert_bytes=largest, keeps_recent=is_auto
+        )
     if guessers.reader is not None:
         prefetcher = options.open_prefetcher(
             model, listeners, blocks, store, guessers.reader, mode, place, share, learning

@@ -121,6 +121,7 @@ def open_record(
     checkpoint: Path,
     trace: str | Path | None,
     *,
+    expert_bytes: int,
     keeps_recent: bool,
 ) -> RoutingRecord:
     """Records a model's forward passes from now on, into a trace and for the choices of later runs.
@@ -130,6 +131,7 @@ def open_record(
         signature: what it is.
         checkpoint: its folder or file.
         trace: the file of a trace, if one is wanted.
+        expert_bytes: of the largest expert.
         keeps_recent: whether the latest decode steps are kept in the user's cache.
 
     Raises:
@@ -137,7 +139,7 @@ def open_record(
     """
     recorders: list[Recorder] = []
     if trace is not None:
-        recorders.append(options.TraceRecorder(Path(trace), signature))
+        recorders.append(options.TraceRecorder(Path(trace), signature, expert_bytes=expert_bytes))
     if keeps_recent:
         recorders.append(options.RecentRouting(signature, checkpoint))
     return RoutingRecord(recorders, signature, listeners)

@@ -7,13 +7,9 @@ Shape suffixes: I inputs, O outputs of a layer, N rows, R rank.
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -21,22 +17,9 @@ from safetensors import safe_open
 from moe_runtime.checkpoints.safetensors_index import read_header
 from moe_runtime.digests import check_digests
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
-from moe_runtime.reading import read_bounded
+from moe_runtime.serving.adapter_settings import AdapterSettings
 
-_MOST_CONFIG_BYTES = 1 << 22
 _TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_dora", "use_qalora"), (False,)),
-    **dict.fromkeys(("use_bdlora", "ensure_weight_tying"), (False,)),
-    "bias": ("none",),
-    "peft_type": ("LORA",),
-    "init_lora_weights": (True, "gaussian"),
-    **dict.fromkeys(("modules_to_save", "target_parameters", "trainable_token_indices"), ([],)),
-    **dict.fromkeys(("layer_replication", "alora_invocation_tokens", "megatron_config"), ([],)),
-    **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config"), ({},)),
-}
-"""Settings that would change what an adapter computes, and the values with which they do not; an
-absent or empty value never does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +41,7 @@ class AdapterFolder:
 
     Attributes:
         folder: where they are.
+        settings: of the adapter.
         num_bytes: of the adapter in memory.
         widths: inputs and outputs of the adapted layers, by name.
     """
@@ -70,31 +54,22 @@ class AdapterFolder:
             UnsupportedModelError: the adapter is more than pairs of matrices beside linear layers.
         """
         self.folder = folder
-        settings = folder / "adapter_config.json"
+        config = folder / "adapter_config.json"
         self._file = folder / "adapter_model.safetensors"
-        for file in (settings, self._file):
+        for file in (config, self._file):
             if not file.is_file():
                 raise CheckpointError(
                     f"{folder}: expected the folder of an adapter as PEFT writes it, but there is "
                     f"no {file.name}"
                 )
         check_digests(folder)
-        with blamed_on(f"{settings}: cannot be read as JSON"):
-            found = json.loads(read_bounded(settings, max_bytes=_MOST_CONFIG_BYTES))
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{settings}: expected an object with the adapter's settings")
-        self._settings: Mapping[str, Any] = found
+        self.settings = AdapterSettings(config)
         self._state = self._state_of_file()
-        with blamed_on(f"{settings}: cannot be used"):
-            self._layers = self._read_layers()
-            self._scales = {layer: self._scale(layer) for layer in self._layers}
-        for name, plain in _PLAIN.items():
-            value = found.get(name)
-            if value and value not in plain:
-                raise UnsupportedModelError(
-                    f"{settings}: {name} is {json.dumps(value):.60}, which no request can be "
-                    "served with; merge the adapter into a checkpoint of its own"
-                )
+        self._layers = self._read_layers()
+        self._scales = {
+            layer: self.settings.scale(layer, parts["A"][0])
+            for layer, parts in self._layers.items()
+        }
         shapes = {
             layer: (parts["A"][1], parts["B"][0], parts["A"][0])
             for layer, parts in self._layers.items()
@@ -144,7 +119,7 @@ class AdapterFolder:
         layers: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, tensor in sorted(read_header(self._file).items()):
             match = _TENSOR.fullmatch(name)
-            if match is None or ".base_layer" in name or self._is_of_experts(match["layer"]):
+            if match is None or ".base_layer" in name:
                 raise UnsupportedModelError(
                     f"{self._file}: {name} is no adapter of a linear layer beside the experts; "
                     "merge the adapter into a plain checkpoint, or train one of attention alone"
@@ -158,32 +133,15 @@ class AdapterFolder:
         if not layers:
             raise CheckpointError(f"{self._file}: has no adapter")
         for layer, parts in layers.items():
-            if len(parts) < 2 or parts["A"][0] != parts["B"][1] or not self._is_targeted(layer):
+            if len(parts) < 2 or parts["A"][0] != parts["B"][1]:
                 raise CheckpointError(
-                    f"{self._file}: {layer}.lora_{min(parts)} needs another matrix of its rank, "
-                    "and its layer among target_modules of adapter_config.json"
+                    f"{self._file}: {layer}.lora_{min(parts)} needs another matrix of its rank"
+                )
+            if not self.settings.targets(layer):
+                raise CheckpointError(
+                    f"{self._file}: has matrices for {layer}, which PEFT would ignore: "
+                    "target_modules, exclude_modules or layers_to_transform of "
+                    "adapter_config.json leave that layer out; mend the settings, or remove the "
+                    "matrices"
                 )
         return layers
-
-    def _is_of_experts(self, layer: str) -> bool:
-        """Whether PEFT takes a name to be that of a module whose parameters have adapters."""
-        wrapped = {
-            str(name).rpartition(".")[0] for name in self._settings.get("target_parameters") or ()
-        }
-        return any(layer == name or layer.endswith(f".{name}") for name in wrapped)
-
-    def _is_targeted(self, layer: str) -> bool:
-        targets = self._settings.get("target_modules")
-        if isinstance(targets, str):
-            return targets == "all-linear" or re.fullmatch(targets, layer) is not None
-        return any(layer == name or layer.endswith(f".{name}") for name in targets or ())
-
-    def _scale(self, layer: str) -> float:
-        rank = self._layers[layer]["A"][0]
-        alpha = self._settings.get("lora_alpha", 8)
-        patterns: Mapping[str, Any] = self._settings.get("alpha_pattern") or {}
-        for pattern, own in patterns.items():
-            if re.match(rf"(.*\.)?({pattern})$", layer):
-                alpha = own
-                break
-        return alpha / (math.sqrt(rank) if self._settings.get("use_rslora") else rank)

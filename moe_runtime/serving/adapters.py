@@ -69,6 +69,7 @@ class Adapters:
                 owner, _, own_name = layer.rpartition(".")
                 if own_name == "kv_b_proj" and hasattr(self._modules[owner], "expand_kv"):
                     self._alone.add(name)
+            _require_all(model, self._modules, folder)
         self._resident: dict[str, _Pairs | None] = {}  # those used last are last
         self._users: dict[Hashable, str] = {}
         self.num_reads = 0
@@ -223,6 +224,19 @@ def _adding(parts: Items[tuple[slice, LowRankPair]], num_rows: int | None) -> An
         return output_NO.to(output.dtype).view(output.shape)
 
     return add
+
+
+def _require_all(model: Any, modules: Mapping[str, torch.nn.Module], folder: AdapterFolder) -> None:
+    """Refuses an adapter without matrices for a layer that its settings name."""
+    output = model.get_output_embeddings() if folder.widths else None
+    for layer, module in modules.items():
+        is_linear = isinstance(module, torch.nn.Linear) and module is not output
+        if is_linear and layer not in folder.widths and folder.settings.targets(layer):
+            raise CheckpointError(
+                f"{folder.folder}: its settings name {layer} of the model, for which it has no "
+                "matrices, and PEFT would begin with new ones; give the whole adapter, or name "
+                "fewer layers in target_modules of adapter_config.json"
+            )
 
 
 def _require_linear(

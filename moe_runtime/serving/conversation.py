@@ -60,6 +60,7 @@ class Conversation:
         stops: strings that end it and are no part of it.
         sampling: how tokens are chosen.
         max_new_tokens: most tokens of an answer.
+        known_tokens: most tokens that the model knows positions for; None where that is not said.
         system: what the model is told before the first message, if anything.
 
     Attributes:
@@ -75,6 +76,7 @@ class Conversation:
         end_ids: frozenset[int],
         sampling: SamplingOptions,
         max_new_tokens: int,
+        known_tokens: int | None = None,
         system: str | None = None,
         stops: Sequence[str] = (),
     ) -> None:
@@ -84,6 +86,7 @@ class Conversation:
         self._stops = stops
         self._sampling = sampling
         self._max_new_tokens = max_new_tokens
+        self._known_tokens = known_tokens
         self._system = system
         self._is_harmony = is_harmony(str(tokenizer.chat_template))
         marks = HARMONY_MARKS if self._is_harmony else ()
@@ -129,9 +132,13 @@ class Conversation:
         prompt = encode_messages(self._tokenizer, messages)["input_ids"][0].tolist()
         most = self._engine.most_request_tokens
         if len(prompt) >= most:
+            is_whole = self._known_tokens is not None and most >= self._known_tokens
             raise ValueError(
-                f"the conversation has {len(prompt)} tokens and may have {most} with its answer; "
-                "/reset begins a new one, or give a larger --max-tokens"
+                f"the conversation has {len(prompt)} tokens and may have {most} with its answer"
+                + (", as many as the model knows; " if is_whole else "; ")
+                + ("/reset begins a new one, or send" if self.turns else "send")
+                + " a shorter message"
+                + ("" if is_whole else ", or start again with a larger --max-tokens")
             )
         request = GenerationRequest(
             prompt_ids=tuple(prompt),

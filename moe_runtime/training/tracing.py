@@ -47,6 +47,7 @@ class TrainingTrace:
         signature: of the model.
         experts: its modules of routed experts in order, called with rows, ids and weights.
         last_step: the optimizer step after which the file is written and nothing recorded any more.
+        expert_bytes: of the largest expert in the checkpoint, if there is one.
 
     Raises:
         CheckpointError: the file could not be written there.
@@ -54,10 +55,11 @@ class TrainingTrace:
     """
 
     def __init__(
-        self, path: Path, signature: ModelSignature, experts: Sequence[nn.Module], *, last_step: int
-    ) -> None:
+        self, path: Path, signature: ModelSignature, experts: Sequence[nn.Module], *,
+        last_step: int, expert_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         self.path = path
-        self._recorder = TraceRecorder(path, signature, trains=True)
+        self._recorder = TraceRecorder(path, signature, expert_bytes=expert_bytes, trains=True)
         self._num_experts = signature.num_experts
         self._last_step = last_step
         self._passes: list[_Pass] = []
@@ -152,7 +154,7 @@ def signature_of_config(config: LanguageModelConfig) -> ModelSignature:
 
 def open_trace(
     path: Path, signature: ModelSignature, model: nn.Module, names: Sequence[str], *,
-    first_step: int, num_steps: int,
+    first_step: int, num_steps: int, expert_bytes: int | None = None,
 ) -> TrainingTrace:  # fmt: skip
     """The trace of a run that begins at a step; one that goes on writes a file of its own.
 
@@ -163,6 +165,7 @@ def open_trace(
         names: of its modules of routed experts.
         first_step: steps taken before.
         num_steps: steps to record; 0 records all.
+        expert_bytes: of the largest expert in the checkpoint, if there is one.
 
     Raises:
         CheckpointError: the file could not be written there.
@@ -175,7 +178,7 @@ def open_trace(
     if first_step:
         path = path.with_name(f"{path.stem}-from-{first_step}{path.suffix}")
     last = first_step + num_steps if num_steps else 2**62
-    return TrainingTrace(path, signature, modules, last_step=last)
+    return TrainingTrace(path, signature, modules, last_step=last, expert_bytes=expert_bytes)
 
 
 def trace_bytes(config: LoopConfig, signature: ModelSignature) -> int:

@@ -1,5 +1,6 @@
 """``moe-runtime replay``: rows for people and machines, and one line for what cannot be."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.cli.main import main
-from moe_runtime.lab.traces import write_trace
+from moe_runtime.lab.traces import read_trace, write_trace
 from moe_runtime.policies.prediction import Shape
 
 SHAPE = Shape(num_layers=2, num_experts=8, top_k=2)
@@ -68,6 +69,22 @@ def test_a_table_for_people(trace, capsys):
     assert "modelled time" in out
     assert "* told the whole trace" in out
     assert "static*" in out
+
+
+def test_time_is_modelled_with_experts_of_the_size_that_the_trace_says(trace, tmp_path, capsys):
+    sized = tmp_path / "sized.npz"
+    write_trace(sized, dataclasses.replace(read_trace(trace), expert_bytes=196_608))
+    found = {}
+    for name, more in ((trace, []), (str(sized), []), (trace, ["--expert-size", "192KiB"])):
+        args = ["replay", name, "--json", "--policy", "lru", "--capacity", "50%"]
+        assert main([*args, "--bandwidth", "1GB", *more]) == 0
+        shown = capsys.readouterr()
+        assert ("16MiB are assumed" in shown.err) == (name == trace and not more)
+        timed = json.loads(shown.out)["rows"][0]["timed"]["off"]
+        found[name, *more] = timed["demand_bytes"]
+    misses = found[trace,] // (16 << 20)
+    assert misses > 0
+    assert list(found.values()) == [misses * size for size in (16 << 20, 196_608, 196_608)]
 
 
 @pytest.mark.parametrize("scope", ["global", "per-layer"])

@@ -1,8 +1,14 @@
 """Tables of systems on narrow terminals: several below one another, and no broken word."""
 
+import io
+import re
+import sys
+
 import pytest
 
 from moe_runtime.cli.console import print_table
+from moe_runtime.cli.train_progress import training_display
+from moe_runtime.training.metrics import StepRecord
 
 NAMES = ["moe_runtime", "transformers:grouped_mm", "moe_runtime:planes", "llama_cpp#2"]
 COLUMNS = [("", "left"), *((name, "right") for name in NAMES)]
@@ -67,3 +73,29 @@ def test_no_column_is_cut_off(
         assert any(cell in line for line in printed)
     words = {word for line in lines for word in line.split()}
     assert words >= {word for header in headers for word in header.split()}
+
+
+@pytest.mark.parametrize("width", [40, 80, 300])
+def test_the_line_of_a_training_run_keeps_step_and_loss(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    sizes = dict.fromkeys(("memory_bytes", "read_bytes", "written_bytes"), 3 << 28)
+    record = StepRecord(
+        step=123, loss=4.56789, aux_loss=0.0, rate=1e-3, gradient_norm=1.0, tokens=123 << 12,
+        step_s=2.0, stall_s=0.5, **sizes,
+    )  # fmt: skip
+    with training_display(1000, 10, 0) as display:
+        display.show(record)
+    lines = (
+        re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n").split("\n")
+    )
+    last = [line for line in lines if line.strip()][-1]
+    assert max(map(len, lines)) <= width
+    assert re.match(r"step +123/1000 .*loss 4\.5", last)
+    assert ("loss 4.5679" in last and "rate 1.00e-03" in last) or width < 300
+    assert "loss 4.5679" in last or width < 80

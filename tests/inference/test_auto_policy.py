@@ -58,6 +58,7 @@ def test_auto_learns_from_the_run_before(tmp_path: Path, monkeypatch: pytest.Mon
     assert kept.num_steps == LEAST_STEPS + 11  # the first new token comes from the prompt
     recorded = read_trace(trace)  # both are kept; the trace has the prompt too
     assert recorded.num_steps == kept.num_steps + 1
+    assert recorded.expert_bytes == 192 << 10
     assert (recorded.expert_ids[-kept.num_tokens :] == kept.expert_ids).all()
 
     second, knowing = generate(policy="auto")

@@ -86,6 +86,15 @@ def test_no_config(checkpoint):
     assert "has no config.json" in refused(checkpoint)
 
 
+def test_an_adapter_beside_the_weights_is_not_passed_over(checkpoint):
+    """transformers would apply it."""
+    (checkpoint / "adapter_config.json").write_text("{}")
+    message = refused(checkpoint, UnsupportedModelError)
+    assert "has an adapter (adapter_config.json)" in message
+    (checkpoint / "config.json").unlink()
+    assert refused(checkpoint, UnsupportedModelError) == message
+
+
 def test_a_config_that_is_no_json(checkpoint):
     (checkpoint / "config.json").write_text("{")
     assert "config.json cannot be read" in refused(checkpoint)

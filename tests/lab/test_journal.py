@@ -60,8 +60,12 @@ def test_the_journal_holds_all_finished_blocks(whole: Trace, journal: Path) -> N
 
 
 def test_waiting_steps_are_written_after_a_while(tmp_path: Path) -> None:
-    record_steps(TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_s=0.0), 10)
-    assert read_trace(tmp_path / "t.npz.part").num_steps == 9
+    recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_s=0.0, expert_bytes=196_608)
+    record_steps(recorder, 10)
+    left = read_trace(tmp_path / "t.npz.part")
+    assert (left.num_steps, left.expert_bytes) == (9, 196_608)
+    recorder.close()
+    assert read_trace(tmp_path / "t.npz").expert_bytes == 196_608
 
 
 def test_a_recording_that_ends_well_leaves_no_journal(tmp_path: Path, whole: Trace) -> None:

@@ -20,7 +20,7 @@ from moe_runtime.lab.report.findings import ReportSettings, find
 from moe_runtime.lab.report.page import Page, Section, render
 from moe_runtime.lab.report.style import SERIES
 from moe_runtime.lab.report.trace_page import trace_page
-from moe_runtime.lab.traces import write_trace
+from moe_runtime.lab.traces import read_trace, write_trace
 from moe_runtime.policies.prediction import Shape
 
 SHAPE = Shape(num_layers=3, num_experts=8, top_k=2)
@@ -155,6 +155,18 @@ def test_what_scrolls_is_reached_with_the_keyboard(page):
     assert text.count("<table>") == text.count('<div class="scroll" tabindex="0" role="region"') > 0
     assert text.count("<svg") == text.count('<div role="img" tabindex="0"')
     assert "<details open>\n  <summary>7 sections</summary>" in text
+
+
+def test_experts_have_the_size_that_the_trace_says(page):
+    assert "experts of 16 MiB (assumed: the trace does not say) over" in page.read_text()
+    written = read_trace(page.parent / "trace.npz")
+    write_trace(
+        sized := page.parent / "sized.npz", dataclasses.replace(written, expert_bytes=196_608)
+    )
+    for more, expected in (([], "192 KiB"), (["--expert-size", "1MiB"], "1 MiB")):
+        words = ["report", str(sized), "-o", str(page.parent / "sized.html"), *more]
+        assert main([*words, "--policy", "lru", "--predictor", "popularity"]) == 0
+        assert f"experts of {expected} over" in (page.parent / "sized.html").read_text()
 
 
 def test_plots_are_written_too(page):

@@ -254,6 +254,8 @@ def one_changed(weights: np.ndarray, value: float) -> np.ndarray:
         ("header", lambda _: header(signature={"num_experts": 10**6}), "65535"),
         ("header", lambda _: header(signature={"top_k": 0}), "top_k"),
         ("header", lambda _: header(signature={"extra": 1}), "exactly"),
+        ("header", lambda _: header(expert_bytes=0), "expert_bytes"),
+        ("header", lambda _: header(expert_bytes=True), "expert_bytes"),
         ("header", lambda _: np.frombuffer(b"{", dtype=np.uint8), "not JSON"),
         ("header", lambda _: np.frombuffer(b"[" * 60000, dtype=np.uint8), "not JSON"),
         ("header", lambda _: np.zeros(1 << 17, dtype=np.uint8), "at most"),

@@ -1,7 +1,9 @@
 """LoRA adapters that requests name: the texts that PEFT gives, beside the model's own."""
 
 import copy
+import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -27,6 +29,7 @@ from moe_runtime.cli.main import main
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
 from moe_runtime.serving.adapter_folder import AdapterFolder
+from moe_runtime.serving.adapter_settings import OBEYED, REFUSED, WITHOUT_EFFECT
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
@@ -44,7 +47,7 @@ few units round by 1e-6, and a layer's outputs are summed a few times."""
 def write_adapter(base: Path, folder: Path, seed: int, **options: Any) -> Path:
     """As PEFT writes it, large enough to change texts."""
     torch.manual_seed(seed)
-    settings = peft.LoraConfig(init_lora_weights=False, **options)
+    settings = peft.LoraConfig(**{"init_lora_weights": False, **options})
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -346,8 +349,19 @@ def test_what_cannot_be_served_is_refused_by_the_name_of_its_tensor(
         base, tmp_path / "experts", 3, r=2, target_modules=[],
         target_parameters=["mlp.experts.down_proj"],
     )  # fmt: skip
-    assert "layers.0.mlp.experts.lora_A.weight is no adapter of a linear" in refusal(experts)
+    assert "target_parameters is ['mlp.experts.down_proj'], which no" in refusal(experts)
     narrow = folders["narrow"]
+    named = changed(narrow, tmp_path / "named")
+    settings = json.loads((experts / "adapter_config.json").read_text())
+    changed(experts, tmp_path / "unnamed", target_parameters=None)
+    assert settings["target_modules"] == []
+    assert "experts, which PEFT would ignore" in refusal(tmp_path / "unnamed", CheckpointError)
+    save_file(
+        load_file(folders["wide"] / "adapter_model.safetensors")
+        | {"base_model.model.model.layers.0.mlp.lora_magnitude_vector": torch.ones(1)},
+        named / "adapter_model.safetensors",
+    )
+    assert "lora_magnitude_vector is no adapter of a linear" in refusal(named)
     output = changed(narrow, tmp_path / "output", target_modules=["lm_head"])
     pair = {"A": torch.ones(2, 64), "B": torch.ones(400, 2)}
     save_file(
@@ -355,13 +369,15 @@ def test_what_cannot_be_served_is_refused_by_the_name_of_its_tensor(
         output / "adapter_model.safetensors",
     )
     assert "lm_head.lora_A is beside SmallBatchLinear of the model, expected" in refusal(output)
-    assert "use_dora is true" in refusal(changed(narrow, tmp_path / "dora", use_dora=True))
-    pissa = changed(narrow, tmp_path / "pissa", init_lora_weights="pissa")
-    assert 'init_lora_weights is "pissa"' in refusal(pissa)
-    odd = changed(narrow, tmp_path / "odd", alpha_pattern={"(": 1})
-    assert "cannot be used" in refusal(odd, CheckpointError)
-    other = changed(narrow, tmp_path / "other", target_modules=["q_proj"])
-    assert "self_attn.v_proj.lora_A needs" in refusal(other, CheckpointError)
+    half = changed(narrow, tmp_path / "half")
+    halves = load_file(half / "adapter_model.safetensors")
+    first = next(name for name in halves if "lora_B" in name)
+    save_file({n: t for n, t in halves.items() if n != first}, half / "adapter_model.safetensors")
+    assert "self_attn.v_proj.lora_A needs another" in refusal(half, CheckpointError)
+    whole = {n: t for n, t in halves.items() if ".layers.0." not in n}
+    save_file(whole, half / "adapter_model.safetensors")
+    message = refusal(half, CheckpointError)
+    assert "name model.layers.0.self_attn.v_proj of the model, for which it has no" in message
     file = changed(narrow, tmp_path / "wider") / "adapter_model.safetensors"
     save_file(
         {
@@ -372,6 +388,153 @@ def test_what_cannot_be_served_is_refused_by_the_name_of_its_tensor(
     )
     assert "are for 65 inputs and 64 outputs" in refusal(file.parent)
     assert "there is no adapter_config.json" in refusal(tmp_path / "none", CheckpointError)
+
+
+EXACTLY = {"r": 2, "target_modules": ["v_proj", "o_proj"]}
+LIKE_PEFT: dict[str, dict[str, Any]] = {
+    "a layer": {**EXACTLY, "layers_to_transform": 1},
+    "layers": {**EXACTLY, "layers_to_transform": [0, 7], "layers_pattern": ["h", "layers"]},
+    "no layers": {**EXACTLY, "layers_to_transform": [], "layers_pattern": "layers"},
+    "full names": {
+        "target_modules": ["model.layers.0.self_attn.q_proj", "k_proj"],
+        "layers_to_transform": [1],
+    },
+    "excluded names": {**EXACTLY, "exclude_modules": ["layers.0.self_attn.v_proj"]},
+    "an excluded pattern": {**EXACTLY, "exclude_modules": r".*\.1\..*v_proj"},
+    "ranks": {
+        **EXACTLY, "lora_alpha": 5, "use_rslora": True, "rank_pattern": {r"\d.*v_proj": 5},
+        "alpha_pattern": {"self_attn.o_proj": 0.5, "o_proj": 70},
+    },
+    "no scale": {**EXACTLY, "lora_alpha": 0},
+    "a negative scale": {**EXACTLY, "lora_alpha": -3},
+    "first values": {**EXACTLY, "init_lora_weights": "orthogonal"},
+    "minor components": {**EXACTLY, "init_lora_weights": "mica"},
+}  # fmt: skip
+"""Settings with which PEFT writes an adapter."""
+
+PATTERNS = {r".*\.0\.self_attn\.v_proj": ".layers.0.", "All-Linear": "", r".*v_proj": ""}
+"""PEFT writes names in place of a pattern for this family, and reads patterns."""
+
+IDLE: dict[str, Any] = {
+    "task_type": "CAUSAL_LM", "auto_mapping": {"unsloth_fixed": True}, "peft_version": "0.99",
+    "base_model_name_or_path": "other", "revision": "main", "inference_mode": False,
+    "lora_dropout": 0.5, "loftq_config": {"loftq_bits": 4}, "eva_config": {"rho": 3.0},
+    "corda_config": {}, "lora_ga_config": {}, "fan_in_fan_out": True, "megatron_core": "none",
+    "qalora_group_size": 4, "runtime_config": {"ephemeral_gpu_offload": True},
+}  # fmt: skip
+"""A value other than PEFT's own of each setting that is without effect."""
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([PROMPTS[1]])).logits.log_softmax(-1)
+
+
+def require_like_peft(base: Path, model: Any, folder: Path) -> None:
+    """That the adapter gives PEFT's log-probabilities, and others than the model has alone."""
+    adapters = Adapters(model, {"one": AdapterFolder(folder)})
+    adapters.reserve(0, "one")
+    adapters.read("one")
+    with adapters.applied([("one", len(PROMPTS[1]))]):
+        found = logits_of(model)
+    stock: Any = AutoModelForCausalLM.from_pretrained(base).eval()
+    stock = peft.PeftModel.from_pretrained(stock, folder)
+    expected = logits_of(stock)
+    torch.testing.assert_close(found, expected, rtol=0, atol=NEAR)
+    alone = (expected - logits_of(model)).abs().max() < NEAR
+    assert alone == (folder.name == "no scale")
+
+
+@pytest.mark.parametrize("name", LIKE_PEFT)
+def test_settings_are_obeyed_as_peft_obeys_them(
+    base: Path, model: Any, tmp_path: Path, name: str
+) -> None:
+    require_like_peft(base, model, write_adapter(base, tmp_path / name, 4, **LIKE_PEFT[name]))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_of_layers_are_obeyed(
+    base: Path, model: Any, tmp_path: Path, pattern: str
+) -> None:
+    part = PATTERNS[pattern]
+    names = [f"model.layers.{layer}.self_attn.v_proj" for layer in range(3)]
+    names = [name for name in names if part in name]
+    if pattern == "All-Linear":
+        names = [name.replace("v_proj", f"{one}_proj") for one in "qkvo" for name in names]
+    folder = write_adapter(base, tmp_path / "written", 4, target_modules=names)
+    settings = {"target_modules": pattern, "init_lora_weights": True}
+    folder = changed(folder, tmp_path / "read", **settings)
+    require_like_peft(base, model, folder)
+
+
+def test_settings_without_effect_have_none(
+    base: Path, model: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    assert IDLE.keys() == WITHOUT_EFFECT
+    require_like_peft(base, model, changed(folders["narrow"], tmp_path / "idle", **IDLE))
+    for first in ("eva", "gaussian", True, False):
+        folder = changed(folders["wide"], tmp_path / str(first), init_lora_weights=first)
+        require_like_peft(base, model, folder)
+
+
+def test_every_setting_of_peft_is_obeyed_idle_or_refused() -> None:
+    groups = [OBEYED, WITHOUT_EFFECT, REFUSED.keys()]
+    names = [field.name for field in dataclasses.fields(peft.LoraConfig)]
+    assert sorted(name for group in groups for name in group) == sorted(names)
+    defaults = peft.LoraConfig().to_dict()
+    for name, plain in REFUSED.items():
+        assert defaults[name] is None or defaults[name] in plain, name
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "r": (-4, 0, None, 1e9, 10**9, True, "2", 3, 2.0),
+    "lora_alpha": (math.nan, math.inf, -math.inf, "16", None, True, 10**400, 1e300, [1]),
+    "use_rslora": ("false", 1),
+    "rank_pattern": ({"v_proj": 3}, {"v_proj": 0}, {"v_proj": None}, ["v_proj"], {"(": 1}),
+    "alpha_pattern": ({"v_proj": "1"}, {"v_proj": math.nan}, [], {"(": 1}),
+    "target_modules": (None, ["q_proj"], "q_proj", "(", [], [1], 1, {}),
+    "exclude_modules": (["v_proj"], ".*v_proj", "(", 1, [None]),
+    "layers_to_transform": (0, [1], [7], True, ["0"], "0", 0.5),
+    "layers_pattern": ("layers", ["layers"], 1),
+    "peft_type": ("ADALORA", "XLORA", None),
+    "bias": ("all", "lora_only"),
+    "init_lora_weights": ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "new"),
+    "modules_to_save": (["lm_head"],),
+    "target_parameters": (["mlp.experts.down_proj"],),
+    "layer_replication": ([[0, 1], [0, 2]],),
+    "trainable_token_indices": ([1], []),
+    "alora_invocation_tokens": ([1], []),
+    "a_setting_of_tomorrow": (True, False, 0),
+    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "ensure_weight_tying"), (True,)),
+    **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config"), ({}, {"a": 1})),
+    **dict.fromkeys(("arrow_config", "use_bdlora", "megatron_config"), ({}, {"a": 1})),
+}
+
+
+def test_wrong_settings_are_refused_by_their_names(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    assert WRONG.keys() >= OBEYED | REFUSED.keys()
+    folder = changed(folders["narrow"], tmp_path / "one", target_modules=["v_proj"])
+    file = folder / "adapter_config.json"
+    sound = json.loads(file.read_text())
+    for name, values in WRONG.items():
+        for value in values:
+            file.write_text(json.dumps({**sound, name: value}))
+            with pytest.raises(MoERuntimeError) as refusal:
+                AdapterFolder(folder)
+            message = str(refusal.value)
+            assert "\n" not in message
+            assert str(file.parent) in message
+            is_no_json = "cannot be read as an object of JSON" in message
+            is_no_pattern = "a pattern cannot be used" in message
+            assert name in message or is_no_json or is_no_pattern, (name, value)
+    del sound["peft_type"]
+    file.write_text(json.dumps(sound))
+    with pytest.raises(CheckpointError, match="peft_type must be"):
+        AdapterFolder(folder)
+    file.write_text(json.dumps({**sound, "peft_type": "LORA", "a_setting_of_tomorrow": None}))
+    AdapterFolder(folder)
 
 
 def test_names_of_adapters_are_read_with_their_models(

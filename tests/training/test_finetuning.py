@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_runtime
 from moe_runtime.cli.main import main
+from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.training.finetune import memory
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
@@ -181,6 +182,11 @@ def test_adapters_do_not_depend_on_the_budget(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    kept = {"LICENSE", "modeling_own.py", "retrieval.json", "chat_template.jinja"}
+    said = {"README.md", "eval_results.json", "all_results.json", "model-index.yml"}
+    said |= {"human_eval.json", "pytorch_model.bin.index.json", "trainer_state.json"}
+    for name in kept | said:
+        (folder / name).write_text("{}")
     words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
     words += ["--context", "16", "--sequences", "2", "--steps", "2", "--host-memory", "1GiB"]
     assert main([*words, "--dry-run", "--json"]) == 0
@@ -194,6 +200,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert summary["complete"]
     assert math.isfinite(summary["loss"])
     assert "stall" in shown.err
+    written = {path.name for path in Path(summary["model"]).iterdir()}
+    assert written == {path.name for path in folder.iterdir()} - said
     exported = AutoModelForCausalLM.from_pretrained(summary["model"], dtype="auto")
     assert exported.dtype == torch.bfloat16
     assert main(words) == 2
@@ -207,7 +215,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--zeroth-order", "--trace", str(tmp_path / "t.npz"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["complete"]
     # both sides of a step are forward passes of their own
-    assert read_trace(tmp_path / "t.npz").num_steps == 4
+    trace = read_trace(tmp_path / "t.npz")
+    assert trace.num_steps == 4
+    own = inspect_checkpoint(folder)
+    assert trace.expert_bytes == own.expert_bytes // own.total_experts
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -23,6 +23,7 @@ from moe_runtime.cli.commands.predictor import (
     require_layers,
 )
 from moe_runtime.cli.commands.replay import (
+    ASSUMED_EXPERT,
     Bandwidth,
     Capacity,
     ExpertSize,
@@ -63,7 +64,7 @@ def bench_predictors(
     bandwidth: Bandwidth = None,
     capacity: Capacity = None,
     latency: Latency = 1e-4,
-    expert_size: ExpertSize = "16MiB",
+    expert_size: ExpertSize = ASSUMED_EXPERT,
     layer_time: LayerTime = 5e-4,
     known_ahead: KnownAhead = 0.0,
     expert_time: ExpertTime = 1e-4,

@@ -155,6 +155,7 @@ def chat(
                 repetition_penalty=loaded.generation_config.repetition_penalty or 1.0,
             ),
             max_new_tokens=max_new_tokens,
+            known_tokens=known,
             system=system,
         )
         _Terminal(conversation, loaded, sampling_words(sampling)).run()

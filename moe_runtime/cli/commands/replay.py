@@ -1,12 +1,13 @@
 """``moe-runtime replay``: what a recorded trace would have cost with other policies."""
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, loading_bar, print_json, print_table
+from moe_runtime.cli.console import Session, loading_bar, print_json, print_table, say_line
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
@@ -71,12 +72,14 @@ Bandwidth = Annotated[
     str | None, typer.Option(help="Bytes per second of the link, such as 3GB; models time.")
 ]
 Latency = Annotated[float, typer.Option(min=0.0, help="Seconds of a transfer beside its bytes.")]
+ASSUMED_EXPERT = "16MiB"
+"""Of traces that do not say how large an expert is."""
 ExpertSize = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="Bytes of one expert. Without --bandwidth: sizes separated by commas, one for each "
-        "layer, or one for each expert of each layer; what is read is weighed by them, and lec and "
-        "gdsf go by them."
+        help="Bytes of one expert; the trace's own, or 16MiB where it lacks them. Without "
+        "--bandwidth: sizes separated by commas, one for each layer, or one for each expert of "
+        "each layer; what is read is weighed by them, and lec and gdsf go by them."
     ),
 ]
 LayerTime = Annotated[
@@ -109,7 +112,7 @@ def replay(
     num_experts: NumExperts = None,
     bandwidth: Bandwidth = None,
     latency: Latency = 1e-4,
-    expert_size: ExpertSize = "16MiB",
+    expert_size: ExpertSize = None,
     layer_time: LayerTime = 5e-4,
     known_ahead: KnownAhead = 0.0,
     expert_time: ExpertTime = 1e-4,
@@ -134,10 +137,10 @@ def replay(
         raise ValueError(f"--shares must be even or adaptive, got {shares!r}")
     if bandwidth is None:
         times = ("latency", "layer_time", "known_ahead", "expert_time")
-        if "," not in expert_size:
+        if expert_size is None or "," not in expert_size:
             times = (*times, "expert_size")
         refuse_given(ctx, times, "is about modelled time; give --bandwidth too")
-    elif "," in expert_size:
+    elif expert_size is not None and "," in expert_size:
         raise ValueError("--expert-size must be one size where --bandwidth models time")
     machine = machine_of(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
     all_names = [name for name in POLICIES if name != "predicted" or predictor is not None]
@@ -150,6 +153,9 @@ def replay(
     with loading_bar() as progress:
         progress(f"reading {trace.name}", 0, 0)
         recorded = read_trace_to_replay(trace, num_experts, side_by_side)
+        own_bytes = None if expert_size else recorded.expert_bytes
+        if machine is not None and own_bytes is not None:
+            machine = dataclasses.replace(machine, expert_bytes=own_bytes)
         training = None
         if train is not None:
             training = read_routes_to_learn(train, num_experts, recorded, trace)
@@ -170,11 +176,13 @@ def replay(
             predictor=predictor if trained is None else trained.name,
             trained=trained,
             machine=machine,
-            sizes=sizes_of(expert_size, recorded) if "," in expert_size else None,
+            sizes=sizes_of(expert_size, recorded) if expert_size and machine is None else None,
         )
         rows = run_experiment(
             workload_of(recorded), experiment, on_progress=lambda what: progress(what, 0, 0)
         )
+    if machine is not None and not (expert_size or own_bytes):
+        warn_of_assumed_size(trace)
     if as_json:
         print_json(_as_json(trace, recorded, experiment, rows))
     else:
@@ -235,7 +243,7 @@ def parse_shares(text: str) -> list[float]:
 def machine_of(
     bandwidth: str | None,
     latency: float,
-    expert_size: str,
+    expert_size: str | None,
     layer_time: float,
     known_ahead: float,
     expert_time: float,
@@ -256,10 +264,18 @@ def machine_of(
     return Machine(
         bytes_per_s=options.bytes_of(bandwidth.removesuffix("/s"), "--bandwidth", needs_unit=True),
         latency_s=latency,
-        expert_bytes=options.bytes_of(expert_size, "--expert-size"),
+        expert_bytes=options.bytes_of(expert_size or ASSUMED_EXPERT, "--expert-size"),
         layer_s=layer_time,
         known_ahead_s=known_ahead,
         expert_s=expert_time,
+    )
+
+
+def warn_of_assumed_size(path: Path) -> None:
+    """Says that a trace lacks what was modelled with."""
+    say_line(
+        f"warning: {path} does not say how large an expert is, so {ASSUMED_EXPERT} are assumed; "
+        "give --expert-size"
     )
 
 

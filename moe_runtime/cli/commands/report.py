@@ -1,5 +1,6 @@
 """``moe-runtime report``: a trace, or the statistics of a run, as a page to look at."""
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,7 +64,10 @@ def report(
     predictor: Predictors = "popularity,previous-token,layer-affinity,naive-bayes",
     capacity: Capacity = "25%",
     bandwidth: Annotated[str, typer.Option(help="Bytes per second of the modelled link.")] = "25GB",
-    expert_size: Annotated[str, typer.Option(help="Bytes of one modelled expert.")] = "16MiB",
+    expert_size: Annotated[
+        str | None,
+        typer.Option(help="Bytes of one expert; the trace's own, or 16MiB where it lacks them."),
+    ] = None,
     max_accesses: MaxAccesses = 60_000,
     num_experts: Annotated[
         int | None, typer.Option(min=1, help="Experts of a layer, for files that do not say.")
@@ -127,12 +131,12 @@ def _page_of_trace(
     predictors: list[str],
     capacity: str,
     bandwidth: str,
-    expert_size: str,
+    expert_size: str | None,
     max_accesses: int,
     num_experts: int | None,
 ) -> "Page":
     from moe_runtime.cli.commands.predictor import check_trainable
-    from moe_runtime.cli.commands.replay import parse_shares
+    from moe_runtime.cli.commands.replay import ASSUMED_EXPERT, parse_shares
     from moe_runtime.lab.replay.link_model import Machine
     from moe_runtime.lab.report.findings import ReportSettings, find
     from moe_runtime.lab.report.trace_page import trace_page
@@ -149,7 +153,7 @@ def _page_of_trace(
                 bandwidth.removesuffix("/s"), "--bandwidth", needs_unit=True
             ),
             latency_s=1e-4,
-            expert_bytes=options.bytes_of(expert_size, "--expert-size"),
+            expert_bytes=options.bytes_of(expert_size or ASSUMED_EXPERT, "--expert-size"),
             layer_s=5e-4,
             expert_s=1e-4,
         ),
@@ -160,6 +164,11 @@ def _page_of_trace(
         progress(f"reading {source.name}", 0, 0)
         trace = read_any_trace(source, num_experts=num_experts)
         trace.require_choices(source)
+        if expert_size is None and trace.expert_bytes is not None:
+            machine = dataclasses.replace(settings.machine, expert_bytes=trace.expert_bytes)
+            settings = dataclasses.replace(settings, machine=machine)
+        elif expert_size is None:
+            settings = dataclasses.replace(settings, assumes_size=True)
         found = find(trace, settings, on_progress=lambda what: progress(what, 0, 0))
         progress("drawing", 0, 0)
         return trace_page(found, source.name)

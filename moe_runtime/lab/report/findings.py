@@ -40,6 +40,7 @@ class ReportSettings:
         machine: the modelled machine of bytes and timeline.
         capacity: share of the experts that fit, for bytes and timeline.
         max_accesses: experts asked for after which a replay stops; the most recent steps count.
+        assumes_size: the trace does not say how large the machine's experts are.
     """
 
     policies: Sequence[str]
@@ -47,6 +48,7 @@ class ReportSettings:
     machine: Machine
     capacity: float
     max_accesses: int
+    assumes_size: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from moe_runtime.config import format_bytes
 from moe_runtime.lab.replay.experiment import Row
 from moe_runtime.lab.replay.timed import LayerCounts
 from moe_runtime.lab.report import charts
@@ -300,10 +301,11 @@ def _timeline_section(found: TraceFindings) -> Section:
 
 def _machine_words(found: TraceFindings) -> str:
     machine = found.settings.machine
+    assumed = " (assumed: the trace does not say)" if found.settings.assumes_size else ""
     return (
-        f"A modelled machine: experts of {machine.expert_bytes / 2**20:.3g} MiB over a link of "
-        f"{machine.bytes_per_s / 1e9:.3g} GB/s, {1e3 * machine.layer_s:.3g} ms for a layer and "
-        f"{1e3 * machine.expert_s:.3g} ms for each expert. "
+        f"A modelled machine: experts of {format_bytes(machine.expert_bytes)}{assumed} over a "
+        f"link of {machine.bytes_per_s / 1e9:.3g} GB/s, {1e3 * machine.layer_s:.3g} ms for a "
+        f"layer and {1e3 * machine.expert_s:.3g} ms for each expert. "
         f"{found.timed['off'].num_tokens:,} tokens of the later requests; predictors learned "
         "from the earlier ones."
     )

@@ -53,6 +53,7 @@ class Trace:
         step_update: ``[S]`` int32, number of the optimizer step that a forward pass is part of, the
             first is 1; None where nothing is trained. Forward passes of the same number are the
             micro-batches of one step.
+        expert_bytes: of the largest expert of the model; None where the file does not say.
     """
 
     version: int
@@ -65,6 +66,7 @@ class Trace:
     expert_ids: np.ndarray
     gate_weights: np.ndarray
     step_update: np.ndarray | None = None
+    expert_bytes: int | None = None
 
     @property
     def num_steps(self) -> int:
@@ -102,9 +104,8 @@ class Trace:
     def steps(self, first: int, stop: int) -> "Trace":
         """The steps from ``first`` up to, not including, ``stop``, as a trace of their own."""
         rows = slice(int(self.step_start[first]), int(self.step_start[stop]))
-        return Trace(
-            version=self.version,
-            signature=self.signature,
+        return dataclasses.replace(
+            self,
             step_phase=self.step_phase[first:stop],
             step_start=self.step_start[first : stop + 1] - self.step_start[first],
             token_request=self.token_request[rows],
@@ -196,6 +197,8 @@ def save_columns(file: BinaryIO, trace: Trace, *, compressed: bool) -> None:
     """Writes the arrays of a trace as an ``.npz`` into an open file."""
     signature = dataclasses.asdict(trace.signature)
     header = {"format": TRACE_FORMAT, "version": trace.version, "signature": signature}
+    if trace.expert_bytes is not None:
+        header["expert_bytes"] = trace.expert_bytes
     columns = {name: getattr(trace, name) for name in _column_specs(trace.signature, trace.version)}
     header_bytes = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
     save = np.savez_compressed if compressed else np.savez
@@ -249,15 +252,14 @@ def _read_journal(path: str | os.PathLike[str], *, max_bytes: int) -> Trace:
         if name != "step_start"
     }
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    version, signature = blocks[0].version, blocks[0].signature
-    return Trace(version=version, signature=signature, step_start=starts, **columns)
+    return dataclasses.replace(blocks[0], step_start=starts, **columns)
 
 
 def _read_columns(
     content: BinaryIO | None, path: str | os.PathLike[str], *, max_bytes: int
 ) -> Trace:
     with Archive(path, max_bytes=max_bytes, content=content) as archive:
-        version, signature = _read_header(archive)
+        version, signature, expert_bytes = _read_header(archive)
         specs = _column_specs(signature, version)
         columns = {name: archive.read(name, dtype) for name, (dtype, _) in specs.items()}
     sizes = {"L": signature.num_layers, "K": signature.top_k}
@@ -269,7 +271,7 @@ def _read_columns(
                 f"{archive.path}: column {name} has shape {columns[name].shape}, "
                 f"expected {list(axes)} = {expected}"
             )
-    trace = Trace(version=version, signature=signature, **columns)
+    trace = Trace(version=version, signature=signature, expert_bytes=expert_bytes, **columns)
     _check_values(trace, archive.path)
     return trace
 
@@ -291,8 +293,8 @@ def _column_specs(
     }
 
 
-def _read_header(archive: Archive) -> tuple[int, ModelSignature]:
-    """The version, and what was recorded."""
+def _read_header(archive: Archive) -> tuple[int, ModelSignature, int | None]:
+    """The version, what was recorded, and the bytes of an expert."""
     raw = archive.read("header", np.dtype("|u1"), max_bytes=_MAX_HEADER_BYTES)
     try:
         header = json.loads(raw.tobytes())
@@ -307,7 +309,12 @@ def _read_header(archive: Archive) -> tuple[int, ModelSignature]:
             f"{TRAINING_TRACE_VERSION}; read it with the moe-runtime that wrote it, or record it "
             "again"
         )
-    return version, parse_signature(header.get("signature"), archive.path)
+    size = header.get("expert_bytes")
+    if size is not None and (type(size) is not int or not 0 < size < 2**63):
+        raise CheckpointError(
+            f"{archive.path}: expert_bytes must be a positive number, found {size!r}"
+        )
+    return version, parse_signature(header.get("signature"), archive.path), size
 
 
 def parse_signature(value: object, path: Path) -> ModelSignature:

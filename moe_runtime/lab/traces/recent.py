@@ -222,7 +222,7 @@ def _join(parts: list[Trace]) -> Trace:
     columns = {
         name: np.concatenate([getattr(part, name) for part in parts])
         for name in Trace.__dataclass_fields__
-        if name not in ("version", "signature", "step_start", "step_update")
+        if name not in ("version", "signature", "step_start", "step_update", "expert_bytes")
     }
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return Trace(version=TRACE_VERSION, signature=parts[0].signature, step_start=starts, **columns)
+    return replace(parts[0], version=TRACE_VERSION, step_start=starts, **columns)

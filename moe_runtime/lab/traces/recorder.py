@@ -44,6 +44,7 @@ class TraceRecorder:
             closed, and never left half written; a recording without steps leaves it as it was. What
             a killed recording left beside it gets another name (``MoERuntimeWarning``).
         signature: the model that is recorded.
+        expert_bytes: of the largest expert of the model, if that is known.
         trains: whether the forward passes belong to optimizer steps, whose numbers are recorded.
         block_tokens: tokens after which a block of finished steps is appended to the journal.
         block_s: seconds after which one is, whatever its size.
@@ -59,6 +60,7 @@ class TraceRecorder:
         path: str | os.PathLike[str],
         signature: ModelSignature,
         *,
+        expert_bytes: int | None = None,
         trains: bool = False,
         block_tokens: int = 256,
         block_s: float = 1.0,
@@ -71,6 +73,7 @@ class TraceRecorder:
         check_draft_path(path, "trace")
         self._keeps_journal = not writes_directly(self._path)
         self._signature = signature
+        self._expert_bytes = expert_bytes
         self._expert_dtype = expert_dtype(signature.num_experts)
         self._absent = absent_id(self._expert_dtype)
         self._recording = True
@@ -295,4 +298,5 @@ class TraceRecorder:
             expert_ids=np.concatenate([no_ids, *self._expert_ids[some]]),
             gate_weights=np.concatenate([no_weights, *self._weights[some]]),
             step_update=np.array(self._updates[some], np.int32) if self._trains else None,
+            expert_bytes=self._expert_bytes,
         )

@@ -344,6 +344,7 @@ def _open_trace(preparation: FinetunePreparation, first_step: int) -> TrainingTr
         [site.name for site in preparation.sites],
         first_step=first_step,
         num_steps=run.trace_steps,
+        expert_bytes=max(own.tensor_bytes for own in preparation.experts.layouts.values()),
     )
 
 
