@@ -8,6 +8,7 @@ from pathlib import Path
 from moe_runtime.config import type_in_words
 from moe_runtime.errors import CheckpointError
 
+_NO_DTYPE = re.compile(r"module 'torch' has no attribute ('.*')")
 _FIELD = re.compile(r"Validation error for field '(\w+)'")
 _ONE_TYPE = re.compile(r"expected (\w+), got \w+ \(value: (.*)\)")
 _SOME_TYPES = re.compile(r"with value (.*) doesn't match any type in \((.*?)\)\.(?: |$)")
@@ -27,6 +28,9 @@ def in_our_words(error: CheckpointError, file: Path) -> CheckpointError:
         One that names the key, what was expected and what was found; or the error as it was.
     """
     reason = " ".join(str(error.__cause__).split())
+    if unknown := _NO_DTYPE.fullmatch(reason):
+        expected = "a floating-point type of torch, such as 'bfloat16'"
+        return CheckpointError(f"{file}: expected dtype to be {expected}, found {unknown[1]:.80}")
     field = _FIELD.match(reason)
     if some := _SOME_TYPES.search(reason):  # says what is wrong with each of them, too
         names, found = re.split(r", (?![^\[]*\])", some[2]), some[1]

@@ -226,7 +226,10 @@ def _compute_dtype(
 def _stored_dtype(
     config: PreTrainedConfig, plain: Iterable[TensorEntry], is_packed: bool
 ) -> torch.dtype:
-    declared = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    declared = getattr(config, "dtype", None)
+    if declared is None and is_packed:
+        # of plain weights their own type counts, as in transformers
+        declared = getattr(config.get_text_config(), "dtype", None)
     if isinstance(declared, torch.dtype) and (declared in COMPUTE_DTYPES or not is_packed):
         return declared
     sizes: Counter[torch.dtype] = Counter()

@@ -35,7 +35,11 @@ _SMALLEST = {
 
 QUANTIZATION_NAMES = ("compression_config", "quantization_config")
 _TEXTS = ("hidden_act", "rope_type")
-_NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps")
+_NUMBERS = (
+    *("rope_theta", "rms_norm_eps", "layer_norm_eps"),
+    *("factor", "attention_factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
+)
+_LISTS = ("mrope_section", "short_factor", "long_factor")
 
 _WHOLE = frozenset(
     {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "top_k"}
@@ -76,6 +80,10 @@ def check_config(values: dict[str, Any], file: Path) -> None:
             value = part.get(name)
             if not all(one is None or _is_real(one) for one in _each(value)):
                 _refuse(file, name, "a number", value)
+        for name in _LISTS:
+            value = part.get(name)
+            if value is not None and not (isinstance(value, list) and all(map(_is_real, value))):
+                _refuse(file, name, "a list of numbers", value)
         if part.get("return_dict") is False:
             _refuse(file, "return_dict", "true, which transformers' models rely on", False)
         for name, smallest in _SMALLEST.items():

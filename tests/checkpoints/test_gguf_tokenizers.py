@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,52 @@ def test_tokens_of_one_score_are_refused_where_a_text_decides_between_them() -> 
         made(changed(metadata, scores=[0.0] * 7 + last))
     with pytest.raises(CheckpointError, match=r"different scores, found one for \['ab', 'bc'\]"):
         made(changed(metadata, scores=[0.0] * 7 + [-1.0, -1.0, -2.0]))
+
+
+def merged_by_score(text: str, scores: dict[str, float]) -> list[str]:
+    """What llama.cpp makes: the neighbours of the highest score first, from the left."""
+    parts = [*text]
+    while len(parts) > 1:
+        pairs = [left + right for left, right in itertools.pairwise(parts)]
+        best = max(scores.get(pair, -math.inf) for pair in pairs)
+        if best == -math.inf:
+            break
+        at = [scores.get(pair) for pair in pairs].index(best)
+        parts[at : at + 2] = [pairs[at]]
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("others", "longest", "is_made"),
+    [
+        ({"ba": -1.0, "ab": -2.0, "bb": -3.0}, 8, True),
+        ({"ba": -1.0, "aab": -9.5, "bb": -9.7}, 4, True),
+        ({"ba": -1.0}, 6, False),
+        ({"ab": -1.0, "aab": -2.0}, 8, False),
+        ({"ab": -1.0, "baa": -9.0}, 8, False),
+        ({"ab": -9.0}, 8, False),
+    ],
+)
+def test_repeated_characters_of_one_score_are_merged_from_the_left(
+    others: dict[str, float], longest: int, is_made: bool
+) -> None:
+    scores = {**dict.fromkeys("ab", 0.0), **others}
+    scores |= {"a" * length: -9.0 for length in range(longest, 1, -1)}
+    tokens = ["<unk>", "<s>", "</s>", *scores]
+    described = {"model": "llama", "tokens": tokens, "add_bos_token": False}
+    described |= {"token_type": [2, 3, 3] + [1] * len(scores), "add_space_prefix": False}
+    metadata = changed({}, **described, scores=[0.0] * 3 + [*scores.values()])
+    if not is_made:
+        with pytest.raises(CheckpointError, match="expected tokens of different scores"):
+            made(metadata)
+        return
+    texts = [
+        "".join(text) for size in range(1, 12) for text in itertools.product("ab", repeat=size)
+    ]
+    texts += ["a" * size for size in range(12, 40)]
+    ids = made(metadata)(texts)["input_ids"]
+    found = [[tokens[number] for number in text] for text in ids]
+    assert found == [merged_by_score(text, scores) for text in texts]
 
 
 def ending(texts: str, **named: str) -> dict[str, Any]:

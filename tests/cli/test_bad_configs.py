@@ -68,6 +68,7 @@ def test_a_size_that_is_null(
         ("hidden_act", None, "a text, found null"),
         ("tie_word_embeddings", 3, "true or false, found 3"),
         ("max_position_embeddings", True, "a whole number, found true"),
+        ("dtype", "floaty", "a floating-point type of torch, such as 'bfloat16', found 'floaty'"),
     ],
 )
 def test_a_value_of_a_wrong_kind(

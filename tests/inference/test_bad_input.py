@@ -223,6 +223,9 @@ def test_a_config_that_describes_no_model(checkpoint):
         ("rope_theta", "large"),
         ("rms_norm_eps", [1e-6, "small"]),
         ("hidden_act", ["silu"]),
+        ("attention_factor", "x"),
+        ("long_factor", "x"),
+        ("mrope_section", [1, "2"]),
         ("text_config", {"hidden_size": -1}),
     ],
 )

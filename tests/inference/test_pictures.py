@@ -99,3 +99,19 @@ def test_a_picture_gives_the_logits_of_transformers_in_the_type_asked_for(
     largest = expected.abs().max()
     assert (found - expected).abs().max() < MAX_RELATIVE_ERROR * largest
     assert (blind - expected).abs().max() > 0.1 * largest
+
+
+def test_weights_of_no_declared_type_keep_their_own_whatever_a_nested_configuration_names(
+    tmp_path: Path,
+) -> None:
+    family = next(each for each in SEEING if str(each) == "Qwen3VLMoeForConditionalGeneration")
+    folder = tiny_checkpoints.save(
+        tiny_checkpoints.tiny_model(family), tmp_path / "model", sharded=False
+    )
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("dtype") == "float32"
+    config["text_config"]["dtype"] = "bfloat16"
+    file.write_text(json.dumps(config))
+    reference = tiny_checkpoints.model_class_of(family).from_pretrained(folder)
+    assert moe_runtime.load(folder, device="cpu", host_memory="1GiB").dtype == reference.dtype

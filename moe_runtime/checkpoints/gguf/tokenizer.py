@@ -6,6 +6,7 @@ between them into words, and characters or bytes of words are merged into tokens
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -266,20 +267,27 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: TextVocabulary, file
     scores = metadata.get("tokenizer.ggml.scores", [])
     if not _are_numbers(scores, len(tokens), int, float):
         refuse(file, f"tokenizer.ggml.scores of {len(tokens)} tokens", clipped(scores))
+    ways = {
+        text: [
+            (text[:cut], text[cut:])
+            for cut in range(len(text) - 1, 0, -1)
+            if text[:cut] in ids and text[cut:] in ids
+        ]
+        for text in tokens
+    }
+    runs = _tied_runs(vocabulary, scores, ways)
     merges: list[tuple[str, str]] = []
     ends: dict[tuple[float, str], str] = {}
-    by_score = sorted(range(len(tokens)), key=lambda number: -scores[number])
-    for number in by_score:
+    for number in sorted(range(len(tokens)), key=lambda at: (-scores[at], runs.get(tokens[at], 0))):
         text = tokens[number]
-        ways = [(text[:cut], text[cut:]) for cut in range(len(text) - 1, 0, -1)]
-        ways = [way for way in ways if way[0] in ids and way[1] in ids]
-        merges += ways
+        merges += ways[text]
         if vocabulary.kinds[number] not in _NAMED:  # text is split at the others before
-            ends |= {(scores[number], right): text for _, right in ways}
+            ends |= {(scores[number], right): text for _, right in ways[text]}
     for left, right in merges:
         text = left + right
         other = ends.get((scores[ids[text]], left), text)
-        if other != text and vocabulary.kinds[ids[text]] not in _NAMED:
+        is_tied = other != text and not runs.keys() >= {text, other}
+        if is_tied and vocabulary.kinds[ids[text]] not in _NAMED:
             found = f"one for {clipped([other, text])}, so that a text decides which is made"
             refuse(file, "tokens of different scores", found)
     unknown = vocabulary.named.get("unknown")
@@ -301,6 +309,34 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: TextVocabulary, file
         made.normalizer = to_spaces
     made.decoder = decoders.Sequence(decoding)
     return made
+
+
+def _tied_runs(
+    vocabulary: TextVocabulary,
+    scores: list[float],
+    ways: Mapping[str, list[tuple[str, str]]],
+) -> dict[str, int]:
+    """Tokens of 2, 3, ... 2^n equal characters with one score, by the place of their merges.
+
+    llama.cpp makes the longest from the left. Powers of two first and then the shortest first make
+    the same tokens, unless another token of this score or a higher one has such a part.
+    """
+    ids, runs = vocabulary.ids, dict[str, int]()
+    for pair in (text for text in ids if len(text) == 2 and text[0] == text[1]):
+        score, run = scores[ids[pair]], [pair]
+        while (longer := run[-1] + pair[0]) in ids:
+            run.append(longer)
+        most, is_tied = len(run) + 1, all(scores[ids[text]] == score for text in run)
+        is_plain = all(vocabulary.kinds[ids[text]] not in _NAMED for text in run)
+        if is_tied and is_plain and most & (most - 1) == 0:
+            runs |= {
+                text: len(text) + (0 if len(text) & (len(text) - 1) == 0 else most) for text in run
+            }
+    for text, parts in ways.items():
+        for part in itertools.chain.from_iterable(parts):
+            if part in runs and text not in runs and scores[ids[text]] >= scores[ids[part]]:
+                runs = {run: place for run, place in runs.items() if run[0] != part[0]}
+    return runs
 
 
 def _are_numbers(values: Any, least: int, *kinds: type) -> bool:
