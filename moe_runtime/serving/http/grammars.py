@@ -298,11 +298,12 @@ class _Arguments:
 
     def grammar(self, rules: list[str]) -> str:
         """The arguments in the order of the schema, those left out that it does not require."""
-        found: Any = self.schema
-        while isinstance(found, dict) and "$ref" in found:
+        found, seen = self.schema, set[int]()
+        while isinstance(found, dict) and "$ref" in found and id(found) not in seen:
+            seen.add(id(found))
             found = referred(found["$ref"], self.schema)
-        if not isinstance(found, dict) or found.keys() & set(CHOICES):
-            raise self._refused("a choice of objects")
+        if not isinstance(found, dict) or found.keys() & {*CHOICES, "$ref"}:
+            raise self._refused("a choice of objects, or a reference to itself,")
         properties, required = found.get("properties"), found.get("required")
         known = list(properties.items()) if isinstance(properties, dict) else []
         between = _lark(self.writing.between, self.tokens)

@@ -210,7 +210,8 @@ class NamedCalls:
         known = properties if isinstance(properties, dict) else {}
         arguments, at = {}, head.end()
         while found := self.argument.match(text, at):
-            arguments[found["key"]] = _typed(found["value"], known.get(found["key"]), schema)
+            key = found["key"].strip()
+            arguments[key] = _typed(found["value"], known.get(key), schema)
             at = found.end()
         return arguments, at
 

@@ -141,20 +141,20 @@ _XML = named_calls(
     r"\s*<parameter=(?P<key>[^>\s]+)>\n?(?P<value>.*?)\n?</parameter>",
 )
 _INVOKE = named_calls(
-    r'\s*(?:<minimax:tool_call>\s*)?<invoke name="?(?P<name>[^">\s]+)"?>',
+    r'\s*<invoke name="?(?P<name>[^">\s]+)"?>',
     r"\s*</invoke>\s*",
     '<invoke name="',
     r'\s*<parameter name="?(?P<key>[^">]+)"?>\n?(?P<value>.*?)\n?</parameter>',
 )
 _PAIR = (
-    r"\s*<{0}arg_key>\s*(?P<key>.*?)\s*</{0}arg_key>\s*"
+    r"\s*<{0}arg_key>(?P<key>[^<]*)</{0}arg_key>\s*"
     r"<{0}arg_value>(?P<value>.*?)</{0}arg_value>"
 )
 _PAIRS, _CAT_PAIRS = (
     named_calls(
         rf"\s*<{prefix}tool_call>\s*(?P<name>[\w.-]+)(?=\s*<)",
         rf"\s*</{prefix}tool_call>\s*",
-        rf"^\s*<{prefix}tool_call>\s*[\w.-]*\s*(<.*)?",
+        rf"^\s*<{prefix}tool_call>\s*(?:[\w.-]+\s*)?(<.*)?",
         _PAIR.format(prefix),
     )
     for prefix in ("", "longcat_")
