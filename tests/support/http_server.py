@@ -171,7 +171,7 @@ def model_of(name: str, engine: Any, tokenizer: Any, size: int) -> ServedModel:
     """A model as the server knows it."""
     vocabulary = Vocabulary(tokenizer, size, [tokenizer.eos_token_id])
     template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
-    return ServedModel(name, engine, vocabulary, template, Grammars(vocabulary), {})
+    return ServedModel(name, engine, vocabulary, template, Grammars(vocabulary))
 
 
 class ScriptedEngine:
