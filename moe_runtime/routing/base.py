@@ -355,10 +355,8 @@ _COUNTS = ("step_counts_E", "load_E")
 
 
 def surrounding_ddp() -> DistributedDataParallel | None:
-    """The `DistributedDataParallel` in whose forward pass this is; compiled code does not know."""
-    if torch.compiler.is_compiling():
-        return None
-    return DistributedDataParallel._get_active_ddp_module()
+    """The `DistributedDataParallel` in whose forward pass this is, in compiled code too."""
+    return DistributedDataParallel._active_ddp_module
 
 
 def is_made_again() -> bool:
@@ -379,7 +377,10 @@ def score_dtype(x: Tensor) -> torch.dtype:
 
 def _check_types(kind: type[Gate], options: Mapping[str, Any]) -> None:
     """Refuses an own option of a gate that is no number, switch or kind it can be."""
-    hints = get_type_hints(kind.__init__)
+    try:
+        hints = get_type_hints(kind.__init__)
+    except NameError:  # a gate from outside may name types that exist for checkers alone
+        return
     for option, value in options.items():
         hint = hints.get(option)
         kinds: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
