@@ -35,6 +35,7 @@ from moe_runtime.policies.prediction import Shape, make_estimator
 from moe_runtime.serving.adapter_folder import AdapterFolder
 from moe_runtime.training.checkpoint import Progress, random_states
 from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.data.prepared import run_folder
 from moe_runtime.training.offload.optimizers.dense_adamw import state_order
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig
@@ -416,6 +417,8 @@ def test_one_run_at_a_time_uses_a_folder(
         assert f"{out}: another train or finetune uses" in error_of(capsys, path, *words)
     assert not (tmp_path / "other").exists()
     assert [entry.name for entry in out.iterdir()] == []
+    with run_folder(out, out / "../out", is_used=True):
+        pass
     # What a process that died left there holds nothing.
     (out / "run.lock").touch()
     assert train(path, *one_step) == 0

@@ -201,6 +201,8 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
             for folder in (output, storage):
                 if folder is None or not folder.is_dir():
                     continue  # what is no folder is refused where it is used
+                if folder is storage and storage.samefile(output):
+                    continue
                 try:
                     lock.enter_context(locked(folder / LOCK_FILE))
                 except BlockingIOError:
