@@ -18,10 +18,9 @@ from moe_runtime.errors import blamed_on
 from moe_runtime.serving.http.answers.answer_sections import ReasoningMarks
 from moe_runtime.serving.http.answers.call_readers import (
     CHOICES,
-    allows,
     alternatives,
-    only_texts,
     referred,
+    texts_of,
 )
 from moe_runtime.serving.http.answers.tool_formats import (
     ArgumentWriting,
@@ -323,12 +322,12 @@ class _Arguments:
         before = [_lark(writing.before_key, self.tokens), _text(key)]
         before.append(_lark(writing.before_value, self.tokens))
         ends = writing.ends_text
-        if ends is None or not allows(schema, "string", self.schema):
+        texts, has_others, _ = texts_of(schema, self.schema)
+        if ends is None or texts == []:
             return " ".join([*before, self._json_value(schema)])
         if self.is_strict and any(map(_has_bounds, alternatives(schema, self.schema))):
             raise self._refused("bounds or a pattern of a text")
         opens = _lark(writing.opens_text, self.tokens)
-        texts, has_others = only_texts(schema, self.schema)
         if texts is None:
             rules.append(_up_to(f"{rule}_text", ends, self.tokens))
             text = f"{rule}_text"

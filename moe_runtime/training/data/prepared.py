@@ -198,11 +198,9 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
         stack.callback(lambda: _remove_unbegun(made, keeps_records=has_diverged))
         make_folders(output)
         with contextlib.ExitStack() as lock:
-            for folder in (output, storage):
-                if folder is None or not folder.is_dir():
+            for folder in {os.path.realpath(one): one for one in (output, storage) if one}.values():
+                if not folder.is_dir():
                     continue  # what is no folder is refused where it is used
-                if folder is storage and storage.samefile(output):
-                    continue
                 try:
                     lock.enter_context(locked(folder / LOCK_FILE))
                 except BlockingIOError:

@@ -20,7 +20,6 @@ from moe_runtime.training.offload.states.entries import Version
 from moe_runtime.training.offload.states.records import RecordLayout, checksum
 from moe_runtime.training.stored_values import (
     COUNT,
-    MAPPING,
     PLAIN,
     TEXT,
     Kind,
