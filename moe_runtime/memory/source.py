@@ -14,12 +14,7 @@ from moe_runtime.kernels.native.library import native_library
 from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.layout import ExpertLayout
-from moe_runtime.memory.native_io_queue import (
-    NativeReadQueue,
-    ReadEnd,
-    pack_blocks,
-    pack_steps,
-)
+from moe_runtime.memory.native_io_queue import NativeReadQueue, ReadEnd, pack_blocks, pack_steps
 from moe_runtime.memory.slab import host_view
 from moe_runtime.types import ExpertKey
 

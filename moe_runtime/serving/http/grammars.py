@@ -16,17 +16,8 @@ import numpy as np
 
 from moe_runtime.errors import blamed_on
 from moe_runtime.serving.http.answers.answer_sections import ReasoningMarks
-from moe_runtime.serving.http.answers.call_readers import (
-    CHOICES,
-    alternatives,
-    referred,
-    texts_of,
-)
-from moe_runtime.serving.http.answers.tool_formats import (
-    ArgumentWriting,
-    CallWriting,
-    ToolFormat,
-)
+from moe_runtime.serving.http.answers.call_readers import CHOICES, alternatives, referred, texts_of
+from moe_runtime.serving.http.answers.tool_formats import ArgumentWriting, CallWriting, ToolFormat
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.json_schemas import FORMATS, grammar_schema, schema_within
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
@@ -253,11 +244,7 @@ def of_tools(
 
 
 def _call(
-    function: Function,
-    writing: CallWriting,
-    tokens: Mapping[str, int],
-    rule: str,
-    rules: list[str],
+    function: Function, writing: CallWriting, tokens: Mapping[str, int], rule: str, rules: list[str]
 ) -> str:
     """The body of a rule: a call of a function.
 

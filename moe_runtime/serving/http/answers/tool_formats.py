@@ -234,10 +234,7 @@ TOOL_FORMATS = (
     ToolFormat(
         "qwen-xml",
         "<function=",
-        (
-            Marks("<tool_call>", "</tool_call>"),
-            Marks("<function=", "</function>", are_read=True),
-        ),
+        (Marks("<tool_call>", "</tool_call>"), Marks("<function=", "</function>", are_read=True)),
         _XML,
         _xml_writing("tool_call", again='"\\n" "<tool_call>"'),
     ),
@@ -285,10 +282,7 @@ TOOL_FORMATS = (
             begins=r'"\n"',
             ends='"</minimax:tool_call>"',
             argument=ArgumentWriting(
-                r'"<parameter name=\""',
-                r'"\">"',
-                r'"</parameter>\n"',
-                ends_text="</parameter>\n",
+                r'"<parameter name=\""', r'"\">"', r'"</parameter>\n"', ends_text="</parameter>\n"
             ),
         ),
     ),
