@@ -263,7 +263,7 @@ def start(
 def _restore(
     trainer: Trainer, shards: ShardedCheckpoints | None, last: Path, state: Progress, ranks: OneRank
 ) -> None:
-    """Has a run go on from a checkpoint."""
+    """Resumes a run from a checkpoint."""
     if isinstance(state, TrainingState) and (ranks.size == 1 or shards is None):
         trainer.restore(state)
         return

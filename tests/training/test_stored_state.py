@@ -22,6 +22,7 @@ from synthetic_routes import make_routes
 from torch import Tensor
 from training_runs import CONFIG, error_of, train, training_records, write_run
 
+from moe_runtime.checkpoints.absent import TrainedElsewhere
 from moe_runtime.cli.main import describe
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
@@ -77,6 +78,8 @@ class Stored:
             return {name: self.content(part) for name, part in value.items()}
         if isinstance(value, list | tuple):
             return [self.content(part) for part in value]
+        if isinstance(value, TrainedElsewhere):
+            return repr(value)
         return value.tolist() if isinstance(value, Tensor | np.ndarray) else value
 
     def outcome(self, scratch: Path, name: str, content: bytes, *allowed: Any) -> str:

@@ -415,7 +415,7 @@ def _text(text: str) -> str:
 
 
 def _lark(text: str, tokens: Mapping[str, int], words: Mapping[str, str] | None = None) -> str:
-    """A piece of a grammar, its marks as tokens, some of its words replaced."""
+    """A piece of a grammar, with marks as tokens and some words replaced."""
 
     def part(found: re.Match[str]) -> str:
         one = found[0]
@@ -425,7 +425,7 @@ def _lark(text: str, tokens: Mapping[str, int], words: Mapping[str, str] | None 
 
 
 def _mark(text: str, tokens: Mapping[str, int]) -> str:
-    """A text, the marks of which are tokens."""
+    """A text in which marks are tokens."""
     names = sorted((name for name in tokens if name in text), key=len, reverse=True)
     if not names:
         return _text(text)

@@ -37,8 +37,8 @@ class CallReader(NamedTuple):
     Attributes:
         parse: gives the calls; raises ``ValueError`` where the text is none.
         may_begin: whether text may begin calls, whole ones before it.
-        begins: of calls without a mark, which may as well be the answer itself: their first sign.
-            Those name a tool that was given, and have arguments for it.
+        begins: first character of calls without a mark. Such a text may be the answer itself, so
+            it must name a given tool.
     """
 
     parse: Callable[[str, Sequence[Function]], Iterable[ParsedCall]]

@@ -43,7 +43,7 @@ _ROW = (
     Kind("a folder", lambda v: v == "" or (isinstance(v, str) and bool(_FOLDER.fullmatch(v)))),
 )
 """Slot, step, updates, digest, pending step, folder."""
-_KINDS = {"format": COUNT, "sites": PLAIN, "state": TEXT, "experts": PLAIN}
+_KINDS = {"format": COUNT, "sites": PLAIN, "state": TEXT, "experts": PLAIN.named()}
 
 
 class SavedExperts:
