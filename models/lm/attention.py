@@ -130,10 +130,7 @@ class Attention(nn.Module):
             [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2
         )
         gains = torch.cat(
-            [
-                self.q_norm.expand(self.num_heads, -1),
-                self.k_norm.expand(self.num_kv_heads, -1),
-            ]
+            [self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)]
         )
         runs = None if self.part is None else self.part.runs(context)
         queries_keys = rotary(rms_norm(queries_keys, gains, self.eps).to(values.dtype), runs)

@@ -67,7 +67,7 @@ class Checkpoint:
         runs: where experts lie that `moe-runtime pack` wrote, if it did.
         conversions: what makes its weights those of the model, before the model's own table.
         adapt: changes the model that transformers makes, on the meta device, to one of its weights.
-        stamps: of its files, taken before their headers were read.
+        stamps: of the files of its tensors, taken before their headers were read.
         origins: tensors of a GGUF file by the names of weights here; empty for other checkpoints.
     """
 
@@ -95,7 +95,7 @@ class Checkpoint:
         return not self.packed and self.runs is None and not self.folder.is_file()
 
     def require_unchanged(self) -> None:
-        """Refuses what was read of files that were written, or replaced, since they were opened.
+        """Refuses files that were written or replaced after the checkpoint was opened.
 
         Raises:
             CheckpointError: one was; the message names it.
@@ -128,9 +128,8 @@ def open_checkpoint(
         from moe_runtime.checkpoints.gguf import read_model
 
         found = read_model(folder)
-        own = {entry.file: stamps[entry.file] for entry in found.entries.values()}
         dtype = _compute_dtype(dtype, found.config, (), True)
-        return replace(found, dtype=dtype, stamps=own)
+        return replace(found, dtype=dtype, stamps=_of_used(stamps, found.entries))
     config = read_config(folder)
     # the model is built as one of plain weights: it computes what they stand for
     quantization, place = take_quantization(config, folder)
@@ -149,7 +148,8 @@ def open_checkpoint(
 
         packed = packed_weights(quantization, _judged(config, entries), place)
     compute_dtype = _compute_dtype(dtype, config, _plain(entries, packed), bool(packed))
-    return Checkpoint(folder, config, entries, compute_dtype, packed, runs, stamps=stamps)
+    own = _of_used(stamps, entries)
+    return Checkpoint(folder, config, entries, compute_dtype, packed, runs, stamps=own)
 
 
 def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
@@ -173,6 +173,14 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
             model = model_class(checkpoint.config)
         checkpoint.adapt(model)
         return model
+
+
+def _of_used(
+    stamps: Mapping[Path, FileStamp], entries: Mapping[str, TensorEntry]
+) -> dict[Path, FileStamp]:
+    """Stamps of the files that hold tensors: others in the folder may change."""
+    used = {entry.file for entry in entries.values()}
+    return {file: stamp for file, stamp in stamps.items() if file in used}
 
 
 def _judged(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

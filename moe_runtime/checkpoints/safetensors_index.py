@@ -136,9 +136,9 @@ def read_checkpoint_index(
     """Finds every tensor of the checkpoint in a folder, whether in one file or in shards.
 
     ``model.safetensors`` is preferred to ``model.safetensors.index.json`` where both exist, and
-    tensors of a shard that the index does not list are included: as ``transformers`` does. Of a
-    tensor in several shards the one counts that the index names; where it names none that has it,
-    that in the last of them. What is nowhere is missed by the model, if it has a place for it.
+    tensors of a shard that the index does not list are included: as ``transformers`` does. If
+    several shards have a tensor, the index decides; the last shard wins if the index names none of
+    them. A tensor that no shard has is reported when the model needs it.
 
     Args:
         folder: a folder in Hugging Face layout; files may be links, as in the hub's cache.

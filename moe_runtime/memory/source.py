@@ -14,12 +14,7 @@ from moe_runtime.kernels.native.library import native_library
 from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.layout import ExpertLayout
-from moe_runtime.memory.native_io_queue import (
-    NativeReadQueue,
-    ReadEnd,
-    pack_blocks,
-    pack_steps,
-)
+from moe_runtime.memory.native_io_queue import NativeReadQueue, ReadEnd, pack_blocks, pack_steps
 from moe_runtime.memory.slab import host_view
 from moe_runtime.types import ExpertKey
 
@@ -46,7 +41,7 @@ class FileStamp:
 
     Attributes:
         version: changes when the file is written.
-        changed_ns: changes even where the time of writing is set back afterwards.
+        changed_ns: changes too where the time of writing is restored.
         num_links: names of the file; a change of their number changes ``changed_ns`` as well.
     """
 
@@ -66,7 +61,7 @@ class FileStamp:
         return cls(version, found.st_ctime_ns, found.st_nlink)
 
     def require(self, file: Path | int, path: Path) -> None:
-        """Refuses a file that was written since, or another one under its name.
+        """Refuses a file that was written or replaced after the stamp was taken.
 
         Raises:
             CheckpointError: it was; the message names the path.
@@ -140,7 +135,7 @@ class CheckpointFile:
         return file_version(self._fd)
 
     def require_unchanged(self) -> None:
-        """Refuses what was read, if the file was written since it was opened.
+        """Refuses the file if it was written after it was opened.
 
         Raises:
             CheckpointError: it was.
@@ -337,8 +332,8 @@ class ExpertSource:
         if error is not None:
             return self._fault(key, number, error)
         try:
-            for extent in self._layouts[key].extents:
-                self._files[extent.file].require_unchanged()
+            for path in {extent.file for extent in self._layouts[key].extents}:
+                self._files[path].require_unchanged()
         except CheckpointError as changed:
             return changed
         return None

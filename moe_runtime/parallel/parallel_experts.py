@@ -274,7 +274,7 @@ class ParallelExperts(nn.Module):
         )
 
     def _check_wrapper(self) -> None:
-        """Refuses a wrapper that keeps parameters equal which are of different experts."""
+        """Refuses a wrapper that would make parameters of different experts equal."""
         wrapper = surrounding_ddp()
         if wrapper is None or self._wrapper == id(wrapper):
             return

@@ -49,11 +49,7 @@ class PlacementMap:
 
     def __post_init__(self) -> None:
         found = (self.placement.num_layers, self.placement.num_experts, self.placement.num_gpus)
-        expected = (
-            self.signature.num_layers,
-            self.signature.num_experts,
-            self.devices.num_gpus,
-        )
+        expected = (self.signature.num_layers, self.signature.num_experts, self.devices.num_gpus)
         if found != expected:
             raise ValueError(
                 f"the placement has {found[0]} layers of {found[1]} experts on {found[2]} devices, "

@@ -108,7 +108,7 @@ class Gate(nn.Module, ABC):
     """
 
     def __new__(cls, *sizes: int, **options: Any) -> Self:
-        """Refuses options of types that they cannot have, before any gate's own checks."""
+        """Checks the types of options before any gate's own checks."""
         del sizes
         _check_types(cls, options)
         return super().__new__(cls)
@@ -165,7 +165,7 @@ class Gate(nn.Module, ABC):
                 counts_E.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As in `nn.Module`; counts move along, and are 0 where there was no memory for them."""
+        """As in `nn.Module`; counts move too, and begin at 0 when they leave the meta device."""
         super()._apply(fn, recurse)
         for name in _COUNTS:
             counts_E: Tensor | None = getattr(self, name, None)
@@ -177,7 +177,7 @@ class Gate(nn.Module, ABC):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave process groups behind that were only met."""
+        """Copies and pickles hold no process group of a surrounding wrapper."""
         return {**self.__dict__, "_replicas": None}
 
     def forward(self, x_TD: Tensor, context: RoutingContext | None = None) -> Routing:
@@ -264,7 +264,8 @@ class Gate(nn.Module, ABC):
         """`[E]` int64: choices in the batch, of other processes and of the step's calls so far.
 
         None where `global_balance` is not asked for, or nothing is trained. A call that activation
-        checkpointing makes again counts once.
+        checkpointing makes again counts once. It sees all choices of the step so far, so its
+        gradient is exact where each forward pass is followed by its backward pass.
         """
         if self.step_counts_E is None or not (self.training and torch.is_grad_enabled()):
             return None
@@ -355,10 +356,8 @@ _COUNTS = ("step_counts_E", "load_E")
 
 
 def surrounding_ddp() -> DistributedDataParallel | None:
-    """The `DistributedDataParallel` in whose forward pass this is; compiled code does not know."""
-    if torch.compiler.is_compiling():
-        return None
-    return DistributedDataParallel._get_active_ddp_module()
+    """The `DistributedDataParallel` in whose forward pass this is, in compiled code too."""
+    return DistributedDataParallel._active_ddp_module
 
 
 def is_made_again() -> bool:
@@ -378,8 +377,11 @@ def score_dtype(x: Tensor) -> torch.dtype:
 
 
 def _check_types(kind: type[Gate], options: Mapping[str, Any]) -> None:
-    """Refuses an own option of a gate that is no number, switch or kind it can be."""
-    hints = get_type_hints(kind.__init__)
+    """Refuses options of a gate whose values have another type than its signature says."""
+    try:
+        hints = get_type_hints(kind.__init__)
+    except NameError:  # a gate from outside may name types that exist for checkers alone
+        return
     for option, value in options.items():
         hint = hints.get(option)
         kinds: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)

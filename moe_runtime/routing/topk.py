@@ -15,13 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_runtime.routing.base import (
-    Choice,
-    Gate,
-    GateOptions,
-    RoutingContext,
-    is_made_again,
-)
+from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, is_made_again
 from moe_runtime.routing.value import Routing, expert_counts
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.absent import TrainedElsewhere
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.checkpoint import (
@@ -144,7 +145,9 @@ class Trainer:
             CheckpointError: it does not fit the model or the optimizer.
         """
         model = self._run.model
-        require_like(state.model, model.state_dict(), "the checkpoint does not fit the model: it")
+        named = model.state_dict().items()
+        own = {name: value for name, value in named if not isinstance(value, TrainedElsewhere)}
+        require_like(state.model, own, "the checkpoint does not fit the model: it")
         model.load_state_dict(dict(state.model))
         self._run.optimizer.load_state_dict(dict(state.optimizer))
         self.go_on(state)

@@ -83,11 +83,11 @@ class OneRank:
         return flag
 
     def first_text(self, text: str) -> str:
-        """The first text of a process that is not empty; empty where all are."""
+        """The first text among all processes that is not empty; empty if all are."""
         return text
 
     def require_shared(self, folder: Path) -> None:
-        """Refuses a folder that is another one for some process, as on a machine of its own.
+        """Refuses a folder that the processes do not share, as on machines with disks of their own.
 
         Raises:
             CheckpointError: it is.

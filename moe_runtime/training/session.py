@@ -67,11 +67,7 @@ from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.sharded import ShardedCheckpoints, whole_model
-from moe_runtime.training.tracing import (
-    TrainingTrace,
-    open_trace,
-    signature_of_config,
-)
+from moe_runtime.training.tracing import TrainingTrace, open_trace, signature_of_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -265,13 +261,9 @@ def start(
 
 
 def _restore(
-    trainer: Trainer,
-    shards: ShardedCheckpoints | None,
-    last: Path,
-    state: Progress,
-    ranks: OneRank,
+    trainer: Trainer, shards: ShardedCheckpoints | None, last: Path, state: Progress, ranks: OneRank
 ) -> None:
-    """Has a run go on from a checkpoint."""
+    """Resumes a run from a checkpoint."""
     if isinstance(state, TrainingState) and (ranks.size == 1 or shards is None):
         trainer.restore(state)
         return

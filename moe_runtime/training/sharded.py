@@ -55,11 +55,7 @@ class ShardedCheckpoints:
     """
 
     def __init__(
-        self,
-        model: LanguageModel,
-        optimizer: Optimizer,
-        ranks: OneRank,
-        names: Sequence[str],
+        self, model: LanguageModel, optimizer: Optimizer, ranks: OneRank, names: Sequence[str]
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -224,10 +220,7 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None
             # That one process reads it alone is meant so.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(  # pyright: ignore[reportPrivateImportUsage]
-                tensors,
-                checkpoint_id=path,
-                process_group=ranks.group,
-                no_dist=ranks.size == 1,
+                tensors, checkpoint_id=path, process_group=ranks.group, no_dist=ranks.size == 1
             )
     except (CheckpointException, RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
         raise CheckpointError(

@@ -16,25 +16,25 @@ class Kind(NamedTuple):
 
     Attributes:
         text: for messages.
-        fits: whether a value is so.
+        fits: whether a value is of this kind.
     """
 
     text: str
     fits: Callable[[Any], bool]
 
     def or_none(self) -> "Kind":
-        """The same, or None."""
+        """This kind, or None."""
         return Kind(f"{self.text}, or None", lambda value: value is None or self.fits(value))
 
     def listed(self) -> "Kind":
-        """A list or tuple of the same."""
+        """A list or tuple of this kind."""
         return Kind(
             f"a list, each {self.text}",
             lambda value: type(value) in (list, tuple) and all(map(self.fits, value)),
         )
 
     def named(self) -> "Kind":
-        """A mapping from names to the same."""
+        """A mapping from names to this kind."""
         return Kind(
             f"a mapping of names, each to {self.text}",
             lambda value: (

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,18 @@ def test_a_file_that_is_replaced_or_removed_is_read_as_it_was(folder: Path) -> N
         assert torch.equal(generate(model), expected)
         file.unlink()
         assert torch.equal(generate(model), expected)
+
+
+def test_other_files_of_the_folder_may_change_while_it_is_loaded(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    other = Path(shutil.copyfile(weights_of(folder), folder / "other.safetensors"))
+    waiting = [partial(rewrite, other)]
+
+    def meanwhile(what: str, done: int, total: int) -> None:
+        while waiting:
+            waiting.pop()()
+
+    load(folder, progress=meanwhile).moe.close()
 
 
 @pytest.mark.parametrize("how", ["written", "replaced"])

@@ -48,20 +48,21 @@ def test_a_layer_over_two_ranks_equals_one_process(ranks: Callable[[int], RankPo
 
 
 @pytest.mark.parametrize(
-    ("gate", "options"),
+    ("gate", "options", "is_compiled"),
     [
-        ("sigmoid_topk", {"bias_update_rate": 0.02}),
-        ("moepp", {}),
-        ("rl_r", {"top_p": 1e-9}),  # without chance: the likeliest expert
+        ("sigmoid_topk", {"bias_update_rate": 0.02}, False),
+        ("sigmoid_topk", {"bias_update_rate": 0.02}, True),
+        ("moepp", {}, False),
+        ("rl_r", {"top_p": 1e-9}, False),  # without chance: the likeliest expert
     ],
 )
 def test_a_layer_in_ddp_equals_one_process(
-    ranks: Callable[[int], RankPool], gate: str, options: dict[str, Any]
+    ranks: Callable[[int], RankPool], gate: str, options: dict[str, Any], is_compiled: bool
 ) -> None:
     """Also where every backward pass of a step synchronises, and buffers with it."""
     parts = torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(3))
     parts[2:] += 1.0  # each process's experts are loaded in another way
-    found = ranks(2).run(gate_in_ddp, gate, options, parts)
+    found = ranks(2).run(gate_in_ddp, gate, options, parts, is_compiled)
     layer = trained_layer(gate, options, 8)
     # the step's choices so far are those of both processes
     for pair in zip(*parts.chunk(2), strict=True):

@@ -1,6 +1,7 @@
 """What gates refuse, and in which words."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -133,3 +134,12 @@ def test_options_are_listed() -> None:
         gate_options("softmax_topk")
     )
     assert "num_scores" not in gate_options("moepp")
+
+
+def test_a_gate_from_outside_may_name_types_for_checkers_alone() -> None:
+    def own_init(self: SigmoidTopK, hidden_size: int, num_experts: int, top_k: int) -> None:
+        SigmoidTopK.__init__(self, hidden_size, num_experts, top_k)
+
+    own_init.__annotations__["hidden_size"] = "TypeOfCheckers"
+    gate: Any = type("Own", (SigmoidTopK,), {"__init__": own_init})
+    assert gate(8, 4, 2).hidden_size == 8

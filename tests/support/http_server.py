@@ -198,7 +198,7 @@ def model_of(name: str, engine: Any, tokenizer: Any, size: int) -> ServedModel:
     vocabulary = Vocabulary(tokenizer, size, [tokenizer.eos_token_id])
     templates, grammars = limited_processes()
     template = ChatTemplate(tokenizer, templates) if tokenizer.chat_template else None
-    return ServedModel(name, engine, vocabulary, template, Grammars(vocabulary, grammars), {})
+    return ServedModel(name, engine, vocabulary, template, Grammars(vocabulary, grammars))
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from synthetic_routes import make_routes
 from torch import Tensor
 from training_runs import CONFIG, error_of, train, training_records, write_run
 
+from moe_runtime.checkpoints.absent import TrainedElsewhere
 from moe_runtime.cli.main import describe
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
@@ -35,6 +36,7 @@ from moe_runtime.policies.prediction import Shape, make_estimator
 from moe_runtime.serving.adapter_folder import AdapterFolder
 from moe_runtime.training.checkpoint import Progress, random_states
 from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.data.prepared import run_folder
 from moe_runtime.training.offload.optimizers.dense_adamw import state_order
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig
@@ -76,6 +78,8 @@ class Stored:
             return {name: self.content(part) for name, part in value.items()}
         if isinstance(value, list | tuple):
             return [self.content(part) for part in value]
+        if isinstance(value, TrainedElsewhere):
+            return repr(value)
         return value.tolist() if isinstance(value, Tensor | np.ndarray) else value
 
     def outcome(self, scratch: Path, name: str, content: bytes, *allowed: Any) -> str:
@@ -416,6 +420,8 @@ def test_one_run_at_a_time_uses_a_folder(
         assert f"{out}: another train or finetune uses" in error_of(capsys, path, *words)
     assert not (tmp_path / "other").exists()
     assert [entry.name for entry in out.iterdir()] == []
+    with run_folder(out, out / "../out", is_used=True):
+        pass
     # What a process that died left there holds nothing.
     (out / "run.lock").touch()
     assert train(path, *one_step) == 0

@@ -57,9 +57,7 @@ BESIDE_WEIGHTS = (
 
 
 def packed_weights(
-    values: Mapping[str, Any],
-    entries: Mapping[str, TensorEntry],
-    place: str = CONFIG,
+    values: Mapping[str, Any], entries: Mapping[str, TensorEntry], place: str = CONFIG
 ) -> dict[str, PackedWeight]:
     """The quantised weights of a checkpoint by name, as the model's conversion table knows them.
 
@@ -110,10 +108,4 @@ def _refuse_other(settings: Settings, method: str, entries: Mapping[str, TensorE
     )
 
 
-__all__ = [
-    "FORMATS",
-    "PackedWeight",
-    "Packing",
-    "Weight",
-    "packed_weights",
-]
+__all__ = ["FORMATS", "PackedWeight", "Packing", "Weight", "packed_weights"]

@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.checkpoints.formats import PackedWeight
-from moe_runtime.checkpoints.gguf.architectures import (
-    ValueChange,
-    architecture_of,
-    named_weights,
-)
+from moe_runtime.checkpoints.gguf.architectures import ValueChange, architecture_of, named_weights
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor, read_header
 from moe_runtime.checkpoints.gguf.model_settings import settings_of
 from moe_runtime.checkpoints.gguf.tokenizer import make_tokenizer, read_vocabulary

@@ -183,11 +183,7 @@ ARCHITECTURES = {
     "llama": Architecture(
         "mixtral",
         "MixtralForCausalLM",
-        {
-            **ATTENTION,
-            "ffn_gate_inp": "block_sparse_moe.gate",
-            **MIXTRAL_EXPERTS,
-        },
+        {**ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate", **MIXTRAL_EXPERTS},
         {"intermediate_size": EXPERT_WIDTH},
         {"sliding_window": None},
         conversions=_turned_heads,
@@ -213,10 +209,7 @@ ARCHITECTURES = {
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {**ATTENTION, **HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **EXPERTS},
-        {
-            "moe_intermediate_size": EXPERT_WIDTH,
-            "head_dim": ("attn_q_norm", -1),
-        },
+        {"moe_intermediate_size": EXPERT_WIDTH, "head_dim": ("attn_q_norm", -1)},
         {"norm_topk_prob": True, "decoder_sparse_step": 1},
     ),
 }

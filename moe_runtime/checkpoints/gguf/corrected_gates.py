@@ -71,13 +71,7 @@ def glm4moe(header: GgufHeader, file: Path) -> Architecture:
         "n_shared_experts": "expert_shared_count",
     }
     return Architecture(
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        parts,
-        _SIZES,
-        constants,
-        fields,
-        rotated=found.rotated,
+        "glm4_moe", "Glm4MoeForCausalLM", parts, _SIZES, constants, fields, rotated=found.rotated
     )
 
 

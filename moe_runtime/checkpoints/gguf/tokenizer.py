@@ -21,7 +21,7 @@ from moe_runtime.errors import UnsupportedModelError, blamed_on
 
 _NORMAL, _UNKNOWN, _CONTROL, _ADDED = 1, 2, 3, 4
 _NAMED = (_UNKNOWN, _CONTROL, _ADDED)
-"""Types of tokens, of `tokenizer.ggml.token_type`; those of unused tokens and bytes matter not."""
+"""Values of `tokenizer.ggml.token_type`; unused tokens and bytes have others."""
 _SPACE = "\u2581"
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Names of tokens in transformers, and in files."""
@@ -52,7 +52,7 @@ class TextVocabulary:
 
     Attributes:
         tokens: their texts by id.
-        ids: the other way round.
+        ids: of the tokens, by text.
         kinds: of each token: its type, corrected for tokens that end a text.
         named: ids by role: bos, eos, unknown, padding and others.
         ends: tokens that end a text.
@@ -115,7 +115,7 @@ def _with_ends(
         # gpt-oss and Solar end every part of an answer with it
         ends.discard(ids.get("<|end|>", -1))
     if "</s>" in texts and not texts.isdisjoint(("<|tool_response>", "<|plamo:eos|>")):
-        # a tag of HTML to these
+        # these models use it as a tag of HTML
         ends.discard(ids["</s>"])
         kinds[ids["</s>"]] = _NORMAL
     return TextVocabulary(tokens, ids, kinds, named, frozenset(ends))
@@ -147,12 +147,12 @@ def make_tokenizer(metadata: Mapping[str, Any], num_rows: int, file: Path) -> An
         made, adds_bos = _sentencepiece(metadata, vocabulary, file), True
     else:
         name = "gemma4" if model == "gemma4" else name
-        if name is None:
+        if not isinstance(name, str):
             refuse(file, "tokenizer.ggml.pre, which says how text is split", "none")
         if name not in WORD_SPLITS:
             raise UnsupportedModelError(
                 f"{one_line(str(file))}: tokenizer.ggml.pre is {clipped(name)}, a way to split "
-                f"text that is not known here; {nearest(str(name), WORD_SPLITS)}"
+                f"text that is not known here; {nearest(name, WORD_SPLITS)}"
             )
         split = WORD_SPLITS[name]
         made, adds_bos = _byte_pairs(metadata, vocabulary, split, file), split.adds_bos

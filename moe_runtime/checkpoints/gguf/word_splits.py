@@ -86,108 +86,90 @@ _ONE, _THREE = r"\p{N}", r"\p{N}{1,3}"
 _QWEN2, _LLAMA3 = _words(_ONE), _words(_THREE)
 _PERHAPS = f"(?:{_ENDINGS})?"
 _LINE_OR_LINES = r"[^\n]+|\n+"
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_RUNS_OF_SPACES = "".join(rf"\s{{{n}}}(?!\S)|" for n in (512, 256, 128, 64, 32, 16, 8, 4))
+_RUNS_OF_SPACES += r"\s{1,2}(?!\S)|\s"
+
+
+def _split(*expressions: str, **kind: bool) -> WordSplit:
+    return WordSplit(expressions, **kind)
+
 
 _BY_NAMES: dict[str, WordSplit] = {
-    "default": WordSplit((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "default": _split(r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert mpt "
-    "olmo jais exaone4 trillion granite-docling jina-v1-en jina-v2-code roberta-bpe": WordSplit(
-        (_GPT2,)
+    "olmo jais exaone4 trillion granite-docling jina-v1-en jina-v2-code roberta-bpe": _split(_GPT2),
+    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": _split(_ONE, _GPT2),
+    "falcon": _split(r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _split(
+        _LLAMA3, keeps_tokens=True, adds_bos=True
     ),
-    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": WordSplit(
-        (_ONE, _GPT2)
+    "dbrx smaug-bpe chatglm-bpe": _split(_LLAMA3),
+    "glm4 glm5": _split(_LLAMA3, keeps_tokens=True),
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": _split(
+        _QWEN2
     ),
-    "falcon": WordSplit((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": WordSplit(
-        (_LLAMA3,), keeps_tokens=True, adds_bos=True
+    "qwen35": _split(
+        _words(_ONE, letters=r"[\p{L}\p{M}]+", marks=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*")
     ),
-    "dbrx smaug-bpe chatglm-bpe": WordSplit((_LLAMA3,)),
-    "glm4 glm5": WordSplit((_LLAMA3,), keeps_tokens=True),
-    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": WordSplit(
-        (_QWEN2,)
-    ),
-    "qwen35": WordSplit(
-        (_words(_ONE, letters=r"[\p{L}\p{M}]+", marks=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),)
-    ),
-    "laguna": WordSplit((_LINE_OR_LINES, _QWEN2)),
-    "ufakzeka": WordSplit((_words(_ONE, endings=""),)),
-    "minicpm5": WordSplit((_THREE, _words(r"\p{N}+")), keeps_tokens=True),
-    "bailingmoe bailingmoe2 llada-moe": WordSplit((_words(_ONE, lines=r"\s*[\r\n]|"),)),
-    "seed-coder": WordSplit((_words(_ONE, marks=r" ?[^\s\p{L}\p{N}]+"),)),
-    "exaone-moe": WordSplit(
-        (
-            _words(
-                _ONE,
-                letters=r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
-                marks=r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
-                lines=r"\s*[\r\n]|",
-            ),
+    "laguna": _split(_LINE_OR_LINES, _QWEN2),
+    "ufakzeka": _split(_words(_ONE, endings="")),
+    "minicpm5": _split(_THREE, _words(r"\p{N}+"), keeps_tokens=True),
+    "bailingmoe bailingmoe2 llada-moe": _split(_words(_ONE, lines=r"\s*[\r\n]|")),
+    "seed-coder": _split(_words(_ONE, marks=r" ?[^\s\p{L}\p{N}]+")),
+    "exaone-moe": _split(
+        _words(
+            _ONE,
+            letters=r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
+            marks=r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
+            lines=r"\s*[\r\n]|",
         )
     ),
-    "jais-2": WordSplit(
-        (
-            _words(
-                _THREE,
-                spaces="".join(rf"\s{{{n}}}(?!\S)|" for n in (512, 256, 128, 64, 32, 16, 8, 4))
-                + r"\s{1,2}(?!\S)|\s",
-            ),
-        )
+    "jais-2": _split(_words(_THREE, spaces=_RUNS_OF_SPACES)),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": _split(_cased_words(_THREE, r"\p{L}", _PERHAPS)),
+    "granite-embed-multi-97m": _split(
+        _cased_words(_THREE, r"\p{L}\p{M}", _PERHAPS), keeps_tokens=True
     ),
-    "gpt-4o llama4 kanana2 talkie minimax-m2": WordSplit(
-        (_cased_words(_THREE, r"\p{L}", _PERHAPS),)
+    "tekken": _split(_cased_words(_ONE, r"\p{L}", ""), keeps_tokens=True, adds_bos=True),
+    "tiny_aya cohere2moe": _split(
+        _THREES_FROM_THE_END, _cased_words(_THREE, r"\p{L}\p{M}", _PERHAPS, has_case=False)
     ),
-    "granite-embed-multi-97m": WordSplit(
-        (_cased_words(_THREE, r"\p{L}\p{M}", _PERHAPS),), keeps_tokens=True
-    ),
-    "tekken": WordSplit((_cased_words(_ONE, r"\p{L}", ""),), keeps_tokens=True, adds_bos=True),
-    "tiny_aya cohere2moe": WordSplit(
-        (_THREES_FROM_THE_END, _cased_words(_THREE, r"\p{L}\p{M}", _PERHAPS, has_case=False))
-    ),
-    "youtu": WordSplit(
-        (
-            "[\uac00-\ud7a3\u3131-\u318e]+|[！…“”‘’—：；，\u3001-\u303f\ufe30-\ufe4f]+|"
-            f"[\u3105-\u312f]+|{_KANA_AND_HAN}",
-            _cased_words(_ONE, r"\p{L}\p{M}", _PERHAPS, has_case=False),
-        ),
+    "youtu": _split(
+        "[\uac00-\ud7a3\u3131-\u318e]+|[！…“”‘’—：；，\u3001-\u303f\ufe30-\ufe4f]+|"
+        f"[\u3105-\u312f]+|{_KANA_AND_HAN}",
+        _cased_words(_ONE, r"\p{L}\p{M}", _PERHAPS, has_case=False),
         keeps_tokens=True,
     ),
-    "kimi-k2": WordSplit(
-        (f"[{_HAN}]+|" + _words(_THREE, endings="", letters=rf"[\p{{L}}&&[^{_HAN}]]+{_PERHAPS}"),)
+    "kimi-k2": _split(
+        f"[{_HAN}]+|" + _words(_THREE, endings="", letters=rf"[\p{{L}}&&[^{_HAN}]]+{_PERHAPS}")
     ),
-    "deepseek-llm": WordSplit(
-        (
-            r"[\r\n]",
-            rf"\s?[{_CASED}]+",
-            r"\s?[!-/:-~！-／：-～‘-‟\u3001\u3002]+",
-            r"\s+\z",
-            r"[\u0800-\u9fa5\uac00-\ud7ff&&\S]+",
-            r"\p{N}+",
-        )
+    "deepseek-llm": _split(
+        r"[\r\n]",
+        rf"\s?[{_CASED}]+",
+        r"\s?[!-/:-~！-／：-～‘-‟\u3001\u3002]+",
+        r"\s+\z",
+        r"[\u0800-\u9fa5\uac00-\ud7ff&&\S]+",
+        r"\p{N}+",
     ),
-    "deepseek-coder": WordSplit(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\u0800-\u9fa5\uac00-\ud7ff&&\S]+", _ONE)
+    "deepseek-coder": _split(
+        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\u0800-\u9fa5\uac00-\ud7ff&&\S]+", _ONE
     ),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": WordSplit(
-        (_THREE, _KANA_AND_HAN, rf"{_MARKS_AND_LETTERS}[\r\n]*|{_LINES}{_SPACES}")
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": _split(
+        _THREE, _KANA_AND_HAN, rf"{_MARKS_AND_LETTERS}[\r\n]*|{_LINES}{_SPACES}"
     ),
-    "spark2_5": WordSplit((_THREE, _KANA_AND_HAN, rf"{_MARKS_AND_LETTERS}|[\r\n]|{_SPACES}", _ONE)),
-    "afmoe": WordSplit(
-        (_THREES_FROM_THE_END, _ASIAN, rf"{_MARKS_AND_LETTERS}[\r\n]*|{_LINES}{_SPACES}")
+    "spark2_5": _split(_THREE, _KANA_AND_HAN, rf"{_MARKS_AND_LETTERS}|[\r\n]|{_SPACES}", _ONE),
+    "afmoe": _split(
+        _THREES_FROM_THE_END, _ASIAN, rf"{_MARKS_AND_LETTERS}[\r\n]*|{_LINES}{_SPACES}"
     ),
-    "poro-chat bloom gpt3-finnish": WordSplit((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
-    "viking": WordSplit((r" ?[^(\s|.,!?…。，、।۔،)]+", _ONE)),
-    "superbpe": WordSplit((r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))")),
-    "chameleon": WordSplit(
-        (
-            "<sentinel:[0-9]+>",
-            "IMGIMG[A-I]{1,4}Z",
-            r"[\t\n]|    |  ",
-            _ONE,
-            r"[\p{P}!-/:-@\[-`{-~]",
-            _GPT2,
-        ),
+    "poro-chat bloom gpt3-finnish": _split(_BLOOM),
+    "viking": _split(_BLOOM, _ONE),
+    "superbpe": _split(r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))"),
+    "chameleon": _split(
+        *("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", _ONE),
+        *(r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
         adds_bos=True,
     ),
-    "gemma4 granite-embed-multi-311m sarvam-moe": WordSplit((_LINE_OR_LINES,), is_raw=True),
+    "gemma4 granite-embed-multi-311m sarvam-moe": _split(_LINE_OR_LINES, is_raw=True),
 }
 WORD_SPLITS = {name: split for names, split in _BY_NAMES.items() for name in names.split()}
 """By the name that a file gives as `tokenizer.ggml.pre`."""

@@ -37,11 +37,7 @@ class Archive:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        max_bytes: int,
-        content: BinaryIO | None = None,
+        self, path: str | os.PathLike[str], *, max_bytes: int, content: BinaryIO | None = None
     ) -> None:
         self.path = Path(path)
         with contextlib.ExitStack() as opened:

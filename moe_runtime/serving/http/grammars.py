@@ -19,18 +19,8 @@ import numpy as np
 
 from moe_runtime.errors import blamed_on
 from moe_runtime.serving.http.answers.answer_sections import ReasoningMarks
-from moe_runtime.serving.http.answers.call_readers import (
-    CHOICES,
-    allows,
-    alternatives,
-    only_texts,
-    referred,
-)
-from moe_runtime.serving.http.answers.tool_formats import (
-    ArgumentWriting,
-    CallWriting,
-    ToolFormat,
-)
+from moe_runtime.serving.http.answers.call_readers import CHOICES, alternatives, referred, texts_of
+from moe_runtime.serving.http.answers.tool_formats import ArgumentWriting, CallWriting, ToolFormat
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.grammar_trial import compile_grammar, stack_bytes
 from moe_runtime.serving.http.json_schemas import FORMATS, grammar_schema, schema_within
@@ -305,11 +295,7 @@ def of_tools(
 
 
 def _call(
-    function: Function,
-    writing: CallWriting,
-    tokens: Mapping[str, int],
-    rule: str,
-    rules: list[str],
+    function: Function, writing: CallWriting, tokens: Mapping[str, int], rule: str, rules: list[str]
 ) -> str:
     """The body of a rule: a call of a function.
 
@@ -349,11 +335,12 @@ class _Arguments:
 
     def grammar(self, rules: list[str]) -> str:
         """The arguments in the order of the schema, those left out that it does not require."""
-        found: Any = self.schema
-        while isinstance(found, dict) and "$ref" in found:
+        found, seen = self.schema, set[int]()
+        while isinstance(found, dict) and "$ref" in found and id(found) not in seen:
+            seen.add(id(found))
             found = referred(found["$ref"], self.schema)
-        if not isinstance(found, dict) or found.keys() & set(CHOICES):
-            raise self._refused("a choice of objects")
+        if not isinstance(found, dict) or found.keys() & {*CHOICES, "$ref"}:
+            raise self._refused("a choice of objects, or a reference to itself,")
         properties, required = found.get("properties"), found.get("required")
         known = list(properties.items()) if isinstance(properties, dict) else []
         between = _lark(self.writing.between, self.tokens)
@@ -373,12 +360,12 @@ class _Arguments:
         before = [_lark(writing.before_key, self.tokens), _text(key)]
         before.append(_lark(writing.before_value, self.tokens))
         ends = writing.ends_text
-        if ends is None or not allows(schema, "string", self.schema):
+        texts, has_others, _ = texts_of(schema, self.schema)
+        if ends is None or texts == []:
             return " ".join([*before, self._json_value(schema)])
         if self.is_strict and any(map(_has_bounds, alternatives(schema, self.schema))):
             raise self._refused("bounds or a pattern of a text")
         opens = _lark(writing.opens_text, self.tokens)
-        texts, has_others = only_texts(schema, self.schema)
         if texts is None:
             rules.append(_up_to(f"{rule}_text", ends, self.tokens))
             text = f"{rule}_text"
@@ -466,7 +453,7 @@ def _text(text: str) -> str:
 
 
 def _lark(text: str, tokens: Mapping[str, int], words: Mapping[str, str] | None = None) -> str:
-    """A piece of a grammar, its marks as tokens, some of its words replaced."""
+    """A piece of a grammar, with marks as tokens and some words replaced."""
 
     def part(found: re.Match[str]) -> str:
         one = found[0]
@@ -476,7 +463,7 @@ def _lark(text: str, tokens: Mapping[str, int], words: Mapping[str, str] | None 
 
 
 def _mark(text: str, tokens: Mapping[str, int]) -> str:
-    """A text, the marks of which are tokens."""
+    """A text in which marks are tokens."""
     names = sorted((name for name in tokens if name in text), key=len, reverse=True)
     if not names:
         return _text(text)

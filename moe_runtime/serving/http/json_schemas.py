@@ -24,7 +24,7 @@ _PATTERN_PART = re.compile(r"(?P<unreadable>\\[1-9]|\\k[<{']|\(\?(?:<?[=!]|[>(])
 
 
 def grammar_schema(schema: dict[str, Any], *, is_strict: bool) -> dict[str, Any]:
-    """A schema with what the library needs to know, without unknown formats of texts.
+    """Adds the library's settings to a schema, and removes unknown formats of texts.
 
     Args:
         schema: as it was given.
@@ -50,7 +50,7 @@ def grammar_schema(schema: dict[str, Any], *, is_strict: bool) -> dict[str, Any]
 
 
 def schema_within(part: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """A part of a schema as one of its own: its references lead where they led."""
+    """A part of a schema as a schema of its own, whose references still lead into the root."""
 
     def change(one: dict[str, Any]) -> dict[str, Any]:
         to = one.get("$ref")
@@ -65,7 +65,7 @@ def schema_within(part: Any, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A schema in which each schema was changed, those that lie within others too."""
+    """Applies a change to a schema and to all schemas within it."""
     if isinstance(schema, list):
         return [_changed(one, change) for one in schema]
     if not isinstance(schema, dict):

@@ -51,7 +51,7 @@ TOKENIZER = "tokenizer"
 EXPERTS = "experts"
 """Folders in that of a run."""
 LOCK_FILE = "run.lock"
-"""Is there, and locked, while a run uses its folder."""
+"""Locked while a run uses its folder, and removed afterwards."""
 
 # What may change when a run goes on: it decides where and how fast, not which numbers come out.
 _FREE_NAMES = (
@@ -171,19 +171,18 @@ def _end_of(path: Path) -> Path:
 
 @contextlib.contextmanager
 def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> Iterator[None]:
-    """The folders of a run, which no other run uses until the block ends, or the process.
+    """Locks the folders of a run, until the block or the process ends.
 
-    Of a run that fails before its first checkpoint, in a new folder, nothing stays: encoded text, a
-    tokenizer and experts' states are made before the first step. The records of its steps stay
-    where the run diverged: they say how.
+    A new folder is removed if the run fails before its first checkpoint. The records of its steps
+    stay if the run diverged: they say how.
 
     Args:
-        output: the run's folder; is made. One that is there when the block begins is left alone.
+        output: the run's folder, which is made. An existing one is not removed.
         storage: that of its experts' states, where it is another one.
         is_used: False where nothing is written, or another process of the run uses the folder.
 
     Raises:
-        CheckpointError: another run uses it, or nothing could be written there.
+        CheckpointError: another run uses a folder, or it cannot be written.
     """
     if not is_used:
         yield
@@ -198,8 +197,8 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
         stack.callback(lambda: _remove_unbegun(made, keeps_records=has_diverged))
         make_folders(output)
         with contextlib.ExitStack() as lock:
-            for folder in (output, storage):
-                if folder is None or not folder.is_dir():
+            for folder in {os.path.realpath(one): one for one in (output, storage) if one}.values():
+                if not folder.is_dir():
                     continue  # what is no folder is refused where it is used
                 try:
                     lock.enter_context(locked(folder / LOCK_FILE))

@@ -169,7 +169,7 @@ def _keep_ids(path: Path, ids: Ids) -> None:
 
 
 def _kept_ids(path: Path) -> Ids | None:
-    """A stream that was kept; None where there is none, or not what was written."""
+    """A cached stream; None if there is none, or it is damaged."""
     if not path.is_file():
         return None
     size = path.stat().st_size - _DIGEST_BYTES

@@ -72,7 +72,7 @@ def test_biases_of_gate_and_up_may_lie_in_turn(
 
 def test_tensors_beside_quantised_matrices_are_checked(generator: torch.Generator) -> None:
     weights = make_expert(MXFP4, generator)
-    with pytest.raises(ValueError, match="must be bf16"):
+    with pytest.raises(ValueError, match="not quantised bf16"):
         ExpertWeights(weights.gate, weights.up, torch.ones(DIM, HIDDEN))
     with pytest.raises(ValueError, match="down must be"):
         ExpertWeights(weights.gate, weights.up, weights.up)

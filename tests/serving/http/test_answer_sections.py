@@ -331,6 +331,22 @@ def test_calls_are_read_as_templates_write_them(name: str, step: int) -> None:
             assert in_pieces(AnswerSections(THINK, how, [WEATHER]), before, step) == expected
 
 
+@pytest.mark.parametrize("name", ["glm", "hunyuan-pairs", "longcat"])
+def test_a_call_that_is_all_spaces_is_read_in_one_pass(name: str) -> None:
+    opens, prefix = FORMATS[name].opens[0], "longcat_" if name == "longcat" else ""
+    call = f"{prefix}tool_call>weather" + "<tool_sep>" * (name == "hunyuan-pairs")
+    text = f"{opens * (name == 'hunyuan-pairs')}<{call}<{prefix}arg_key>{' ' * 20_000}x"
+    sections = AnswerSections(THINK, FORMATS[name], [WEATHER])
+    assert [*sections.add(text), *sections.end()] == [("content", text)]  # else it takes hours
+
+
+def test_a_mark_within_reasoning_is_one_however_the_text_is_cut() -> None:
+    mark, text = "<minimax:tool_call>", CALL_TEXTS["minimax"].of(BOTH)
+    for step in (1, 10_000):
+        sections = AnswerSections(THINK, FORMATS["minimax"], [WEATHER], "reasoning")
+        assert in_pieces(sections, mark + text, step) == [("reasoning", mark), *CALLED]
+
+
 @pytest.mark.parametrize(
     ("source", "name"),
     [

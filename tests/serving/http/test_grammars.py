@@ -398,6 +398,13 @@ def test_a_strict_text_without_quotes_has_no_bounds() -> None:
             of_tools(*asked, is_needed=True, may_repeat=True)
 
 
+def test_a_reference_to_itself_is_refused_where_arguments_are_written_one_by_one() -> None:
+    schema = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+    function = Function(name="city", parameters=schema)
+    with pytest.raises(FieldError, match="a reference to itself, cannot be enforced"):
+        of_tools([function], FORMATS["glm"], {}, is_needed=True, may_repeat=True)
+
+
 @pytest.mark.parametrize(
     "asked",
     [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}],

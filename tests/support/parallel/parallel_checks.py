@@ -182,19 +182,23 @@ def grouped_layer(weight: torch.Tensor, **where: Any) -> MoELayer:
     return layer
 
 
-def gate_in_ddp(gate: str, options: dict[str, Any], parts: torch.Tensor) -> dict[str, Any]:
+def gate_in_ddp(
+    gate: str, options: dict[str, Any], parts: torch.Tensor, is_compiled: bool = False
+) -> dict[str, Any]:
     """A step of a layer in `DistributedDataParallel` without `no_sync`, one part after another.
 
     Args:
         gate: Its name.
         options: Of the gate, and of the layer `losses`.
         parts: `[P, T, D]`, those of each process one after another.
+        is_compiled: `torch.compile` traces the forward pass.
 
     Returns:
         Gradients, which are the mean over the processes, and buffers after the step.
     """
     layer = trained_layer(gate, options, parts.shape[-1])
-    wrapper = DistributedDataParallel(layer)
+    compiled: Any = torch.compile(layer, backend="eager") if is_compiled else layer
+    wrapper = DistributedDataParallel(compiled)
     for part in parts.chunk(dist.get_world_size())[dist.get_rank()]:
         loss_of(layer, wrapper(part)).backward()
     layer.after_step()

@@ -187,7 +187,9 @@ class AnswerSections:
         """Whether a mark within reasoning is talked about, and opens no call."""
         if self._tools is None or self._section != "call" or not self._is_thought:
             return False
-        return not self._tools.may_begin(self._read_call(self._call[:_MOST_HEAD]))
+        return not self._tools.reader.may_begin(
+            self._read_call(self._call[:_MOST_HEAD]), self._functions
+        )
 
     def _refuse_call(self) -> Generator[Part, None, str]:
         """Reasoning goes on behind a mark that opens no call; gives the text to be split again."""
@@ -221,21 +223,16 @@ class AnswerSections:
         assert self._tools is not None
         closes = None if self._marks is None else self._marks.closes
         bare = self._tools.bare if self._marks is None else None
-        parse = self._tools.parse if bare is None else bare.parse
+        reader = bare or self._tools.reader
         calls: list[ParsedCall] = []
         try:
             text = self._read_call(self._call, mark if mark == closes else "")
-            for call in parse(text, self._functions):
+            for call in reader.parse(text, self._functions):
                 calls.append(call)
         except (ValueError, RecursionError):
             is_whole = closes in self._call + mark if closes else bool(mark)
             begun = self._read_call(self._call + (cut_by or ""))
-            may_begin = (
-                self._tools.may_begin(begun)
-                if bare is None
-                else bare.may_begin(begun, self._functions)
-            )
-            if is_whole or cut_by is None or not may_begin:
+            if is_whole or cut_by is None or not reader.may_begin(begun, self._functions):
                 if self._is_thought:
                     return (yield from self._refuse_call()) + mark
                 return (yield from self._give_text(mark))

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_runtime.serving.http.schema import Function
 
@@ -31,7 +31,19 @@ class ParsedCall:
     arguments: str
 
 
-Parser = Callable[[str, Sequence[Function]], Iterable[ParsedCall]]
+class CallReader(NamedTuple):
+    """How the text of calls is read.
+
+    Attributes:
+        parse: gives the calls; raises ``ValueError`` where the text is none.
+        may_begin: whether text may begin calls, whole ones before it.
+        begins: first character of calls without a mark. Such a text may be the answer itself, so
+            it must name a given tool.
+    """
+
+    parse: Callable[[str, Sequence[Function]], Iterable[ParsedCall]]
+    may_begin: Callable[[str, Sequence[Function]], bool]
+    begins: str = ""
 
 
 def read_json(text: str) -> Any:
@@ -61,15 +73,14 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 
-def json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
-    """JSON objects, one after another or in lists, with ``;`` or spaces between them."""
+def _json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
     values, rest = _json_values(text)
     yield from map(_json_call, values)
     if rest:
         raise ValueError("expected a JSON value")
 
 
-def may_be_json_calls(text: str) -> bool:
+def _may_be_json_calls(text: str, functions: Sequence[Function]) -> bool:
     values, rest = _json_values(text)
     is_named = all(isinstance(value, dict) and "name" in value for value in values)
     return is_named and may_be_object(rest.removeprefix("["))
@@ -80,23 +91,13 @@ def may_be_object(text: str) -> bool:
     return _OBJECT.match(text) is not None
 
 
-def bare_json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
-    """JSON objects without a mark before them, which may as well be the answer itself.
-
-    Raises:
-        ValueError: one of them does not name a tool that was given, and arguments for it.
-    """
-    values, rest = _json_values(text)
-    for value in values:
-        if not _is_bare_call(value, functions):
-            raise ValueError("expected the name of a tool, and arguments")
-        yield _json_call(value)
-    if rest:
-        raise ValueError("expected a JSON value")
+def _bare_json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
+    if not all(_is_bare_call(value, functions) for value in _json_values(text)[0]):
+        raise ValueError("expected the name of a tool, and arguments")
+    return _json_calls(text, functions)
 
 
-def may_be_bare_json(text: str, functions: Sequence[Function]) -> bool:
-    """Whether text without a mark begins as calls of tools that were given do."""
+def _may_be_bare_json(text: str, functions: Sequence[Function]) -> bool:
     values, rest = _json_values(text)
     begun = "".join(rest.removeprefix("[").split())
     heads = (
@@ -152,8 +153,13 @@ def _json_call(value: Any) -> ParsedCall:
     return ParsedCall(value["name"], json_text(arguments))
 
 
+JSON_CALLS = CallReader(_json_calls, _may_be_json_calls)
+"""JSON objects, one after another or in lists, with ``;`` or spaces between them."""
+BARE_JSON_CALLS = CallReader(_bare_json_calls, _may_be_bare_json, begins="{")
+
+
 @dataclass(frozen=True, slots=True)
-class NamedCalls:
+class _NamedCalls:
     """Reads calls that name the function before its arguments.
 
     Attributes:
@@ -176,9 +182,9 @@ class NamedCalls:
             raise ValueError("expected the name of a function, and its arguments")
         return calls
 
-    def may_begin(self, text: str) -> bool:
+    def may_begin(self, text: str, functions: Sequence[Function]) -> bool:
         """Whether text may begin calls."""
-        _, rest = self._read(text, ())
+        _, rest = self._read(text, functions)
         return not rest or self.begun.fullmatch(rest) is not None
 
     def _read(self, text: str, functions: Sequence[Function]) -> tuple[list[ParsedCall], str]:
@@ -210,30 +216,36 @@ class NamedCalls:
         known = properties if isinstance(properties, dict) else {}
         arguments, at = {}, head.end()
         while found := self.argument.match(text, at):
-            arguments[found["key"]] = _typed(found["value"], known.get(found["key"]), schema)
+            key = found["key"].strip()
+            arguments[key] = _typed(found["value"], known.get(key), schema)
             at = found.end()
         return arguments, at
 
 
-def named_calls(head: str, tail: str, begins: str, argument: str | None = None) -> NamedCalls:
-    """Reads calls that begin with a text, or that look begun as an expression says."""
+def named_calls(head: str, tail: str, begins: str, argument: str | None = None) -> CallReader:
+    """Reads calls that begin with a text, or that look begun as an expression says.
+
+    Args:
+        head: as of `_NamedCalls`, like the others.
+        tail: likewise.
+        begins: the text, or an expression with ``^`` before it.
+        argument: likewise.
+    """
     if not begins.startswith("^"):
         cut = "|".join(re.escape(begins[:length]) for length in range(len(begins)))
         begins = rf"\s*(?:{cut}|{re.escape(begins)}.*)"
-    compiled = [re.compile(one, re.DOTALL) for one in (head, tail, begins)]
-    return NamedCalls(
-        *compiled, argument=None if argument is None else re.compile(argument, re.DOTALL)
-    )
+    expressions = (head, tail, begins, *(() if argument is None else (argument,)))
+    reader = _NamedCalls(*(re.compile(one, re.DOTALL) for one in expressions))
+    return CallReader(reader.parse, reader.may_begin)
 
 
 _BEGUN_PYTHON = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?)?", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
-def python_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
-    """A list of Python's calls whose arguments have names and are literals; or JSON."""
+def _python_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
     if text.lstrip(" \t\r\n[").startswith("{"):
-        yield from json_calls(text, functions)
+        yield from _json_calls(text, functions)
         return
     try:
         body = ast.parse(text.strip(), mode="eval").body
@@ -265,22 +277,26 @@ def _literal(node: ast.expr) -> Any:
     return value
 
 
-def may_be_python_calls(text: str) -> bool:
-    return _BEGUN_PYTHON.fullmatch(text) is not None or may_be_json_calls(text)
+def _may_be_python_calls(text: str, functions: Sequence[Function]) -> bool:
+    return _BEGUN_PYTHON.fullmatch(text) is not None or _may_be_json_calls(text, functions)
 
 
-def bare_python_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
-    names = {one.name for one in functions}
-    for call in python_calls(text, functions):
-        if call.name not in names:
-            raise ValueError("expected the name of a tool")
-        yield call
+def _bare_python_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
+    calls = [*_python_calls(text, functions)]
+    if not {call.name for call in calls} <= {one.name for one in functions}:
+        raise ValueError("expected the name of a tool")
+    return calls
 
 
-def may_be_bare_python(text: str, functions: Sequence[Function]) -> bool:
+def _may_be_bare_python(text: str, functions: Sequence[Function]) -> bool:
     begun = "".join(text.split())
     heads = [f"[{one.name}(" for one in functions]
     return any(begun.startswith(head) or head.startswith(begun) for head in heads)
+
+
+PYTHON_CALLS = CallReader(_python_calls, _may_be_python_calls)
+"""A list of Python's calls whose arguments have names and are literals; or JSON."""
+BARE_PYTHON_CALLS = CallReader(_bare_python_calls, _may_be_bare_python, begins="[")
 
 
 _GEMMA_CALL = re.compile(r"\s*call:(?P<name>[\w.-]+)\s*(?P<arguments>\{.*\})\s*", re.DOTALL)
@@ -293,8 +309,7 @@ _GEMMA_PART = re.compile(
 """A text between marks, a JSON string, a key that has no quotes, Python's None."""
 
 
-def gemma_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
-    """``call:NAME{key:value}``, texts between marks of their own."""
+def _gemma_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
     found = _GEMMA_CALL.fullmatch(text)
     if found is None:
         raise ValueError("expected call:NAME{...}")
@@ -309,8 +324,12 @@ def _gemma_part(found: re.Match[str]) -> str:
     return found[0] if text is None else json.dumps(text)
 
 
-def may_be_gemma_call(text: str) -> bool:
+def _may_be_gemma_call(text: str, functions: Sequence[Function]) -> bool:
     return _GEMMA_BEGUN.fullmatch(text) is not None
+
+
+GEMMA_CALLS = CallReader(_gemma_calls, _may_be_gemma_call)
+"""``call:NAME{key:value}``, texts between marks of their own."""
 
 
 def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> Any:
@@ -318,29 +337,14 @@ def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
     ``null`` is none where the schema allows that too.
     """
-    if allows(schema, "string", root) and not (value == "null" and allows(schema, "null", root)):
-        texts, has_others = only_texts(schema, root)
-        if texts is None or value in texts or not has_others:
-            return value
+    texts, has_others, has_null = texts_of(schema, root)
+    is_text = texts is None or value in texts or (texts and not has_others)
+    if is_text and not (value == "null" and has_null):
+        return value
     try:
         return read_json(value)
     except ValueError:
         return value
-
-
-def allows(schema: Any, kind: str, root: Mapping[str, Any]) -> bool:
-    """Whether a schema names a type as one of those that a value may have."""
-    for one in alternatives(schema, root):
-        types = one.get("type")
-        if types is not None:
-            if types == kind or (isinstance(types, list) and kind in types):
-                return True
-            continue
-        values = one["enum"] if isinstance(one.get("enum"), list) else []
-        values = [*values, *([one["const"]] if "const" in one else [])]
-        if any(isinstance(value, str) if kind == "string" else value is None for value in values):
-            return True
-    return False
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -358,26 +362,26 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[dict[str, Any
             pending.append(referred(one.get("$ref"), root))
 
 
-def only_texts(schema: Any, root: Mapping[str, Any]) -> tuple[list[str] | None, bool]:
-    """The texts that a value may be, None for any; and whether it may be no text.
+def texts_of(schema: Any, root: Mapping[str, Any]) -> tuple[list[str] | None, bool, bool]:
+    """The texts that a value may be, None for any; and whether it may be no text, or null.
 
     Args:
-        schema: of a value that may be a text.
+        schema: of the value; one that names no type allows no text.
         root: that its references lead into.
     """
     texts: dict[str, None] = {}
-    is_any = has_others = False
+    is_any = has_others = has_null = False
     for one in alternatives(schema, root):
+        types = one["type"] if isinstance(one.get("type"), list) else [one.get("type")]
         values = one["enum"] if isinstance(one.get("enum"), list) else []
         values = [*values, *([one["const"]] if "const" in one else [])]
-        texts |= dict.fromkeys(value for value in values if isinstance(value, str))
-        types = one.get("type")
-        types = types if isinstance(types, list) else [types]
+        if types == [None] or "string" in types:
+            texts |= dict.fromkeys(value for value in values if isinstance(value, str))
         is_any |= not values and "string" in types
-        has_others |= any(not isinstance(value, str) for value in values) or any(
-            type_ not in (None, "string") for type_ in types if not values
-        )
-    return None if is_any else list(texts), has_others
+        has_null |= "null" in types or (types == [None] and None in values)
+        has_others |= any(not isinstance(value, str) for value in values)
+        has_others |= not values and any(kind not in (None, "string") for kind in types)
+    return None if is_any else list(texts), has_others, has_null
 
 
 def referred(reference: Any, root: Mapping[str, Any]) -> Any:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.serving.http.answers.call_readers import (
-    NamedCalls,
-    Parser,
-    bare_json_calls,
-    bare_python_calls,
-    gemma_calls,
-    json_calls,
-    may_be_bare_json,
-    may_be_bare_python,
-    may_be_gemma_call,
-    may_be_json_calls,
-    may_be_python_calls,
+    BARE_JSON_CALLS,
+    BARE_PYTHON_CALLS,
+    GEMMA_CALLS,
+    JSON_CALLS,
+    PYTHON_CALLS,
+    CallReader,
     named_calls,
-    python_calls,
 )
-from moe_runtime.serving.http.schema import Function
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +73,6 @@ class CallWriting:
 
 
 @dataclass(frozen=True, slots=True)
-class BareCalls:
-    """Calls without marks, which may as well be the answer itself.
-
-    Attributes:
-        begins: with what such an answer begins.
-        parse: as `ToolFormat.parse`; what names no tool that was given is no call.
-        may_begin: whether text may begin calls of the tools that were given.
-    """
-
-    begins: str
-    parse: Parser
-    may_begin: Callable[[str, Sequence[Function]], bool]
-
-
-@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a family writes calls.
 
@@ -104,23 +81,21 @@ class ToolFormat:
         known_by: a regular expression that the chat template of such a model has.
         marks: around calls: those that templates write, then those that models leave over where
             they forget the first.
-        parse: gives the calls of the text between; raises ``ValueError`` where one is none.
-        may_begin: whether text behind the opening mark may begin calls, whole ones before it.
+        reader: of the text between.
         writing: how calls are written.
         inner_marks: further ones, which may be special tokens too.
         is_json: marks within JSON's strings are text.
-        bare: how calls are found that have no marks.
+        bare: of calls without marks.
     """
 
     name: str
     known_by: str
     marks: tuple[Marks, ...]
-    parse: Parser
-    may_begin: Callable[[str], bool]
+    reader: CallReader
     writing: CallWriting
     inner_marks: tuple[str, ...] = ()
     is_json: bool = False
-    bare: BareCalls | None = None
+    bare: CallReader | None = None
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -141,20 +116,20 @@ _XML = named_calls(
     r"\s*<parameter=(?P<key>[^>\s]+)>\n?(?P<value>.*?)\n?</parameter>",
 )
 _INVOKE = named_calls(
-    r'\s*(?:<minimax:tool_call>\s*)?<invoke name="?(?P<name>[^">\s]+)"?>',
+    r'\s*<invoke name="?(?P<name>[^">\s]+)"?>',
     r"\s*</invoke>\s*",
     '<invoke name="',
     r'\s*<parameter name="?(?P<key>[^">]+)"?>\n?(?P<value>.*?)\n?</parameter>',
 )
 _PAIR = (
-    r"\s*<{0}arg_key>\s*(?P<key>.*?)\s*</{0}arg_key>\s*"
+    r"\s*<{0}arg_key>(?P<key>[^<]*)</{0}arg_key>\s*"
     r"<{0}arg_value>(?P<value>.*?)</{0}arg_value>"
 )
 _PAIRS, _CAT_PAIRS = (
     named_calls(
         rf"\s*<{prefix}tool_call>\s*(?P<name>[\w.-]+)(?=\s*<)",
         rf"\s*</{prefix}tool_call>\s*",
-        rf"^\s*<{prefix}tool_call>\s*[\w.-]*\s*(<.*)?",
+        rf"^\s*<{prefix}tool_call>\s*(?:[\w.-]+\s*)?(<.*)?",
         _PAIR.format(prefix),
     )
     for prefix in ("", "longcat_")
@@ -231,7 +206,7 @@ def _python_writing(ends: str) -> CallWriting:
     return CallWriting(call, begins='"["', again='", "', ends=ends, argument=argument)
 
 
-def _deepseek_format(name: str, known_by: str, reader: NamedCalls, call: str) -> ToolFormat:
+def _deepseek_format(name: str, known_by: str, reader: CallReader, call: str) -> ToolFormat:
     return ToolFormat(
         name,
         known_by,
@@ -239,8 +214,7 @@ def _deepseek_format(name: str, known_by: str, reader: NamedCalls, call: str) ->
             Marks("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
             Marks("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", are_read=True),
         ),
-        reader.parse,
-        reader.may_begin,
+        reader,
         CallWriting(
             f'"<｜tool▁call▁begin｜>" {call} "<｜tool▁call▁end｜>"', ends='"<｜tool▁calls▁end｜>"'
         ),
@@ -254,27 +228,21 @@ TOOL_FORMATS = (
         "seed-xml",
         "<seed:tool_call>",
         (Marks("<seed:tool_call>", "</seed:tool_call>"),),
-        _XML.parse,
-        _XML.may_begin,
+        _XML,
         _xml_writing("seed:tool_call", again='"\\n" "<seed:tool_call>"'),
     ),
     ToolFormat(
         "qwen-xml",
         "<function=",
-        (
-            Marks("<tool_call>", "</tool_call>"),
-            Marks("<function=", "</function>", are_read=True),
-        ),
-        _XML.parse,
-        _XML.may_begin,
+        (Marks("<tool_call>", "</tool_call>"), Marks("<function=", "</function>", are_read=True)),
+        _XML,
         _xml_writing("tool_call", again='"\\n" "<tool_call>"'),
     ),
     ToolFormat(
         "hunyuan-pairs",
         "<tool_sep>",
         (Marks("<tool_calls>", "</tool_calls>"),),
-        _SEPARATED_PAIRS.parse,
-        _SEPARATED_PAIRS.may_begin,
+        _SEPARATED_PAIRS,
         _pair_writing(
             r'"\n" "<tool_call>" NAME "<tool_sep>" ARGUMENTS "\n"? "</tool_call>"',
             ends=r'"\n" "</tool_calls>"',
@@ -285,8 +253,7 @@ TOOL_FORMATS = (
         "longcat",
         "<longcat_arg_key>",
         (Marks("<longcat_tool_call>", "</longcat_tool_call>", are_read=True),),
-        _CAT_PAIRS.parse,
-        _CAT_PAIRS.may_begin,
+        _CAT_PAIRS,
         _pair_writing(
             r'NAME ARGUMENTS "\n"? "</longcat_tool_call>"',
             "longcat_",
@@ -298,8 +265,7 @@ TOOL_FORMATS = (
         "glm",
         "<arg_key>",
         (Marks("<tool_call>", "</tool_call>", are_read=True),),
-        _PAIRS.parse,
-        _PAIRS.may_begin,
+        _PAIRS,
         _pair_writing(r'NAME ARGUMENTS "\n"? "</tool_call>"', again=r'"\n"? "<tool_call>"'),
         _pair_marks(),
     ),
@@ -310,17 +276,13 @@ TOOL_FORMATS = (
             Marks("<minimax:tool_call>", "</minimax:tool_call>"),
             Marks('<invoke name="', "</invoke>", are_read=True),
         ),
-        _INVOKE.parse,
-        _INVOKE.may_begin,
+        _INVOKE,
         CallWriting(
             r'"<invoke name=\"" NAME "\">\n" ARGUMENTS "</invoke>\n"',
             begins=r'"\n"',
             ends='"</minimax:tool_call>"',
             argument=ArgumentWriting(
-                r'"<parameter name=\""',
-                r'"\">"',
-                r'"</parameter>\n"',
-                ends_text="</parameter>\n",
+                r'"<parameter name=\""', r'"\">"', r'"</parameter>\n"', ends_text="</parameter>\n"
             ),
         ),
     ),
@@ -331,8 +293,7 @@ TOOL_FORMATS = (
             Marks("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             Marks("<|tool_call_begin|>", "<|tool_call_end|>", are_read=True),
         ),
-        _KIMI.parse,
-        _KIMI.may_begin,
+        _KIMI,
         CallWriting(
             '"<|tool_call_begin|>" "functions." NAME ":" /[0-9]{1,4}/ '
             '"<|tool_call_argument_begin|>" ARGUMENTS "<|tool_call_end|>"',
@@ -354,8 +315,7 @@ TOOL_FORMATS = (
         "gemma-4",
         r"<\|tool_call>",
         (Marks("<|tool_call>", "<tool_call|>"),),
-        gemma_calls,
-        may_be_gemma_call,
+        GEMMA_CALLS,
         CallWriting(
             '"call:" NAME "{" ARGUMENTS "}" "<tool_call|>"',
             again='"<|tool_call>"',
@@ -369,25 +329,22 @@ TOOL_FORMATS = (
         "lfm2",
         r"<\|tool_(call_start|list_start)\|>",
         (Marks("<|tool_call_start|>", "<|tool_call_end|>"),),
-        python_calls,
-        may_be_python_calls,
+        PYTHON_CALLS,
         _python_writing('"]" "<|tool_call_end|>"'),
     ),
     ToolFormat(
         "llama-pythonic",
         r"func_name1\(",
         (Marks("<|python_start|>", "<|python_end|>"),),
-        python_calls,
-        may_be_python_calls,
+        PYTHON_CALLS,
         _python_writing('"]"'),
-        bare=BareCalls("[", bare_python_calls, may_be_bare_python),
+        bare=BARE_PYTHON_CALLS,
     ),
     ToolFormat(
         "hunyuan",
         "<tool_calls>",
         (Marks("<tool_calls>", "</tool_calls>"),),
-        json_calls,
-        may_be_json_calls,
+        JSON_CALLS,
         _json_writing(begins='"["', again='", "', ends='"]" "</tool_calls>"'),
         is_json=True,
     ),
@@ -395,8 +352,7 @@ TOOL_FORMATS = (
         "hermes",
         "<tool_call>",
         (Marks("<tool_call>", "</tool_call>"),),
-        json_calls,
-        may_be_json_calls,
+        JSON_CALLS,
         _json_writing(after='"</tool_call>"', again=r'"\n" "<tool_call>"'),
         is_json=True,
     ),
@@ -404,8 +360,7 @@ TOOL_FORMATS = (
         "mistral-args",
         r"\[ARGS\]",
         (Marks("[TOOL_CALLS]", None, are_read=True),),
-        _BRACKETS.parse,
-        _BRACKETS.may_begin,
+        _BRACKETS,
         CallWriting(
             'NAME ("[CALL_ID]" /[a-zA-Z0-9]{9}/)? "[ARGS]" ARGUMENTS', again='"[TOOL_CALLS]"'
         ),
@@ -415,18 +370,16 @@ TOOL_FORMATS = (
         "mistral",
         r"\[TOOL_CALLS\]",
         (Marks("[TOOL_CALLS]", None),),
-        json_calls,
-        may_be_json_calls,
+        JSON_CALLS,
         _json_writing(begins='"["', again='", "', ends='"]"'),
     ),
     ToolFormat(
         "llama-json",
         r'<\|python_tag\|>|"parameters":',
         (Marks("<|python_tag|>", None), Marks("<|python_start|>", "<|python_end|>")),
-        json_calls,
-        may_be_json_calls,
+        JSON_CALLS,
         _json_writing("parameters", again=None),
-        bare=BareCalls("{", bare_json_calls, may_be_bare_json),
+        bare=BARE_JSON_CALLS,
     ),
 )
 """In the order in which a chat template is searched for them."""

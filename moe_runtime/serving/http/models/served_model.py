@@ -37,7 +37,7 @@ class ServedModel:
     vocabulary: Vocabulary
     template: ChatTemplate | None
     grammars: Grammars
-    defaults: Mapping[str, float]
+    defaults: Mapping[str, float] = field(default_factory=_OPENAI.copy)
     created_s: int = field(default_factory=lambda: int(time.time()))
     parent: str | None = None
 

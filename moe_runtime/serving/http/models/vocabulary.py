@@ -99,9 +99,7 @@ class Vocabulary:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of tokens, spaces as they are."""
         return self.tokenizer.decode(
-            list(ids),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
     def offsets_of_text(

@@ -127,10 +127,7 @@ class RecordLayout:
     """
 
     def __init__(
-        self,
-        tensors: Sequence[ExpertTensor],
-        dtype: torch.dtype,
-        state: StateFormat | None = None,
+        self, tensors: Sequence[ExpertTensor], dtype: torch.dtype, state: StateFormat | None = None
     ) -> None:
         self.tensors = tuple(tensors)
         self.trained = tuple(tensor for tensor in tensors if tensor.is_trained)

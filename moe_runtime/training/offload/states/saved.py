@@ -20,7 +20,6 @@ from moe_runtime.training.offload.states.entries import Version
 from moe_runtime.training.offload.states.records import RecordLayout, checksum
 from moe_runtime.training.stored_values import (
     COUNT,
-    MAPPING,
     PLAIN,
     TEXT,
     Kind,
@@ -44,7 +43,7 @@ _ROW = (
     Kind("a folder", lambda v: v == "" or (isinstance(v, str) and bool(_FOLDER.fullmatch(v)))),
 )
 """Slot, step, updates, digest, pending step, folder."""
-_KINDS = {"format": COUNT, "sites": PLAIN, "state": TEXT, "experts": MAPPING}
+_KINDS = {"format": COUNT, "sites": PLAIN, "state": TEXT, "experts": PLAIN.named()}
 
 
 class SavedExperts:
