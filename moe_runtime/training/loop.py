@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.checkpoint import (
@@ -144,7 +145,8 @@ class Trainer:
             CheckpointError: it does not fit the model or the optimizer.
         """
         model = self._run.model
-        require_like(state.model, model.state_dict(), "the checkpoint does not fit the model: it")
+        own = {n: t for n, t in model.state_dict().items() if not isinstance(t, AbsentTensor)}
+        require_like(state.model, own, "the checkpoint does not fit the model: it")
         model.load_state_dict(dict(state.model))
         self._run.optimizer.load_state_dict(dict(state.optimizer))
         self.go_on(state)
