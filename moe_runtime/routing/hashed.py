@@ -63,13 +63,13 @@ class Hash(Gate):
         """The table that the arguments describe."""
         super().reset_parameters()
         if (weights := self._frequencies) is None:
-            random = torch.Generator().manual_seed(self._seed)
-            order = torch.randperm(len(self.table), generator=random).tolist()
+            random = torch.Generator("cpu").manual_seed(self._seed)
+            order = torch.randperm(len(self.table), generator=random, device="cpu").tolist()
             weights = [1.0] * len(order)
         else:
             order = sorted(range(len(weights)), key=lambda token: -weights[token])
         table = balanced_table(order, weights, self.num_experts, self.top_k)
-        self.table.copy_(torch.tensor(table))
+        self.table.copy_(torch.tensor(table, device="cpu"))
 
     def decide(self, x_TD: Tensor, context: RoutingContext) -> Choice:
         ids_T = context.token_ids_T

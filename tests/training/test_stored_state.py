@@ -9,6 +9,7 @@ import json
 import random
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from moe_runtime.policies.eviction.rules.activation_aware import ActivationMatri
 from moe_runtime.policies.placement import EPLB, Devices, RoutingProfile
 from moe_runtime.policies.prediction import Shape, make_estimator
 from moe_runtime.serving.adapter_folder import AdapterFolder
-from moe_runtime.training.checkpoint import Progress, random_states
+from moe_runtime.training.checkpoint import Progress, load_content, random_states, write_content
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.data.prepared import run_folder
 from moe_runtime.training.offload.optimizers.dense_adamw import state_order
@@ -246,6 +247,22 @@ def read_learned(folder: Path) -> Any:
         assert "begins anew" in str(warning.message)
         raise CheckpointError(str(warning.message))
     return learner.learned()
+
+
+def test_a_tensor_that_is_marked_as_a_folder_is_refused(tmp_path: Path) -> None:
+    """One bit of the archive's directory, for which torch leaves the tensor's memory as it was."""
+    path = tmp_path / "step-00000001.pt"
+    write_content(path, {"weights": torch.arange(4.0)})
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        number = next(n for n, name in enumerate(archive.namelist()) if name.endswith("data/0"))
+    entry = -1
+    for _ in range(number + 1):
+        entry = content.index(b"PK\1\2", entry + 1)
+    content[entry + 38] |= 0x10
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"data/0 is not what was written"):
+        load_content(path, Progress)
 
 
 def damaged(content: bytes, other: bytes, chance: random.Random) -> Iterator[tuple[str, bytes]]:
