@@ -35,7 +35,13 @@ from moe_runtime.policies.eviction.rules.activation_aware import ActivationMatri
 from moe_runtime.policies.placement import EPLB, Devices, RoutingProfile
 from moe_runtime.policies.prediction import Shape, make_estimator
 from moe_runtime.serving.adapter_folder import AdapterFolder
-from moe_runtime.training.checkpoint import Progress, load_content, random_states, write_content
+from moe_runtime.training.checkpoint import (
+    Progress,
+    load_content,
+    on_host,
+    random_states,
+    write_content,
+)
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.data.prepared import run_folder
 from moe_runtime.training.offload.optimizers.dense_adamw import state_order
@@ -120,7 +126,7 @@ def resumed(folder: Path, settings: tuple[str, ...] = STEPS) -> dict[str, Any]:
             state = state["dense"]
             state["experts"] = [optimizer.stacked(layer) for layer in range(2)]
         return {
-            "model": dict(preparation.model.state_dict()),
+            "model": on_host(preparation.model.state_dict()),
             "optimizer": state.get("state", state),
             "experts": state.get("experts"),
             "position": preparation.batches.position.taken,
