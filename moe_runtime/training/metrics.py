@@ -163,10 +163,8 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not JSON ({error}); remove the line") from None
     require_kind(values, MAPPING, what)
-    require_kind(values.get("step"), COUNT, f"{what}: step")
-    for name, kind in _KINDS.items():
-        if name in values:
-            require_kind(values[name], kind, f"{what}: {name}")
+    for name in _KINDS.keys() & {*values, "step"}:
+        require_kind(values.get(name), _KINDS[name], f"{what}: {name}")
     return values
 
 

@@ -71,7 +71,7 @@ def read_vocabulary(metadata: Mapping[str, Any], num_rows: int, file: Path) -> T
     Args:
         metadata: of the file, with its texts.
         num_rows: tokens that the model has embeddings of.
-        file: it is.
+        file: named in errors.
 
     Raises:
         CheckpointError: there are none, or they contradict each other or the model.
@@ -122,12 +122,7 @@ def _with_ends(
 
 
 def make_tokenizer(metadata: Mapping[str, Any], num_rows: int, file: Path) -> Any:
-    """Makes the tokenizer of a file.
-
-    Args:
-        metadata: of the file, with its texts.
-        num_rows: tokens that the model has embeddings of.
-        file: it is.
+    """Makes the tokenizer of a file; arguments are those of `read_vocabulary`.
 
     Returns:
         A `PreTrainedTokenizerFast`; every id that it gives is one of the file's tokens.

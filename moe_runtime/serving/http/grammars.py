@@ -20,7 +20,7 @@ import numpy as np
 from moe_runtime.errors import blamed_on
 from moe_runtime.serving.http.answers.answer_sections import ReasoningMarks
 from moe_runtime.serving.http.answers.call_readers import CHOICES, alternatives, referred, texts_of
-from moe_runtime.serving.http.answers.tool_formats import ArgumentWriting, CallWriting, ToolFormat
+from moe_runtime.serving.http.answers.tool_formats import ArgumentWriting, ToolFormat
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.grammar_trial import compile_grammar, stack_bytes
 from moe_runtime.serving.http.json_schemas import FORMATS, grammar_schema, schema_within
@@ -279,40 +279,25 @@ def of_tools(
         return None
     writing, opens = how.writing, _mark(how.opens[0], tokens)
     rules: list[str] = []
-    calls = [
-        _call(function, writing, tokens, f"f{number}", rules)
-        for number, function in enumerate(functions)
-    ]
+    calls = []
+    for number, function in enumerate(functions):
+        schema, is_strict = function.parameters or _ANY_OBJECT, bool(function.strict)
+        if (one_by_one := writing.argument) is None:
+            arguments = _json(schema, is_strict=is_strict)
+        else:
+            written = _Arguments(schema, one_by_one, tokens, f"f{number}", is_strict)
+            arguments = written.grammar(rules)
+        words = {"NAME": _text(function.name), "ARGUMENTS": arguments}
+        calls.append(f"({_lark(writing.call, tokens, words)})")
     again = None if writing.again is None else _lark(writing.again, tokens)
     more = "" if again is None or not may_repeat else f"({again} call)*"
     body = f"{_lark(writing.begins, tokens)} call {more} {_lark(writing.ends, tokens)}"
-    rules.append("call: " + " | ".join(f"({call})" for call in calls))
+    rules.append("call: " + " | ".join(calls))
     if not is_needed:
         rules.append(_up_to("opening", how.opens[0], tokens, how.opens[1:]))
         rules.append(f"FREE: {_without(how.opens)}")
         return "\n".join([f"start: FREE | opening {body}", *rules])
     return "\n".join([f"start: {body if how.bare else f'{opens} {body}'}", *rules])
-
-
-def _call(
-    function: Function, writing: CallWriting, tokens: Mapping[str, int], rule: str, rules: list[str]
-) -> str:
-    """The body of a rule: a call of a function.
-
-    Args:
-        function: that is called.
-        writing: how.
-        tokens: as for `of_tools`.
-        rule: with which the names of further rules begin.
-        rules: gets those.
-    """
-    parameters = function.parameters or _ANY_OBJECT
-    is_strict = bool(function.strict)
-    if writing.argument is None:
-        arguments = _json(parameters, is_strict=is_strict)
-    else:
-        arguments = _Arguments(parameters, writing.argument, tokens, rule, is_strict).grammar(rules)
-    return _lark(writing.call, tokens, {"NAME": _text(function.name), "ARGUMENTS": arguments})
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,9 +187,8 @@ class AnswerSections:
         """Whether a mark within reasoning is talked about, and opens no call."""
         if self._tools is None or self._section != "call" or not self._is_thought:
             return False
-        return not self._tools.reader.may_begin(
-            self._read_call(self._call[:_MOST_HEAD]), self._functions
-        )
+        begun = self._read_call(self._call[:_MOST_HEAD])
+        return not self._tools.reader.may_begin(begun, self._functions)
 
     def _refuse_call(self) -> Generator[Part, None, str]:
         """Reasoning goes on behind a mark that opens no call; gives the text to be split again."""
