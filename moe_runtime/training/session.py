@@ -7,6 +7,7 @@ and `summary.json`.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -255,8 +256,11 @@ def start(
     )
     trainer = Trainer(run)
     if last is not None and state is not None:
-        with named_checkpoint(last):
+        with ExitStack() as refused, named_checkpoint(last):
+            for sink in run.sinks:
+                refused.callback(sink.close)
             _restore(trainer, shards, last, state, ranks)
+            refused.pop_all()
     return trainer
 
 

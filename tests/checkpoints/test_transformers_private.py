@@ -41,6 +41,8 @@ ELSEWHERE = {
     "moe_runtime/bench/synthetic/drawn_tensors.py": "integrations.finegrained_fp8",
     # a layer's own code, which finds other steps of its states under their names
     "moe_runtime/inference/cpu/recurrent_steps.py": "__code__",
+    # conversations are rendered as transformers does, in a program with limits
+    "moe_runtime/serving/http/limited_program.py": "utils.chat_template_utils",
     # a loop that stands for one of transformers
     "moe_runtime/inference/device/decode_loop.py": "generation.utils",
     # an interface of 5.23 and later, which is looked for

@@ -76,7 +76,11 @@ def digest(file: Path) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(file.read_bytes()).digest(), np.uint8)
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+with np.load(LOGITS) as archive:
+    KEPT = sorted(SAMPLES.keys() & set(archive.files))
+
+
+@pytest.mark.parametrize("name", KEPT)
 def test_logits_are_those_of_llama_cpp(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

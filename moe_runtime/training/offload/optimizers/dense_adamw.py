@@ -142,7 +142,11 @@ class DenseAdamW:
             if number not in range(len(parameters)):
                 raise CheckpointError(f"the optimizer's state has a parameter {shown(number)}")
             parameter = parameters[number]
-            expected = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            step = moments.get("step") if isinstance(moments, Mapping) else None
+            # torch counts in fp64 where that is the default type
+            kind = step.dtype if isinstance(step, Tensor) and step.is_floating_point() else None
+            count = torch.zeros((), dtype=kind)
+            expected = {"step": count, "exp_avg": parameter, "exp_avg_sq": parameter}
             require_like(moments, expected, f"the optimizer's state of parameter {number}")
             require_kind(moments["step"].item(), AMOUNT, f"the step of parameter {number}")
         self._adamw.load_state_dict({**own, "state": state["state"]})
