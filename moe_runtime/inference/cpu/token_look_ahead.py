@@ -9,7 +9,7 @@ import torch
 
 from moe_runtime.kernels.gate_ranking import MOST_TOKENS, GateRanking, NativeLookAhead
 from moe_runtime.policies.prediction import Guess, NextGate
-from moe_runtime.policies.prediction.ranks import PRIOR, REMEMBERED, believed_at_first
+from moe_runtime.policies.prediction.hidden import PRIOR, REMEMBERED, believed_at_first
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
