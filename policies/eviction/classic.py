@@ -245,8 +245,8 @@ class Stamped(EvictionPolicy[K]):
         self._clock = 0
 
     @abstractmethod
-    def worth_now(self) -> Callable[[K], float]:
-        """Gives what each held key is worth at this moment."""
+    def worths(self, keys: Sequence[K]) -> Sequence[float]:
+        """What keys are worth at this moment."""
 
     def touch(self, key: K) -> None:
         """Renews the place of a held key among equals."""
@@ -266,9 +266,10 @@ class Stamped(EvictionPolicy[K]):
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
         """The evictable key of lowest worth."""
-        worth, last_use = self.worth_now(), self._last_use
-        candidates = [key for key in last_use if evictable(key)]
-        return min(candidates, key=lambda key: (worth(key), last_use[key]), default=None)
+        candidates = [key for key in self._last_use if evictable(key)]
+        stamps = map(self._last_use.__getitem__, candidates)
+        ranked = zip(self.worths(candidates), stamps, candidates, strict=True)
+        return min(ranked, default=(0, 0, None))[2]
 
     def check(self) -> None:
         """Proves that last uses lie in the past."""
@@ -309,10 +310,10 @@ class LFRU(Stamped[K]):
         super().remove(key)
         del self._num_uses[key]
 
-    def worth_now(self) -> Callable[[K], float]:
+    def worths(self, keys: Sequence[K]) -> list[float]:
         """Uses over age."""
-        now, num_uses, last_use = self._clock + 1, self._num_uses, self._last_use
-        return lambda key: num_uses[key] / (now - last_use[key])
+        now = self._clock + 1
+        return [self._num_uses[key] / (now - self._last_use[key]) for key in keys]
 
 
 class Ranked(EvictionPolicy[K]):

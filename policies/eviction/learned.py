@@ -4,7 +4,6 @@ Legend: M remembered tokens, L layers, E experts of a layer, K experts that a to
 features.
 """
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -130,17 +129,17 @@ class Scored(Stamped[ExpertKey]):
         self.rule = rule
         self.may_decline = may_decline
 
-    def worth_now(self) -> Callable[[ExpertKey], float]:
+    def worths(self, keys: Sequence[ExpertKey]) -> list[float]:
         """The present scores, looked up once for each layer."""
-        scores = functools.cache(self._scorer.scores)
-        return lambda key: scores(key.layer)[key.expert]
+        scores = {layer: self._scorer.scores(layer) for layer in {layer for layer, _ in keys}}
+        return [scores[layer][expert] for layer, expert in keys]
 
     def declines(self, incoming: ExpertKey, victim: ExpertKey) -> bool:
         """Whether the newcomer's score is lower."""
         if not self.may_decline:
             return False
-        worth = self.worth_now()
-        return worth(incoming) < worth(victim)
+        own, held = self.worths([incoming, victim])
+        return own < held
 
 
 class RecentScores:
