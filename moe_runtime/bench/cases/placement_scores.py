@@ -15,9 +15,13 @@ import numpy as np
 
 from moe_runtime.bench.results import Metric, describe_own_systems, make_results
 from moe_runtime.bench.runner import Number, PeerFailedError, Rules, peer_failures, run_in_turn
-from moe_runtime.planning.placement import PlacementOptions, mean_score, random_placements
-from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
-from moe_runtime.policies.placement.scoring import gpus_of_tokens, score_placement
+from moe_runtime.policies.placement import Devices, Placement, PlacementOptions, RoutingProfile
+from moe_runtime.policies.placement.scoring import (
+    gpus_of_tokens,
+    mean_score,
+    random_placements,
+    score_placement,
+)
 from moe_runtime.research.placement_solvers import ALGORITHMS, SEARCHING, place_experts
 
 RANDOM = "random"
