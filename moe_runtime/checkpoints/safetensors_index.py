@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+
 from moe_runtime.checkpoints.strict_json import (
     MAX_UINT64,
     clipped,
@@ -58,6 +60,20 @@ DTYPE_BITS = {
     "U64": 64,
 }
 """Bits of one element, for every dtype that the format knows."""
+
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Element types of safetensors files that dense weights may have."""
 
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_FILE_NAME = "model.safetensors.index.json"

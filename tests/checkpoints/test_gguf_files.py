@@ -19,9 +19,8 @@ from gguf_rewriting import rewritten, tensors_of
 
 import moe_runtime
 from moe_runtime.checkpoints.expert_map import map_experts
-from moe_runtime.checkpoints.gguf.architectures import architecture_of
+from moe_runtime.checkpoints.gguf.architectures import architecture_of, settings_of
 from moe_runtime.checkpoints.gguf.header import BLOCK_SIZES, GgufHeader, read_header
-from moe_runtime.checkpoints.gguf.model_settings import settings_of
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.errors import CheckpointError, UnsupportedModelError

@@ -13,13 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.formats import PackedWeight
-from moe_runtime.checkpoints.gguf.architectures import ValueChange, architecture_of, named_weights
+from moe_runtime.checkpoints.gguf.architectures import (
+    ValueChange,
+    architecture_of,
+    named_weights,
+    settings_of,
+)
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor, read_header
-from moe_runtime.checkpoints.gguf.model_settings import settings_of
 from moe_runtime.checkpoints.gguf.tokenizer import make_tokenizer, read_vocabulary
-from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
-from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.checkpoints.settings_check import (
     check_config,
     check_generation_settings,

@@ -17,24 +17,24 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.export import INDEX_NAME, copy_tensor, write_at, write_index
-from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
-from moe_runtime.checkpoints.packing.encoding import read_ahead
-from moe_runtime.checkpoints.packing.manifest import aligned
-from moe_runtime.checkpoints.packing.staging import (
-    PROGRESS_NAME,
-    WrittenFile,
-    header_of,
-    link_or_move,
-    read_progress,
-    staging_of,
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.packed_experts import (
+    PART_ALIGNMENT,
+    Code,
+    MatrixForm,
+    aligned,
+    lay_out_parts,
 )
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import parse_object
@@ -42,16 +42,175 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.files import held, make_folders, write_atomically, write_text
 from moe_runtime.folders import replace_folder
+from moe_runtime.kernels.lossless import PlanesMatrix, decode_planes, encode_planes
 from moe_runtime.memory.layout import BLOCK_BYTES
 from moe_runtime.memory.slab import aligned_bytes, host_view
 from moe_runtime.memory.source import CheckpointFile, ExpertSource, file_version
 from moe_runtime.types import ExpertKey
 
+STAGING_SUFFIX = ".packing"
+PROGRESS_NAME = "packing_progress.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file of experts that is whole.
+
+    Attributes:
+        file: its name.
+        pieces: begin, bytes and digest of what it holds, the header too.
+        notes: for each expert what its writer wants to know again: the rooms of its escapes, or the
+            squares of its errors.
+    """
+
+    file: str
+    pieces: list[list[int]]
+    notes: list[list[Any]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors, which lie behind the header."""
+        return sum(size for begin, size, _ in self.pieces if begin)
+
+
+def staging_of(folder: Path) -> Path:
+    """Where a new checkpoint grows until it takes its place."""
+    place = Path(os.path.realpath(folder))
+    return place.with_name(place.name + STAGING_SUFFIX)
+
+
+def read_progress(staging: Path) -> dict[str, Any] | None:
+    """What an interrupted run says that it has written; None where it wrote nothing.
+
+    Raises:
+        ValueError: the folder is none that a run left, or what it says is damaged.
+    """
+    if not os.path.lexists(staging):
+        return None
+    advice = "is in the way of what is packed; move or remove it"
+    if staging.is_symlink() or not staging.is_dir():
+        raise ValueError(f"{staging} {advice}")
+    path = staging / PROGRESS_NAME
+    if not path.exists():
+        if all(left.name.startswith(PROGRESS_NAME) for left in staging.iterdir()):
+            return None
+        raise ValueError(f"{staging} {advice}: it holds something else")
+    try:
+        values = parse_object(path.read_bytes())
+        origin, shards = values["origin"], [_values_of(shard) for shard in values["shards"]]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} cannot be read; {staging} {advice}") from None
+    if any(left.is_dir() for left in staging.iterdir()):
+        raise ValueError(f"{staging} {advice}: it holds folders, which no run makes")
+    return {"origin": origin, "shards": shards}
+
+
+def _values_of(shard: Any) -> dict[str, Any]:
+    """The values of a `WrittenFile` as JSON has them.
+
+    Raises:
+        KeyError, TypeError, ValueError: they are none.
+    """
+    kinds = {"file": str, "pieces": list, "notes": list}
+    values = {name: shard[name] for name in kinds}
+    if any(type(values[name]) is not kind for name, kind in kinds.items()):
+        raise ValueError(f"expected a file and its experts, found {shard}")
+    for piece in values["pieces"]:
+        if len(piece) != 3 or any(type(part) is not int for part in piece):
+            raise ValueError(f"expected begin, bytes and digest of a piece, found {piece}")
+    if any(begin < 0 or size < 1 for begin, size, _ in values["pieces"] or [(0, 0, 0)]):
+        raise ValueError(f"expected pieces of {shard['file']}, found {values['pieces']}")
+    return values
+
+
+def header_of(
+    tensors: Sequence[tuple[str, str, Sequence[int], int]], multiple_of: int = 8
+) -> tuple[dict[str, int], bytes]:
+    """Where tensors of some bytes lie behind a header of safetensors, and the header."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, dtype, shape, size in tensors:
+        offsets[name] = end
+        fields[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % multiple_of)
+    return offsets, len(text).to_bytes(8, "little") + text
+
+
+def link_or_move(path: Path, target: Path) -> None:
+    """Gives a file a second name, or, where the filesystem has none, another one."""
+    try:
+        os.link(path, target)
+    except OSError:
+        os.rename(path, target)
+
+
+_ROOM_SHARE = 1024
+"""Escapes get room in steps of this part of a matrix, so that few forms of experts occur."""
+
+
+def read_ahead(
+    source: ExpertSource, experts: ExpertMap, keys: Sequence[ExpertKey]
+) -> Iterator[tuple[ExpertKey, dict[str, Tensor]]]:
+    """Each expert's tensors by the names of `ExpertMap.matrices`, the next one read meanwhile.
+
+    They are views, which hold until the next expert is asked for.
+    """
+    slots = [aligned_bytes(experts.slot_bytes) for _ in range(2)]
+    with ThreadPoolExecutor(1) as reader:
+        reading: Future[None] = reader.submit(source.read, {keys[0]: slots[0]})
+        for number, key in enumerate(keys):
+            reading.result()
+            if number + 1 < len(keys):
+                following = {keys[number + 1]: slots[(number + 1) % 2]}
+                reading = reader.submit(source.read, following)
+            views = experts.layouts[key].views(slots[number % 2])
+            yield key, dict(zip(experts.matrices[key.layer], views, strict=True))
+
+
+def pack_expert(
+    forms: Sequence[MatrixForm], views: Mapping[str, Tensor], code: Code, pool: ThreadPoolExecutor
+) -> tuple[Tensor, list[int]]:
+    """The bytes of an expert, and the rooms of its escapes.
+
+    Raises:
+        CheckpointError: a matrix does not come back from the code.
+    """
+    coded = [form for form in forms if form.is_coded(code)]
+    matrices = [*pool.map(_coded, coded, (views[form.name] for form in coded))]
+    found = {form.name: matrix for form, matrix in zip(coded, matrices, strict=True)}
+    rooms = [_room(matrix) for matrix in matrices]
+    parts, num_bytes = lay_out_parts(forms, rooms, code)
+    content = aligned_bytes(num_bytes)
+    for part in parts:
+        into = content[part.offset : part.offset + part.num_bytes].view(part.dtype)
+        matrix, _, kind = part.name.partition(".")
+        if not kind:
+            into.view(part.shape).copy_(views[matrix])
+            continue
+        values = getattr(found[matrix], kind).flatten()
+        into[: len(values)].copy_(values)
+    return content, rooms
+
+
+def _coded(form: MatrixForm, view: Tensor) -> PlanesMatrix:
+    matrix = encode_planes(view if view.stride(-1) == 1 else view.contiguous())
+    if not torch.equal(decode_planes(matrix).view(torch.int16), view.view(torch.int16)):
+        raise CheckpointError(f"{form.name} does not come back from the lossless code")
+    return matrix
+
+
+def _room(matrix: PlanesMatrix) -> int:
+    rows, cols = matrix.shape
+    return aligned(len(matrix.escapes), aligned(max(1, rows * cols // _ROOM_SHARE), PART_ALIGNMENT))
+
+
 SHARD_BYTES = 2 << 30
 """Bytes of experts, as they were, in a file: what a kill loses at most."""
 _NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 
-Progress = Callable[[str, int, int], None]
 Experts = Iterator[tuple[ExpertKey, Mapping[str, Tensor]]]
 """Experts as they are read, with their tensors by the names of `ExpertMap.matrices`."""
 

@@ -28,9 +28,8 @@ from torch import Tensor
 import moe_runtime
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.expert_tensors import matrices_of
-from moe_runtime.checkpoints.gguf.architectures import architecture_of
+from moe_runtime.checkpoints.gguf.architectures import architecture_of, settings_of
 from moe_runtime.checkpoints.gguf.header import GgufHeader, read_header
-from moe_runtime.checkpoints.gguf.model_settings import settings_of
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.cli.main import main
