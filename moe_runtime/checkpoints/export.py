@@ -33,7 +33,15 @@ from moe_runtime.checkpoints.expert_tensors import (
     TensorsOf,
     matrices_of,
 )
-from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
+from moe_runtime.checkpoints.safetensors_index import (
+    INDEX_FILE_NAME,
+    TORCH_DTYPES,
+    TensorEntry,
+    copy_tensor,
+    widest_first,
+    write_at,
+    write_index,
+)
 from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
 from moe_runtime.folders import replace_folder
 from moe_runtime.memory.layout import TensorRange
@@ -41,8 +49,6 @@ from moe_runtime.memory.layout import TensorRange
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-INDEX_NAME = "model.safetensors.index.json"
-COPY_BYTES = 2**24
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NOT_COPIED = (
     *(f"*{end}" for end in (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")),
@@ -51,28 +57,6 @@ _NOT_COPIED = (
     *("eval*", "*[._-]eval*"),
 )
 """Weights, what points to them, and what is said or measured of the first checkpoint alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """A tensor of a new file.
-
-    Attributes:
-        name: of the tensor.
-        dtype: as safetensors names it.
-        shape: its sizes.
-        num_bytes: of its content.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element."""
-        return self.num_bytes // max(1, math.prod(self.shape))
 
 
 @dataclass
@@ -93,24 +77,11 @@ class _Output:
     dtypes: dict[str, torch.dtype | None] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def lay_out(self, tensors: Iterable[_Field]) -> None:
+    def lay_out(self, tensors: Iterable[TensorEntry]) -> None:
         """Puts tensors one behind the other, widest elements first, so that all are aligned."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for tensor in sorted(tensors, key=lambda tensor: -tensor.width):
-            self.offsets[tensor.name] = end
-            header[tensor.name] = {
-                "dtype": tensor.dtype,
-                "shape": tensor.shape,
-                "data_offsets": [end, end + tensor.num_bytes],
-            }
-            end += tensor.num_bytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
-        lead = len(self.header)
-        self.offsets = {name: lead + offset for name, offset in self.offsets.items()}
-        self.num_bytes = lead + end
+        offsets, self.header, size = widest_first(tensors)
+        self.offsets = {name: len(self.header) + offset for name, offset in offsets.items()}
+        self.num_bytes = len(self.header) + size
 
 
 class LikeCheckpoint:
@@ -233,7 +204,7 @@ class LikeCheckpoint:
         dense: Mapping[str, Tensor] | None = None,
     ) -> dict[str, _Output]:
         """Where each tensor goes: floating-point ones in the named dtypes, shapes as of `dense`."""
-        files: dict[str, list[_Field]] = {}
+        files: dict[str, list[TensorEntry]] = {}
         outputs: dict[str, _Output] = {}
         for entry in sorted(self._checkpoint.entries.values(), key=lambda entry: entry.offset):
             kept = TORCH_DTYPES.get(entry.dtype)
@@ -249,7 +220,9 @@ class LikeCheckpoint:
             output = outputs.setdefault(file, _Output(folder / file))
             output.dtypes[entry.name] = wanted
             dtype = entry.dtype if wanted is None else _NAMES[wanted]
-            files.setdefault(file, []).append(_Field(entry.name, dtype, shape, size))
+            files.setdefault(file, []).append(
+                TensorEntry(entry.name, output.path, dtype, shape, 0, size)
+            )
         for file, fields in files.items():
             outputs[file].lay_out(fields)
         return outputs
@@ -311,9 +284,9 @@ class LikeCheckpoint:
             name = path.name.lower()
             if path.is_file() and not any(fnmatch.fnmatchcase(name, one) for one in _NOT_COPIED):
                 shutil.copyfile(path, folder / path.name)
-        if (source / INDEX_NAME).is_file():
+        if (source / INDEX_FILE_NAME).is_file():
             total = sum(output.num_bytes - len(output.header) for output in outputs.values())
-            write_index(folder / INDEX_NAME, self._own_files(), {"total_size": total})
+            write_index(folder / INDEX_FILE_NAME, self._own_files(), {"total_size": total})
         if dtype is not None:
             path = folder / "config.json"
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -343,12 +316,6 @@ class LikeCheckpoint:
 
     def _expert_names(self) -> set[str]:
         return self._finder.of_experts(self._experts)
-
-
-def write_index(path: Path, file_of: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """Writes which file has which tensor."""
-    index = {"metadata": dict(metadata), "weight_map": dict(file_of)}
-    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,22 +357,6 @@ def _write_tensor(descriptor: int, content: Tensor, offset: int) -> None:
     if content.numel():
         flat: Any = content.reshape(-1).view(torch.uint8).numpy()
         write_at(descriptor, memoryview(flat), offset)
-
-
-def write_at(descriptor: int, content: bytes | memoryview, offset: int) -> None:
-    view = memoryview(content)
-    while len(view):
-        done = os.pwrite(descriptor, view[:COPY_BYTES], offset)
-        view, offset = view[done:], offset + done
-
-
-def copy_tensor(entry: TensorEntry, descriptor: int, offset: int) -> None:
-    """A tensor that the model has no use for stays as it was."""
-    with entry.file.open("rb") as file:
-        for begin in range(0, entry.num_bytes, COPY_BYTES):
-            file.seek(entry.offset + begin)
-            part = file.read(min(COPY_BYTES, entry.num_bytes - begin))
-            write_at(descriptor, part, offset + begin)
 
 
 def as_plain(

@@ -13,15 +13,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.families import give_experts_interface
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor
 from moe_runtime.checkpoints.strict_json import clipped, one_line
-from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.lazy import LazyTable
 
 if TYPE_CHECKING:
@@ -217,7 +216,7 @@ ARCHITECTURES = {
 """By `general.architecture`, where all files of one have the same row."""
 
 _HERE = "moe_runtime.checkpoints.gguf"
-_MADE: Mapping[str, Callable[[GgufHeader, Path], Architecture]] = LazyTable(
+_MADE: Mapping[str, Callable[[GgufHeader], Architecture]] = LazyTable(
     {
         "deepseek2": f"{_HERE}.families:deepseek2",
         "ernie4_5-moe": f"{_HERE}.families:ernie4_5_moe",
@@ -230,7 +229,7 @@ _MADE: Mapping[str, Callable[[GgufHeader, Path], Architecture]] = LazyTable(
 """What makes the row of a file, where files differ."""
 
 
-def architecture_of(header: GgufHeader, file: Path) -> Architecture:
+def architecture_of(header: GgufHeader) -> Architecture:
     """The row of a file's architecture.
 
     Raises:
@@ -238,18 +237,16 @@ def architecture_of(header: GgufHeader, file: Path) -> Architecture:
     """
     name = header.name
     if isinstance(name, str) and name in _MADE:
-        return _MADE[name](header, file)
+        return _MADE[name](header)
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(sorted([*ARCHITECTURES, *_MADE]))
-        raise UnsupportedModelError(
-            f"{one_line(str(file))}: expected a GGUF file of {known}, found "
-            f"architecture {clipped(name)}; its safetensors checkpoint may be supported"
-        )
+        found = f"architecture {clipped(name)}; its safetensors checkpoint may be supported"
+        header.unsupported(f"a GGUF file of {known}", found)
     return ARCHITECTURES[name]
 
 
 def named_weights(
-    header: GgufHeader, architecture: Architecture, file: Path
+    header: GgufHeader, architecture: Architecture
 ) -> Iterator[tuple[str, GgufTensor, int]]:
     """What a checkpoint of `transformers` calls each tensor, and which matrix of it that is.
 
@@ -277,7 +274,7 @@ def named_weights(
         is_whole = part is not None and part.endswith(_WHOLE)
         if found is None or part is None or (found[3] is None and not is_whole):
             raise UnsupportedModelError(
-                f"{one_line(str(file))}: no part of {architecture.model_class} is called "
+                f"{one_line(str(header.file))}: no part of {architecture.model_class} is called "
                 f"{clipped(tensor.name)} in GGUF files; expected a file that llama.cpp's converter "
                 "wrote, without additions"
             )
@@ -287,10 +284,10 @@ def named_weights(
             continue
         num_dims = 2 if found[3] == "bias" else 3
         if len(tensor.shape) != num_dims:
-            refuse(file, f"{tensor.name} of {num_dims} dimensions", clipped([*tensor.shape]))
+            header.refuse(f"{tensor.name} of {num_dims} dimensions", clipped([*tensor.shape]))
         num_experts, num_rows, *rest = tensor.shape
         if num_rows % len(parts):
-            refuse(file, f"{tensor.name} of as many rows for gates as for ups", str(num_rows))
+            header.refuse(f"{tensor.name} of as many rows for gates as for ups", str(num_rows))
         shape = (num_experts * len(parts), num_rows // len(parts), *rest)
         stack = replace(tensor, shape=shape)
         names = itertools.product(range(num_experts), parts)
@@ -304,24 +301,6 @@ def num_layers_of(header: GgufHeader) -> int | None:
     if type(every) is int and type(further) is int and 0 < further < every:
         return every - further
     return None
-
-
-def refuse(file: Path, expected: str, found: str) -> NoReturn:
-    """Says what a file lacks.
-
-    Raises:
-        CheckpointError: always.
-    """
-    raise CheckpointError(f"{one_line(str(file))}: expected {expected}, found {found}")
-
-
-def unsupported(file: Path, expected: str, found: str) -> NoReturn:
-    """Says what a sound file has that no model here computes.
-
-    Raises:
-        UnsupportedModelError: always.
-    """
-    raise UnsupportedModelError(f"{one_line(str(file))}: expected {expected}, found {found}")
 
 
 _REALS = ("_epsilon", "rope.freq_base", "_factor", "scaling.factor", "_linear", "_fast", "_slow")
@@ -342,7 +321,7 @@ _DESCRIPTIVE = (
 """Keys that change no number: tensors have these sizes, too, or they matter to images alone."""
 
 
-def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> dict[str, Any]:
+def settings_of(header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
     """The configuration that `transformers` has for a model.
 
     Raises:
@@ -353,15 +332,15 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
     values: dict[str, Any] = dict(architecture.constants)
     for setting, key in architecture.fields.items():
         if f"{name}.{key}" not in metadata:
-            refuse(file, f"{name}.{key} among its metadata", "no such key")
-        values[setting] = _number(header, key, file)
+            header.refuse(f"{name}.{key} among its metadata", "no such key")
+        values[setting] = _number(header, key)
     if (num_layers := num_layers_of(header)) is not None:
         values["num_hidden_layers"] = num_layers
     elif further := header.value("nextn_predict_layers"):
-        refuse(file, f"{name}.nextn_predict_layers below block_count", clipped(further))
+        header.refuse(f"{name}.nextn_predict_layers below block_count", clipped(further))
     tensors = {tensor.name: tensor for tensor in header.tensors}
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
-        refuse(file, "a matrix token_embd.weight", "none")
+        header.refuse("a matrix token_embd.weight", "none")
     values["vocab_size"], values["hidden_size"] = tensors["token_embd.weight"].shape
     parts = {
         found[2]: tensor
@@ -372,17 +351,17 @@ def settings_of(header: GgufHeader, architecture: Architecture, file: Path) -> d
         if part in parts and len(parts[part].shape) >= -dim:
             values[setting] = parts[part].shape[dim]
     values["tie_word_embeddings"] = "output.weight" not in tensors
-    values["rope_parameters"] = positions = _positions(header, architecture, file)
+    values["rope_parameters"] = positions = _positions(header, architecture)
     if architecture.rotated is not None:
         positions["partial_rotary_factor"] = architecture.rotated
     for setting, token in _TOKEN_ROLES.items():
         key = f"tokenizer.ggml.{token}_token_id"
-        values[setting] = _number(header, key, file, metadata[key]) if key in metadata else None
-    _require_understood(header, values, file)
+        values[setting] = _number(header, key, metadata[key]) if key in metadata else None
+    _require_understood(header, values)
     return values
 
 
-def _require_understood(header: GgufHeader, values: Mapping[str, Any], file: Path) -> None:
+def _require_understood(header: GgufHeader, values: Mapping[str, Any]) -> None:
     """Refuses keys of the architecture that nothing has used and that would change numbers."""
     theta = values["rope_parameters"]["rope_theta"]
     head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
@@ -400,34 +379,34 @@ def _require_understood(header: GgufHeader, values: Mapping[str, Any], file: Pat
     for key, value in header.metadata.items():
         own = key.removeprefix(f"{header.name}.")
         if own == "expert_weights_norm" and not isinstance(value, bool):
-            refuse(file, f"{key} to be true or false", clipped(value))
+            header.refuse(f"{key} to be true or false", clipped(value))
         if own == key or own in header.understood or own in _DESCRIPTIVE:
             continue
         neutral = next((found for end, found in _NEUTRAL.items() if own.endswith(end)), (0,))
         expected = alike.get(own, neutral[0])
         is_close = isinstance(value, float) and math.isclose(value, expected, rel_tol=1e-5)
         if value != expected and not is_close and (own in alike or value not in neutral):
-            unsupported(file, f"{key} to be {clipped(expected)}", clipped(value))
+            header.unsupported(f"{key} to be {clipped(expected)}", clipped(value))
 
 
-def _number(header: GgufHeader, key: str, file: Path, value: Any = None) -> Any:
+def _number(header: GgufHeader, key: str, value: Any = None) -> Any:
     """The number of a key that is there: positive, or a whole one."""
     if value is None:
         value, key = header.value(key), f"{header.name}.{key}"
     least = int(not key.endswith(_MAY_BE_0))
     if key.endswith(_REALS):
         if type(value) is not float or not 0 < value < math.inf:
-            refuse(file, f"{key} to be a real number above 0", clipped(value))
+            header.refuse(f"{key} to be a real number above 0", clipped(value))
     elif type(value) is not int or value < least:
-        refuse(file, f"{key} to be a whole number of at least {least}", clipped(value))
+        header.refuse(f"{key} to be a whole number of at least {least}", clipped(value))
     return value
 
 
-def _positions(header: GgufHeader, architecture: Architecture, file: Path) -> dict[str, Any]:
+def _positions(header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
     """How positions are rotated; a factor without a type is linear, as in llama.cpp."""
 
     def given(key: str, otherwise: Any = None) -> Any:
-        return otherwise if header.value(key) is None else _number(header, key, file)
+        return otherwise if header.value(key) is None else _number(header, key)
 
     lead, positions = "rope.scaling.", {"rope_theta": given("rope.freq_base", 10000.0)}
     kind = header.value(f"{lead}type", "linear")
@@ -440,7 +419,7 @@ def _positions(header: GgufHeader, architecture: Architecture, file: Path) -> di
         return positions
     if kind != "yarn" or positions["factor"] is None:
         expected = f"{header.name}.{lead}type none, linear, or yarn with a factor"
-        unsupported(file, expected, clipped(kind))
+        header.unsupported(expected, clipped(kind))
     length = given(f"{lead}original_context_length", header.value("context_length"))
     scale = given(f"{lead}attn_factor", 1.0)
     positions |= {"original_max_position_embeddings": length, **architecture.rope}

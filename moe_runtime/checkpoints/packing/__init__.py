@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from moe_runtime.checkpoints.checkpoint import QUANT_METHOD, Checkpoint, Progress, require_plain
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
@@ -16,10 +21,13 @@ from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.checkpoints.packed_experts import (
     CODES,
     MANIFEST_NAME,
+    PART_ALIGNMENT,
     Code,
     Manifest,
     MatrixForm,
     PackedLayer,
+    aligned,
+    lay_out_parts,
     read_manifest,
     tensor_name,
 )
@@ -34,21 +42,22 @@ from moe_runtime.checkpoints.packing.writer import (
     CheckpointWriter,
     Experts,
     GrowingFile,
-    header_of,
-    pack_expert,
     read_progress,
     staging_of,
     write_checkpoint,
 )
-from moe_runtime.checkpoints.safetensors_index import PACKED_INDEX_NAME
+from moe_runtime.checkpoints.safetensors_index import PACKED_INDEX_NAME, header_of
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import check_output_folder
+from moe_runtime.kernels.lossless import PlanesMatrix, decode_planes, encode_planes
 from moe_runtime.memory.layout import BLOCK_BYTES
-from moe_runtime.memory.slab import host_view
+from moe_runtime.memory.slab import aligned_bytes, host_view
 from moe_runtime.places import require_replaceable
 from moe_runtime.types import ExpertKey
 
+_ROOM_SHARE = 1024
+"""Escapes get room in steps of this part of a matrix, so that few forms of experts occur."""
 _LEAST_RATIO = {"planes": 0.65, "none": 1.0}
 """No trained weights get smaller than this share of their bytes: the entropy of their code."""
 
@@ -70,16 +79,9 @@ class PackedWriter(CheckpointWriter):
         super().__init__(checkpoint, experts)
         self._code: Code = code
         self._forms = [self._forms_of(layer) for layer in range(len(experts.modules))]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The code."""
-        return {"code": self._code}
-
-    @property
-    def replaced(self) -> set[str]:
-        """The tensors that hold experts."""
-        return TensorFinder(self.checkpoint.entries.values()).of_experts(self.experts)
+        self.settings = {"code": code}
+        self.replaced = TensorFinder(checkpoint.entries.values()).of_experts(experts)
+        self.expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
 
     def units(self) -> Iterable[list[ExpertKey]]:
         """Each expert alone."""
@@ -107,7 +109,7 @@ class PackedWriter(CheckpointWriter):
         _, header = header_of([(name, "U8", (most,), most) for name in names], BLOCK_BYTES)
         lead = end = len(header)
         for key, views in experts:
-            content, rooms = pack_expert(self._forms[key.layer], views, self._code, file.pool)
+            content, rooms = _packed(self._forms[key.layer], views, self._code, file.pool)
             file.put(host_view(content), end)
             file.notes.append(rooms)
             end += len(content)
@@ -134,6 +136,41 @@ class PackedWriter(CheckpointWriter):
         layout = self.experts.layouts[ExpertKey(layer, 0)]
         pairs = zip(self.experts.matrices[layer], layout.tensors, strict=True)
         return tuple(MatrixForm(name, found.dtype, tuple(found.shape)) for name, found in pairs)
+
+
+def _packed(
+    forms: Sequence[MatrixForm], views: Mapping[str, Tensor], code: Code, pool: ThreadPoolExecutor
+) -> tuple[Tensor, list[int]]:
+    """The bytes of an expert, and the rooms of its escapes.
+
+    Raises:
+        CheckpointError: a matrix does not come back from the code.
+    """
+    coded = [form for form in forms if form.is_coded(code)]
+    matrices = [*pool.map(_coded, coded, (views[form.name] for form in coded))]
+    found = {form.name: matrix for form, matrix in zip(coded, matrices, strict=True)}
+    rooms = []
+    for matrix in matrices:
+        step = aligned(max(1, math.prod(matrix.shape) // _ROOM_SHARE), PART_ALIGNMENT)
+        rooms.append(aligned(len(matrix.escapes), step))
+    parts, num_bytes = lay_out_parts(forms, rooms, code)
+    content = aligned_bytes(num_bytes)
+    for part in parts:
+        into = content[part.offset : part.offset + part.num_bytes].view(part.dtype)
+        matrix, _, kind = part.name.partition(".")
+        if not kind:
+            into.view(part.shape).copy_(views[matrix])
+            continue
+        values = getattr(found[matrix], kind).flatten()
+        into[: len(values)].copy_(values)
+    return content, rooms
+
+
+def _coded(form: MatrixForm, view: Tensor) -> PlanesMatrix:
+    matrix = encode_planes(view if view.stride(-1) == 1 else view.contiguous())
+    if not torch.equal(decode_planes(matrix).view(torch.int16), view.view(torch.int16)):
+        raise CheckpointError(f"{form.name} does not come back from the lossless code")
+    return matrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -186,8 +186,8 @@ KEYS = [
 
 def test_every_key_of_an_architecture_is_a_setting_or_refused(written: Written) -> None:
     def settings(changed: dict[str, Any]) -> dict[str, Any]:
-        again = GgufHeader(header.metadata | changed, header.tensors)
-        return settings_of(again, architecture_of(again, file), file)
+        again = GgufHeader(file, header.metadata | changed, header.tensors)
+        return settings_of(again, architecture_of(again))
 
     file, header = written.folder, read_header(written.folder)
     usual = settings({})
