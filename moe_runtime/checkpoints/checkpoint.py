@@ -67,7 +67,7 @@ class Checkpoint:
         return [*(entry for entry in plain if entry.name not in runs), *self.packed.values()]
 
     @property
-    def isplain_entries(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether every weight lies as it is in safetensors files, neither quantised nor packed."""
         return not self.packed and self.runs is None and not self.folder.is_file()
 

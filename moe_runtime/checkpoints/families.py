@@ -88,8 +88,8 @@ class _Stacked(torch.nn.Module):
 @functools.cache
 def _stacked_experts(*, is_transposed: bool = False) -> type[_Stacked]:
     """The class of experts, made when a model needs it: its decorator imports `transformers`."""
-    own: Any = type("StackedExperts", (_Stacked,), {"__module__": __name__})
-    return private.use_experts_implementation(is_transposed=is_transposed)(own)
+    decorate: Any = private.use_experts_implementation(is_transposed=is_transposed)
+    return decorate(type("StackedExperts", (_Stacked,), {"__module__": __name__}))
 
 
 def _jetmoe_experts(block: Any, config: Any) -> _Stacked:
