@@ -312,8 +312,7 @@ OWN_WRITERS = {
     "moe_runtime/folders.py": "writes atomically",
     "benchmarks/suite/memory_cap.py": "control groups, whose files are the kernel's",
     "benchmarks/cases/dispatch_ranks.py": "logs in a folder that is removed",
-    "moe_runtime/checkpoints/hub.py": "headers in a temporary folder",
-    "moe_runtime/checkpoints/hub_transfer.py": "the hub's cache, as huggingface_hub lays it out",
+    "moe_runtime/checkpoints/hub.py": "the hub's cache as huggingface_hub lays it out; headers",
     "moe_runtime/cli/disk.py": "a file without a name, to measure the disk",
     "moe_runtime/cli/processes.py": "the null device",
     "moe_runtime/training/offload/states/record_file.py": "records, written over in place",
@@ -322,7 +321,6 @@ OWN_WRITERS = {
     "moe_runtime/serving/caches/prefix_files.py": "a cache, with a sum in each file",
     # Into a folder that takes its place as a whole:
     "moe_runtime/checkpoints/export.py": "replace_folder",
-    "moe_runtime/checkpoints/packing/staging.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/checkpoints/packing/writer.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
     "benchmarks/synthetic/checkpoint_writer.py": "replace_folder",

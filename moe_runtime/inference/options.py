@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from moe_runtime.checkpoints.int8_activations import (
+    from moe_runtime.checkpoints.packed_parameter import (
         round_activations as round_activations,
     )
     from moe_runtime.inference.cache_code import coded_experts as coded_experts
@@ -64,7 +64,7 @@ else:
             "moe_runtime.inference.device.device_stores": "open_device_stores plan_device "
             "policy_of_device",
             "moe_runtime.memory.device.cuda_device": "CudaDevice",
-            "moe_runtime.checkpoints.int8_activations": "round_activations",
+            "moe_runtime.checkpoints.packed_parameter": "round_activations",
             # experts in a code
             "moe_runtime.inference.cache_code": "coded_experts open_coded_stores",
             # gradients, norms of an expert's outputs

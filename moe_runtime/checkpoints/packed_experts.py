@@ -2,31 +2,38 @@
 
 An expert is one tensor of bytes, ``experts.LAYER.EXPERT``, in files that hold nothing else: one
 read past the page cache fetches it. A large one begins at a whole block. Its matrices lie one
-behind the other in the order of `expert_map.MATRICES`. In the code `planes` a bf16 matrix is four
-parts (`kernels.lossless.PlanesMatrix`); what is no bf16 matrix is itself.
+behind the other in the order of `MATRICES`. In the code `planes` a bf16 matrix is four parts
+(`kernels.lossless.PlanesMatrix`); what is no bf16 matrix is itself.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 
+from moe_runtime.checkpoints.expert_places import MATRICES, MatrixRows, expert_rows
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import one_line, parse_object
 from moe_runtime.errors import CheckpointError
+from moe_runtime.kernels.lossless import PlanesMatrix
 from moe_runtime.kernels.lossless.reference import (
     BOOK_SIZE,
     TAIL_BYTES,
     coded_row_bytes,
     num_groups,
 )
-from moe_runtime.memory.layout import BLOCK_BYTES
+from moe_runtime.memory.layout import BLOCK_BYTES, ExpertLayout, TensorRange, lay_out
 from moe_runtime.reading import read_bounded
+from moe_runtime.types import ExpertKey
+
+if TYPE_CHECKING:
+    from moe_runtime.checkpoints.expert_map import ExpertMap
 
 Code = Literal["planes", "none"]
 CODES: tuple[Code, ...] = get_args(Code)
@@ -213,3 +220,126 @@ def _size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**48:
         raise ValueError(f"expected a number of bytes or elements, found {value!r}")
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class PlanesPacking:
+    """What makes a matrix of the parts of one in the lossless code.
+
+    Attributes:
+        num_cols: K.
+    """
+
+    num_cols: int
+
+    @property
+    def described(self) -> str:
+        """The type, for messages and tables."""
+        return "bf16 in the lossless code"
+
+    def matrix(self, parts: Mapping[str, torch.Tensor]) -> PlanesMatrix:
+        """The matrix whose parts these are."""
+        return PlanesMatrix(
+            self.num_cols, parts["coded"], parts["starts"], parts["escapes"], parts["book"]
+        )
+
+
+class PackedExpertIndex:
+    """The experts of a packed checkpoint, each of which lies in one run of bytes.
+
+    Args:
+        folder: of the checkpoint.
+        entries: all its tensors.
+
+    Raises:
+        CheckpointError: what it says of itself and its files do not belong together.
+    """
+
+    def __init__(self, folder: Path, entries: Mapping[str, TensorEntry]) -> None:
+        self.manifest: Manifest = read_manifest(folder)
+        self._folder = folder
+        self._entries = entries
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors that hold experts."""
+        layers = enumerate(self.manifest.layers)
+        return {
+            tensor_name(at, expert) for at, found in layers for expert in range(len(found.rooms))
+        }
+
+    def fill(self, experts: ExpertMap) -> None:
+        """Notes where every expert lies.
+
+        Raises:
+            CheckpointError: these are not the experts of the model, or not where they should be.
+        """
+        layers = self.manifest.layers
+        if len(layers) != len(experts.modules):
+            raise CheckpointError(
+                f"{self._folder}: expected {len(experts.modules)} layers of experts, found "
+                f"{len(layers)}"
+            )
+        for layer, (found, module) in enumerate(zip(layers, experts.modules, strict=True)):
+            parameters = {name: module.module.get_parameter(name) for name in module.parameters}
+            rows = dict(expert_rows(module.module, parameters))
+            shapes = {name: _shape_of(rows[name], parameters) for name in MATRICES if name in rows}
+            self._require_layer(found, module.name, module.num_experts, shapes)
+            experts.matrices.append(tuple(part.name for part in self._parts(layer, 0)[0]))
+            experts.packings.append({**self._packings(found)})
+            for expert, layout in enumerate(self._layouts(layer)):
+                experts.layouts[ExpertKey(layer, expert)] = layout
+
+    def _require_layer(
+        self,
+        found: PackedLayer,
+        module: str,
+        num_experts: int,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        forms = {form.name: form.shape for form in found.matrices}
+        if (found.module, len(found.rooms), forms) != (module, num_experts, dict(shapes)):
+            raise CheckpointError(
+                f"{self._folder}: expected {num_experts} experts of {module} with matrices "
+                f"{dict(shapes)}, found {len(found.rooms)} of {found.module} with {forms}"
+            )
+
+    def _packings(self, layer: PackedLayer) -> dict[str, PlanesPacking]:
+        """How those matrices that are coded are written."""
+        coded = (form for form in layer.matrices if form.is_coded(self.manifest.code))
+        return {form.name: PlanesPacking(form.shape[1]) for form in coded}
+
+    def _layouts(self, layer: int) -> Iterator[ExpertLayout]:
+        """How to read each expert of a layer.
+
+        Raises:
+            CheckpointError: an expert is not where its files should have it.
+        """
+        for expert in range(len(self.manifest.layers[layer].rooms)):
+            name, (parts, num_bytes) = tensor_name(layer, expert), self._parts(layer, expert)
+            entry = self._entries.get(name)
+            if entry is None or (entry.dtype, entry.num_bytes) != ("U8", num_bytes):
+                found = "no such tensor" if entry is None else f"{entry.num_bytes} of {entry.dtype}"
+                raise CheckpointError(
+                    f"{self._folder}: expected {name} with {num_bytes} bytes, found {found}"
+                )
+            if entry.offset % MATRIX_ALIGNMENT:
+                raise CheckpointError(
+                    f"{entry.file}: {name} begins at byte {entry.offset}, which is no multiple of "
+                    f"{MATRIX_ALIGNMENT}; pack the checkpoint again"
+                )
+            yield lay_out([_range_of(entry, part) for part in parts])
+
+    def _parts(self, layer: int, expert: int) -> tuple[list[Part], int]:
+        return self.manifest.layers[layer].parts(expert, self.manifest.code)
+
+
+def _range_of(entry: TensorEntry, part: Part) -> TensorRange:
+    stride = (*part.shape[1:], 1)
+    offset = entry.offset + part.offset
+    return TensorRange(entry.file, offset, part.num_bytes, part.dtype, part.shape, stride)
+
+
+def _shape_of(rows: MatrixRows, parameters: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+    sizes = parameters[rows.parameter].shape
+    return (rows.count,) if len(sizes) == 2 else (rows.count, sizes[3 - rows.out_dim])
