@@ -44,7 +44,7 @@ ELSEWHERE = {
     # conversations are rendered as transformers does, in a program with limits
     "moe_runtime/serving/http/limited_program.py": "utils.chat_template_utils",
     # a loop that stands for one of transformers
-    "moe_runtime/inference/device/decode_loop.py": "generation.utils",
+    "moe_runtime/inference/device/decoding_model.py": "generation.utils",
     # an interface of 5.23 and later, which is looked for
     "moe_runtime/inference/hugging_face/dispatcher.py": "distributed.expert_parallel",
 }
