@@ -23,8 +23,7 @@ from moe_runtime.checkpoints.packing.writer import Progress, write_checkpoint
 from moe_runtime.checkpoints.plain import require_plain
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import check_output_folder
-from moe_runtime.places import require_replaceable
+from moe_runtime.files import check_output_folder, require_replaceable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

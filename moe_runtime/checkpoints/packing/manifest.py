@@ -19,6 +19,7 @@ import torch
 
 from moe_runtime.checkpoints.strict_json import one_line, parse_object
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import read_bounded
 from moe_runtime.kernels.lossless.reference import (
     BOOK_SIZE,
     TAIL_BYTES,
@@ -26,7 +27,6 @@ from moe_runtime.kernels.lossless.reference import (
     num_groups,
 )
 from moe_runtime.memory.layout import BLOCK_BYTES
-from moe_runtime.reading import read_bounded
 
 Code = Literal["planes", "none"]
 CODES: tuple[Code, ...] = get_args(Code)
