@@ -61,7 +61,7 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.filterwarnings("ignore:.*was written there is whole:moe_runtime.errors.MoERuntimeWarning")
+@pytest.mark.filterwarnings("ignore::moe_runtime.errors.MoERuntimeWarning")
 def test_a_full_disk_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
     path = tmp_path / "file"
     seen = set()
