@@ -158,7 +158,9 @@ def new_held_folder(new: Path, folder: str | os.PathLike[str]) -> Iterator[int]:
 
 def _carry_over(old: Path, new: Path, keeps: Callable[[Path], bool] | None) -> None:
     """Links the entries to keep of the old folder into the new one."""
-    for entry in [] if keeps is None else sorted(old.iterdir()):
+    if keeps is None:
+        return
+    for entry in sorted(old.iterdir()):
         target = new / entry.name
         if os.path.lexists(target) or not keeps(entry):
             continue
