@@ -24,12 +24,9 @@ FLOORS = {
     "allocator": 0,
     "files": 0,
     "folders": 0,
-    "file_names": 0,
-    "places": 0,
     "config": 0,
     "digests": 0,
     "lazy": 0,
-    "reading": 0,
     "types": 0,
     "kernels": 1,
     "policies": 1,
@@ -50,8 +47,7 @@ FLOORS = {
     "tests": 12,
 }
 # Floor 0 is one room: files that may use one another.
-GROUND = {"allocator", "errors", "config", "lazy", "types", "files", "folders"}
-GROUND |= {"file_names", "places", "reading", "digests"}
+GROUND = {"allocator", "errors", "config", "lazy", "types", "files", "folders", "digests"}
 LIGHT = sys.stdlib_module_names | {"moe_runtime"}
 # A policy decides over keys and counts; clocks and threads belong to the store.
 NOT_IN_POLICIES = {"torch", "triton", "transformers", "threading", "time"}

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import read_bounded
 from moe_runtime.lab.replay.experiment import Experiment, run_experiment
 from moe_runtime.lab.traces.workload import Workload
-from moe_runtime.reading import read_bounded
 
 _MAX_BYTES = 64 << 20
 # What others call Belady's optimum with the right to keep a newcomer out, and the best fixed set.

@@ -11,8 +11,7 @@ from moe_runtime.cli import options
 from moe_runtime.cli.commands.train import ConfigFile
 from moe_runtime.cli.console import Session, print_table, quiet_transformers
 from moe_runtime.cli.stopping import stop_on_signals
-from moe_runtime.files import check_output_path
-from moe_runtime.reading import require_not_read
+from moe_runtime.files import check_output_path, require_not_read
 
 _COLUMNS = {
     "loss": "loss",

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_runtime.cli.console import fetch_model, say_line
-from moe_runtime.file_names import at_home
-from moe_runtime.reading import require_not_read
+from moe_runtime.files import at_home, require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.benchmarks.suite.peer_process import PeerProgram

@@ -25,8 +25,7 @@ from moe_runtime.cli.commands.replay import (
 from moe_runtime.cli.console import Session, print_table, say_line
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.config import format_bytes
-from moe_runtime.file_names import at_home
-from moe_runtime.files import check_output_path
+from moe_runtime.files import at_home, check_output_path
 
 _QUICK = ("lru", "lfu", "belady-bypass")
 

@@ -11,8 +11,7 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.console import print_json, require_address_space, say_line
 from moe_runtime.cli.stopping import StopRequest
-from moe_runtime.files import check_output_path
-from moe_runtime.reading import require_not_read
+from moe_runtime.files import check_output_path, require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.benchmarks.suite.peer_process import PeerProgram

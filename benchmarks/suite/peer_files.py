@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_runtime.benchmarks.suite.peer_process import PeerProgram, this_python
 from moe_runtime.config import require_known
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 
 _FOLDER = Path(__file__).resolve().parents[1] / "peers"
 _NOT_PEERS = ("__init__", "host")
