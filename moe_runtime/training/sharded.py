@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_runtime.digests import check_digests, write_digests
 from moe_runtime.errors import CheckpointError
-from moe_runtime.file_names import partial_name, require_whole
+from moe_runtime.files import partial_name
 from moe_runtime.folders import replace_folder
 from moe_runtime.layer.experts import Experts
 from moe_runtime.models.lm.config import LanguageModelConfig
@@ -179,9 +179,8 @@ def read_progress(path: Path) -> Progress:
     """How far the run had come that wrote a checkpoint.
 
     Raises:
-        CheckpointError: the folder is damaged, or has been replaced in part.
+        CheckpointError: the folder is damaged.
     """
-    require_whole(path)
     content = load_content(path / _PROGRESS_FILE, Progress)
     return Progress(**{field.name: content[field.name] for field in fields(Progress)})
 
@@ -218,10 +217,9 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None
     """Reads tensors of a checkpoint in place; a collective call.
 
     Raises:
-        CheckpointError: the folder is damaged, has been replaced in part, or does not hold them.
+        CheckpointError: the folder is damaged, or does not hold them.
         RankFailureError: another process died or stalled.
     """
-    require_whole(path)
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -20,10 +20,10 @@ from moe_runtime.files import (
     locked,
     make_folders,
     remove_abandoned,
+    require_not_read,
     write_atomically,
 )
 from moe_runtime.folders import remove_or_warn
-from moe_runtime.reading import require_not_read
 from moe_runtime.training.checkpoint import (
     Progress,
     check_settings,
