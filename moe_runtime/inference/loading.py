@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from moe_runtime.checkpoints.dense_weights import Progress, load_dense
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
+from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_experts
 from moe_runtime.checkpoints.model_files import files_of, read_generation_config
-from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.config import Budget, MemorySize, parse_budget, parse_mode
 from moe_runtime.inference import choosing, options
 from moe_runtime.inference.budget import (

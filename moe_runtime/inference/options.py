@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from moe_runtime.checkpoints.int8_activations import (
+    from moe_runtime.checkpoints.packed_parameter import (
         round_activations as round_activations,
     )
     from moe_runtime.inference.cache_code import coded_experts as coded_experts
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import divide_experts as divide_experts
     from moe_runtime.inference.hugging_face.gate_formulas import find_formula as find_formula
     from moe_runtime.inference.kept_learning import KeptLearning as KeptLearning
-    from moe_runtime.inference.prediction.gates import find_gate as find_gate
     from moe_runtime.inference.prediction.predictors import check_predictor as check_predictor
+    from moe_runtime.inference.prediction.predictors import find_gate as find_gate
     from moe_runtime.inference.prediction.predictors import is_file_name as is_file_name
     from moe_runtime.inference.prediction.predictors import learned_bytes as learned_bytes
     from moe_runtime.inference.prediction.predictors import (
@@ -64,7 +64,7 @@ else:
             "moe_runtime.inference.device.device_stores": "open_device_stores plan_device "
             "policy_of_device",
             "moe_runtime.memory.device.cuda_device": "CudaDevice",
-            "moe_runtime.checkpoints.int8_activations": "round_activations",
+            "moe_runtime.checkpoints.packed_parameter": "round_activations",
             # experts in a code
             "moe_runtime.inference.cache_code": "coded_experts open_coded_stores",
             # gradients, norms of an expert's outputs
@@ -73,9 +73,8 @@ else:
             # a gate that the model overrides
             "moe_runtime.inference.hugging_face.gate_formulas": "find_formula",
             # prefetching
-            "moe_runtime.inference.prediction.gates": "find_gate",
-            "moe_runtime.inference.prediction.predictors": "check_predictor is_file_name "
-            "learned_bytes make_live_estimator",
+            "moe_runtime.inference.prediction.predictors": "check_predictor find_gate "
+            "is_file_name learned_bytes make_live_estimator",
             "moe_runtime.inference.prediction.prefetching": "open_prefetcher",
             "moe_runtime.lab.traces.predictor_file": "read_predictor read_predictor_signature",
             # a policy that is chosen by replay, or that learns from requests
