@@ -11,7 +11,7 @@ from traces import trace_of
 
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction.learned import ActivationMatrices
-from moe_runtime.policies.eviction.rules.reuse import ReuseEstimator
+from moe_runtime.policies.eviction.learned import ReuseEstimator
 from moe_runtime.policies.prediction import (
     EamCollection,
     LayerRouted,
