@@ -16,7 +16,7 @@ from moe_runtime.benchmarks.suite.results import Metric, describe_own_systems, m
 from moe_runtime.benchmarks.suite.runner import Number, PeerFailedError, Rules, run_in_turn
 from moe_runtime.lab.replay.evaluation import Evaluation, evaluate
 from moe_runtime.lab.replay.experiment import Experiment, run_experiment
-from moe_runtime.lab.replay.link_model import Machine
+from moe_runtime.lab.replay.timed import Machine
 from moe_runtime.lab.traces.workload import Workload
 from moe_runtime.policies.prediction import Estimator, Routes, TrackedPredictor, make_estimator
 

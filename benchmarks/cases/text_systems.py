@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peer_process import PeerProgram, started
 from moe_runtime.benchmarks.suite.results import JOULES, Metric, describe_system, make_results
 from moe_runtime.benchmarks.suite.runner import (
@@ -13,7 +14,6 @@ from moe_runtime.benchmarks.suite.runner import (
     Rules,
     run_in_turn,
 )
-from moe_runtime.lab.energy import EnergyMeter
 
 MEMORY_METRICS = {
     "load_s": Metric("s", is_judged=False),

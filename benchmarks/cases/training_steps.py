@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from moe_runtime.benchmarks.cases.disk_alone import seconds_alone
 from moe_runtime.benchmarks.cases.training_plan import METRIC, TrainingPlan
 from moe_runtime.benchmarks.experts.layers import OURS
+from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peer_process import PeerProcess, PeerProgram, started
 from moe_runtime.benchmarks.suite.results import (
     JOULES,
@@ -37,7 +38,6 @@ from moe_runtime.benchmarks.suite.runner import (
     run_in_turn,
 )
 from moe_runtime.config import format_bytes
-from moe_runtime.lab.energy import EnergyMeter
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.offload import AdamW

@@ -42,7 +42,7 @@ from moe_runtime.cli.strict import refuse_given
 from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
-    from moe_runtime.lab.replay.link_model import Machine
+    from moe_runtime.lab.replay.timed import Machine
 
 Train = Annotated[
     Path | None, typer.Option(help="Trace to learn from, in the place of a part of TRACE.")
@@ -102,7 +102,7 @@ def bench_predictors(
         trace_of_routes,
         unrepeated,
     )
-    from moe_runtime.lab.traces.side_by_side import side_by_side as serve_side_by_side
+    from moe_runtime.lab.traces.routes import side_by_side as serve_side_by_side
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.prediction import PREDICTORS
 

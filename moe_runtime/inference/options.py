@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from moe_runtime.inference.warming import warm_up as warm_up
     from moe_runtime.kernels.expert_mlp import frozen_expert as frozen_expert
     from moe_runtime.lab.replay.choice import choose_policy as choose_policy
-    from moe_runtime.lab.traces.predictor_file import read_predictor as read_predictor
-    from moe_runtime.lab.traces.predictor_file import (
+    from moe_runtime.lab.traces.learned import read_predictor as read_predictor
+    from moe_runtime.lab.traces.learned import (
         read_predictor_signature as read_predictor_signature,
     )
     from moe_runtime.lab.traces.recent import RecentRouting as RecentRouting
@@ -76,7 +76,7 @@ else:
             "moe_runtime.inference.prediction.predictors": "check_predictor find_gate "
             "is_file_name learned_bytes make_live_estimator",
             "moe_runtime.inference.prediction.prefetching": "open_prefetcher",
-            "moe_runtime.lab.traces.predictor_file": "read_predictor read_predictor_signature",
+            "moe_runtime.lab.traces.learned": "read_predictor read_predictor_signature",
             # a policy that is chosen by replay, or that learns from requests
             "moe_runtime.lab.replay.choice": "choose_policy",
             "moe_runtime.lab.traces.recent": "RecentRouting read_recent",

@@ -195,7 +195,7 @@ BENCH_CASES = {
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
             "moe_runtime.lab.traces.routes.split_numbers",
-            "moe_runtime.lab.traces.side_by_side.side_by_side",
+            "moe_runtime.lab.traces.routes.side_by_side",
             "moe_runtime.benchmarks.cases.predictor_recall.measure_predictors",
         ),
         ("t.npz", "--bandwidth", "2GB"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.lab.energy import EnergyMeter
+from moe_runtime.benchmarks.suite.energy import EnergyMeter
 
 RANGE = 262_143_328_850
 ZONES = {
