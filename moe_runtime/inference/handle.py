@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from moe_runtime.checkpoints.absent import refuse_copy
 from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction.setting import PolicyChoice
 from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from moe_runtime.inference.handle import RuntimeHandle
-from moe_runtime.memory.resizing import resize
 
 
 def is_resizable(handle: RuntimeHandle) -> bool:
@@ -28,8 +27,8 @@ def resize_cache(handle: RuntimeHandle, num_slots: int) -> int:
     streamed = 0
     if store.decides_later:
         streamed = min(plan.stream_slots(), facts.signature.top_k, num_slots // 4)
-    found = resize(
-        store, num_slots, shared_slots=num_slots - streamed, stream_slots=plan.stream_slots()
+    found = store.resize(
+        num_slots, shared_slots=num_slots - streamed, stream_slots=plan.stream_slots()
     )
     taken = plan.dense_bytes + plan.reserve_bytes + found * plan.slot_bytes
     handle.facts = replace(facts, host_plan=replace(plan, num_slots=found, budget_bytes=taken))

@@ -14,13 +14,13 @@ from moe_runtime.kernels.expert_mlp import QuantizedExperts, StackedExperts
 from moe_runtime.kernels.quantized import QuantizedMatrix, QuantizedStack
 from moe_runtime.memory.device.device import Device
 from moe_runtime.memory.device.device_layout import stack_slots
-from moe_runtime.memory.device.residents import Slots
+from moe_runtime.memory.device.device_store import Slots
 from moe_runtime.memory.slab import Slab
 from moe_runtime.types import ExpertKey
 
 
 class DeviceStacks:
-    """As `memory.device.residents.SlotStacks`; layers without a stack are computed by expert."""
+    """As `memory.device.device_store.SlotStacks`; layers without a stack are computed by expert."""
 
     def __init__(self, device: Device, slab: Slab, experts: ExpertMap) -> None:
         """Takes the slots and how experts lie in them."""

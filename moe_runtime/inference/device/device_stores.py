@@ -17,12 +17,11 @@ from moe_runtime.memory.device.device import Device
 from moe_runtime.memory.device.device_layout import CopyPart, copy_parts, lay_out_on_device
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.device.host_tables import has_room
-from moe_runtime.memory.device.returning import LowerStore, ReturningSource
 from moe_runtime.memory.entries import StoreListener
-from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
-from moe_runtime.memory.tier_fetcher import TierFetcher
+from moe_runtime.memory.store import ExpertStore
+from moe_runtime.memory.tiers import LowerStore, ReturningSource, TierFetcher
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 

@@ -9,8 +9,7 @@ import torch
 
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
 from moe_runtime.memory.device.device import GraphRecorder
-from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.memory.device.residents import Residents
+from moe_runtime.memory.device.device_store import DeviceStore, Residents
 from moe_runtime.types import ExpertKey
 
 

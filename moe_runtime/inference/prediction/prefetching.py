@@ -15,9 +15,8 @@ from moe_runtime.inference.cpu.token_look_ahead import TokenLookAhead, make_toke
 from moe_runtime.inference.prediction.gates import as_numpy, find_gate
 from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
 from moe_runtime.kernels.gate_ranking import GateRanking
-from moe_runtime.memory.prefetch_slots import Guesses
-from moe_runtime.memory.prefetcher import Prefetcher
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.prefetcher import Guesses, Prefetcher
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.prediction import (
     Estimator,
     HiddenLookahead,
