@@ -23,7 +23,7 @@ from moe_runtime.kernels.expert_mlp import (
     ExpertWeights,
     expert_ffn,
 )
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
@@ -176,17 +176,8 @@ class OffloadedExperts(AbsentParameters):
             places_R = [*map(place_of.__getitem__, ids_R)]
         if len(ids_TK) > 1 and len(experts) > store.share(self.layer):
             return None
-        is_done = False
-        try:
-            out = store.use_resident(
-                [*map(self._keys.__getitem__, experts)],
-                partial(step, hidden_TD, weights_TK, places_R),
-            )
-            is_done = True
-            return out
-        finally:
-            if not is_done:
-                store.let_go()
+        keys = [*map(self._keys.__getitem__, experts)]
+        return store.use_resident(keys, partial(step, hidden_TD, weights_TK, places_R))
 
     def _forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -266,16 +257,10 @@ class OffloadedExperts(AbsentParameters):
         assert self.store is not None
         keys = [self._keys[expert] for expert in experts]
         streaming = num_tokens > 1 and len(keys) > self.store.share(self.layer)
-        lease, is_done = self.store.lease(keys, streaming=streaming), False
-        try:
-            with lease:
-                for group in lease:
-                    for key, weights in group:
-                        yield key.expert, partial(self._rows, weights)
-            is_done = True
-        finally:
-            if not is_done:
-                self.store.give_up(lease)
+        with self.store.lease(keys, streaming=streaming) as lease:
+            for group in lease:
+                for key, weights in group:
+                    yield key.expert, partial(self._rows, weights)
 
     def _activation_now(self) -> KernelGate | GateFunction:
         """The module's own activation where somebody looks into it: a kernel would not call it."""
@@ -285,10 +270,10 @@ class OffloadedExperts(AbsentParameters):
         is_seen = is_observed(module) or torch.nn.modules.module._has_any_global_hook()
         return _own_gate(self.__dict__["replaced"]) if is_seen else self._activation
 
-    def let_go(self) -> None:
-        """Gives up what an exception left to this thread outside of a forward pass."""
+    def end_leases(self) -> None:
+        """As ``ExpertStore.end_leases``, for what is outside of a forward pass."""
         assert self.store is not None
-        self.store.let_go()
+        self.store.end_leases()
 
     def _make_step(self, weights: ExpertWeights) -> ExpertStep | None:
         """The short way of steps of a few tokens, if the layer is one that it knows."""
@@ -325,20 +310,14 @@ class OffloadedExperts(AbsentParameters):
             while waiting:
                 waiting.pop(0).demanded(routing)
 
-        lease, is_done = self.store.lease(routing.keys, streaming=streaming), False
-        try:
-            with lease:
-                if not lease.will_wait:
-                    tell()
-                for group in lease:
-                    if visits_all and lease.all_started:
-                        self.store.read_ahead(self._following)
-                    use(group)
-                    tell()
-            is_done = True
-        finally:
-            if not is_done:
-                self.store.give_up(lease)
+        with self.store.lease(routing.keys, streaming=streaming) as lease:
+            if not lease.will_wait:
+                tell()
+            for group in lease:
+                if visits_all and lease.all_started:
+                    self.store.read_ahead(self._following)
+                use(group)
+                tell()
 
 
 def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:

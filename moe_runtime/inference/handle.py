@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from moe_runtime.checkpoints.absent import refuse_copy
 from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.memory.residency import ExpertStore
-from moe_runtime.memory.resizing import resize
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats
 
@@ -198,8 +197,8 @@ def resize_cache(handle: RuntimeHandle, num_slots: int) -> int:
     streamed = 0
     if store.decides_later:
         streamed = min(plan.stream_slots(), facts.signature.top_k, num_slots // 4)
-    found = resize(
-        store, num_slots, shared_slots=num_slots - streamed, stream_slots=plan.stream_slots()
+    found = store.resize(
+        num_slots, shared_slots=num_slots - streamed, stream_slots=plan.stream_slots()
     )
     taken = plan.dense_bytes + plan.reserve_bytes + found * plan.slot_bytes
     handle.facts = replace(facts, host_plan=replace(plan, num_slots=found, budget_bytes=taken))

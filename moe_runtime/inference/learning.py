@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_runtime.inference.steps import LayerRouting, Listener, Step
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.prediction import LayerRouted, StepBegins
 
 

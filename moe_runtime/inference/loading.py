@@ -41,10 +41,9 @@ from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.operands import find_device, without_autocast
-from moe_runtime.memory.prefault import touched_meanwhile
-from moe_runtime.memory.residency import ExpertStore
-from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.slab import Slab, touched_meanwhile
 from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ModelSignature
 

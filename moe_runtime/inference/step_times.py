@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from moe_runtime.inference.steps import Listener, Step
 from moe_runtime.lab.traces.timeline import Timeline, expert_name
-from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.types import ExpertKey
 
 _KINDS = {Priority.DEMAND: "demand", Priority.READAHEAD: "prefetch"}
@@ -86,8 +86,8 @@ class StoreTimes:
         """Writes a read that was taken back, if one was."""
         self._write(key, "taken back", 0, time.perf_counter())
 
-    def mended(self, arriving: Collection[ExpertKey]) -> None:
-        """Forgets reads that never began."""
+    def was_reset(self, arriving: Collection[ExpertKey]) -> None:
+        """Forgets reads that are under way no more."""
         self._begun = {key: self._begun[key] for key in self._begun.keys() & set(arriving)}
 
     def lease(self) -> LayerTimes | None:

@@ -17,10 +17,8 @@ import numpy as np
 import torch
 
 from moe_runtime.checkpoints.transformers_private import cache_of
-from moe_runtime.errors import MoERuntimeError
-from moe_runtime.memory.changes import FORKED
-from moe_runtime.memory.io_queue import CLOSED
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.errors import CLOSED, FORKED, MoERuntimeError
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.types import ExpertKey
 
 
@@ -288,8 +286,9 @@ class Steps:
         if before.num_threads and torch.get_num_threads() != before.num_threads:
             torch.set_num_threads(before.num_threads)
         if not is_done:
-            for store in self._stores:
-                store.let_go()
+            if not before.is_inner:
+                for store in self._stores:
+                    store.end_leases()
             self.listeners.forget()
         while not before.is_inner and self._turn._is_owned():
             self._turn.release()

@@ -239,14 +239,7 @@ class DecodeGraphs:
 
     def count_one(self) -> bool:
         """As ``DeviceStore.count_one``, between calls of the model."""
-        is_done = False
-        try:
-            was_told = self._store.count_one()
-            is_done = True
-            return was_told
-        finally:
-            if not is_done:
-                self._store.let_go()
+        return self._store.count_one()
 
     @property
     def device(self) -> Device:

@@ -22,15 +22,13 @@ from moe_runtime.memory.device.device_layout import (
     lay_out_on_device,
     stack_slots,
 )
-from moe_runtime.memory.device.device_store import DeviceStore
+from moe_runtime.memory.device.device_store import DeviceStore, Slots
 from moe_runtime.memory.device.host_tables import has_room
-from moe_runtime.memory.device.residents import Slots
-from moe_runtime.memory.device.returning import LowerStore, ReturningSource
 from moe_runtime.memory.entries import StoreListener
-from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
-from moe_runtime.memory.tier_fetcher import TierFetcher
+from moe_runtime.memory.store import ExpertStore
+from moe_runtime.memory.tiers import LowerStore, ReturningSource, TierFetcher
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 
@@ -158,7 +156,7 @@ def open_tiers(
 
 
 class DeviceStacks:
-    """As `memory.device.residents.SlotStacks`; layers without a stack are computed by expert."""
+    """As `memory.device.device_store.SlotStacks`; layers without a stack are computed by expert."""
 
     def __init__(self, device: Device, slab: Slab, experts: ExpertMap) -> None:
         """Takes the slots and how experts lie in them."""

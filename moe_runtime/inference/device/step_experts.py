@@ -20,14 +20,13 @@ import torch
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
 from moe_runtime.kernels.expert_fetch import fetch_experts
 from moe_runtime.memory.device.device import Graph, GraphRecorder
-from moe_runtime.memory.device.device_store import DeviceStore
+from moe_runtime.memory.device.device_store import DeviceStore, Residents
 from moe_runtime.memory.device.host_tables import (
     HostTables,
     open_host_tables,
     read_rest,
     tiers_have_room,
 )
-from moe_runtime.memory.device.residents import Residents
 from moe_runtime.types import ExpertKey
 
 MOST_REFUSED = 8
@@ -156,17 +155,11 @@ class _OneGraph(ABC):
         if not all(map(_is_quiet, self._modules)):
             self.is_over = True
             return False
-        is_done = False
-        try:
-            found = self._launch(last)
-            if found is not None and self._ids_LTK is not None:
-                ids_LTK = self._ids_LTK.to(torch.int32, copy=True)
-                ids_LTK, copied = self._store.device.download(ids_LTK, is_kept=True)
-                self._store.count_later(copied, self._counting(found, ids_LTK))
-            is_done = True
-        finally:
-            if not is_done:
-                self._store.let_go()
+        found = self._launch(last)
+        if found is not None and self._ids_LTK is not None:
+            ids_LTK = self._ids_LTK.to(torch.int32, copy=True)
+            ids_LTK, copied = self._store.device.download(ids_LTK, is_kept=True)
+            self._store.count_later(copied, self._counting(found, ids_LTK))
         return found is not None
 
     @abstractmethod

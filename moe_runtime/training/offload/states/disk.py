@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.memory.io_queue import Block, Read, ReadQueue
+from moe_runtime.memory.reads import Block, Read, ReadQueue
 from moe_runtime.memory.slab import host_view
 from moe_runtime.memory.source import READ_BYTES
 from moe_runtime.training.offload.states.entries import Version

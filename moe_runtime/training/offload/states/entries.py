@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_runtime.memory.io_queue import Read
+from moe_runtime.memory.reads import Read
 from moe_runtime.training.offload.states.records import RecordLayout, Sections
 
 

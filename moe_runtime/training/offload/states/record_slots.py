@@ -18,8 +18,7 @@ from itertools import islice
 from torch import Tensor
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.reads import Monitor, Priority, Read
 from moe_runtime.memory.slab import Slab
 from moe_runtime.training.offload.states.disk import Disk
 from moe_runtime.training.offload.states.entries import ExpertState, RingEntry, Traffic, Version
@@ -67,8 +66,7 @@ class RecordSlots:
         self._free = list(range(ring_slots))
         self._entries: OrderedDict[ExpertKey, RingEntry] = OrderedDict()
         self._expected: deque[Need] = deque()
-        self._changed = Changes()
-        self._changed.mend = self._mend
+        self._changed = Monitor(self._mend)
         self._failure: MoERuntimeError | None = None
         self.traffic = Traffic()
 

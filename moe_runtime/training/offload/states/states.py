@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.training.offload.states.entries import ExpertState, Version
 from moe_runtime.training.offload.states.record_slots import RecordSlots
 from moe_runtime.training.offload.states.records import RecordLayout, Sections
