@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moe_runtime.inference import options
 from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
 from moe_runtime.places import require_apart, require_file_name
 from moe_runtime.reading import require_not_read
@@ -139,7 +138,11 @@ def open_record(
     """
     recorders: list[Recorder] = []
     if trace is not None:
-        recorders.append(options.TraceRecorder(Path(trace), signature, expert_bytes=expert_bytes))
+        from moe_runtime.lab.traces.recorder import TraceRecorder
+
+        recorders.append(TraceRecorder(Path(trace), signature, expert_bytes=expert_bytes))
     if keeps_recent:
-        recorders.append(options.RecentRouting(signature, checkpoint))
+        from moe_runtime.lab.traces.recent import RecentRouting
+
+        recorders.append(RecentRouting(signature, checkpoint))
     return RoutingRecord(recorders, signature, listeners)

@@ -28,6 +28,10 @@ class StepTimes(Listener):
         self._begun: list[tuple[float, str, int]] = []
         self._dense_since_s: float | None = None
 
+    def of_tier(self, tier: int) -> StoreTimes:
+        """Notes what a store does: 0 for the one that layers compute from, 1 for that below."""
+        return StoreTimes(self, tier)
+
     def begin(self, step: Step) -> None:
         """A step begins."""
         # now: the cache has other tokens when the step ends

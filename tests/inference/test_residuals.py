@@ -18,7 +18,7 @@ from triton_interpreter import repair_interpreter
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm, as_rms_norm
 from moe_runtime.inference.device import residuals
 from moe_runtime.inference.device.decoding_model import _fuse_layers
-from moe_runtime.inference.device.residuals import HandedNorm, ResidualLayer, fuse_residuals
+from moe_runtime.inference.device.fused_layers import HandedNorm, ResidualLayer, fuse_residuals
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

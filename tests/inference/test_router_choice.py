@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from triton_interpreter import repair_interpreter
 
-from moe_runtime.inference.device.router_choice import fuse_routers
+from moe_runtime.inference.device.fused_layers import fuse_routers
 
 pytest.importorskip("triton")
 

@@ -32,7 +32,7 @@ from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import ExpertPartition
-    from moe_runtime.inference.kept_learning import KeptLearning
+    from moe_runtime.inference.learning import KeptLearning
 
 
 def _bind_ranker(
