@@ -239,7 +239,7 @@ def _is_of_transformers(function: Any) -> bool:
     return str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers.")
 
 
-def class_name(module: object) -> str:
+def class_name(module: torch.nn.Module) -> str:
     """The name of a module's class; empty where it is none of transformers' as they are tested."""
     kind = type(module)
     if not kind.__module__.startswith("transformers.") or not is_theirs(kind.forward):
@@ -305,14 +305,15 @@ def router_form(module: Any) -> RouterForm | None:
 def activation_of(experts: Any) -> ActivationSpec | None:
     """The formula of what an experts module does between its projections, or None: then its own
     function has to be called."""
-    function, plain = getattr(experts, "act_fn", None), None
+    function: Any = getattr(experts, "act_fn", None)
+    plain = None
     if function is torch.nn.functional.silu:
         plain = "silu"
     elif type(function).__module__.startswith(("torch.", "transformers.")):
         plain = _ACTIVATIONS.get(type(function).__name__)
     if not experts.has_gate or has_usual_gate(experts):
         return None if plain is None else ActivationSpec(plain)
-    gate = getattr(gate_of(experts), "__func__", None)
+    gate: Any = getattr(gate_of(experts), "__func__", None)
     name = gate.__qualname__ if is_theirs(gate) and is_tested() else ""
     if name in _SOFTCAPPED_GATES and is_theirs(type(function).forward):
         return _softcapped(function.gate_softcap.softcap, function.up_softcap.softcap)

@@ -58,7 +58,7 @@ from moe_runtime.inference.routing_record import check_records, open_record
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.kernels.operands import find_device, without_autocast
+from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.layout import ExpertLayout
 from moe_runtime.memory.prefault import touched_meanwhile
 from moe_runtime.memory.residency import ExpertStore
@@ -352,10 +352,9 @@ def finish_dense(
     """
     load_dense(model, checkpoint, experts, place, progress)
     if place.type == "cpu":
-        with without_autocast("cpu"):  # parts are asked with numbers what they compute
-            use_small_batch_layers(model)
-            use_single_query_attention(model)
-            fuse_attention_layers(model)
+        use_small_batch_layers(model)
+        use_single_query_attention(model)
+        fuse_attention_layers(model)
         rest_torch_threads(model)
         grow_cache_in_place(model)
     settings = read_generation_config(checkpoint.folder) if model.can_generate() else None

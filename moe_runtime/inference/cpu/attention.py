@@ -391,8 +391,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def use_latents(model: PreTrainedModel) -> None:
     """Gives the latent attention layers of a model that uses ``attend`` an ``expand_kv``."""
     for layer in model.modules():
-        if hasattr(type(layer), "expand_kv"):
-            is_known = class_name(layer) in LATENT_ATTENTION and is_theirs(type(layer).expand_kv)
+        expand = getattr(type(layer), "expand_kv", None)
+        if expand is not None:
+            is_known = class_name(layer) in LATENT_ATTENTION and is_theirs(expand)
             vars(layer)["expand_kv"] = ExpandLatents(layer, may_absorb=is_known)
 
 
