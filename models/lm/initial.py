@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.safetensors_index import read_checkpoint_index
 from moe_runtime.errors import CheckpointError
-from moe_runtime.file_names import require_whole
 from moe_runtime.models.lm.export import hugging_face_views
 from moe_runtime.models.lm.hugging_face import hugging_face_config, hugging_face_family
 from moe_runtime.models.lm.model import LanguageModel
@@ -40,7 +39,6 @@ def import_hugging_face(model: LanguageModel, folder: Path) -> None:
             with other tensors; they are named, and the model is unchanged.
         OSError: a file cannot be read.
     """
-    require_whole(folder)
     problems = list(_other_settings(model, folder))
     if problems:
         raise CheckpointError(

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.packing.expert_runs import PlanesPacking
-from moe_runtime.checkpoints.packing.manifest import (
+from moe_runtime.checkpoints.packed_experts import (
     PART_ALIGNMENT,
     MatrixForm,
     Part,
+    PlanesPacking,
     aligned,
     lay_out_parts,
 )

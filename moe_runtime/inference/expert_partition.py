@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.opening import Checkpoint
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.parallel.communication.agreement import (
     arithmetic_facts,

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.model_files import found_headers
-from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference.budget import (
     plan_memory,
     reserve_for,
@@ -25,7 +26,7 @@ from moe_runtime.policies.eviction.setting import PolicyChoice
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
-    from moe_runtime.checkpoints.dense_weights import Progress
+    from moe_runtime.checkpoints.checkpoint import Progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +152,7 @@ def _summary_of(
 
         cached, landing_bytes = coded_experts(experts, torch.device("cpu"))
     if verify:
-        from moe_runtime.checkpoints.verification import verify_weights
+        from moe_runtime.checkpoints.expert_tensors import verify_weights
 
         verify_weights(checkpoint, experts, progress)
     layouts = experts.layouts.values()

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from moe_runtime.checkpoints.dense_weights import Progress, load_dense
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
+from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_experts
 from moe_runtime.checkpoints.model_files import files_of, read_generation_config
-from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
@@ -199,7 +200,7 @@ def load(
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
     if activations != "exact":
-        from moe_runtime.checkpoints.int8_activations import round_activations
+        from moe_runtime.checkpoints.packed_parameter import round_activations
 
         round_activations(experts, place)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.checkpoints.dense_weights import Progress
+from moe_runtime.checkpoints.checkpoint import Progress
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.memory.tiers import TierStore

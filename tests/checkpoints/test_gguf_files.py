@@ -19,9 +19,8 @@ from gguf_rewriting import rewritten, tensors_of
 
 import moe_runtime
 from moe_runtime.checkpoints.expert_map import map_experts
-from moe_runtime.checkpoints.gguf.architectures import architecture_of
+from moe_runtime.checkpoints.gguf.architectures import architecture_of, settings_of
 from moe_runtime.checkpoints.gguf.header import BLOCK_SIZES, GgufHeader, read_header
-from moe_runtime.checkpoints.gguf.model_settings import settings_of
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -178,9 +177,9 @@ def test_latent_attention_that_a_model_has_not_is_refused(
     metadata = header.metadata | {f"deepseek2.{key}": value}
     if value is None:
         del metadata[f"deepseek2.{key}"]
-    changed = GgufHeader(metadata, header.tensors)
+    changed = GgufHeader(latent.folder, metadata, header.tensors)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
-        settings_of(changed, architecture_of(changed, latent.folder), latent.folder)
+        settings_of(changed, architecture_of(changed))
 
 
 def test_keys_and_values_are_together_or_apart(latent: Written, tmp_path: Path) -> None:
@@ -189,9 +188,9 @@ def test_keys_and_values_are_together_or_apart(latent: Written, tmp_path: Path) 
         read(file)
     header = read_header(latent.folder)
     both = replace(header.tensors[0], name="blk.1.attn_k_b.weight")
-    changed = GgufHeader(header.metadata, [*header.tensors, both])
+    changed = replace(header, tensors=[*header.tensors, both])
     with pytest.raises(CheckpointError, match="either attn_kv_b, or"):
-        architecture_of(changed, latent.folder)
+        architecture_of(changed)
 
 
 def tensor_record(written: Written, name: str) -> tuple[bytes, int, bytes]:
@@ -341,7 +340,7 @@ def test_a_correction_says_that_gates_are_a_sigmoid(tmp_path: Path) -> None:
     written = gguf_checkpoints.write(sample, tmp_path)
     header = read_header(written.folder)
     del header.metadata["deepseek2.expert_gating_func"]
-    assert architecture_of(header, written.folder).model_type == "deepseek_v3"
+    assert architecture_of(header).model_type == "deepseek_v3"
 
 
 def test_half_of_the_positions_is_refused_for_solar_open(tmp_path: Path) -> None:

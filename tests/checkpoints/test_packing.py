@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 import moe_runtime
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.packed_experts import MANIFEST_NAME, read_manifest
 from moe_runtime.checkpoints.packing import pack_checkpoint, staging_of, writer
-from moe_runtime.checkpoints.packing.manifest import MANIFEST_NAME, read_manifest
 from moe_runtime.checkpoints.safetensors_index import PACKED_INDEX_NAME
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError

@@ -14,7 +14,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.checkpoints.safetensors_index import (
-    DTYPE_BITS,
     INDEX_FILE_NAME,
     TensorEntry,
     read_checkpoint_index,
@@ -29,11 +28,9 @@ pytestmark = pytest.mark.timeout(120)
 # The index is stricter in these places only, as its module says.
 STRICTER = (
     " twice in one object",
-    " to be an object, found [",
-    " to have one of the dtypes ",
+    " to be an object with a dtype, found ",
     " characters",
     " mostly brackets",
-    " over 100 deep",
 )
 BOUNDARIES = st.sampled_from(
     [-1, 0, 1, 2, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**400]
@@ -45,6 +42,10 @@ ANY_JSON = st.recursive(
     ),
     max_leaves=6,
 )
+DTYPE_BITS = {
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E8M0": 8},
+    **{"F16": 16, "BF16": 16, "I32": 32, "F32": 32, "C64": 64, "I64": 64},
+}
 PUNCTUATION = '{}[]":,-0.e \n\t\0\\/\ufeff\u0664'
 WORDS = (
     "null true NaN Infinity -0 1e0 1e308 1e309 2.0 18446744073709551615 18446744073709551616 "
@@ -191,14 +192,6 @@ def test_changed_bytes(
     check(bytes(content), scratch)
 
 
-@FUZZ
-@given(st.binary(max_size=64), st.booleans())
-@example(b"", False)
-@example(b"{}", True)
-def test_arbitrary_bytes(scratch: Path, content: bytes, framed: bool) -> None:
-    check(struct.pack("<Q", len(content)) + content if framed else content, scratch)
-
-
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 SHARD_NAMES = st.sampled_from([*SHARDS, "absent.safetensors", "../outside.safetensors"]) | st.lists(
     st.sampled_from([*SHARDS, "..", ".", "", "model", "outside.safetensors", "\\", "a\0", "pipe"]),
@@ -257,10 +250,3 @@ def test_changed_index_text(checkpoint: Path, data: st.DataObject) -> None:
         end = data.draw(st.integers(begin, min(len(text), begin + 12)))
         text = text[:begin] + data.draw(TOKENS | SHARD_NAMES) + text[end:]
     check_index(text.encode("utf-8", "surrogatepass"), checkpoint)
-
-
-@FUZZ
-@given(ANY_JSON, st.binary(max_size=40), st.booleans())
-def test_arbitrary_index(checkpoint: Path, value: Any, noise: bytes, structured: bool) -> None:
-    text = json.dumps({"weight_map": value}).encode() if structured else noise
-    check_index(text, checkpoint)

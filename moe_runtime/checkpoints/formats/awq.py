@@ -11,8 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
-from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, codes_shape, companion
-from moe_runtime.checkpoints.formats.reordered_weight import PartOrder, by_columns
+from moe_runtime.checkpoints.formats.packed_weight import (
+    PackedWeight,
+    PartOrder,
+    by_columns,
+    codes_shape,
+    companion,
+)
 from moe_runtime.checkpoints.formats.settings import Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError

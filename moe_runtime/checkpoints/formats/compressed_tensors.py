@@ -11,17 +11,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_runtime.checkpoints.formats.contents import Contents
 from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
+    PartOrder,
+    ReorderedWeight,
     codes_shape,
     companion,
     one_number,
     require_beside,
     with_scales,
 )
-from moe_runtime.checkpoints.formats.reordered_weight import PartOrder, ReorderedWeight
-from moe_runtime.checkpoints.formats.settings import Settings, matches
+from moe_runtime.checkpoints.formats.settings import Contents, Settings, matches
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import WeightFormat
