@@ -290,9 +290,6 @@ def set_up_libraries(dtype: torch.dtype) -> None:
     Torch's matrix libraries set themselves up at their first call, and every operation pages in its
     code: some 20 MiB which no model asked for. The operations are those of loading, of forward
     passes and of sampling, on a few values; nothing that they make outlives the call.
-
-    Args:
-        dtype: what the model computes in.
     """
     with torch.inference_mode():
         _set_up_layers(dtype)

@@ -488,14 +488,6 @@ def resolve_guessers(
 ) -> Guessers:
     """The estimators that a way of prefetching and a policy need.
 
-    Args:
-        mode: of prefetching.
-        policy: a name, or ``auto``.
-        predictor: a name, the file of a trained one, or ``auto`` for one that needs no training.
-        model: whose gates may be asked.
-        block_names: of the layers' blocks in the model.
-        signature: the model.
-
     Raises:
         CheckpointError: the predictor's file cannot be used, or belongs to another model.
     """
@@ -512,9 +504,6 @@ def resolve_guessers(
 
 def check_types(given: Mapping[str, object]) -> None:
     """Refuses options of `load` that have a wrong type.
-
-    Args:
-        given: all of them by name.
 
     Raises:
         TypeError: one has; memory sizes and the group are looked at where they are read.
@@ -600,14 +589,7 @@ def policy_maker(
     policy_estimator: Estimator | None,
     layouts: Mapping[ExpertKey, ExpertLayout],
 ) -> Callable[[MemoryPlan], LayerShares]:
-    """Makes the chosen policy for a tier; each has a memory of its own.
-
-    Args:
-        choice: policy, shares and, for ``predicted``, the predictor's name.
-        signature: the model.
-        policy_estimator: the predictor, if it is not one that needs no training.
-        layouts: what each expert reads, for the policies that go by costs.
-    """
+    """Makes the chosen policy for a tier; each has a memory of its own."""
     shape, costs = shape_of(signature), read_costs(layouts)
 
     def make(plan: MemoryPlan) -> LayerShares:

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 
 class RoutingRecord(Listener):
-    """Everything that records a model's routing: a trace, what later runs choose by, or both.
-
-    Args:
-        recorders: who is told of every step.
-        signature: of the model; ids from its number of experts on are choices of no expert.
-        listeners: who it is one of.
-    """
+    """Everything that records a model's routing: a trace, what later runs choose by, or both."""
 
     def __init__(
         self, recorders: Sequence[Recorder], signature: ModelSignature, listeners: Listeners
@@ -96,11 +90,6 @@ def check_records(
 ) -> None:
     """Refuses a trace or timeline that would replace a file which is read, or the other one.
 
-    Args:
-        trace: the file of a trace, if one is wanted.
-        timeline: that of a timeline.
-        inputs: files that are read.
-
     Raises:
         ValueError: one would, or has a name that no file has.
     """
@@ -123,14 +112,6 @@ def open_record(
     keeps_recent: bool,
 ) -> RoutingRecord:
     """Records a model's forward passes from now on, into a trace and for the choices of later runs.
-
-    Args:
-        listeners: of the model.
-        signature: what it is.
-        checkpoint: its folder or file.
-        trace: the file of a trace, if one is wanted.
-        expert_bytes: of the largest expert.
-        keeps_recent: whether the latest decode steps are kept in the user's cache.
 
     Raises:
         CheckpointError: the trace cannot be written there.

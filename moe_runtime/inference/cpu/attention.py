@@ -176,8 +176,7 @@ def single_query_attention(
         or torch.is_autocast_enabled("cpu")
     ):
         return None
-    scaling = options.get("scaling")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = _scale_of(query, options)
     added = None if mask is None else added_mask(mask[:, 0, 0])
     mixed = native_attention(query.squeeze(2), key, value, added, scale, sinks)
     return None if mixed is None else mixed.unsqueeze(1)
@@ -187,6 +186,11 @@ def changes_attention(options: dict[str, Any]) -> bool:
     """Whether options that are passed to attention ask for more than softmax, scale and mask."""
     asked = (options[name] for name in CHANGING_OPTIONS & options.keys())
     return any(isinstance(option, torch.Tensor) or bool(option) for option in asked)
+
+
+def _scale_of(query: torch.Tensor, options: dict[str, Any]) -> float:
+    scaling = options.get("scaling")
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 def added_mask(mask_BS: torch.Tensor) -> torch.Tensor:
@@ -221,21 +225,17 @@ _NAME = _EagerName(EAGER_ATTENTION)
 
 
 def use_eager_attention(model: PreTrainedModel) -> None:
-    """Gives the layers of a model on the CPU that has no SDPA the attention of this file.
+    """Gives the known layers of a model on the CPU that has no SDPA the attention of this file.
 
-    Those are the ones with sinks, and others with a cache of keys. The model's own attention stays
-    what it is called; set to another one, it has that one.
+    The model's own attention stays what it is called; set to another one, it has that one.
     """
     from transformers import AttentionInterface
 
     AttentionInterface.register(EAGER_ATTENTION, attend_eagerly)
     for layer in model.modules():
-        has_keys = "layer_idx" in vars(layer) and not private.has_sdpa(model)
-        if "config" not in vars(layer) or not (has_keys or hasattr(layer, "sinks")):
-            continue
-        own = _own_attention_of(type(layer).__module__)
-        if class_name(layer) in EAGER_ATTENTION_CLASSES and is_theirs(own):
-            vars(layer)["config"] = LayerConfig(layer.config, type(layer).__module__)
+        family = type(layer).__module__
+        if class_name(layer) in EAGER_ATTENTION_CLASSES and is_theirs(_own_attention_of(family)):
+            vars(layer)["config"] = LayerConfig(layer.config, family)
 
 
 class LayerConfig:
@@ -307,8 +307,7 @@ def attend_eagerly(
     mixed = single_query_attention(query, key, value, attention_mask, others, sinks)
     if mixed is not None:
         return mixed, None
-    scaling = options.get("scaling")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = _scale_of(query, options)
     num_queries, with_threads = query.shape[2], torch_threads_for(query, key)
     parts = query, key, value, attention_mask
     if keeps_code_of_length(query, key):
@@ -426,8 +425,8 @@ class ExpandLatents:
         is_ours = getattr(self._layer.config, ATTENTION_SETTING) == ATTENTION
         if not is_ours or torch.compiler.is_compiling() or self._weight() is None:
             return self.expanded(latents, turned)
-        keys = LatentKeys(self, latents, turned)
-        return keys, keys.values
+        shared = _Latents(self, latents, turned)
+        return LatentPart(shared, 0), LatentPart(shared, 1)
 
     def expanded(self, latents: torch.Tensor, turned: torch.Tensor) -> Pair:
         """As the layer itself does it."""
@@ -483,13 +482,9 @@ class ExpandLatents:
             return None
         if mask is not None and mask.shape != (batch, 1, num_new, length):
             return None
-        added = None if mask is None else added_mask(mask[:, 0].flatten(0, 1))
-        tokens = []
-        for row in range(batch * num_new):
-            b = row // num_new
-            tokens.append(
-                Tokens(latents[b, 0], turned[b, 0], None if added is None else added[row])
-            )
+        rows = [row // num_new for row in range(batch * num_new)]
+        added = [None] * len(rows) if mask is None else added_mask(mask[:, 0].flatten(0, 1))
+        tokens = [Tokens(latents[b, 0], turned[b, 0], a) for b, a in zip(rows, added, strict=True)]
         return self._attend(query, tokens, options)
 
     def _attend(
@@ -498,8 +493,7 @@ class ExpandLatents:
         weight = self._weight()
         if weight is None or changes_attention(options) or torch.is_autocast_enabled("cpu"):
             return None
-        scaling = options.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scale = _scale_of(query, options)
         rows = query.transpose(1, 2).flatten(0, 1)
         mixed = native_latent_attention(rows, tokens, weight, scale)
         return None if mixed is None else mixed.unflatten(0, (-1, query.shape[2]))
@@ -525,17 +519,12 @@ class ExpandLatents:
         return weight.unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
 
 
-class LatentKeys:
-    """Stands for expanded keys; whoever looks at them gets them.
+class LatentPart:
+    """Stands for expanded keys or values; whoever looks at them gets them."""
 
-    Attributes:
-        values: stands for the values.
-    """
-
-    def __init__(self, expand: ExpandLatents, latents: torch.Tensor, turned: torch.Tensor) -> None:
-        """What ``expand`` makes of ``[B, 1, S, R]`` and ``[B, 1, S, P]``."""
-        self._latents = _Latents(expand, latents, turned)
-        self.values = _LatentValues(self._latents)
+    def __init__(self, latents: _Latents, place: int) -> None:
+        """Keys are in place 0, values in 1."""
+        self._latents, self._place = latents, place
 
     def attend(
         self,
@@ -546,50 +535,39 @@ class LatentKeys:
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, Any]:
-        """Attention of a layer, on the latents where that is cheaper.
+        """Attention of a layer with these keys, on the latents where that is cheaper.
 
         Args:
             attention: over keys and values.
             module: the attention layer.
             query: ``[B, H, Q, D]``.
-            value: ``values``, or values that somebody made of them.
+            value: the values, or what somebody made of them.
             mask: None, or what transformers makes for SDPA.
             options: as transformers passes them.
 
         Returns:
             ``[B, Q, H, V]`` in the dtype of ``query``, and what ``attention`` gives beside it.
         """
-        if value is self.values:
-            mixed = self._latents.expand.attend_all(query, *self._latents.cached, mask, options)
+        latents = self._latents
+        if isinstance(value, LatentPart) and value._latents is latents:
+            mixed = latents.expand.attend_all(query, *latents.cached, mask, options)
             if mixed is not None:
                 return mixed, None
-            value = self._latents.both()[1]
-        return attention(module, query, self._latents.both()[0], value, mask, **options)
+            value = latents.both()[1]
+        return attention(module, query, latents.both()[0], value, mask, **options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # asked for by copies that are being made
             raise AttributeError(name)
-        return getattr(self._latents.both()[0], name)
-
-
-class _LatentValues:
-    """Stands for expanded values."""
-
-    def __init__(self, latents: _Latents) -> None:
-        self._latents = latents
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._latents.both()[1], name)
+        return getattr(self._latents.both()[self._place], name)
 
 
 class _Latents:
     """What keys and values share, neither of which holds the other: both go with the layer's pass.
 
     Attributes:
-        expand: makes keys and values.
-        cached: of these.
+        expand: makes keys ``[B, H, S, D]`` and values ``[B, H, S, V]``.
+        cached: of these, ``[B, 1, S, R]`` and ``[B, 1, S, P]``.
     """
 
     def __init__(self, expand: ExpandLatents, latents: torch.Tensor, turned: torch.Tensor) -> None:
@@ -598,7 +576,6 @@ class _Latents:
         self._expanded: Pair | None = None
 
     def both(self) -> Pair:
-        """Keys ``[B, H, S, D]`` and values ``[B, H, S, V]``."""
         if self._expanded is None:
             self._expanded = self.expand.expanded(*self.cached)
         return self._expanded

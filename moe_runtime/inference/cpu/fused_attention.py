@@ -260,30 +260,24 @@ def has_usual_parts(
 ) -> bool:
     """Whether a layer is one of ``ROTARY_ATTENTION`` with parts that are as it was made with, one
     of some attentions and of some forms of norms."""
-    children = module._modules
-    if class_name(module) not in ROTARY_ATTENTION or "forward" in vars(module):
+    turn = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(_CALLED[1])
+    if class_name(module) not in ROTARY_ATTENTION or not (turn is None or is_theirs(turn)):
         return False
-    turn = inspect.unwrap(type(module).forward).__globals__.get("apply_rotary_pos_emb")
-    if turn is not None and not is_theirs(turn):
+    linears, norms = (
+        [module._modules.get(name) for name in names] for names in (PROJECTIONS, NORMS)
+    )
+    if "forward" in vars(module) or not all(
+        type(part) in (SmallBatchLinear, torch.nn.Linear) for part in linears
+    ):
         return False
-    linears = [children[name] for name in PROJECTIONS]
-    norms = [children.get(name) for name in NORMS]
-    if not all(type(part) in (SmallBatchLinear, torch.nn.Linear) for part in linears):
+    if not all(
+        norm is None or (type(norm) is SmallBatchRMSNorm and norm.form in forms) for norm in norms
+    ):
         return False
-    known = [
-        type(part) is SmallBatchRMSNorm and part.form in forms for part in norms if part is not None
-    ]
-    if not all(known):
-        return False
-    q, k, v, _ = (linear_of(module, name) for name in PROJECTIONS)
-    weights = {(type(part.weight), part.weight.dtype) for part in (q, k, v)}
-    if len(weights) * len({(part.bias is None, part.in_features) for part in (q, k, v)}) != 1:
-        return False
-    constants = [getattr(module, name, None) for name in ("head_dim", "layer_idx", "scaling")]
-    if not all(isinstance(constant, int | float) for constant in constants):
-        return False
+    q, k, v, _ = cast(list[SmallBatchLinear], linears)
+    kinds = {(type(p.weight), p.weight.dtype, p.bias is None, p.in_features) for p in (q, k, v)}
     attention = getattr(vars(module).get("config"), ATTENTION_SETTING, None)
-    return attention in attentions and module._parameters.keys() <= {"sinks"}
+    return len(kinds) == 1 and attention in attentions and module._parameters.keys() <= {"sinks"}
 
 
 def names_of(module: torch.nn.Module) -> list[str]:
@@ -334,12 +328,7 @@ def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def bind(module: Any, *, pairs_share: bool) -> AttentionWeights | None:
-    """The layer's weights for the kernel, or None where they do not lie together any more.
-
-    Args:
-        module: the layer.
-        pairs_share: whether the two values of a pair share an angle, which only the layer knows.
-    """
+    """The layer's weights for the kernel, or None where they do not lie together any more."""
     q, k, v, o = (linear_of(module, name) for name in PROJECTIONS)
     qkv = _joined([q.weight, k.weight, v.weight])
     qkv_bias = _joined([q.bias, k.bias, v.bias])

@@ -62,12 +62,7 @@ _WITHOUT_POSITIONS = frozenset({*CACHE_NAMES, "use_cache", "logits_to_keep", "po
 
 
 def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
-    """Has the decode steps of a loaded model recorded as CUDA graphs.
-
-    Args:
-        model: the model; its class becomes a subclass of its own.
-        modules: its `DeviceExperts`.
-    """
+    """Has the decode steps of a loaded model recorded as CUDA graphs."""
     if model.device.type == "cuda":
         fuse_steps(model)
         # Torch's threads spin after each of its operations on the host, beside the one that queues

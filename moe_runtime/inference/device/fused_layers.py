@@ -332,11 +332,7 @@ def _are_observed(*modules: torch.nn.Module) -> bool:
 
 
 def fuse_residuals(model: torch.nn.Module) -> None:
-    """Gives the decoder layers of a model on a GPU that qualify sums which are normalised at once.
-
-    Args:
-        model: whose norms are `SmallBatchRMSNorm` already where they can be.
-    """
+    """Gives the known decoder layers of a model on a GPU sums which are normalised at once."""
     for parent in [*model.modules()]:
         for layers in [*parent.children()]:
             if isinstance(layers, torch.nn.ModuleList):

@@ -50,10 +50,6 @@ def check_predictor(predictor: str | Path) -> None:
 def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Estimator:
     """The estimator that a caller named: trained, from a file, or one that needs no training.
 
-    Args:
-        predictor: a predictor's name, or the file of a trained one.
-        signature: what a trained predictor must have been trained for.
-
     Raises:
         CheckpointError: the file cannot be used, or belongs to another model.
         ValueError: no predictor has this name.
