@@ -143,11 +143,6 @@ def attention_name(model: PreTrainedModel) -> str | None:
     return getattr(model.config, ATTENTION_SETTING)
 
 
-def has_sdpa(model: PreTrainedModel) -> bool:
-    """Whether its attention may be torch's, as that of anything that does not say; 5.17."""
-    return getattr(model, "_supports_sdpa", True)
-
-
 DECIDE_BY_ATTENTION_NAME = frozenset((
     "axk2", "deepseek_v32", "diffusion_gemma", "dots3_note", "falcon", "gemma4", "gemma4_unified",
     "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "minimax_m3_vl", "mistral_large4",

@@ -84,15 +84,6 @@ def open_device_stores(
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
     """The store that experts are computed from, and that of the host's memory below it.
 
-    Args:
-        source: the files.
-        slab: slots in the host's memory, which are locked there.
-        plans: of the device and of the host.
-        new_policy: makes the policy of a tier.
-        experts: where they lie in slots of the device and of the host.
-        listeners: of the two stores.
-        device: whose slots experts are computed from.
-
     Raises:
         CapacityError: memory cannot be had, or not be locked.
     """
@@ -117,11 +108,6 @@ def open_tiers(
     bind: Callable[[ExpertKey, Tensor], W],
 ) -> tuple[DeviceStore[W], ExpertStore[Tensor]]:
     """A store of experts in slots of a device, and that of the host's memory below it.
-
-    Args:
-        source, slab, plans, new_policy, experts, listeners, device: as of `open_device_stores`.
-        slots: of the device.
-        bind: a filled slot of it as what leases yield.
 
     Raises:
         CapacityError: the host's memory cannot be locked.
