@@ -389,7 +389,7 @@ def _stand_in(
     if isinstance(entry, TensorEntry):
         return provenance.source(index, entry.shape, _value_dtype(entry, dtype))
     sizes = (*entry.lead, entry.num_rows, entry.num_cols)
-    return entry.stand_in(provenance.source(index, sizes, dtype))
+    return entry.as_model_has(provenance.source(index, sizes, dtype))
 
 
 def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:

@@ -100,7 +100,7 @@ def read_values(reader: DenseReader, weight: PackedWeight, dtype: torch.dtype) -
     for rows, cols, packing, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
         matrix = packing.matrix(_parts(reader, weight, ranges))
         values_RK[rows, cols] = matrix.dequantize(dtype)
-    return weight.stand_in(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
+    return weight.as_model_has(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
 
 
 def _parts(
