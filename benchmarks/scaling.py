@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.arguments import at_least, new_file
-from harness.suite_results import save_results
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from moe_runtime.bench.results import Metric
+from moe_runtime.benchmarks.harness.arguments import at_least, new_file
+from moe_runtime.benchmarks.harness.suite_results import save_results
+from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.lab.simulate.layer_simulation import LayerSchedule, LayerWorkload, predict_layer
 from moe_runtime.lab.simulate.machine_file import write_machine

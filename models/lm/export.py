@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.safetensors_index import INDEX_FILE_NAME, read_checkpoint_index
 from moe_runtime.errors import CheckpointError
-from moe_runtime.file_names import require_whole
 from moe_runtime.folders import replace_folder
 from moe_runtime.layer import MoELayer
 from moe_runtime.models.lm.blocks import Block, DenseFeedForward
@@ -192,7 +191,6 @@ def import_hugging_face(model: LanguageModel, folder: Path) -> None:
             with other tensors; they are named, and the model is unchanged.
         OSError: a file cannot be read.
     """
-    require_whole(folder)
     problems = list(_other_settings(model, folder))
     if problems:
         raise CheckpointError(

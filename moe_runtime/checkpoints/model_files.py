@@ -27,8 +27,7 @@ from moe_runtime.checkpoints.settings_check import (
 )
 from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
-from moe_runtime.file_names import at_home, require_whole
-from moe_runtime.reading import read_bounded
+from moe_runtime.files import at_home, read_bounded
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -93,7 +92,6 @@ def _local_or_hub(path_or_id: str | Path) -> Path | HubName:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{one_line(name)}: not the name of a folder: {error}") from None
     if is_folder:
-        require_whole(folder)
         return folder
     if is_there:
         if folder.suffix != ".gguf" or not folder.is_file():
@@ -209,7 +207,6 @@ def read_tokenizer(folder: Path) -> Any:
         return load_tokenizer(folder)
     from transformers import AutoTokenizer
 
-    require_whole(folder)
     files = [folder / name for name in _TOKENIZER_FILES if os.path.lexists(folder / name)]
     for file in files:
         _read_whole(file)

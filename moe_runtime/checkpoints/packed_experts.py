@@ -21,6 +21,7 @@ from moe_runtime.checkpoints.expert_places import MATRICES, MatrixRows, expert_r
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import one_line, parse_object
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import read_bounded
 from moe_runtime.kernels.lossless import PlanesMatrix
 from moe_runtime.kernels.lossless.reference import (
     BOOK_SIZE,
@@ -29,7 +30,6 @@ from moe_runtime.kernels.lossless.reference import (
     num_groups,
 )
 from moe_runtime.memory.layout import BLOCK_BYTES, TensorRange, lay_out
-from moe_runtime.reading import read_bounded
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from moe_runtime.checkpoints.strict_json import (
     parse_object,
 )
 from moe_runtime.errors import CheckpointError
-from moe_runtime.reading import open_regular, read_bounded
+from moe_runtime.files import open_regular, read_bounded
 
 COPY_BYTES = 2**24
 MAX_HEADER_BYTES = 100_000_000

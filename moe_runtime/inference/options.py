@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import divide_experts as divide_experts
     from moe_runtime.inference.hugging_face.gate_formulas import find_formula as find_formula
     from moe_runtime.inference.kept_learning import KeptLearning as KeptLearning
-    from moe_runtime.inference.prediction.gates import find_gate as find_gate
     from moe_runtime.inference.prediction.predictors import check_predictor as check_predictor
+    from moe_runtime.inference.prediction.predictors import find_gate as find_gate
     from moe_runtime.inference.prediction.predictors import is_file_name as is_file_name
     from moe_runtime.inference.prediction.predictors import learned_bytes as learned_bytes
     from moe_runtime.inference.prediction.predictors import (
@@ -73,9 +73,8 @@ else:
             # a gate that the model overrides
             "moe_runtime.inference.hugging_face.gate_formulas": "find_formula",
             # prefetching
-            "moe_runtime.inference.prediction.gates": "find_gate",
-            "moe_runtime.inference.prediction.predictors": "check_predictor is_file_name "
-            "learned_bytes make_live_estimator",
+            "moe_runtime.inference.prediction.predictors": "check_predictor find_gate "
+            "is_file_name learned_bytes make_live_estimator",
             "moe_runtime.inference.prediction.prefetching": "open_prefetcher",
             "moe_runtime.lab.traces.predictor_file": "read_predictor read_predictor_signature",
             # a policy that is chosen by replay, or that learns from requests

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moe_runtime.files import require_apart, require_file_name, require_not_read
 from moe_runtime.inference import options
 from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
-from moe_runtime.places import require_apart, require_file_name
-from moe_runtime.reading import require_not_read
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:

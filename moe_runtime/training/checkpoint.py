@@ -20,9 +20,8 @@ import torch
 from moe_runtime.checkpoints.absent import TrainedElsewhere
 from moe_runtime.digests import check_zip
 from moe_runtime.errors import CheckpointError, blamed_on
-from moe_runtime.files import make_folders, write_atomically
+from moe_runtime.files import make_folders, open_regular, write_atomically
 from moe_runtime.folders import remove_or_warn
-from moe_runtime.reading import open_regular
 from moe_runtime.training.stored_values import (
     AMOUNT,
     COUNT,

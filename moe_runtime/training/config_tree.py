@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_runtime.config import nearest, type_in_words
-from moe_runtime.file_names import at_home
-from moe_runtime.places import require_file_name
-from moe_runtime.reading import read_toml
+from moe_runtime.files import at_home, read_toml, require_file_name
 
 _Config = TypeVar("_Config")
 

@@ -362,6 +362,12 @@ def _open_trace(preparation: Preparation, ranks: OneRank, first_step: int) -> Tr
         [f"{name}.experts" for name, module in model.named_modules() if module in layers],
         first_step=first_step,
         num_steps=run.trace_steps,
+        expert_bytes=max(
+            sum(parameter.numel() for parameter in layer.experts.parameters())
+            * DTYPES[run.export_dtype].itemsize
+            // layer.experts.num_experts
+            for layer in model.routed_layers()
+        ),
     )
 
 

@@ -34,17 +34,17 @@ ELSEWHERE = {
     # families: the block that the file is about
     "moe_runtime/checkpoints/families/": "models.",
     # peers that are measured: their blocks
-    "moe_runtime/bench/": "models",
+    "benchmarks/": "models",
     # which need nothing of this project
-    "moe_runtime/bench/peers/": "past_key_values",
+    "benchmarks/peers/": "past_key_values",
     # checkpoints that are measured: the quantiser that published ones were made by
-    "moe_runtime/bench/synthetic/drawn_tensors.py": "integrations.finegrained_fp8",
+    "benchmarks/synthetic/drawn_tensors.py": "integrations.finegrained_fp8",
     # a layer's own code, which finds other steps of its states under their names
     "moe_runtime/inference/cpu/recurrent_steps.py": "__code__",
     # conversations are rendered as transformers does, in a program with limits
     "moe_runtime/serving/http/limited_program.py": "utils.chat_template_utils",
     # a loop that stands for one of transformers
-    "moe_runtime/inference/device/decode_loop.py": "generation.utils",
+    "moe_runtime/inference/device/decoding_model.py": "generation.utils",
     # an interface of 5.23 and later, which is looked for
     "moe_runtime/inference/hugging_face/dispatcher.py": "distributed.expert_parallel",
 }

@@ -25,7 +25,7 @@ from moe_runtime.cli.step_speed import (
 )
 from moe_runtime.cli.strict import FOLDER, refuse_given
 from moe_runtime.config import parse_budget
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.training.finetune.finetuning import FinetunePreparation

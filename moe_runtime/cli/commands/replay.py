@@ -11,7 +11,7 @@ from moe_runtime.cli.console import Session, loading_bar, print_json, print_tabl
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.lab.replay.experiment import Experiment, Row

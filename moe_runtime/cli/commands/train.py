@@ -19,7 +19,7 @@ from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.train_progress import training_display
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.reading import require_not_read
+from moe_runtime.files import require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.training.loop import Trainer

@@ -28,8 +28,10 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
             if is_plain_linear(child):
                 setattr(module, name, SmallBatchLinear(child))
             elif type(child) is torch.nn.Conv1d:
-                from moe_runtime.inference.cpu.depthwise import use_shifted_products
-                from moe_runtime.inference.cpu.recurrent_steps import use_recurrent_steps
+                from moe_runtime.inference.cpu.recurrent_steps import (
+                    use_recurrent_steps,
+                    use_shifted_products,
+                )
 
                 use_shifted_products(child)
                 use_recurrent_steps(module)

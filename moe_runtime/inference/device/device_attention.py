@@ -240,7 +240,7 @@ def _static_layer(cache: Any, index: int) -> Any:
     """A layer of a static cache that has its memory, or None."""
     from transformers.cache_utils import StaticCache, StaticLayer
 
-    from moe_runtime.inference.device.row_cache import RowCache
+    from moe_runtime.inference.device.static_caches import RowCache
 
     if type(cache) is RowCache:
         return cache.layers[index]

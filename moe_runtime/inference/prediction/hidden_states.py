@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.prediction.gates import find_gates
+from moe_runtime.inference.prediction.predictors import find_gates
 from moe_runtime.inference.steps import LayerRouting, Listener
 from moe_runtime.policies.prediction import HiddenLookahead, NextGate, Routes, Shape
 from moe_runtime.policies.prediction.base import shape_of

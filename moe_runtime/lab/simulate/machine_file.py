@@ -6,9 +6,8 @@ import os
 from typing import Any
 
 from moe_runtime.config import nearest
-from moe_runtime.files import write_text
+from moe_runtime.files import read_toml, write_text
 from moe_runtime.planning.cluster import Cluster, Link
-from moe_runtime.reading import read_toml
 
 ASSUMED = Cluster(
     num_ranks=1,

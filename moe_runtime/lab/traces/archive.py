@@ -18,7 +18,7 @@ import numpy as np
 from moe_runtime.config import format_bytes
 from moe_runtime.digests import ZIP_DAMAGE
 from moe_runtime.errors import CheckpointError
-from moe_runtime.reading import open_regular
+from moe_runtime.files import open_regular
 
 _MAX_NPY_HEADER_BYTES = 4096
 

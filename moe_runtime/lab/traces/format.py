@@ -16,8 +16,7 @@ import numpy as np
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, named_failure
-from moe_runtime.file_names import draft_of
-from moe_runtime.files import write_atomically
+from moe_runtime.files import draft_of, write_atomically
 from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.lab.traces.journal import is_journal, whole_blocks
 from moe_runtime.types import ModelSignature

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_runtime.errors import named_failure
-from moe_runtime.files import OutputFile
-from moe_runtime.reading import open_regular
+from moe_runtime.files import OutputFile, open_regular
 
 _MAGIC = b"MOETRACE"
 _FRAME = struct.Struct("<QI")

@@ -28,7 +28,6 @@ from moe_runtime.lab.traces.format import (
     write_trace,
 )
 from moe_runtime.lab.traces.journal import JournalWriter
-from moe_runtime.places import writes_directly
 from moe_runtime.types import ModelSignature
 
 
@@ -71,7 +70,6 @@ class TraceRecorder:
             )
         self._path = Path(path)
         check_draft_path(path, "trace")
-        self._keeps_journal = not writes_directly(self._path)
         self._signature = signature
         self._expert_bytes = expert_bytes
         self._expert_dtype = expert_dtype(signature.num_experts)
@@ -217,7 +215,7 @@ class TraceRecorder:
         Raises:
             CheckpointError: another process has begun it, or it cannot be made.
         """
-        if self._journal is None and self._keeps_journal:
+        if self._journal is None:
             self._journal = JournalWriter(self._path)
 
     def pause(self) -> None:
@@ -259,8 +257,6 @@ class TraceRecorder:
 
     def _journal_if_due(self) -> None:
         """Appends the finished steps to the journal when there are many, or some wait long."""
-        if not self._keeps_journal:
-            return
         now_s = time.monotonic()
         is_due = self._waiting_tokens >= self._block_tokens
         if not is_due and (not self._waiting_tokens or now_s - self._last_block_s < self._block_s):
@@ -272,10 +268,10 @@ class TraceRecorder:
     def _journal_waiting(self) -> None:
         """Appends the finished steps that the journal lacks."""
         end, num_steps = self._journalled
-        if not self._keeps_journal or num_steps == len(self._phases):
+        if num_steps == len(self._phases):
             return
         self.hold()
-        assert self._journal is not None, "a journal is kept"
+        assert self._journal is not None
         block = io.BytesIO()
         save_columns(block, self._trace(num_steps), compressed=False)
         self._journalled = self._journal.append(block.getvalue(), end), len(self._phases)

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_runtime.file_names import at_home
-from moe_runtime.reading import decode_text, read_bounded
+from moe_runtime.files import at_home, decode_text, read_bounded
 from moe_runtime.training.run_config import DataConfig, SourceConfig
 
 # Fewer documents than this cannot be divided by their names: the share would be none or far off.

@@ -15,10 +15,9 @@ import numpy.typing as npt
 from moe_runtime.checkpoints.model_files import read_tokenizer
 from moe_runtime.digests import check_digests, digest, write_digests
 from moe_runtime.errors import MoERuntimeWarning, blamed_on
-from moe_runtime.files import make_folders, write_atomically
+from moe_runtime.files import make_folders, open_regular, write_atomically
 from moe_runtime.folders import replace_folder
 from moe_runtime.models.lm.tokenizer import train_tokenizer
-from moe_runtime.reading import open_regular
 from moe_runtime.training.data.text import Corpus
 from moe_runtime.training.run_config import TokenizerConfig
 

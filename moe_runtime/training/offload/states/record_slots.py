@@ -287,9 +287,8 @@ class RecordSlots:
         entry.have |= missing
         entry.fresh |= missing
         self.traffic.read_bytes += self._bytes(key, missing)
-        version = None if expert.version is None else expert.version.slot
         record = self._slab.slot(entry.slot)
-        self._on_disk.read(key, expert.layout, version, missing, record, read)
+        self._on_disk.read(key, expert.layout, expert.version, missing, record, read)
 
     def _arrive(self, entry: RingEntry, read: Read) -> None:
         with self._changed:
