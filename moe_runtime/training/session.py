@@ -355,19 +355,20 @@ def _open_trace(preparation: Preparation, ranks: OneRank, first_step: int) -> Tr
             f"run.trace records a run of one process, this one has {ranks.size}; leave it out"
         )
     layers = set(model.routed_layers())
+    signature = signature_of_config(preparation.config.model)
     return open_trace(
         preparation.folder / run.trace,
-        signature_of_config(preparation.config.model),
+        signature,
         model,
         [f"{name}.experts" for name, module in model.named_modules() if module in layers],
         first_step=first_step,
         num_steps=run.trace_steps,
         expert_bytes=max(
             sum(parameter.numel() for parameter in layer.experts.parameters())
-            * DTYPES[run.export_dtype].itemsize
-            // layer.experts.num_experts
             for layer in model.routed_layers()
-        ),
+        )
+        * DTYPES[run.export_dtype].itemsize
+        // signature.num_experts,
     )
 
 

@@ -27,9 +27,8 @@ from moe_runtime.checkpoints.model_files import read_generation_config
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import make_folders
+from moe_runtime.files import make_folders, open_regular
 from moe_runtime.inference.loading import signature_of
-from moe_runtime.reading import open_regular
 from moe_runtime.training.checkpoint import TrainingState, named_checkpoint
 from moe_runtime.training.checkpoint_model import (
     CheckpointModel,
