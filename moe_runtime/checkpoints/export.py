@@ -158,7 +158,7 @@ class LikeCheckpoint:
         """Writes the files of tensors of a model whose experts are as the checkpoint has them.
 
         Args:
-            folder: where to; nobody else's.
+            folder: where to; used by this call alone.
             state: everything but the experts, under the names that the model has for it. Written
                 in its own dtypes and shapes; experts and what is quantised keep the bytes that
                 they have.

@@ -47,7 +47,7 @@ else:
         __name__,
         {
             # Names and stacking of weights, from checkpoints to models and back; 5.17. The map of
-            # experts runs it on stand-ins, dense loading on the weights, export backwards.
+            # experts runs it on placeholders, dense loading on the weights, export backwards.
             "transformers.conversion_mapping": "get_model_conversion_mapping",
             "transformers.core_model_loading": "Concatenate Interleave MergeModulelist "
             "PermuteForRope Transpose WeightConverter WeightRenaming WeightTransform "
