@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import make_folders, open_regular, write_atomically
-from moe_runtime.training.stored_values import COUNT, MAPPING, NUMBER, require_kind
+from moe_runtime.training.checkpoint import COUNT, MAPPING, NUMBER, require_kind
 
 METRICS_FILE = "metrics.jsonl"
 _KINDS = {

@@ -1,16 +1,27 @@
-"""Runs whose experts live in host memory and on the disk: `run.host_memory` and its neighbours."""
+"""First weights of experts that never are in memory together.
+
+A model is built inside `StreamedInit`: stacks of expert matrices are made without storage, and what
+would be drawn for them is skipped over by drawing it once, a matrix at a time. Afterwards each
+expert's matrices are drawn again, from the place in the stream of random numbers where they were:
+the same bits as in a model built in memory (where an expert's matrix has a multiple of 16 elements,
+the number that torch draws at once).
+
+Runs whose experts live in host memory and on the disk: `run.host_memory` and its neighbours.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
@@ -20,15 +31,18 @@ from moe_runtime.models.lm.loss import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel import ExpertSlots
 from moe_runtime.training.checkpoint import TrainingState
-from moe_runtime.training.offload.computing_device import CPU, device_budget, held_bytes
-from moe_runtime.training.offload.execution.adapters import AdapterTraining
-from moe_runtime.training.offload.expert_training import ExpertTraining
-from moe_runtime.training.offload.handle import OffloadedTraining
+from moe_runtime.training.offload.adamw import AdamW, bytes_of_step
+from moe_runtime.training.offload.checkpoint import remove_own_files
+from moe_runtime.training.offload.frozen import AdapterTraining
+from moe_runtime.training.offload.handle import ExpertTraining, OffloadedTraining
 from moe_runtime.training.offload.memory import (
+    CPU,
     SPARE_BYTES,
     TrainingMemory,
     dense_bytes,
+    device_budget,
     expert_buffer_bytes,
+    held_bytes,
     smallest_budget,
 )
 from moe_runtime.training.offload.offloading import (
@@ -38,14 +52,84 @@ from moe_runtime.training.offload.offloading import (
     offload_training,
     plan_memory,
 )
-from moe_runtime.training.offload.optimizers.adamw import AdamW, bytes_of_step
-from moe_runtime.training.offload.states.initial import StreamedInit
-from moe_runtime.training.offload.states.records import RecordLayout
-from moe_runtime.training.offload.states.saved import remove_own_files
+from moe_runtime.training.offload.records import RecordLayout
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import LoopConfig, TrainConfig
 from moe_runtime.training.tracing import signature_of_config, trace_bytes
 from moe_runtime.types import ExpertKey
+
+_ATEN = torch.ops.aten
+
+
+@dataclass
+class _Draw:
+    """The last values drawn for a stack: how, and from which state of the generator on."""
+
+    mean: float
+    std: float
+    state: Tensor
+    drawn: int = 0
+
+
+class StreamedInit(TorchDispatchMode):
+    """Makes tensors of three dimensions without storage, and remembers what is drawn for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: dict[int, _Draw] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is _ATEN.empty.memory_format and len(args[0]) == 3:
+            return func(*args, **{**options, "device": torch.device("meta")})
+        if func is _ATEN.normal_.default and args[0].is_meta:
+            self._skip(*args)
+            return args[0]
+        return func(*args, **options)
+
+    def tensors_of(self, sites: Sequence[ExpertsModuleSpec], key: ExpertKey) -> list[Tensor]:
+        """One expert's first weights; to be called for a layer's experts in ascending order.
+
+        Args:
+            sites: the modules of experts of the model that was built.
+            key: the expert.
+        """
+        module = sites[key.layer].module
+        names = sites[key.layer].parameter_names
+        return [self._draw(module.get_parameter(name), key.expert) for name in names]
+
+    def _skip(self, stack: Tensor, mean: float = 0.0, std: float = 1.0) -> None:
+        self._draws[_place(stack)] = _Draw(mean, std, torch.get_rng_state())
+        matrix = torch.empty(stack.shape[1:], dtype=stack.dtype)
+        for _ in range(len(stack)):
+            matrix.normal_(mean, std)
+
+    def _draw(self, stack: Tensor, expert: int) -> Tensor:
+        draw = self._draws.get(_place(stack))
+        if draw is None:
+            return torch.zeros(stack.shape[1:], dtype=stack.dtype)
+        assert draw.drawn <= expert, "experts are drawn in order"
+        generator = torch.Generator()
+        generator.set_state(draw.state)
+        matrix = torch.empty(stack.shape[1:], dtype=stack.dtype)
+        # those that are passed over have their place in the stream
+        for _ in range(draw.drawn, expert + 1):
+            matrix.normal_(draw.mean, draw.std, generator=generator)
+        draw.drawn = expert + 1
+        draw.state = generator.get_state()
+        return matrix
+
+
+def _place(stack: Tensor) -> int:
+    return stack.untyped_storage()._cdata
+
 
 _SPARE_SHARE = 1 / 8
 """Set aside over the activations that can be counted: buffers of libraries and of the allocator."""

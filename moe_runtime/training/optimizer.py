@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome, clip_scale
+from moe_runtime.training.offload.dense_adamw import DenseAdamW, StepOutcome, clip_scale
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import OptimizerConfig
 

@@ -1,4 +1,6 @@
-"""Training by one process or by several: which part is whose, and what has to be added up.
+"""What a run asks of the machine, refused early where it is not there.
+
+Training by one process or by several: which part is whose, and what has to be added up.
 
 Several processes share a step's micro-batches, each holds its share of the experts, and rows travel
 to them. With tensor, context or pipeline parallelism some of them compute one micro-batch together,
@@ -9,6 +11,7 @@ that are routed on their own are the micro-batches, and there are as many of the
 
 import contextlib
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +23,6 @@ from torch import Tensor
 from moe_runtime.errors import CheckpointError, RankFailureError
 from moe_runtime.files import locked, make_folders
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.training.machine import autocast_of
 from moe_runtime.training.run_config import TrainConfig
 
 if TYPE_CHECKING:
@@ -29,6 +31,30 @@ if TYPE_CHECKING:
     from moe_runtime.models.lm.stages import StageModule
     from moe_runtime.parallel import LayoutGroups
     from moe_runtime.training.pipelined import Pipeline
+
+
+def require_compiler(device: torch.device) -> None:
+    """Refuses early what `torch.compile` would say in the first step, at length."""
+    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise ValueError(
+            "run.compile needs a C++ compiler on the CPU (g++ or clang++), and none is on the "
+            "PATH; install one, or set run.compile = false"
+        )
+
+
+def autocast_of(precision: str, device_type: str) -> torch.autocast:
+    """The context in which a run's matrix products have its `run.precision`.
+
+    It keeps no narrow copies of weights: torch drops those at the end of the outermost autocast
+    alone, and inside of a caller's the next step would compute with weights from before the update.
+    """
+    return torch.autocast(
+        device_type,
+        dtype=torch.bfloat16,
+        enabled=precision == "bfloat16",
+        cache_enabled=False,
+    )
+
 
 T = TypeVar("T")
 _POLL_S = 0.02

@@ -31,8 +31,30 @@ from moe_runtime.training.checkpoint import (
     load_checkpoint,
     named_checkpoint,
 )
-from moe_runtime.training.data.batches import Batches, check_groups, windows_of
-from moe_runtime.training.data.prepared import (
+from moe_runtime.training.data import (
+    Batches,
+    TokenStreams,
+    check_groups,
+    encode_corpus,
+    obtain_tokenizer,
+    read_corpus,
+    save_tokenizer,
+    text_files,
+    windows_of,
+)
+from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.offload.dense_adamw import state_order
+from moe_runtime.training.offload.handle import OffloadedTraining
+from moe_runtime.training.offload.offloading import find_sites
+from moe_runtime.training.offloaded import (
+    StreamedInit,
+    build_model,
+    export_of_all,
+    move_around_experts,
+    offloaded_optimizer,
+)
+from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.prepared import (
     CHECKPOINTS,
     DATA,
     EXPERTS,
@@ -45,27 +67,7 @@ from moe_runtime.training.data.prepared import (
     settings_of,
     write_summary,
 )
-from moe_runtime.training.data.text import read_corpus, text_files
-from moe_runtime.training.data.tokens import (
-    TokenStreams,
-    encode_corpus,
-    obtain_tokenizer,
-    save_tokenizer,
-)
-from moe_runtime.training.loop import Trainer, TrainingRun
-from moe_runtime.training.machine import require_compiler
-from moe_runtime.training.offload.handle import OffloadedTraining
-from moe_runtime.training.offload.offloading import find_sites
-from moe_runtime.training.offload.optimizers.dense_adamw import state_order
-from moe_runtime.training.offload.states.initial import StreamedInit
-from moe_runtime.training.offloaded import (
-    build_model,
-    export_of_all,
-    move_around_experts,
-    offloaded_optimizer,
-)
-from moe_runtime.training.optimizer import Optimizer
-from moe_runtime.training.ranks import OneRank
+from moe_runtime.training.ranks import OneRank, require_compiler
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.sharded import ShardedCheckpoints, whole_model
 from moe_runtime.training.tracing import TrainingTrace, open_trace, signature_of_config

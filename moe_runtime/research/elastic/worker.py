@@ -19,7 +19,7 @@ from moe_runtime.parallel.communication.membership import Store, open_store
 from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S
 from moe_runtime.research.elastic.change import Change
 from moe_runtime.research.elastic.member import POLL_S, Member
-from moe_runtime.research.elastic.spread_model import SpreadModel, load_spread_model
+from moe_runtime.research.elastic.paged_experts import SpreadModel, load_spread_model
 
 Address = tuple[str, int]
 

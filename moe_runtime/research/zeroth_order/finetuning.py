@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from moe_runtime.research.zeroth_order.directions import Untouched, ZerothOrder
 from moe_runtime.research.zeroth_order.training import (
     PARAMETERS_ALONE,
+    Untouched,
+    ZerothOrder,
     ZerothOrderTraining,
     offload_zeroth_order,
 )

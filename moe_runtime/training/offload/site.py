@@ -13,8 +13,8 @@ from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
 from moe_runtime.kernels.expert_mlp.op import resolve_activation
 from moe_runtime.layer import Experts, MoELayer
 from moe_runtime.parallel import ParallelExperts
-from moe_runtime.training.offload.optimizers.dense_adamw import decays
-from moe_runtime.training.offload.states.records import ExpertTensor, RecordLayout, StateFormat
+from moe_runtime.training.offload.dense_adamw import decays
+from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, StateFormat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.training.stored_values import (
+from moe_runtime.training.checkpoint import (
     AMOUNT,
     COUNT,
     MAPPING,

@@ -31,8 +31,8 @@ from moe_runtime.training.checkpoint import (
     load_checkpoint,
 )
 from moe_runtime.training.config_tree import leaves
-from moe_runtime.training.data.tokens import TokenStreams
-from moe_runtime.training.loop import Trainer
+from moe_runtime.training.data import TokenStreams
+from moe_runtime.training.loop import COURSE, Trainer
 from moe_runtime.training.metrics import (
     METRICS_FILE,
     JsonLines,
@@ -41,7 +41,6 @@ from moe_runtime.training.metrics import (
     read_records,
 )
 from moe_runtime.training.run_config import LoopConfig, ParallelConfig
-from moe_runtime.training.schedule import COURSE
 from moe_runtime.training.sharded import read_progress
 
 SUMMARY_FILE = "summary.json"

@@ -23,13 +23,12 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
-from moe_runtime.training.offload.execution.activations import ActivationPolicy, Pass
-from moe_runtime.training.offload.execution.compute_copies import ComputeCopies, crosses
-from moe_runtime.training.offload.execution.device_link import DeviceLink
-from moe_runtime.training.offload.optimizers.optimizer import ExpertOptimizer
+from moe_runtime.training.offload.activations import ActivationPolicy, Pass
+from moe_runtime.training.offload.device_link import ComputeCopies, DeviceLink, crosses
+from moe_runtime.training.offload.optimizer import ExpertOptimizer
+from moe_runtime.training.offload.records import Sections
 from moe_runtime.training.offload.site import ExpertsModuleSpec
-from moe_runtime.training.offload.states.record_slots import Need
-from moe_runtime.training.offload.states.records import Sections
+from moe_runtime.training.offload.states import Need
 from moe_runtime.types import ExpertKey
 
 

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.planning.record_tiers import UseCounts
-from moe_runtime.training.offload.optimizers.adamw import AdamW, LossScale
-from moe_runtime.training.offload.optimizers.dense_adamw import clip_scale
-from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates
-from moe_runtime.training.offload.optimizers.updates import UpdateStep, take_steps
+from moe_runtime.training.checkpoint import AMOUNT, COUNT, MAPPING, require_kinds
+from moe_runtime.training.offload.adamw import AdamW, LossScale, UpdateStep, take_steps
+from moe_runtime.training.offload.dense_adamw import clip_scale
+from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.processes import OneProcess
-from moe_runtime.training.offload.states.record_slots import Need
-from moe_runtime.training.offload.states.records import Sections
-from moe_runtime.training.offload.states.states import ExpertStates
-from moe_runtime.training.stored_values import AMOUNT, COUNT, MAPPING, require_kinds
+from moe_runtime.training.offload.records import Sections
+from moe_runtime.training.offload.states import ExpertStates, Need
 from moe_runtime.types import ExpertKey
 
 _KINDS = {
