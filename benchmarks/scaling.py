@@ -45,8 +45,7 @@ from moe_runtime.parallel import (
     expert_parallel,
 )
 from moe_runtime.planning.cluster import Cluster, Link, fit_link
-from moe_runtime.planning.placement import place_experts
-from moe_runtime.policies.placement import Devices, RoutingProfile
+from moe_runtime.policies.placement import Devices, RoutingProfile, place_experts
 from moe_runtime.routing import Routing
 
 DIM, HIDDEN, NUM_EXPERTS, TOP_K, NUM_TOKENS = 512, 512, 16, 2, 1024

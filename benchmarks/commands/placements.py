@@ -69,9 +69,9 @@ def bench_placements(
     devices = devices_of(gpus, nodes)
     from moe_runtime.benchmarks.cases.placement_scores import PlacementsPlan, measure_placements
     from moe_runtime.benchmarks.suite.runner import Rules
-    from moe_runtime.planning.placement import PlacementOptions, split_window
-    from moe_runtime.policies.placement import RoutingProfile
+    from moe_runtime.policies.placement import PlacementOptions, RoutingProfile
     from moe_runtime.policies.placement.base import slots_needed
+    from moe_runtime.policies.placement.scoring import split_window
 
     recorded = read_trace_to_replay(trace, num_experts, None)
     signature = recorded.signature

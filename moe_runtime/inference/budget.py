@@ -13,8 +13,7 @@ from moe_runtime.config import Budget, format_bytes
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.kernels.linear.op import kept_code_bytes
-from moe_runtime.policies.prediction.base import shape_of
-from moe_runtime.policies.prediction.limits import most_remembered_bytes
+from moe_runtime.policies.prediction.base import most_remembered_bytes, shape_of
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.memory.layout import ExpertLayout
 from moe_runtime.policies import prediction
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
-from moe_runtime.policies.eviction.setting import PolicyChoice
+from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 

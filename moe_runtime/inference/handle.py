@@ -13,7 +13,7 @@ from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.resizing import resize
-from moe_runtime.policies.eviction.setting import PolicyChoice
+from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from moe_runtime.inference.budget import (
 )
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.inference.token_limit import tokens_to_plan_for
-from moe_runtime.policies.eviction.setting import PolicyChoice
+from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from moe_runtime.kernels.native.pages import madvise
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab, aligned_bytes
 from moe_runtime.policies.eviction import LayerShares, even_shares
-from moe_runtime.policies.eviction.adaptive_shares import AdaptiveShares
+from moe_runtime.policies.eviction.shares import AdaptiveShares
 from moe_runtime.types import ExpertKey
 
 

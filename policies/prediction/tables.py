@@ -1,29 +1,79 @@
-"""Tables of what follows a visited expert: in the next token, or in a later layer."""
+"""Tables and counts of what follows a visited expert: in the next token, or in a later layer."""
+
+from typing import ClassVar
 
 import numpy as np
 
 from moe_runtime.policies.prediction.base import Routes, Shape
 from moe_runtime.policies.prediction.context import Contexts
 from moe_runtime.policies.prediction.estimator import (
-    State,
+    Kept,
+    Popularity,
     log_odds,
     pair_counts,
     sigmoid,
-    take_array,
     visit_counts,
+    visits,
 )
-from moe_runtime.policies.prediction.popularity import Popularity
 
 PRIOR_VISITS = 8.0
 """Visits of an expert that weigh as much as popularity in its row of a table."""
 MAX_DISTANCE = 8
 """Layers between the known and the predicted one, at most; popularity serves beyond."""
+PRIOR_TOKENS = 8.0
+"""How many tokens of the sequence weigh as much as everything recorded before."""
+
+
+class RunningCounts(Popularity):
+    """Running counts: the share of the sequence's own tokens that visited an expert.
+
+    It starts from popularity. The request-level activation matrix of MoE-Infinity (arXiv
+    2401.14361) used as it is, without looking for a similar one.
+    """
+
+    name = "running-counts"
+
+    def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
+        """Counts of each row's sequence, smoothed."""
+        return smoothed_counts(contexts, self.share_LE, slice(layer, layer + 1))[:, 0]
+
+
+class PreviousToken(Popularity):
+    """What the sequence's previous token visited in the same layer, then popularity.
+
+    ExpertFlow (arXiv 2410.17954) calls this the token-level baseline (TLP).
+    """
+
+    name = "previous-token"
+    kept: ClassVar = {**Popularity.kept, "reuse": Kept("reuse_L", is_chance=True)}  # [L]
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.reuse_L = np.full(shape.num_layers, 0.5, dtype=np.float32)
+
+    def fit(self, routes: Routes) -> None:
+        """Measures how often an expert of one token is visited by the next one, by layer."""
+        super().fit(routes)
+        visited = visits(routes.expert_ids, self.shape.num_experts)
+        rows = continuing_rows(routes)
+        again_L = (visited[rows] * visited[rows - 1]).sum(axis=(0, 2))
+        self.reuse_L = ((again_L + 0.5) / (visited[rows - 1].sum(axis=(0, 2)) + 1.0)).astype("<f4")
+
+    def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
+        """The measured chance of reuse for visited experts, what is left of K for the others."""
+        visited = visits(contexts.previous[:, layer], self.shape.num_experts)
+        reuse, share = self.reuse_L[layer], self.share_LE[layer]
+        left = np.float32(self.shape.top_k) - reuse * visited.sum(axis=1, keepdims=True)
+        others = share * (1.0 - visited)
+        scale = left / np.maximum(others.sum(axis=1, keepdims=True), 1e-6)
+        return np.where(visited > 0, reuse, np.minimum(others * scale, 1.0)).astype(np.float32)
 
 
 class TokenMarkov(Popularity):
     """``P(e visited | e' visited by the token before)`` in the same layer, averaged over e'."""
 
     name = "token-markov"
+    kept: ClassVar = {**Popularity.kept, "table": Kept("table_LEE")}  # [L, E + 1, E]
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -42,15 +92,6 @@ class TokenMarkov(Popularity):
         """Mean of the rows of the previous token's experts."""
         return self.table_LEE[layer][contexts.previous[:, layer]].mean(axis=1)
 
-    def state(self) -> State:
-        """``share`` of popularity and ``table``: ``[L, E + 1, E]``."""
-        return {**super().state(), "table": self.table_LEE}
-
-    def restore(self, state: State) -> None:
-        """Takes over both."""
-        super().restore(state)
-        self.table_LEE = take_array(state, "table", "<f4", self.table_LEE.shape)
-
 
 class LayerAffinity(Popularity):
     """``P(e in this layer | e' in an earlier layer of the same token)``, averaged over e'.
@@ -61,6 +102,7 @@ class LayerAffinity(Popularity):
     """
 
     name = "layer-affinity"
+    kept: ClassVar = {**Popularity.kept, "table": Kept("table_DLEE")}  # [distances, L, E + 1, E]
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -85,15 +127,6 @@ class LayerAffinity(Popularity):
         table_EE = self.table_DLEE[layer - now - 1, layer]
         return table_EE[contexts.path[:, now]].mean(axis=1)
 
-    def state(self) -> State:
-        """``share`` of popularity and ``table``: ``[distances, L, E + 1, E]``."""
-        return {**super().state(), "table": self.table_DLEE}
-
-    def restore(self, state: State) -> None:
-        """Takes over both."""
-        super().restore(state)
-        self.table_DLEE = take_array(state, "table", "<f4", self.table_DLEE.shape)
-
 
 class NaiveBayes(Popularity):
     """Every expert of layers ``now`` and ``now - 1`` as independent evidence for each expert.
@@ -104,6 +137,10 @@ class NaiveBayes(Popularity):
     """
 
     name = "naive-bayes"
+    kept: ClassVar = {
+        **Popularity.kept,
+        "evidence": Kept("evidence_DLEE"),
+    }  # [distances, L, E + 1, E]
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -141,14 +178,11 @@ class NaiveBayes(Popularity):
         logits = log_odds(self.share_LE[layer]) + evidence / sources
         return sum_to(sigmoid(logits), self.shape.top_k)
 
-    def state(self) -> State:
-        """``share`` of popularity and ``evidence``: ``[distances, L, E + 1, E]``."""
-        return {**super().state(), "evidence": self.evidence_DLEE}
 
-    def restore(self, state: State) -> None:
-        """Takes over both."""
-        super().restore(state)
-        self.evidence_DLEE = take_array(state, "evidence", "<f4", self.evidence_DLEE.shape)
+def smoothed_counts(contexts: Contexts, share_LE: np.ndarray, layers: slice) -> np.ndarray:
+    """Share of each sequence's tokens that visited an expert: ``[B, layers, E]``."""
+    total = contexts.num_tokens[:, None, None].astype(np.float32) + np.float32(PRIOR_TOKENS)
+    return (contexts.counts[:, layers] + PRIOR_TOKENS * share_LE[layers]) / total
 
 
 def continuing_rows(routes: Routes) -> np.ndarray:

@@ -176,7 +176,7 @@ CASES = {
     "place": Case(
         (
             "moe_runtime.lab.traces.read_trace",
-            "moe_runtime.planning.placement.split_window",
+            "moe_runtime.policies.placement.scoring.split_window",
             "moe_runtime.policies.placement.Devices",
             "moe_runtime.research.placement_solvers.place_experts",
         ),

@@ -22,8 +22,7 @@ from moe_runtime.lab.traces.predictor_file import write_predictor
 from moe_runtime.lab.traces.recent import recent_path
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import EamCollection
-from moe_runtime.policies.prediction.base import shape_of
-from moe_runtime.policies.prediction.limits import COLLECTED_MATRICES
+from moe_runtime.policies.prediction.base import COLLECTED_MATRICES, shape_of
 
 SLOTS = 30
 POCKET = pocket_path()

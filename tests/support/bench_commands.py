@@ -222,7 +222,7 @@ BENCH_CASES = {
     "bench placements": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
-            "moe_runtime.planning.placement.split_window",
+            "moe_runtime.policies.placement.scoring.split_window",
             "moe_runtime.benchmarks.cases.placement_scores.measure_placements",
         ),
         ("t.npz",),

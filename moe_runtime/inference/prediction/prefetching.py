@@ -26,7 +26,7 @@ from moe_runtime.policies.prediction import (
     Predictor,
     make_predictor,
 )
-from moe_runtime.policies.prediction.ranks import PRIOR, REMEMBERED, believed_at_first
+from moe_runtime.policies.prediction.hidden import PRIOR, REMEMBERED, believed_at_first
 from moe_runtime.policies.prefetch import PrefetchRules
 from moe_runtime.types import ExpertKey
 

@@ -18,7 +18,7 @@ from moe_runtime.policies.eviction import (
     make_global_policy,
     make_policy,
 )
-from moe_runtime.policies.eviction.setting import Events
+from moe_runtime.policies.eviction.base import Events
 from moe_runtime.policies.prediction import (
     PREDICTORS,
     Estimator,

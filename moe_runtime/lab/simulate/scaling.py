@@ -12,8 +12,7 @@ from moe_runtime.lab.simulate.layer_simulation import (
     predict_layer,
 )
 from moe_runtime.planning.cluster import Cluster
-from moe_runtime.planning.placement import place_experts
-from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
+from moe_runtime.policies.placement import Devices, Placement, RoutingProfile, place_experts
 
 NO_OVERLAP = LayerSchedule()
 """One flat all-to-all each way and nothing beside it: what exposed communication is compared to."""
@@ -100,7 +99,7 @@ def sweep_scaling(
         imbalance: loads, placement and stragglers.
         ranks: numbers of ranks.
         degrees: numbers of chunks. Above 1, rows that stay and shared experts go first.
-        place: `planning.placement.place_experts`, or one that knows more algorithms.
+        place: `policies.placement.place_experts`, or one that knows more algorithms.
         on_point: called with points done and in total.
     """
     variants = [(flag, degree) for flag in (False, True) for degree in degrees]

@@ -21,8 +21,7 @@ from moe_runtime.lab.traces.state_file import (
     read_header,
     write_state,
 )
-from moe_runtime.policies.prediction.base import Learner, shape_of
-from moe_runtime.policies.prediction.limits import most_learned_bytes
+from moe_runtime.policies.prediction.base import Learner, most_learned_bytes, shape_of
 from moe_runtime.types import ModelSignature
 
 _KIND = StateKind(format="moe-runtime-learned", version=1, owner="learner", remedy="remove it")

@@ -40,10 +40,10 @@ from torch import Tensor
 
 from moe_runtime.config import nearest
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.lab.programme import Programme
 from moe_runtime.memory.changes import Changes
 from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.slab import aligned_bytes, host_view
-from moe_runtime.planning.programme import Programme
 from moe_runtime.training.offload.disk import RecordFile
 
 ActivationChoice = Literal["keep", "recompute", "swap"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_runtime.planning.laws import ROUTED_LAWS, RoutedLaw, routed_law_of
+from moe_runtime.research.scaling_laws import ROUTED_LAWS, RoutedLaw, routed_law_of
 
 LAWS = pytest.mark.parametrize("law", ROUTED_LAWS.values(), ids=ROUTED_LAWS.keys())
 
