@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_runtime.lab.record_tiers import UseCounts, spread
 from moe_runtime.memory.device.device import Device, Event
 from moe_runtime.memory.device.device_layout import ALIGNMENT
 from moe_runtime.memory.io_queue import Priority
 from moe_runtime.memory.slab import Slab, aligned_bytes
-from moe_runtime.planning.record_tiers import UseCounts, spread
 from moe_runtime.types import ExpertKey
 
 _MOST_TENSORS = 4

@@ -14,8 +14,8 @@ from torch import nn
 from moe_runtime.config import MemorySize, format_bytes, parse_budget
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.budget import MemoryPlan, available_device_bytes, resolve_budget
+from moe_runtime.lab.record_tiers import spread
 from moe_runtime.memory.device.cuda_device import open_device
-from moe_runtime.planning.record_tiers import spread
 from moe_runtime.training.offload.device_link import (
     DEVICE_BUFFERS,
     HOST_BUFFERS,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.planning.record_tiers import UseCounts
+from moe_runtime.lab.record_tiers import UseCounts
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, MAPPING, require_kinds
 from moe_runtime.training.offload.adamw import AdamW, LossScale, UpdateStep, take_steps
 from moe_runtime.training.offload.dense_adamw import clip_scale
