@@ -34,7 +34,6 @@ class Kind(NamedTuple):
     """What a value must be.
 
     Attributes:
-        text: for messages.
         fits: whether a value is of this kind.
     """
 
@@ -87,9 +86,7 @@ def require_kinds(
     """Refuses stored values that are not as they were written.
 
     Args:
-        values: a mapping from names.
         kinds: what the value of each name must be.
-        what: the beginning of messages.
         optional: likewise, of names that may be missing.
 
     Raises:
@@ -148,11 +145,8 @@ class Progress:
     """How far a run has come, its weights apart.
 
     Attributes:
-        step: optimizer steps taken.
-        tokens: tokens trained on.
         elapsed_s: seconds that the steps took.
         taken: windows taken from each source.
-        random: states of torch's generators, by device.
         settings: what must be the same when the run goes on, by dotted name.
         records: digest of the run's records up to the step; empty where an older version wrote it.
     """
@@ -168,12 +162,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState(Progress):
-    """Everything that decides how a run goes on.
-
-    Attributes:
-        model: the model's state dict.
-        optimizer: the optimizer's.
-    """
+    """Everything that decides how a run goes on."""
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
@@ -196,8 +185,6 @@ def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
 
     Args:
         folder: of the checkpoints; made if missing.
-        state: what to save.
-        keep: how many stay, this one included.
 
     Returns:
         The file.
@@ -317,11 +304,7 @@ def check_settings(
     """Refuses to go on with other settings than those a checkpoint was made with.
 
     Args:
-        path: of the checkpoint, for messages.
-        saved: its settings.
-        current: those of the configuration.
         schedule: settings that only decide the steps to come.
-        reschedule: these may differ.
 
     Raises:
         CheckpointError: names the first setting that differs, and both values.

@@ -55,7 +55,6 @@ class Corpus:
 
     Attributes:
         training: documents to train on, in a fixed order.
-        held_out: documents to measure on.
     """
 
     training: tuple[str, ...]
@@ -80,12 +79,6 @@ def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path)
     Held out are the documents of `held_out_files`, where given. Otherwise, of 20 documents or
     more, those whose path's digest falls into `held_out_share`, so that more files never move an
     old one to the other side; of fewer, the end of each.
-
-    Args:
-        name: of the source, for messages.
-        source: its files.
-        data: the share and the separator.
-        folder: what relative paths start from.
 
     Raises:
         ValueError: a pattern matches nothing or files of records, a file is not UTF-8 text, or
@@ -204,7 +197,6 @@ class TokenStreams:
     """One source as token ids, every document followed by the end-of-text token.
 
     Attributes:
-        training: ids to train on.
         held_out: ids to measure on; may be empty.
         fingerprint: of the text, its division and the tokenizer.
     """
@@ -225,9 +217,6 @@ def obtain_tokenizer(
     """The tokenizer of a run: loaded from its folder, or trained once and saved with the run.
 
     Args:
-        config: where it comes from.
-        corpora: the text, to train on.
-        folder: what a relative path starts from.
         saved: folder in the run's output where a trained one is kept.
         keeps: a new one is saved there; it is trained for this process alone otherwise.
 
@@ -291,10 +280,7 @@ def encode_corpus(
     """The token streams of a corpus, read from the cache where they lie there already.
 
     Args:
-        corpus: the text.
         tokenizer: a fast tokenizer with an end-of-text token.
-        cache: folder for encoded streams.
-        name: of the source, for file names.
         keeps: what is encoded is written there; it stays in memory otherwise.
 
     Raises:
@@ -398,7 +384,6 @@ class WindowStream:
     """The windows of one source, epoch after epoch.
 
     Args:
-        ids: the token stream.
         context: C; a window is C + 1 tokens, inputs and targets overlap.
         seed: seed of the orders; different for each source.
 
@@ -452,11 +437,8 @@ class Batches:
     given. No randomness decides it, so the mixture is exact after every step.
 
     Args:
-        streams: token streams by source name.
         weights: share of each source, by name; a source without one (0) counts by its size. Either
             all sources have a weight or none.
-        context: tokens that a window predicts.
-        seed: seed of the orders.
 
     Raises:
         ValueError: a source is too short, or only some sources have a weight.
@@ -529,7 +511,6 @@ def shorten(windows: npt.NDArray[np.int64], context: int) -> npt.NDArray[np.int6
 
     Args:
         windows: `[N, C + 1]`.
-        context: c, a divisor of C.
 
     Returns:
         `[N * C / c, c + 1]`; neighbours share the token at which they were cut.
@@ -576,8 +557,6 @@ def check_groups(
     """Refuses groups of tokens (GShard) that would not divide some batch of the run.
 
     Args:
-        num_groups: into which a batch is divided.
-        data: how batches are made.
         held_out: windows by source, which are measured in batches as large and a smaller last one.
 
     Raises:

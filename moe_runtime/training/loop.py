@@ -63,9 +63,7 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     where the run ends, behind its last step: no step is lost to an end of 0.
 
     Args:
-        config: the peak and the shape.
         step: number of the step, the first is 0; from `num_steps` on the rate stays at its end.
-        num_steps: steps of the whole run.
     """
     if step < config.warmup_steps:
         return config.peak_rate * (step + 1) / config.warmup_steps
@@ -82,7 +80,6 @@ class SkippedSteps:
     """Steps that changed nothing, as their gradients were not finite.
 
     Attributes:
-        total: of this process.
         in_a_row: since the last step that was taken.
     """
 
@@ -97,10 +94,6 @@ class SkippedSteps:
 
         Args:
             bad_parameters: those whose gradients were not finite; none where the step was taken.
-            step: its number.
-            first: of the steps of this process.
-            last: step of the run.
-            has_loss: whether its loss is a number.
 
         Raises:
             ValueError: the run cannot go on, or has come to nothing.
@@ -174,17 +167,9 @@ class TrainingRun:
     """What the loop works with.
 
     Attributes:
-        config: of the run.
-        model: trained in place, on `device`.
-        optimizer: of the model's parameters.
-        batches: windows of training text.
         held_out: windows `[N, C + 1]` of held-out text, by source; may be empty.
         held_out_weights: share of each source in the mean.
-        device: where the model lies.
-        checkpoints: folder for them.
         settings: what a resumed run must agree in.
-        sinks: where records go.
-        ranks: the processes that train together.
         shards: checkpoints that all processes write together; None writes a file.
         trace: where the gates send the tokens; None records nothing.
     """
@@ -205,11 +190,7 @@ class TrainingRun:
 
 
 class Trainer:
-    """Takes the steps of a run.
-
-    Args:
-        run: what it works with.
-    """
+    """Takes the steps of a run."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
@@ -261,7 +242,6 @@ class Trainer:
         Either way a checkpoint of the last step is left behind.
 
         Args:
-            should_stop: asked after every step.
             on_record: called with every record, after the sinks.
 
         Returns:

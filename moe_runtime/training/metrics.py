@@ -92,13 +92,9 @@ class JsonLines:
     """Records as lines of JSON in the run's folder.
 
     Args:
-        folder: the run's folder.
         first_step: steps already taken; lines of later ones, which a killed run wrote after its
             last checkpoint, are removed.
         digest_then: of the lines up to that step; they are told by their steps when omitted.
-
-    Attributes:
-        digest: of all lines.
 
     Raises:
         CheckpointError: the file does not hold the lines up to the step.
@@ -179,7 +175,6 @@ class TensorBoard:
     """Records as TensorBoard's scalars.
 
     Args:
-        folder: for the event files.
         first_step: steps already taken; what an earlier run logged after it is hidden.
 
     Raises:

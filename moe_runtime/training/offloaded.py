@@ -99,7 +99,6 @@ class StreamedInit(TorchDispatchMode):
 
         Args:
             sites: the modules of experts of the model that was built.
-            key: the expert.
         """
         module = sites[key.layer].module
         names = sites[key.layer].parameter_names
@@ -174,12 +173,10 @@ def offloaded_optimizer(
     """Sends the experts to their tiers.
 
     Args:
-        config: of the run.
         model: as `build_model` gave it, spread over the processes.
         initial: an expert's first weights; asked for in ascending order.
         folder: for the experts beyond the budget, and their part of the checkpoints.
         resumes: a checkpoint follows; nothing is written first.
-        ranks: the processes that train together.
 
     Raises:
         CapacityError: the budget or the disk is too small.
@@ -207,12 +204,6 @@ def export_of_all(
 
     They are brought together in files of this process, below the smallest budget that works, and
     these are removed at the end.
-
-    Args:
-        config: of the run.
-        state: the checkpoint.
-        folder: for experts.
-        write: called with the model.
 
     Raises:
         CapacityError: the disk is too small.
@@ -297,9 +288,6 @@ def plan_of(
     """What a division of memory means for a step in which every expert gets tokens.
 
     Args:
-        memory: of the host.
-        layouts: of every expert's record.
-        settings: of the optimizer.
         device_bytes: the budget of a device that computes: dense parameters and activations are of
             that one; None where the CPU computes, and they are of the host's.
     """
@@ -327,7 +315,6 @@ def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
     All micro-batches of a step are in memory at once, because they meet at the experts.
 
     Args:
-        config: of the run.
         num_data_ranks: processes that share the micro-batches. A process may get all rows that the
             others route, beside its own.
     """
@@ -374,7 +361,6 @@ def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
     """Bytes of activations of one token in one layer that its backward pass needs.
 
     Args:
-        model: its shape.
         keeps: whether experts keep what they could compute again.
     """
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim

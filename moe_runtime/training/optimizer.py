@@ -21,8 +21,6 @@ class Optimizer:
     takes its steps inside the backward, can stand in its place.
 
     Args:
-        model: its trainable parameters are updated.
-        config: AdamW's settings and the clipping.
         ranks: the processes that train together; this one alone by default.
 
     Raises:
@@ -69,9 +67,6 @@ class Optimizer:
         """Clips, updates and forgets the gradients.
 
         A step whose gradients are not finite changes nothing.
-
-        Args:
-            rate: learning rate.
         """
         self._ranks.reduce_gradients(self._named)
         norm = self._ranks.gradient_norm(self._named)
@@ -103,9 +98,7 @@ class Optimizer:
         """Has a job write a state that holds what `state_dict` gave.
 
         Args:
-            state: everything that belongs to a checkpoint.
             own: finds in it what `state_dict` gave; for optimizers that complete it first.
-            job: writes it.
         """
         del own
         job(state)

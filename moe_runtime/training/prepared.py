@@ -118,7 +118,6 @@ def check_inputs_stay(
     Args:
         output: the run's folder; may be missing.
         trace: the file of its trace, if one is wanted.
-        texts: files that are trained on.
         model: the folder of the checkpoint that is trained further, or its GGUF file, if there is
             one.
 
@@ -299,9 +298,6 @@ def write_summary(
     """Writes and returns what a run came to.
 
     Args:
-        preparation: of the run.
-        trainer: as it is now.
-        folder: of the exported model.
         adapters: folder of what was exported instead, if adapters were.
 
     Raises:
@@ -358,7 +354,6 @@ def open_sinks(preparation: Prepared, state: Progress | None) -> list[MetricsSin
     """Where a run's records go; those of steps after a checkpoint are forgotten.
 
     Args:
-        preparation: of the run.
         state: of the checkpoint from which it goes on; None where it begins.
 
     Raises:

@@ -64,10 +64,7 @@ class OneRank:
     """A process that trains by itself.
 
     Attributes:
-        rank: number of this process.
-        size: number of processes.
         data_rank: which of the micro-batches that are computed side by side is this process's.
-        num_data_ranks: how many are.
         loss_share: what this process adds to its micro-batch's part of the loss, which other
             processes of the same data-parallel rank add to as well.
         pipeline: what takes micro-batches through stages, once the model was spread over some;
@@ -90,11 +87,7 @@ class OneRank:
         """Leaves this process its part of a model."""
 
     def draw_apart(self, step: int) -> None:
-        """Has gates that use randomness draw for other tokens than the first data-parallel rank's.
-
-        Args:
-            step: from which on.
-        """
+        """Has gates that use randomness draw for other tokens than the first data-parallel rank's."""
 
     def part(self, items: Sequence[T]) -> list[T]:
         """This data-parallel rank's share of what all have; their number divides it."""
@@ -152,11 +145,7 @@ class OneRank:
         return None
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A block in which torch exchanges something: who is missing there is named.
-
-        Args:
-            what: what is done in the block.
-        """
+        """A block in which torch exchanges something: who is missing there is named."""
         del what
         return contextlib.nullcontext()
 
@@ -167,9 +156,6 @@ class OneRank:
 
 class SeveralRanks(OneRank):
     """One of the processes of a `torch.distributed` world that train together.
-
-    Args:
-        config: of the run.
 
     Raises:
         ValueError: the layout or the number of parts does not fit the number of processes.

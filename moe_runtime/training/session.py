@@ -83,18 +83,8 @@ class Preparation:
     """Everything that a run needs before its first step.
 
     Attributes:
-        config: with the vocabulary of the tokenizer.
-        folder: what relative paths start from.
-        output: the run's folder.
-        tokenizer: of the text.
-        streams: encoded text by source.
-        batches: windows of it.
         held_out: held-out windows by source; sources without any are left out.
-        model: freshly initialised, on the device.
         first_experts: where the first weights of offloaded experts come from.
-        storage: folder of offloaded experts.
-        device: where the run computes.
-        num_parameters, num_active_parameters: of the model, offloaded experts included.
     """
 
     config: TrainConfig
@@ -132,7 +122,6 @@ def prepare(
     """Reads and encodes the text and builds the model.
 
     Args:
-        config: of the run.
         folder: what relative paths start from: that of the configuration file.
         on_stage: called with a word on what is being done.
         keeps_text: the tokenizer and what it encodes are written to the run's folder.
@@ -212,7 +201,6 @@ def start(
     """A trainer at the beginning of the run, or at its last checkpoint.
 
     Args:
-        preparation: as `prepare` gave it.
         resume: go on from the newest checkpoint; without one, begin.
         reschedule: the number of steps, the learning rate's course and the short sequences may
             be others than before; the steps to come follow the new ones as if they had held from
@@ -290,7 +278,6 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
     """Exports the model and writes `summary.json`; of several processes, the first one does it.
 
     Args:
-        preparation: of the run.
         trainer: after its last step.
         export: also write the Hugging Face checkpoint into `model/`.
 

@@ -61,11 +61,7 @@ class RunningRequest:
     """A request on the rank that generates for it.
 
     Attributes:
-        number: the service's name for it.
-        request: what is asked for.
-        tokens: what was generated so far.
         unreported: how many of them the service has not been told of.
-        is_finished: nothing more is to be generated.
     """
 
     def __init__(self, number: int, request: ElasticRequest, ends: frozenset[int]) -> None:
@@ -198,7 +194,6 @@ class Member:
 
         Args:
             model: the model, without experts.
-            store: shared by all processes.
             timeout_s: seconds after which waiting for another process is an error.
         """
         self.model = model
@@ -213,8 +208,6 @@ class Member:
         """Prepares to be a rank of the next epoch, and enters it when all are ready.
 
         Args:
-            change: what leads to the epoch.
-            rank: what this process will be.
             decides: whether this process says when; rank 0 does at the start.
 
         Returns:

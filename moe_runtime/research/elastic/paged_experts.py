@@ -54,7 +54,6 @@ class ExpertPages:
     """The experts that one rank holds.
 
     Attributes:
-        num_bytes: of all pages in use.
         peak_bytes: the most that pages took, with those that arrive while the old ones still serve.
     """
 
@@ -155,8 +154,6 @@ class Epoch:
     """The ranks and the placement between two changes.
 
     Attributes:
-        number: counts the changes.
-        transport: the ranks.
         placement: the experts of all layers on them.
     """
 
@@ -169,7 +166,6 @@ class SpreadExperts:
     """One rank's part in computing the routed experts of all layers.
 
     Attributes:
-        pages: the experts that are here.
         loads_LE: ``[L, E]`` int64, how often tokens of this rank chose each expert.
     """
 
@@ -187,10 +183,6 @@ class SpreadExperts:
 
     def enter(self, epoch: Epoch, arrivals: Mapping[ExpertKey, Tensor]) -> None:
         """Goes over to another epoch, between two passes.
-
-        Args:
-            epoch: the next one.
-            arrivals: pages that came for it.
 
         Raises:
             ValueError: an expert of this rank has not arrived.
@@ -211,7 +203,6 @@ class SpreadExperts:
         """The outputs of the experts for each choice of this rank's tokens; a collective call.
 
         Args:
-            module: the layer.
             x_TD: ``[T, D]``; T may be 0, and differ between ranks.
             ids_TK: ``[T, K]`` experts; ids of no expert give rows of zeros.
 
@@ -288,11 +279,7 @@ class SpreadModule(OffloadedExperts):
         """Takes a module's place; see ``OffloadedExperts``.
 
         Args:
-            experts: the module to replace.
             layer: its index among the layers with experts.
-            spread: this rank's part.
-            width: D.
-            dtype: of the hidden states.
         """
         super().__init__(experts, layer, following=())
         self._spread = spread
@@ -320,9 +307,7 @@ class SpreadModel:
     Attributes:
         model: the transformers model; its experts are ``modules``.
         modules: one for each layer with experts, in order.
-        spread: this rank's part of the experts.
         signature: what placements must be made for.
-        ends: the tokens that end a text.
         expert_form: the types of the experts' matrices, and a checksum of how they lie in pages,
             which ranks send to each other.
     """

@@ -75,11 +75,9 @@ class _PendingResize:
     """A change that somebody asked for.
 
     Attributes:
-        future: told how it went.
         num_ranks: ranks wanted; None for as many as there are.
         algorithm: of the new placement; None moves as few experts as possible.
         num_replicas: slots of a layer for second copies, at least.
-        asked_s: when.
         reports: loads by rank, as far as they came.
     """
 
@@ -108,9 +106,6 @@ class Coordinator:
         """Starts with a running epoch 0.
 
         Args:
-            store: shared by all processes.
-            members: numbers of the processes, by rank.
-            placement: the experts on them.
             timeout_s: seconds to wait for processes that a change needs.
         """
         self.placement = placement
@@ -409,7 +404,6 @@ class ElasticService:
             host: address of this machine that the workers reach.
             port: 0 takes a free one.
             timeout_s: seconds after which waiting for another process is an error.
-            threads: of this process's kernels.
 
         Raises:
             CheckpointError: the checkpoint is missing, damaged or incomplete.
@@ -476,7 +470,6 @@ class ElasticService:
         """Queues a request.
 
         Args:
-            request: what to generate.
             on_token: called with every new token, from the service's thread.
 
         Returns:

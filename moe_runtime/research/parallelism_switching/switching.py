@@ -101,13 +101,8 @@ class AdaptiveParallelism:
 
         Args:
             x_TD: `[T, D]` this rank's tokens.
-            routing: Their experts.
             own: This rank's slices (`slice_experts` of its experts), not transposed, gates first.
             degree: One of `degrees`, the same on all ranks.
-            activation: As in `expert_mlp`.
-            overlap: As in `expert_parallel`.
-            shared: As in `expert_parallel`.
-            impl: As in `expert_mlp`.
 
         Returns:
             `[T, D]`.
@@ -203,10 +198,6 @@ def cheapest_degree(
     Args:
         degrees: Degrees to choose from, as of `AdaptiveParallelism`.
         row_bytes: Bytes of the dispatched rows of one rank, one copy.
-        expert_bytes: Bytes of one whole expert.
-        num_experts: Experts of the layer.
-        num_ranks: Ranks of the group.
-        alpha_s: Seconds to start one collective.
         beta_s_per_byte: Seconds for each byte that a rank sends.
     """
     shares = max(1, num_ranks // num_experts)
@@ -233,7 +224,6 @@ class SwitchingExperts(ParallelExperts):
         intermediate_size: `F`.
         groups: As of `ParallelExperts`; a layout's `etp` is then the ranks that share an expert.
         link: What an exchange costs; measured here by default, which is a collective call.
-        options: As of `ParallelExperts`.
 
     Attributes:
         degrees: what can be chosen: 0 gathers all experts, r sends a row to r ranks.

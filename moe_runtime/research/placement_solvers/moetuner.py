@@ -78,10 +78,7 @@ def cluster_layers(
     forwards and backwards, each layer with both neighbours and the integer programme.
 
     Args:
-        profile: loads and transitions.
-        num_clusters: Q, a divisor of E.
         load_slack: see ``TwoStage``.
-        time_limit_s: for searches and solver calls together.
     """
     deadline = Deadline(time_limit_s)
     limit_s = time_limit_s / (3 * profile.num_layers)
@@ -206,7 +203,6 @@ def attract(
         gains_EQ: ``[E, Q]`` what is gained by each expert in each cluster.
         loads_E: ``[E]`` loads.
         start: ``[E]`` clusters that keep the bound, the start of the heuristic.
-        max_load: the bound.
         time_limit_s: for the solver; 0 leaves it at swaps.
         gap: relative distance from the optimum that is good enough.
 

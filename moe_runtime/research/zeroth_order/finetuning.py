@@ -20,11 +20,7 @@ from moe_runtime.training.finetune.settings import FinetuneConfig
 
 @dataclass(frozen=True, slots=True)
 class ForwardPassesAlone:
-    """The training method: both sides go through the model at once, and blocks keep nothing.
-
-    Attributes:
-        settings: of MeZO.
-    """
+    """The training method: both sides go through the model at once, and blocks keep nothing."""
 
     settings: ZerothOrder
     state_format = PARAMETERS_ALONE
@@ -56,11 +52,7 @@ class ZerothOrderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZerothOrderFinetuneConfig(FinetuneConfig):
-    """A fine-tuning run without gradients.
-
-    Attributes:
-        zeroth_order: settings of its steps.
-    """
+    """A fine-tuning run without gradients."""
 
     zeroth_order: ZerothOrderConfig = field(default_factory=ZerothOrderConfig)
 

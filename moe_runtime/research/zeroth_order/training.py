@@ -122,15 +122,7 @@ def perturb(tensor: Tensor, along: Tensor, distance: float) -> None:
 
 
 def descend(tensor: Tensor, along: Tensor, slope: float, *, rate: float, decay: float) -> None:
-    """The update: `tensor -= rate * (slope * along + decay * tensor)`.
-
-    Args:
-        tensor: a parameter.
-        along: its direction.
-        slope: the projected gradient.
-        rate: learning rate.
-        decay: weight decay.
-    """
+    """The update: `tensor -= rate * (slope * along + decay * tensor)`."""
     move = along * slope
     if decay:
         move.add_(tensor * decay)
@@ -146,8 +138,6 @@ class SpsaExecutor:
 
     Args:
         sites: the layers' experts; the position is the layer of an `ExpertKey`.
-        states: their records, parameters alone.
-        settings: of MeZO.
 
     Attributes:
         slopes: projected gradient of each step so far; None where it was not finite.
@@ -182,7 +172,6 @@ class SpsaExecutor:
         """One layer: for all micro-batches to both sides in a step, else for one as it is.
 
         Args:
-            layer: its number.
             inputs: one of each micro-batch, the first `num_left` of them to the first side.
 
         Returns:
@@ -310,9 +299,7 @@ class SpsaExperts(AbsentExperts):
     """Routed experts whose parameters are not here, for forward passes to both sides.
 
     Args:
-        site: the module whose place it takes.
         layer: its number among the layers with experts.
-        passes: computes it.
     """
 
     def __init__(self, site: ExpertsModuleSpec, layer: int, passes: SpsaExecutor) -> None:
@@ -400,7 +387,6 @@ class _Measured:
     Attributes:
         left, right: the losses to both sides, summed over the micro-batches.
         minus: the dense parameters to the second side.
-        rate: learning rate of the step.
     """
 
     left: float
@@ -416,10 +402,6 @@ class ZerothOrderTraining(ExpertTraining):
 
     Args:
         model: its experts are replaced.
-        sites: its experts.
-        states: their records.
-        settings: of MeZO.
-        memory: how the budget was divided.
     """
 
     def __init__(

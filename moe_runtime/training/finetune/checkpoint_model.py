@@ -45,9 +45,6 @@ class CheckpointModel(nn.Module):
     """A causal language model of transformers, as the loop wants it.
 
     Its state is what is trained; the rest is in the checkpoint that it was loaded from.
-
-    Args:
-        model: in training mode, its experts elsewhere.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -180,11 +177,7 @@ def activation_bytes(
     of them has logits at a time.
 
     Args:
-        config: of the model.
-        tokens: of a step.
-        num_parts: its micro-batches.
         top_k: experts that a token visits in a layer.
-        recompute: a block keeps its input alone.
     """
     text = config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
@@ -267,10 +260,6 @@ def write_adapters(
 
     Args:
         folder: replaced once the new one is whole.
-        model: with the adapters.
-        sites: its experts, as they were.
-        lora: what adapters there are.
-        base: what the model was loaded from.
 
     Raises:
         OSError: it cannot be written; an older one stays as it was.

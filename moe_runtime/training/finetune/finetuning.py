@@ -143,12 +143,6 @@ def open_frozen(
 ) -> tuple[ExpertMap, list[ExpertStore[Tensor]]]:
     """How experts lie in the slots that they are computed from, and the stores.
 
-    Args:
-        experts: where they lie in the checkpoint.
-        signature: of the model.
-        memory: how the budgets are divided.
-        place: what computes.
-
     Returns:
         The stores: the one that experts are computed from, and below it, where that is a device,
         the one of the host.
@@ -210,20 +204,8 @@ class FinetunePreparation:
     """Everything that a run needs before weights are read.
 
     Attributes:
-        config: with the number of steps.
-        output: the run's folder.
-        storage: folder of the experts' states.
-        streams: encoded text by source.
-        batches: windows of it.
-        held_out: held-out windows by source.
-        checkpoint: the one that is fine-tuned.
-        model: on the meta device.
-        experts: where its experts lie.
         exporter: writes checkpoints like it; None where adapters alone are written.
-        sites: the experts, as training sees them.
-        memory: how the budgets are divided.
         device: where everything but the experts lies, and what computes.
-        num_parameters, num_active_parameters: of the model.
     """
 
     config: FinetuneConfig
@@ -265,7 +247,6 @@ def prepare(
     """Reads headers and text, and divides the budget; reads no weights yet.
 
     Args:
-        config: of the run.
         epochs: how often all text is trained on; replaces `config.run.steps`.
         on_stage: called with a word on what is being done.
         progress: of a download of the checkpoint, as for ``find_checkpoint``.
@@ -346,7 +327,6 @@ def start(
     """Reads the weights; a trainer at the beginning of the run, or at its last checkpoint.
 
     Args:
-        preparation: as `prepare` gave it.
         resume: go on from the newest checkpoint; without one, begin.
         reschedule: the number of steps and the rate's course may be others than before.
         progress: called with what is being done, the bytes done and the bytes in all.

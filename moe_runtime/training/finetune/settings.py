@@ -49,11 +49,7 @@ class TrainingMethod(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backpropagation:
-    """Gradients and AdamW.
-
-    Attributes:
-        settings: of AdamW.
-    """
+    """Gradients and AdamW."""
 
     settings: AdamW
     num_sides = 1

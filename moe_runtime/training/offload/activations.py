@@ -72,9 +72,6 @@ class StepSpeeds:
         forward_s: seconds of computation of the forward pass.
         backward_s: of the backward pass, nothing computed again.
         forward_disk_s: seconds that experts keep the disk busy in the forward pass.
-        backward_disk_s: likewise in the backward pass.
-        write_bytes_per_s: of the disk.
-        read_bytes_per_s: of the disk.
         swaps: whether there is a disk to swap to.
     """
 
@@ -112,10 +109,7 @@ def plan_activations(
     """The choices with the least predicted time whose memory fits a budget.
 
     Args:
-        layers: in the order of the model.
-        speeds: measured.
         budget_bytes: for kept activations and buffers of swapped ones.
-        staging_bytes: those buffers.
 
     Returns:
         One choice for each layer; recomputing everything always fits.
@@ -167,10 +161,7 @@ class Swapped:
     """A tensor that was packed; its place in the file is free when nobody holds it any more.
 
     Attributes:
-        shape, dtype, device: of the tensor.
-        slots: of the file.
         buffer: its bytes, while they are in memory.
-        is_written: whether the disk has them.
         is_read: whether `buffer` holds them for who unpacks.
     """
 
@@ -193,10 +184,6 @@ class ActivationSwap:
         direct: go past the page cache where possible.
         buffer_bytes: of tensors on their way, in either direction.
         smallest_bytes: of a tensor; smaller ones stay as they are.
-
-    Attributes:
-        buffer_bytes: as given.
-        written_bytes, read_bytes: so far, whole slots.
     """
 
     def __init__(
@@ -359,10 +346,8 @@ class Pass(NamedTuple):
     """What one pass through a layer took.
 
     Attributes:
-        seconds: of computation, waiting left out.
         saved_bytes: what the backward pass needs and could compute again.
         recompute_share: share of the forward pass' computation that this would be.
-        read_bytes, written_bytes: of experts.
     """
 
     seconds: float

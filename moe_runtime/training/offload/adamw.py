@@ -225,9 +225,6 @@ def take_steps(
     """Takes steps in one pass over a record.
 
     Args:
-        layout: of the record.
-        record: at least parameters and moments.
-        settings: of AdamW.
         steps: in order.
         gradient: of the first step, scaled: ``[used]``; None for zero, as it is in the others.
         refreshes: the gradient's subspace is chosen anew first, where there is one.
@@ -333,7 +330,6 @@ def leading_vectors(gradient: Tensor, rank: int) -> Tensor:
 
     Args:
         gradient: ``[m, n]``.
-        rank: how many.
 
     Returns:
         ``[min(m, n), rank]``, orthonormal columns.

@@ -80,7 +80,6 @@ class SavedExperts:
         last_step: up to which they go at most, in their own count of steps.
 
     Attributes:
-        storage: as given.
         rows: folder below `storage` (empty for itself) and version, by logical name.
 
     Raises:
@@ -163,7 +162,6 @@ def remove_left_behind(storage: Path, size: int) -> None:
 
     Args:
         storage: the folder that was given for experts.
-        size: number of processes now.
     """
     others = [path for path in storage.iterdir() if _FOLDER.fullmatch(path.name)]
     folders = [path for path in others if size == 1 or not path.name.endswith(f"-of-{size}")]
@@ -189,9 +187,6 @@ class ExpertCheckpoints:
     """Saves the experts' versions, one checkpoint at a time, beside the training.
 
     Args:
-        states: the experts.
-        sites: their modules, with their parameters still.
-        state_format: what records hold.
         processes: who trains together; this process alone when omitted.
     """
 

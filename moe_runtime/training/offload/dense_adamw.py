@@ -83,12 +83,7 @@ class DenseAdamW:
         )
 
     def step(self, rate: float, scale: float = 1.0) -> None:
-        """Scales the gradients (unless by 1) and updates.
-
-        Args:
-            rate: learning rate.
-            scale: factor of the gradients, from clipping.
-        """
+        """Scales the gradients (unless by 1) and updates."""
         if scale != 1:
             for gradient in self.gradients():
                 gradient.mul_(scale)

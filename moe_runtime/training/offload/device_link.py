@@ -54,7 +54,6 @@ class _Job(NamedTuple):
 
     Attributes:
         event: None for at once.
-        action: what is done.
         crosses: whether it empties a buffer of gradients.
         ends: whether it is an expert's last.
     """
@@ -85,9 +84,7 @@ class DeviceLink:
     `let_go` ends its turn.
 
     Args:
-        device: with the streams.
         section_bytes: of the largest expert's parameters in the type of its record.
-        records: their slots, which are locked here.
 
     Raises:
         CapacityError: memory cannot be had, or not be locked.
@@ -127,7 +124,6 @@ class DeviceLink:
 
         Args:
             tensors: in the record, which must not change before `let_go` calls its action.
-            dtype: of the products.
             into: memory of `keep`; a buffer that is given up by `let_go` if omitted.
         """
         self.device.compute_here()
@@ -170,7 +166,6 @@ class DeviceLink:
         """Queues the way back of gradients, behind what computes them.
 
         Args:
-            found: memory of `gradients`.
             targets: in the record; they have the gradients when `let_go` calls its action.
             adds: to what they hold; else it is replaced.
         """
@@ -292,11 +287,6 @@ class ComputeCopies:
         keys: all experts, in order.
         num_bytes: that copies may take from one pass to the next; 0 keeps none.
         link: to the device that computes; None where that is the CPU.
-
-    Attributes:
-        link: as given.
-        traffic: what crossed so far.
-        kept_bytes: of the copies that are there.
     """
 
     def __init__(
@@ -318,10 +308,7 @@ class ComputeCopies:
         """An expert's weights on the device and in the type of `like`.
 
         Args:
-            key: the expert.
-            step: up to which its record goes.
             tensors: its weights in the record; returned as they are where nothing has to cross.
-            like: what they are multiplied with.
         """
         if not self._num_bytes and not crosses(tensors[0], like):
             return list(tensors)

@@ -37,13 +37,8 @@ class UpdateSpeeds:
     """Measured rates, and bytes of a parameter.
 
     Attributes:
-        cpu_params_per_s: updates on the CPU.
-        device_params_per_s: updates on the GPU.
-        to_device_bytes_per_s: of the link.
-        to_host_bytes_per_s: of the link.
         downcast_params_per_s: conversion of updated parameters on the CPU; infinite without any.
         bytes_in: of a parameter that is updated on the GPU: its state.
-        bytes_out: of it, back.
         host_bytes_in: of a parameter that was updated on the CPU: what the GPU computes with.
         buffers: subgroups that fit on the GPU at once.
     """
@@ -90,7 +85,6 @@ def best_stride(speeds: UpdateSpeeds, *, largest: int = 64) -> int | None:
     """The stride with most updates a second; None when the CPU alone is as fast.
 
     Args:
-        speeds: measured.
         largest: stride beyond which the GPU is not worth its memory.
     """
     best = max(range(1, largest + 1), key=lambda stride: params_per_s(stride, speeds))
@@ -126,8 +120,6 @@ class DeviceUpdates:
         stride: of how many updates one is the device's; None for none.
 
     Attributes:
-        stride: as given.
-        num_updates: made on the device so far.
         moved_bytes: to the device and back so far.
     """
 
@@ -152,12 +144,8 @@ class DeviceUpdates:
         """Begins the update of a record with its own gradient, if it is the device's turn.
 
         Args:
-            layout: of the record.
             record: with state and gradient, which is scaled already; not to be touched until
                 `finish` is called.
-            settings: of AdamW.
-            step: to be taken.
-            refreshes: as in `take_steps`.
             finish: called once the record is updated, by a later call of this or of `wait`.
 
         Returns:

@@ -40,8 +40,6 @@ class RecordFile(CheckpointFile):
 
     Args:
         path: the file; made if it is missing.
-        slot_bytes: of a slot, whole blocks.
-        num_slots: slots to allocate at once.
         direct: go past the page cache where possible.
 
     Raises:

@@ -75,8 +75,6 @@ class SlottedPasses:
     beside it. Then what is missing is computed as it arrives.
 
     Args:
-        sites: the layers' experts.
-        store: the slots.
         adapters: of each layer; empty if the experts have none.
     """
 
@@ -221,8 +219,6 @@ class ExpertAdapters(nn.Module):
         shapes: of one expert's part of each matrix, by its parameter's name, as they lie.
         num_experts: `E`.
         is_transposed: the summed dimension of the matrices comes first.
-        rank: of every adapter.
-        scale: factor of the product.
     """
 
     def __init__(
@@ -296,7 +292,6 @@ class FrozenPasses:
     On a GPU, experts that are plain are computed by kernels that take whoever is in a slot.
 
     Args:
-        sites: the layers' experts.
         experts: how they lie in the slots of the store.
         store: fetches them to where they are computed; what it binds is the filled slot.
         adapters: of each layer, where experts are computed; empty if the experts have none.
@@ -494,18 +489,10 @@ class AdapterTraining:
     Args:
         model: everything that shall be trained requires gradients, and nothing else; its experts
             are replaced.
-        sites: its experts.
-        passes: computes them.
         adapters: of the experts, layer by layer; empty if they have none. They become parts of the
             model.
         stores: what experts are computed from, and below that, where a device computes, the one of
             the host; closed at the end.
-        settings: of AdamW.
-        memory: how the budgets were divided.
-
-    Attributes:
-        model, memory: as given.
-        dense: of the trained parameters.
 
     Raises:
         ValueError: there is nothing to train.

@@ -73,15 +73,7 @@ class OffloadStats:
 class ExpertTraining(abc.ABC):
     """Training of experts that have records of their own, of which a checkpoint names versions.
 
-    Args:
-        model: its experts' parameters have left it.
-        sites: its experts.
-        states: their records.
-        memory: how the budget was divided.
-        checkpoints: of the records.
-
     Attributes:
-        model, states, memory: as given.
         skipped_steps: steps left out because something was not finite.
     """
 
@@ -150,7 +142,6 @@ class ExpertTraining(abc.ABC):
 
         Args:
             state: everything that belongs to it, `state_dict` included; it is copied.
-            own: finds in it what `state_dict` gave.
             job: writes a state to its place, atomically; called in another thread, once every
                 expert is durable.
         """
@@ -260,9 +251,7 @@ class OffloadedTraining(ExpertTraining):
     tiers for the step, and experts are fetched once for every micro-batch.
 
     Attributes:
-        optimizer: of the experts.
         activations: what becomes of them between forward and backward pass.
-        dense: of everything else.
     """
 
     def __init__(

@@ -46,7 +46,6 @@ class TrainingMemory:
     """A division of host memory.
 
     Attributes:
-        budget_bytes: all of it.
         dense_bytes: weights, gradients and moments of everything but the routed experts.
         activation_bytes: set aside for the forward and backward pass.
         link_bytes: buffers of the way to a device that computes; then the device, and not the
@@ -55,8 +54,6 @@ class TrainingMemory:
         copy_bytes: for weights that are kept in the type of products.
         record_bytes: one slot: an expert's weights, moments and gradient.
         ring_slots: slots that experts pass through; 0 when all live in memory.
-        resident: experts whose tier is memory.
-        num_experts: routed experts in all.
     """
 
     budget_bytes: int
@@ -130,8 +127,6 @@ def divide(
     """Gives what dense parameters and activations leave of a budget to experts.
 
     Args:
-        budget_bytes: of host memory.
-        layouts: of every expert's record.
         dense: bytes of everything but the routed experts, with gradients and moments.
         activations: bytes of the forward and backward pass.
         has_disk: whether experts may live on the disk.
@@ -248,7 +243,6 @@ def device_budget(device_memory: MemorySize, place: torch.device, held: int) -> 
 
     Args:
         device_memory: bytes, a size, a share of what is free there, or "auto".
-        place: the device.
         held: bytes that are taken there already, and count as free.
 
     Raises:
@@ -274,8 +268,6 @@ def device_shares(
     Args:
         device_memory: the budget; "auto" keeps no weights there.
         activation_memory: the part of it for activations: bytes, a size, or a share.
-        place: the device.
-        layouts: of the experts' records.
         dense: bytes of everything else with its states.
         held: bytes of it that are on the device already, and not free.
         updates: that are made there, of one record at a time.

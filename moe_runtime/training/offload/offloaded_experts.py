@@ -111,7 +111,6 @@ class MicroBatchBarrier(Generic[T]):
 
         Args:
             place: must be equal for all parts.
-            entry: what this part brings.
             together: called once with the entries of all.
         """
         part = self._running
@@ -174,7 +173,6 @@ def run_window(
     """Runs micro-batches: one alone as it is, several in a window that their experts know of.
 
     Args:
-        model: the model.
         work: the forward and backward pass of each.
         set_window: tells the model's experts where micro-batches meet, and at the end nowhere.
     """
@@ -192,7 +190,6 @@ class AbsentExperts(AbsentParameters):
     """Routed experts that the optimizer has; parameters are listed, and refuse to be read.
 
     Args:
-        site: the module whose place it takes.
         layer: its number among the layers with experts.
         has_gradient: whether a gradient of any expert waits for the optimizer's step.
     """
@@ -249,9 +246,7 @@ class OffloadedTrainingExperts(AbsentExperts):
     """Routed experts whose parameters are not here, for `MoELayer` and for transformers.
 
     Args:
-        site: the module whose place it takes.
         layer: its number among the layers with experts.
-        passes: computes it.
         activations: what autograd's saved tensors become; kept when omitted.
         has_gradient: as of `AbsentExperts`; frozen experts never have one.
     """

@@ -59,7 +59,6 @@ def require_whole_saves(model: nn.Module, sites: Sequence[ExpertsModuleSpec]) ->
 
     Args:
         model: about to give its experts up; nothing happens where no part is of transformers.
-        sites: its experts.
     """
     parameters = {
         f"{site.name}.{name}": site.module.get_parameter(name)
@@ -78,7 +77,6 @@ def _whole_save(model: Any, trained: Mapping[str, bool]) -> Any:
     """A model's ``save_pretrained`` that refuses.
 
     Args:
-        model: of transformers or PEFT.
         trained: for each parameter of the experts, whether it is trained.
     """
     save = cast(Any, type(model)).save_pretrained
@@ -249,9 +247,6 @@ def plan_memory(
     """How `offload_training` would divide a budget; allocates nothing.
 
     Args:
-        model: with its experts' parameters.
-        sites: its experts.
-        host_memory, activation_memory: as of `offload_training`.
         has_disk: whether experts may live on the disk.
         state: what records hold; full moments when omitted.
         sharing: processes that share what this machine has free.

@@ -54,8 +54,6 @@ class ExpertTensor:
 
     Attributes:
         name: as its module calls the stack of them.
-        shape: of one expert's part.
-        decays: whether weight decay applies.
         is_trained: whether it changes; a frozen one has neither gradient nor moments.
     """
 
@@ -74,7 +72,6 @@ class StateFormat:
     """What a record holds beside parameters.
 
     Attributes:
-        moments: how the two moments are stored.
         rank: of the projection of matrices that moments belong to (GaLore); 0 without one.
         keeps_gradient: a gradient is part of the state, for the step after (delayed updates).
         trains: whether there are moments and a gradient at all.
@@ -117,17 +114,9 @@ class RecordLayout:
     Args:
         tensors: of one expert. Those that are trained and decay lie first, frozen ones last.
         dtype: of parameters and gradients: float32, or float64.
-        state: what else there is.
 
     Attributes:
-        tensors: as given.
-        trained: those of them that are trained.
-        dtype: as given.
-        state: as given.
-        codec: of the moments.
-        spans: of the moments of trained tensors.
         num_elements: elements of the expert, without padding.
-        section_bytes: parameters, whole blocks.
         decaying: elements at the beginning of a section that decay, padding included.
         used: elements of trained tensors, padding between them included.
         num_moments: elements of each moment, padding included.
@@ -308,9 +297,7 @@ class Version:
     """One state of an expert on the disk.
 
     Attributes:
-        slot: where it lies.
         step: optimizer step up to which it goes.
-        count: updates that the expert had.
         digest: checksum of its bytes.
         pending: step whose gradient is kept in it for the step after; None if there is none.
         is_written: whether all of its bytes were given to the disk.
@@ -331,11 +318,9 @@ class ExpertState:
     """One expert.
 
     Attributes:
-        layout: of its record.
         version: the newest on the disk; None before the first.
         previous: the one before the step under way, where that wrote a new one.
         step: step up to which its tier goes.
-        count: updates that it had.
         pending: step whose gradient its tier keeps for the step after.
         resident_slot: its slot in memory; None when its tier is the disk.
         is_saved: for a tier in memory: whether `version` has the same content.
@@ -364,11 +349,8 @@ class RingEntry:
     """One slot of the ring.
 
     Attributes:
-        slot: its number.
         step: step up to which its content goes.
-        have: sections that are valid or arriving.
         fresh: sections that were read and not asked for since.
-        pins: acquisitions.
         reads: those that have not ended, and the sections that each brings.
         writes: those that have not ended.
     """

@@ -55,8 +55,6 @@ class RecordSlots:
     One thread at a time may compute with records; transfers run beside it.
 
     Args:
-        layouts: of every expert's record.
-        resident: experts whose tier is host memory.
         ring_slots: slots for the others; 0 if there are none.
         disk: where the others lie; None when all are resident.
     """
@@ -106,7 +104,6 @@ class RecordSlots:
         """The record of an expert with the needed sections filled in; `release` gives it back.
 
         Args:
-            key: the expert.
             need: sections to be read; others may hold anything.
             writes: whether STATE sections will be changed: waits until none is being written.
 
@@ -141,7 +138,6 @@ class RecordSlots:
         """Gives a record back.
 
         Args:
-            key: the expert.
             has: sections that were filled in by computation and are valid now.
         """
         with self._changed:
@@ -494,7 +490,6 @@ class ExpertStates(RecordSlots):
         """Takes up an expert that lies in another process's files, and writes it to its tier.
 
         Args:
-            key: the expert.
             read: fills a record with its state, and says what version that is.
         """
         record = self.acquire(key, Sections.NONE, writes=True)
