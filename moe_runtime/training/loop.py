@@ -42,10 +42,7 @@ from moe_runtime.training.metrics import (
     Record,
     StepRecord,
 )
-from moe_runtime.training.offload.frozen import AdapterTraining
-from moe_runtime.training.offload.handle import ExpertTraining
-from moe_runtime.training.offloaded import offload_report
-from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.offload.dense_adamw import StepOptimizer
 from moe_runtime.training.ranks import OneRank, autocast_of
 from moe_runtime.training.run_config import LoopConfig, OptimizerConfig
 from moe_runtime.training.sharded import ShardedCheckpoints
@@ -131,9 +128,6 @@ def require_number(loss: float, step: int) -> float:
     raise ValueError(f"the loss of held-out text is no number after step {step}; {LOWER}")
 
 
-AnyOptimizer = Optimizer | ExpertTraining | AdapterTraining
-
-
 class TrainableModel(Protocol):
     """What the loop asks of a model; `LanguageModel` is one."""
 
@@ -176,7 +170,7 @@ class TrainingRun:
 
     config: LoopConfig
     model: TrainableModel
-    optimizer: AnyOptimizer
+    optimizer: StepOptimizer
     batches: Batches
     held_out: Mapping[str, npt.NDArray[np.int64]]
     held_out_weights: Mapping[str, float]
@@ -203,7 +197,7 @@ class Trainer:
         self._saved_step = -1
 
     @property
-    def optimizer(self) -> AnyOptimizer:
+    def optimizer(self) -> StepOptimizer:
         """Of the run."""
         return self._run.optimizer
 
@@ -281,9 +275,8 @@ class Trainer:
             self._run.optimizer.close()
 
     def report(self) -> dict[str, Any]:
-        """What offloaded experts did so far; empty where all are in memory."""
-        optimizer = self._run.optimizer
-        return {} if isinstance(optimizer, Optimizer) else offload_report(optimizer)
+        """As of `StepOptimizer`."""
+        return self._run.optimizer.report()
 
     def save(self) -> None:
         """Writes a checkpoint, unless the last one is of this step."""
@@ -312,8 +305,7 @@ class Trainer:
             model=self._run.model.state_dict(),
             optimizer=self._run.optimizer.state_dict(),
         )
-        if isinstance(self._run.optimizer, ExpertTraining):
-            # the experts' versions are kept for the newest one
+        if self._run.optimizer.keeps_newest_alone:
             keep = 1
         self._run.optimizer.write(
             state,

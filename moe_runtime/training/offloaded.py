@@ -33,8 +33,7 @@ from moe_runtime.parallel import ExpertSlots
 from moe_runtime.training.checkpoint import TrainingState
 from moe_runtime.training.offload.adamw import AdamW, bytes_of_step
 from moe_runtime.training.offload.checkpoint import remove_own_files
-from moe_runtime.training.offload.frozen import AdapterTraining
-from moe_runtime.training.offload.handle import ExpertTraining, OffloadedTraining
+from moe_runtime.training.offload.handle import OffloadedTraining
 from moe_runtime.training.offload.memory import (
     CPU,
     SPARE_BYTES,
@@ -378,25 +377,6 @@ def _routing_bytes(model: LanguageModelConfig) -> int:
     They stay until the step is over, for the gates' losses.
     """
     return 0 if model.moe is None else 12 * model.moe.top_k + 8 * model.moe.num_experts
-
-
-def offload_report(training: ExpertTraining | AdapterTraining) -> dict[str, Any]:
-    """What a run says of its tiers: bytes, waiting, memory."""
-    stats = training.stats()
-    traffic = stats.traffic
-    return {
-        "experts": stats.num_experts,
-        "experts_in_memory": stats.resident_experts,
-        "host_budget_bytes": stats.budget_bytes,
-        "disk_bytes": stats.disk_bytes,
-        "read_bytes": traffic.read_bytes,
-        "written_bytes": traffic.written_bytes,
-        "wasted_bytes": traffic.wasted_bytes,
-        "to_device_bytes": stats.link.to_device_bytes,
-        "from_device_bytes": stats.link.from_device_bytes,
-        "stall_s": round(traffic.stall_s, 3),
-        "peak_rss_bytes": stats.peak_rss_bytes,
-    }
 
 
 def offload_status(report: Mapping[str, Any], elapsed_s: float) -> str:

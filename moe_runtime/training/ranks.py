@@ -87,7 +87,7 @@ class OneRank:
         """Leaves this process its part of a model."""
 
     def draw_apart(self, step: int) -> None:
-        """Has gates that use randomness draw for other tokens than the first data-parallel rank's."""
+        """Has gates draw at random for other tokens than the first data-parallel rank's."""
 
     def part(self, items: Sequence[T]) -> list[T]:
         """This data-parallel rank's share of what all have; their number divides it."""

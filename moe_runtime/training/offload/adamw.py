@@ -21,7 +21,7 @@ Gradient Low-Rank Projection" (2024).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from moe_runtime.config import nearest, require_types
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, require_kinds
+from moe_runtime.training.offload.dense_adamw import DenseAdamW
 from moe_runtime.training.offload.moments import CHUNK_ELEMENTS, MomentStorage
 from moe_runtime.training.offload.records import (
     ExpertTensor,
@@ -143,6 +144,12 @@ class AdamW:
             moments=self.moments,
             rank=self.galore_rank,
             keeps_gradient=self.delayed_update_after is not None,
+        )
+
+    def dense(self, named: Mapping[str, Tensor]) -> DenseAdamW:
+        """The optimizer of parameters that stay in memory."""
+        return DenseAdamW(
+            named, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
         )
 
     def is_delayed(self, step: int) -> bool:

@@ -22,7 +22,7 @@ import contextlib
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.training.offload.adamw import AdamW
-from moe_runtime.training.offload.dense_adamw import DenseAdamW, StepOutcome, clip_scale
+from moe_runtime.training.offload.dense_adamw import StepOptimizer, StepOutcome
 from moe_runtime.training.offload.device_link import LinkTraffic
 from moe_runtime.training.offload.handle import OffloadStats
 from moe_runtime.training.offload.memory import FrozenMemory
@@ -477,10 +477,7 @@ def adapters_for(
     ]
 
 
-S = TypeVar("S")
-
-
-class AdapterTraining:
+class AdapterTraining(StepOptimizer):
     """The optimizer of a model whose experts are frozen and stay in the checkpoint's files.
 
     Used as `OffloadedTraining`; a step's micro-batches meet at the experts, which are read once for
@@ -526,13 +523,7 @@ class AdapterTraining:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ValueError("there is nothing to train: no parameter requires gradients")
-        self.dense = DenseAdamW(
-            named,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        self.dense = settings.dense(named)
 
     def backward(
         self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
@@ -556,16 +547,11 @@ class AdapterTraining:
         return losses
 
     def step(self, rate: float | None = None) -> StepOutcome:
-        """Clips, updates and forgets the gradients; one that is not finite changes nothing."""
-        norm = self.dense.norm()
-        bad = () if math.isfinite(norm) else self.dense.bad_gradients()
-        if not bad:
-            rate = self._settings.lr if rate is None else rate
-            self.dense.step(rate, clip_scale(norm, self._settings.clip_norm))
-        self.dense.forget()
-        self._steps += not bad
-        self._skipped += bool(bad)
-        return StepOutcome(norm, bad)
+        rate = self._settings.lr if rate is None else rate
+        outcome = self.dense.clipped_step(rate, self._settings.clip_norm)
+        self._skipped += bool(outcome.bad_parameters)
+        self._steps += not outcome.bad_parameters
+        return outcome
 
     def stats(self) -> OffloadStats:
         """Counters since the training was made."""
@@ -591,26 +577,15 @@ class AdapterTraining:
         return self._passes.expert(key)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and step counts."""
         return self.dense.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave.
-
-        Raises:
-            CheckpointError: the state is damaged, or belongs to other parameters.
-        """
         self.dense.load_state_dict(state)
 
-    def write(
-        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
-    ) -> None:
-        """Has a job write a state that holds what `state_dict` gave."""
-        del own
-        job(state)
+    def report(self) -> dict[str, Any]:
+        return self.stats().report()
 
     def transfers(self) -> dict[str, Any]:
-        """Seconds of waiting and bytes so far, by name."""
         fast, last = self._stores[0].stats(), self._stores[-1].stats()
         return {
             "stall_s": fast.stall_s,
@@ -620,19 +595,11 @@ class AdapterTraining:
         }
 
     def check(self) -> None:
-        """Proves that the stores' books balance.
-
-        Raises:
-            AssertionError: they do not.
-        """
+        """Proves that the stores account for every slot and byte."""
         for store in self._stores:
             store.check()
 
-    def wait(self) -> None:
-        """Returns when the last checkpoint is written, as it is here."""
-
     def close(self) -> None:
-        """Ends the reads; the model is of no use then."""
         self._stores[0].close()
 
     def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from moe_runtime.training.checkpoint import MAPPING, require_kind, require_kinds
 from moe_runtime.training.offload.activations import ActivationPolicy
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.dense_adamw import DenseAdamW, StepOutcome
+from moe_runtime.training.offload.dense_adamw import S, StepOptimizer, StepOutcome
 from moe_runtime.training.offload.device_link import DeviceLink, LinkTraffic
 from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.memory import TrainingMemory
@@ -39,8 +39,6 @@ from moe_runtime.training.offload.records import RecordLayout, Sections, Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
-
-S = TypeVar("S")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,13 +67,31 @@ class OffloadStats:
     disk_bytes: int
     peak_rss_bytes: int
 
+    def report(self) -> dict[str, Any]:
+        """What a run says of its tiers: bytes, waiting, memory."""
+        return {
+            "experts": self.num_experts,
+            "experts_in_memory": self.resident_experts,
+            "host_budget_bytes": self.budget_bytes,
+            "disk_bytes": self.disk_bytes,
+            "read_bytes": self.traffic.read_bytes,
+            "written_bytes": self.traffic.written_bytes,
+            "wasted_bytes": self.traffic.wasted_bytes,
+            "to_device_bytes": self.link.to_device_bytes,
+            "from_device_bytes": self.link.from_device_bytes,
+            "stall_s": round(self.traffic.stall_s, 3),
+            "peak_rss_bytes": self.peak_rss_bytes,
+        }
 
-class ExpertTraining(abc.ABC):
+
+class ExpertTraining(StepOptimizer):
     """Training of experts that have records of their own, of which a checkpoint names versions.
 
     Attributes:
         skipped_steps: steps left out because something was not finite.
     """
+
+    keeps_newest_alone = True
 
     def __init__(
         self,
@@ -98,26 +114,8 @@ class ExpertTraining(abc.ABC):
         """Steps that were taken."""
 
     @abc.abstractmethod
-    def backward(
-        self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
-    ) -> list[Tensor]:
-        """Computes a step's micro-batches; returns the losses, detached."""
-
-    @abc.abstractmethod
-    def step(self, rate: float | None = None) -> StepOutcome:
-        """Updates the parameters by what `backward` found."""
-
-    @abc.abstractmethod
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters as they are after the steps so far, by name."""
-
-    @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must have beside the model; a part of it is under `experts`."""
-
-    @abc.abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up what a checkpoint has of `state_dict`."""
 
     def stats(self) -> OffloadStats:
         """Counters so far."""
@@ -135,28 +133,19 @@ class ExpertTraining(abc.ABC):
             peak_rss_bytes=peak_resident_bytes(),
         )
 
+    def report(self) -> dict[str, Any]:
+        return self.stats().report()
+
     def write(
         self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
     ) -> None:
-        """Saves a checkpoint while training goes on.
-
-        Args:
-            state: everything that belongs to it, `state_dict` included; it is copied.
-            job: writes a state to its place, atomically; called in another thread, once every
-                expert is durable.
-        """
+        """As of `StepOptimizer`: copies the state; the job runs once every expert is durable."""
         self._checkpoints.write(state, lambda found: own(found)["experts"], job)
 
     def wait(self) -> None:
-        """Returns when the checkpoint under way is durable.
-
-        Raises:
-            MoERuntimeError, OSError: it could not be written; the one before is intact.
-        """
         self._checkpoints.wait()
 
     def transfers(self) -> dict[str, Any]:
-        """Seconds of waiting and bytes so far, by name."""
         return self.states.traffic.by_way()
 
     def check(self) -> None:
@@ -286,13 +275,7 @@ class OffloadedTraining(ExpertTraining):
             module.train(site.module.training)
             site.put(model, module)
             self._modules.append(module)
-        self.dense = DenseAdamW(
-            trained_around_experts(model),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        self.dense = settings.dense(trained_around_experts(model))
 
     @property
     def num_steps(self) -> int:
