@@ -39,8 +39,8 @@ from moe_runtime.training.config_tree import (
     toml_value,
 )
 from moe_runtime.training.metrics import EvaluationRecord, Record, StepRecord
+from moe_runtime.training.offload.checkpoint import remove_own_files
 from moe_runtime.training.offload.offloading import expert_parameters, find_sites
-from moe_runtime.training.offload.states.saved import remove_own_files
 from moe_runtime.training.offloaded import offload_plan
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig

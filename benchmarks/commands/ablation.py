@@ -68,7 +68,7 @@ def bench_ablation(
         check_output_path(output, "results")
     quiet_transformers(session)
     from moe_runtime.benchmarks.cases.ablation import measure_ablation, read_variants
-    from moe_runtime.training.data.text import text_files
+    from moe_runtime.training.data import text_files
 
     def steps_of(configured: int) -> int:
         return steps or max(1, configured // 10)

@@ -65,7 +65,7 @@ def train(
     if reschedule and not resume:
         raise ValueError("--reschedule changes a run that goes on: give --resume too")
     from moe_runtime.training.config_tree import read_tree
-    from moe_runtime.training.data.prepared import run_folder
+    from moe_runtime.training.prepared import run_folder
     from moe_runtime.training.run_config import TrainConfig
 
     with joined_processes(session) as group, contextlib.ExitStack() as stack:

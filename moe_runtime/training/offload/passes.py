@@ -23,13 +23,12 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
-from moe_runtime.training.offload.execution.activations import ActivationPolicy, Pass
-from moe_runtime.training.offload.execution.compute_copies import ComputeCopies, crosses
-from moe_runtime.training.offload.execution.device_link import DeviceLink
-from moe_runtime.training.offload.optimizers.optimizer import ExpertOptimizer
+from moe_runtime.training.offload.activations import ActivationPolicy, Pass
+from moe_runtime.training.offload.device_link import ComputeCopies, DeviceLink, crosses
+from moe_runtime.training.offload.optimizer import ExpertOptimizer
+from moe_runtime.training.offload.records import Sections
 from moe_runtime.training.offload.site import ExpertsModuleSpec
-from moe_runtime.training.offload.states.record_slots import Need
-from moe_runtime.training.offload.states.records import Sections
+from moe_runtime.training.offload.states import Need
 from moe_runtime.types import ExpertKey
 
 
@@ -64,13 +63,11 @@ class LayerExecutor:
 
     Args:
         sites: the layers' experts; the position is the layer of an `ExpertKey`.
-        optimizer: fetches records and takes gradients.
         activations: what is kept of them; as each layer says when omitted.
         copy_bytes: for experts' weights that stay where products are computed.
         link: to the device that computes; None where that is the CPU.
 
     Attributes:
-        activations: likewise.
         copies: those weights, and what crosses the link.
     """
 
@@ -113,9 +110,7 @@ class LayerExecutor:
         """One layer for all micro-batches that are there.
 
         Args:
-            layer: its number.
             inputs: one of each micro-batch.
-            keeps: whether a backward pass may follow.
             is_visit: whether it will: not so for a pass that only computes activations again.
 
         Returns:
@@ -151,11 +146,6 @@ class LayerExecutor:
         self, layer: int, calls: Sequence[StreamedExperts], grads_TD: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """The gradients of a layer's inputs; those of its experts go to the optimizer.
-
-        Args:
-            layer: its number.
-            calls: as `forward` gave them.
-            grads_TD: gradients of the outputs.
 
         Returns:
             Gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch.

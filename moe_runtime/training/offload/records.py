@@ -6,6 +6,8 @@ vectors, so that AdamW treats each element as it would inside a large tensor: th
 filled vector of a tensor is computed by other instructions, and may be rounded otherwise. The
 moments' sections have sizes of their own: moments may be compressed, belong to a projection of the
 gradient, or not be there at all.
+
+What is known of every expert, of every slot in use, and of the bytes that moved.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moe_runtime.errors import CheckpointError
 from moe_runtime.memory.layout import BLOCK_BYTES
-from moe_runtime.training.offload.optimizers.moments import MomentStorage, moment_codec
+from moe_runtime.memory.reads import Read
+from moe_runtime.training.offload.moments import MomentStorage, moment_codec
+from moe_runtime.types import ExpertKey
 
 VECTOR_ELEMENTS = 16
 """Elements that tensors are padded to: the widest vector of fp32 that torch is built for."""
@@ -48,8 +54,6 @@ class ExpertTensor:
 
     Attributes:
         name: as its module calls the stack of them.
-        shape: of one expert's part.
-        decays: whether weight decay applies.
         is_trained: whether it changes; a frozen one has neither gradient nor moments.
     """
 
@@ -68,7 +72,6 @@ class StateFormat:
     """What a record holds beside parameters.
 
     Attributes:
-        moments: how the two moments are stored.
         rank: of the projection of matrices that moments belong to (GaLore); 0 without one.
         keeps_gradient: a gradient is part of the state, for the step after (delayed updates).
         trains: whether there are moments and a gradient at all.
@@ -111,17 +114,9 @@ class RecordLayout:
     Args:
         tensors: of one expert. Those that are trained and decay lie first, frozen ones last.
         dtype: of parameters and gradients: float32, or float64.
-        state: what else there is.
 
     Attributes:
-        tensors: as given.
-        trained: those of them that are trained.
-        dtype: as given.
-        state: as given.
-        codec: of the moments.
-        spans: of the moments of trained tensors.
         num_elements: elements of the expert, without padding.
-        section_bytes: parameters, whole blocks.
         decaying: elements at the beginning of a section that decay, padding included.
         used: elements of trained tensors, padding between them included.
         num_moments: elements of each moment, padding included.
@@ -295,3 +290,181 @@ def _block_sums(content: Tensor) -> Tensor:
 
 def _hashed(sums: Tensor) -> str:
     return hashlib.blake2b(sums.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+@dataclass(slots=True)
+class Version:
+    """One state of an expert on the disk.
+
+    Attributes:
+        step: optimizer step up to which it goes.
+        digest: checksum of its bytes.
+        pending: step whose gradient is kept in it for the step after; None if there is none.
+        is_written: whether all of its bytes were given to the disk.
+        sections: checksum of each section, which is compared whenever the section is read.
+    """
+
+    slot: int
+    step: int
+    count: int
+    digest: str = ""
+    pending: int | None = None
+    is_written: bool = False
+    sections: dict[Sections, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ExpertState:
+    """One expert.
+
+    Attributes:
+        version: the newest on the disk; None before the first.
+        previous: the one before the step under way, where that wrote a new one.
+        step: step up to which its tier goes.
+        pending: step whose gradient its tier keeps for the step after.
+        resident_slot: its slot in memory; None when its tier is the disk.
+        is_saved: for a tier in memory: whether `version` has the same content.
+        has_gradient: whether a gradient waits in its tier.
+        captures: writes of its tier in memory that have not ended.
+    """
+
+    layout: RecordLayout
+    version: Version | None = None
+    previous: Version | None = None
+    step: int = 0
+    count: int = 0
+    pending: int | None = None
+    resident_slot: int | None = None
+    is_saved: bool = False
+    has_gradient: bool = False
+    captures: set[Read] = field(default_factory=set)
+
+    def take_over(self, version: Version) -> None:
+        """Its tier has become what a version is."""
+        self.step, self.count, self.pending = version.step, version.count, version.pending
+
+
+@dataclass(slots=True)
+class RingEntry:
+    """One slot of the ring.
+
+    Attributes:
+        step: step up to which its content goes.
+        fresh: sections that were read and not asked for since.
+        reads: those that have not ended, and the sections that each brings.
+        writes: those that have not ended.
+    """
+
+    slot: int
+    step: int
+    have: Sections = Sections.NONE
+    fresh: Sections = Sections.NONE
+    pins: int = 0
+    reads: dict[Read, Sections] = field(default_factory=dict)
+    writes: set[Read] = field(default_factory=set)
+
+    @property
+    def arriving(self) -> Sections:
+        """Sections on their way."""
+        sections = Sections.NONE
+        for brought in self.reads.values():
+            sections |= brought
+        return sections
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a read or a write is under way."""
+        return bool(self.reads or self.writes)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the slot could be given to another expert."""
+        return self.pins == 0 and not self.is_moving
+
+    def forget(self, sections: Sections) -> None:
+        """Sections of it are not valid."""
+        self.have &= ~sections
+        self.fresh &= ~sections
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes by way, whole sections; every needed byte is resident, reused or read.
+
+    Not `ExpertCounters`, which count requests: a record's sections come by different ways.
+
+    Attributes:
+        needed_bytes: sections that computation asked for.
+        resident_bytes: of them, those whose tier is memory.
+        reused_bytes: of them, those that still lay in a slot.
+        useful_bytes: of them, those that were read from the disk for this use.
+        read_bytes: read from the disk: useful, wasted, or not asked for yet.
+        wasted_bytes: read ahead and given up without having been asked for.
+        written_bytes: written to the disk.
+        stall_s: seconds that computation waited for a transfer.
+    """
+
+    needed_bytes: int = 0
+    resident_bytes: int = 0
+    reused_bytes: int = 0
+    useful_bytes: int = 0
+    read_bytes: int = 0
+    wasted_bytes: int = 0
+    written_bytes: int = 0
+    stall_s: float = field(default=0.0)
+
+    def count_use(self, entry: RingEntry, need: Sections, layout: RecordLayout) -> None:
+        """Counts sections that are asked for now."""
+        self.needed_bytes += layout.bytes_of(need)
+        self.useful_bytes += layout.bytes_of(need & entry.fresh)
+        self.reused_bytes += layout.bytes_of(need & ~entry.fresh)
+        entry.fresh &= ~need
+
+    def by_way(self) -> dict[str, float]:
+        """Seconds of waiting, and bytes found in memory, read and written, by name."""
+        return {
+            "stall_s": self.stall_s,
+            "memory_bytes": self.resident_bytes + self.reused_bytes,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+        }
+
+    def mend(self, fresh_bytes: int) -> None:
+        """Has the counters add up again after an exception between two of them.
+
+        Args:
+            fresh_bytes: read and neither asked for nor given up so far.
+        """
+        self.needed_bytes = self.resident_bytes + self.reused_bytes + self.useful_bytes
+        self.read_bytes = self.useful_bytes + self.wasted_bytes + fresh_bytes
+
+    def check(self, fresh_bytes: int) -> None:
+        """Proves that the counters add up.
+
+        Args:
+            fresh_bytes: read and neither asked for nor given up so far.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        assert self.needed_bytes == self.resident_bytes + self.reused_bytes + self.useful_bytes
+        assert self.read_bytes == self.useful_bytes + self.wasted_bytes + fresh_bytes
+
+
+def records_path(folder: Path, layout: RecordLayout) -> Path:
+    """The file of records of a size."""
+    return folder / f"experts-{layout.state_bytes}.records"
+
+
+def check_digest(path: Path, key: ExpertKey, version: Version, content: Tensor) -> None:
+    """Compares what was read with what a checkpoint says.
+
+    Raises:
+        CheckpointError: they differ; names the expert.
+    """
+    found = checksum(content)
+    if found != version.digest:
+        raise CheckpointError(
+            f"{path}: expert {key.expert} of MoE layer {key.layer} is damaged: its checksum is "
+            f"{found}, the checkpoint says {version.digest}"
+        )

@@ -1,4 +1,8 @@
-"""Forward and backward passes through experts that are read from a checkpoint and never change.
+"""Frozen experts in slots of a GPU: residents in one launch, arrivals in launches of their own.
+
+Shape suffixes: T tokens, E experts.
+
+Forward and backward passes through experts that are read from a checkpoint and never change.
 
 What is trained lies around them, and, if wanted, beside each of their matrices: adapters of low
 rank (LoRA). Experts have no optimizer states, and no file is written. Where a device computes,
@@ -8,32 +12,194 @@ out there, and adapters are added there.
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
 Shape suffixes: T tokens, K top-k, E experts, D model, F hidden.
+
+Training of what lies around experts that stay as the checkpoint has them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moe_runtime.allocator import return_freed_blocks
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.expert_tensors import fill_matrices
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.inference.budget import peak_resident_bytes
 from moe_runtime.kernels.expert_mlp import StackedExperts
+from moe_runtime.kernels.expert_mlp.implementations.paths import resolve_path
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
+from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.training.offload.execution.passes import LayerInput, Visits, visited
-from moe_runtime.training.offload.execution.slotted import SlottedPasses
+from moe_runtime.training.offload.adamw import AdamW
+from moe_runtime.training.offload.dense_adamw import StepOptimizer, StepOutcome
+from moe_runtime.training.offload.device_link import LinkTraffic
+from moe_runtime.training.offload.handle import OffloadStats
+from moe_runtime.training.offload.memory import FrozenMemory
+from moe_runtime.training.offload.offloaded_experts import (
+    MicroBatchBarrier,
+    OffloadedTrainingExperts,
+    run_window,
+)
+from moe_runtime.training.offload.passes import LayerInput, Visits, visited
+from moe_runtime.training.offload.records import Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.expert_mlp.low_rank import LowRank
+    from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+
+
+class LowRankSource(Protocol):
+    """Adapters of a layer."""
+
+    def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
+        """Those of the first product and of the second, for rows like these."""
+        ...
+
+
+class SlottedPasses:
+    """Layers that kernels compute from the slots of a store, as many experts in a launch as are in
+    their slots.
+
+    What is resident is launched before the host knows which experts have rows; that is copied
+    beside it. Then what is missing is computed as it arrives.
+
+    Args:
+        adapters: of each layer; empty if the experts have none.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[ExpertsModuleSpec],
+        store: ExpertStore[Tensor],
+        adapters: Sequence[LowRankSource],
+    ) -> None:
+        self._sites = list(sites)
+        self._store = store
+        self._adapters = list(adapters)
+        self._fits: dict[tuple[int, torch.dtype], bool] = {}
+
+    def takes(self, layer: int, inputs: Sequence[LayerInput]) -> bool:
+        """Whether a layer is computed so: by Triton kernels, experts as plain as their rows."""
+        x_TD = inputs[0].x_TD
+        has_weights = all(entry.weights_TK is not None for entry in inputs)
+        if not has_weights or resolve_path(self._sites[layer].impl, x_TD) != "triton":
+            return False
+        place = (layer, x_TD.dtype)
+        if place not in self._fits:
+            self._fits[place] = self._do_fit(*place)
+        return self._fits[place]
+
+    def _do_fit(self, layer: int, dtype: torch.dtype) -> bool:
+        store, site = self._store, self._sites[layer]
+        if not isinstance(store, DeviceStore) or not store.has_stack(layer, dtype):
+            return False
+        assert store.stacks is not None, "the layer has a stack"
+        stack = store.stacks.stack(layer, np.full(site.num_experts, -1, np.int32))
+        return (
+            isinstance(stack, StackedExperts)
+            and isinstance(site.activation, ActivationSpec)
+            # rows of adapters lie as those of the module's parameters
+            and (stack.has_gate, stack.is_concatenated) == (site.has_gate, site.is_concatenated)
+        )
+
+    def forward(
+        self,
+        layer: int,
+        inputs: Sequence[LayerInput],
+        then: Sequence[ExpertKey] | None,
+        *,
+        keeps: bool,
+    ) -> tuple[list[SlottedTraining], list[Tensor]]:
+        """As `LayerExecutor.forward`; `then` are experts that will be wanted next, None for those
+        of this pass once more."""
+        from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+
+        store, site = self._store, self._sites[layer]
+        assert isinstance(store, DeviceStore), "the layer has a stack"
+        assert isinstance(site.activation, ActivationSpec), "the layer has a stack"
+        calls = list[SlottedTraining]()
+        for x_TD, ids_TK, weights_TK in inputs:
+            assert weights_TK is not None, "rows are not sorted"
+            calls.append(
+                SlottedTraining(x_TD, ids_TK, weights_TK, site.num_experts, site.activation)
+            )
+        copies = [store.device.download(call.offsets_E1) for call in calls]
+        low = self._low_rank(layer, calls[0].x_TD)
+        for call in calls:
+            call.begin_forward(site.dim_preactivation, low, keeps=keeps)
+
+        def keys() -> list[ExpertKey]:
+            for call, (offsets_E1, copied) in zip(calls, copies, strict=True):
+                copied.synchronize()
+                call.set_bounds(offsets_E1.tolist())
+            return visited(layer, calls)
+
+        def add(experts: StackedExperts) -> None:
+            for call in calls:
+                call.forward(experts)
+
+        self._each(layer, keys, then, add)
+        return calls, [call.output() for call in calls]
+
+    def backward(
+        self,
+        layer: int,
+        calls: Sequence[SlottedTraining],
+        grads_TD: Sequence[Tensor],
+        then: Sequence[ExpertKey] | None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """As `LayerExecutor.backward`; `then` as of `forward`."""
+        low = self._low_rank(layer, calls[0].x_TD)
+        for call, grad_TD in zip(calls, grads_TD, strict=True):
+            call.begin_backward(grad_TD, low)
+
+        def add(experts: StackedExperts) -> None:
+            for call in calls:
+                call.backward(experts)
+
+        self._each(layer, lambda: visited(layer, calls), then, add)
+        return [call.input_gradients() for call in calls]
+
+    def _low_rank(self, layer: int, x_TD: Tensor) -> tuple[LowRank | None, LowRank | None]:
+        return self._adapters[layer].low_rank(x_TD) if self._adapters else (None, None)
+
+    def _each(
+        self,
+        layer: int,
+        keys_of: Callable[[], list[ExpertKey]],
+        then: Sequence[ExpertKey] | None,
+        add: Callable[[StackedExperts], None],
+    ) -> None:
+        """Gives every expert that has rows once, and reads ahead what will be wanted next, as slots
+        become free."""
+        store = self._store
+        assert isinstance(store, DeviceStore), "the layer has a stack"
+        residents = store.launch_residents(layer, add).experts
+        keys = keys_of()
+        then = keys if then is None else then
+        if not keys:
+            return
+        are_all = residents.issuperset(key.expert for key in keys)
+        with store.lease(keys, streaming=not are_all) as lease:
+            for group in lease:
+                if lease.all_started:
+                    store.read_ahead(then)
+                arrived = [key for key, _ in group if key.expert not in residents]
+                if arrived:
+                    add(store.stack_of(arrived))
+        store.read_ahead(then)
+
 
 ADAPTED = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -47,8 +213,6 @@ class ExpertAdapters(nn.Module):
         shapes: of one expert's part of each matrix, by its parameter's name, as they lie.
         num_experts: `E`.
         is_transposed: the summed dimension of the matrices comes first.
-        rank: of every adapter.
-        scale: factor of the product.
     """
 
     def __init__(
@@ -122,7 +286,6 @@ class FrozenPasses:
     On a GPU, experts that are plain are computed by kernels that take whoever is in a slot.
 
     Args:
-        sites: the layers' experts.
         experts: how they lie in the slots of the store.
         store: fetches them to where they are computed; what it binds is the filled slot.
         adapters: of each layer, where experts are computed; empty if the experts have none.
@@ -306,3 +469,139 @@ def adapters_for(
         )
         for site in sites
     ]
+
+
+class AdapterTraining(StepOptimizer):
+    """The optimizer of a model whose experts are frozen and stay in the checkpoint's files.
+
+    Used as `OffloadedTraining`; a step's micro-batches meet at the experts, which are read once for
+    all of them in either direction.
+
+    Args:
+        model: everything that shall be trained requires gradients, and nothing else; its experts
+            are replaced.
+        adapters: of the experts, layer by layer; empty if they have none. They become parts of the
+            model.
+        stores: what experts are computed from, and below that, where a device computes, the one of
+            the host; closed at the end.
+
+    Raises:
+        ValueError: there is nothing to train.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[ExpertsModuleSpec],
+        passes: FrozenPasses,
+        adapters: Sequence[ExpertAdapters],
+        stores: Sequence[ExpertStore[Tensor]],
+        settings: AdamW,
+        memory: FrozenMemory,
+    ) -> None:
+        return_freed_blocks()
+        self.model = model
+        self._stores = [*stores]
+        self.memory = memory
+        self._steps = self._skipped = 0
+        self._num_experts = sum(site.num_experts for site in sites)
+        self._passes = passes
+        self._settings = settings
+        self._modules: list[OffloadedTrainingExperts] = []
+        for layer, site in enumerate(sites):
+            module = OffloadedTrainingExperts(site, layer, passes)
+            if adapters:
+                module.add_module("adapters", adapters[layer])
+            model.set_submodule(site.name, module)
+            self._modules.append(module)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not named:
+            raise ValueError("there is nothing to train: no parameter requires gradients")
+        self.dense = settings.dense(named)
+
+    def backward(
+        self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
+    ) -> list[Tensor]:
+        """Forward and backward passes of a step's micro-batches; returns the losses, detached.
+
+        Raises:
+            MoERuntimeError: an expert could not be read.
+        """
+        del rate  # for optimizers that update inside the backward pass
+        self._passes.begin()
+        losses: list[Tensor] = []
+        try:
+            found = run_window(self.model, [partial(_part, p) for p in parts], self._set_window)
+            self._passes.finish()
+            losses = found
+        finally:
+            if not losses:
+                self.dense.forget()
+                self._passes.abandon()
+        return losses
+
+    def step(self, rate: float | None = None) -> StepOutcome:
+        rate = self._settings.lr if rate is None else rate
+        outcome = self.dense.clipped_step(rate, self._settings.clip_norm)
+        self._skipped += bool(outcome.bad_parameters)
+        self._steps += not outcome.bad_parameters
+        return outcome
+
+    def stats(self) -> OffloadStats:
+        """Counters since the training was made."""
+        fast, last = self._stores[0].stats(), self._stores[-1].stats()
+        link = LinkTraffic()
+        if len(self._stores) > 1:
+            kept = (fast.hits + fast.late_hits) * fast.slot_bytes
+            link = LinkTraffic(to_device_bytes=fast.bytes_read, kept_bytes=kept)
+        return OffloadStats(
+            steps=self._steps,
+            skipped_steps=self._skipped,
+            traffic=Traffic(read_bytes=last.bytes_read, stall_s=fast.stall_s),
+            link=link,
+            num_experts=self._num_experts,
+            resident_experts=self.memory.host.num_slots,
+            budget_bytes=self.memory.host.budget_bytes,
+            disk_bytes=0,
+            peak_rss_bytes=peak_resident_bytes(),
+        )
+
+    def expert(self, key: ExpertKey) -> dict[str, Tensor]:
+        """A copy of one expert's parameters in fp32, adapters included, by name."""
+        return self._passes.expert(key)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.dense.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dense.load_state_dict(state)
+
+    def report(self) -> dict[str, Any]:
+        return self.stats().report()
+
+    def transfers(self) -> dict[str, Any]:
+        fast, last = self._stores[0].stats(), self._stores[-1].stats()
+        return {
+            "stall_s": fast.stall_s,
+            "memory_bytes": (last.hits + last.late_hits) * last.slot_bytes,
+            "read_bytes": last.bytes_read,
+            "written_bytes": 0,
+        }
+
+    def check(self) -> None:
+        """Proves that the stores account for every slot and byte."""
+        for store in self._stores:
+            store.check()
+
+    def close(self) -> None:
+        self._stores[0].close()
+
+    def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
+        for module in self._modules:
+            module.window = window
+
+
+def _part(part: Callable[[], Tensor]) -> Tensor:
+    loss = part()
+    loss.backward()
+    return loss.detach()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.training.stored_values import (
+from moe_runtime.training.checkpoint import (
     AMOUNT,
     COUNT,
     MAPPING,
@@ -22,6 +23,8 @@ from moe_runtime.training.stored_values import (
     require_like,
     shown,
 )
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,72 @@ class StepOutcome:
 
     gradient_norm: float
     bad_parameters: tuple[str, ...] = ()
+
+
+class StepOptimizer(abc.ABC):
+    """What the loop asks of an optimizer, wherever its states are and whenever it updates them."""
+
+    keeps_newest_alone = False
+    """Whether a checkpoint takes over what the one before names."""
+
+    @abc.abstractmethod
+    def backward(self, parts: Sequence[Callable[[], Tensor]], *, rate: float) -> object:
+        """Computes the losses of a step's micro-batches and adds up their gradients.
+
+        Args:
+            parts: each computes the loss of one micro-batch.
+            rate: learning rate of the step that follows.
+
+        Raises:
+            BaseException: what a part raises; no gradient is left behind.
+        """
+
+    @abc.abstractmethod
+    def step(self, rate: float) -> StepOutcome:
+        """Clips, updates and forgets the gradients; changes nothing if some are not finite."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and step counts."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave.
+
+        Raises:
+            CheckpointError: the state is damaged, or belongs to other parameters.
+        """
+
+    def write(
+        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
+    ) -> None:
+        """Has a job write a checkpoint, which may be done in another thread.
+
+        Args:
+            state: everything that belongs to it, `state_dict` included.
+            own: finds in it what `state_dict` gave; for optimizers that complete it first.
+            job: writes a state to its place, atomically.
+        """
+        del own
+        job(state)
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is durable.
+
+        Raises:
+            MoERuntimeError, OSError: it could not be written; the one before is intact.
+        """
+
+    def transfers(self) -> dict[str, Any]:
+        """Seconds of waiting and bytes so far, by name; empty where nothing is moved."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """What offloaded experts did so far; empty where all are in memory."""
+        return {}
+
+    def close(self) -> None:
+        """Ends what runs beside the training; an offloaded model is of no use then."""
 
 
 class DenseAdamW:
@@ -83,12 +152,7 @@ class DenseAdamW:
         )
 
     def step(self, rate: float, scale: float = 1.0) -> None:
-        """Scales the gradients (unless by 1) and updates.
-
-        Args:
-            rate: learning rate.
-            scale: factor of the gradients, from clipping.
-        """
+        """Scales the gradients (unless by 1) and updates."""
         if scale != 1:
             for gradient in self.gradients():
                 gradient.mul_(scale)
@@ -96,6 +160,15 @@ class DenseAdamW:
             for group in self._adamw.param_groups:
                 group["lr"] = rate
             self._adamw.step()
+
+    def clipped_step(self, rate: float, clip_norm: float) -> StepOutcome:
+        """Clips, updates and forgets the gradients; changes nothing if some are not finite."""
+        norm = self.norm()
+        bad = () if math.isfinite(norm) else self.bad_gradients()
+        if not bad:
+            self.step(rate, clip_scale(norm, clip_norm))
+        self.forget()
+        return StepOutcome(norm, bad)
 
     def forget(self) -> None:
         """Lets the gradients go."""

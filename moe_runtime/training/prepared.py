@@ -31,8 +31,8 @@ from moe_runtime.training.checkpoint import (
     load_checkpoint,
 )
 from moe_runtime.training.config_tree import leaves
-from moe_runtime.training.data.tokens import TokenStreams
-from moe_runtime.training.loop import Trainer
+from moe_runtime.training.data import TokenStreams
+from moe_runtime.training.loop import COURSE, Trainer
 from moe_runtime.training.metrics import (
     METRICS_FILE,
     JsonLines,
@@ -41,7 +41,6 @@ from moe_runtime.training.metrics import (
     read_records,
 )
 from moe_runtime.training.run_config import LoopConfig, ParallelConfig
-from moe_runtime.training.schedule import COURSE
 from moe_runtime.training.sharded import read_progress
 
 SUMMARY_FILE = "summary.json"
@@ -119,7 +118,6 @@ def check_inputs_stay(
     Args:
         output: the run's folder; may be missing.
         trace: the file of its trace, if one is wanted.
-        texts: files that are trained on.
         model: the folder of the checkpoint that is trained further, or its GGUF file, if there is
             one.
 
@@ -300,9 +298,6 @@ def write_summary(
     """Writes and returns what a run came to.
 
     Args:
-        preparation: of the run.
-        trainer: as it is now.
-        folder: of the exported model.
         adapters: folder of what was exported instead, if adapters were.
 
     Raises:
@@ -359,7 +354,6 @@ def open_sinks(preparation: Prepared, state: Progress | None) -> list[MetricsSin
     """Where a run's records go; those of steps after a checkpoint are forgotten.
 
     Args:
-        preparation: of the run.
         state: of the checkpoint from which it goes on; None where it begins.
 
     Raises:

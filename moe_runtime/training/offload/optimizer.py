@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.planning.record_tiers import UseCounts
-from moe_runtime.training.offload.optimizers.adamw import AdamW, LossScale
-from moe_runtime.training.offload.optimizers.dense_adamw import clip_scale
-from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates
-from moe_runtime.training.offload.optimizers.updates import UpdateStep, take_steps
+from moe_runtime.lab.record_tiers import UseCounts
+from moe_runtime.training.checkpoint import AMOUNT, COUNT, MAPPING, require_kinds
+from moe_runtime.training.offload.adamw import AdamW, LossScale, UpdateStep, take_steps
+from moe_runtime.training.offload.dense_adamw import clip_scale
+from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.processes import OneProcess
-from moe_runtime.training.offload.states.record_slots import Need
-from moe_runtime.training.offload.states.records import Sections
-from moe_runtime.training.offload.states.states import ExpertStates
-from moe_runtime.training.stored_values import AMOUNT, COUNT, MAPPING, require_kinds
+from moe_runtime.training.offload.records import Sections
+from moe_runtime.training.offload.states import ExpertStates, Need
 from moe_runtime.types import ExpertKey
 
 _KINDS = {
@@ -43,18 +41,11 @@ class ExpertOptimizer:
     Single GPU" (Fuyou, 2024) for the update inside the backward pass.
 
     Args:
-        states: the experts' records.
-        settings: of AdamW.
         device_updates: takes some of the updates to a GPU; none when omitted.
         processes: who trains together; this process alone when omitted.
 
     Attributes:
         step: steps taken, skipped ones not counted.
-        loss_scale: what losses are multiplied by.
-        settings: as given.
-        states: as given.
-        device_updates: as given.
-        processes: likewise.
     """
 
     def __init__(
@@ -91,9 +82,7 @@ class ExpertOptimizer:
         """The record of an expert as it is after `step` steps; `states.release` gives it back.
 
         Args:
-            key: the expert.
             more: sections that are needed beside the parameters.
-            writes: whether its state will be changed.
         """
         is_behind = self._is_behind(key)
         record = self.states.acquire(key, self.need(key) | more, writes=writes or is_behind)
@@ -112,7 +101,6 @@ class ExpertOptimizer:
         """Takes an acquired record with its gradient, and gives the record back.
 
         Args:
-            key: the expert.
             record: with the sum of the gradients so far.
             rate: learning rate if the gradient is final; None if more may be added.
         """
@@ -136,7 +124,6 @@ class ExpertOptimizer:
         A collective call where several processes train together.
 
         Args:
-            rate: learning rate.
             dense_norm: norm of the other parameters' gradients, not scaled back yet.
             dense_is_bad: whether any of them is not finite.
 
@@ -245,8 +232,6 @@ class ExpertOptimizer:
         """Takes the steps that a record missed, the first with the gradient that it may keep.
 
         Args:
-            key: the expert.
-            record: with its state.
             rates: learning rates of all steps so far.
         """
         layout, count = self.states.experts[key].layout, self.states.experts[key].count

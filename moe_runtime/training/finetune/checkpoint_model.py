@@ -1,24 +1,41 @@
-"""A checkpoint of transformers as a model that the training loop can train."""
+"""A checkpoint of transformers as a model that the training loop can train.
+
+What a fine-tuning run leaves: a checkpoint like the first one, or adapters beside a frozen one.
+
+Adapters are never merged into weights that are quantised or packed: merging would round the weights
+once more. They are written as PEFT reads them, for the checkpoint as it is.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.gguf.families import SplitProjection
+from moe_runtime.digests import write_digests
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.files import write_text
+from moe_runtime.folders import replace_folder
 from moe_runtime.inference.budget import widest_head
 from moe_runtime.models.lm.model import Losses
-from moe_runtime.training.finetune.settings import LoraConfig
-from moe_runtime.training.offload.expert_training import trained_around_experts
+from moe_runtime.training.finetune.settings import FinetuneConfig, LoraConfig
+from moe_runtime.training.offload.frozen import ExpertAdapters
+from moe_runtime.training.offload.handle import trained_around_experts
 from moe_runtime.training.offload.memory import SPARE_BYTES, expert_buffer_bytes
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -28,9 +45,6 @@ class CheckpointModel(nn.Module):
     """A causal language model of transformers, as the loop wants it.
 
     Its state is what is trained; the rest is in the checkpoint that it was loaded from.
-
-    Args:
-        model: in training mode, its experts elsewhere.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -163,11 +177,7 @@ def activation_bytes(
     of them has logits at a time.
 
     Args:
-        config: of the model.
-        tokens: of a step.
-        num_parts: its micro-batches.
         top_k: experts that a token visits in a layer.
-        recompute: a block keeps its input alone.
     """
     text = config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
@@ -204,3 +214,106 @@ def require_positions(config: PreTrainedConfig, context: int) -> None:
 def float_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters that can have gradients."""
     return [p for p in model.parameters() if torch.is_floating_point(p)]
+
+
+def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:
+    """Refuses to train, or to merge into, weights that have to stay as they are.
+
+    Raises:
+        UnsupportedModelError: every parameter of a quantised or packed checkpoint is to be trained.
+        ValueError: its adapters are to be merged.
+    """
+    if checkpoint.is_plain:
+        return
+    if config.lora is None:
+        raise UnsupportedModelError(
+            f"{checkpoint.folder}: quantised and packed weights, and those of GGUF files, stay as "
+            "they are, so adapters alone can be trained beside them: give --lora RANK, or take a "
+            "plain checkpoint in bf16, fp16 or fp32"
+        )
+    if config.export_dtype != "auto":
+        raise ValueError(
+            f"{checkpoint.folder}: adapters are not merged into quantised or packed weights; "
+            f"leave the export dtype {config.export_dtype} out, and they are written by themselves"
+        )
+
+
+def exporter_for(
+    model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap
+) -> LikeCheckpoint | None:
+    """What writes checkpoints like the first one; None where only adapters are written.
+
+    Raises:
+        UnsupportedModelError: the family cannot be written again.
+    """
+    return LikeCheckpoint(model, checkpoint, experts) if checkpoint.is_plain else None
+
+
+def write_adapters(
+    folder: Path,
+    model: PreTrainedModel,
+    sites: Sequence[ExpertsModuleSpec],
+    lora: LoraConfig,
+    base: str,
+) -> None:
+    """Writes trained adapters, in fp32, as `PeftModel.from_pretrained` reads them.
+
+    Args:
+        folder: replaced once the new one is whole.
+
+    Raises:
+        OSError: it cannot be written; an older one stays as it was.
+    """
+    tensors = {
+        name.replace(".default.weight", ".weight"): parameter.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name
+    }
+    modules = sorted({name.partition(".lora_")[0] for name in tensors})
+    parameters: list[str] = []
+    if "experts" in lora.places:
+        for site in sites:
+            adapters = model.get_submodule(f"{site.name}.adapters")
+            assert isinstance(adapters, ExpertAdapters)
+            parameters += [f"{site.name}.{name}" for name in adapters.names]
+            tensors |= _of_experts(site, adapters)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.scale * lora.rank,
+        "target_modules": modules,
+        "target_parameters": parameters,
+    }
+    with replace_folder(folder) as new:
+        named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+        try:
+            save_file(named, new / "adapter_model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder}: the adapters cannot be written: {error}") from error
+        write_text(new / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+        write_digests(new, ["adapter_config.json", "adapter_model.safetensors"])
+
+
+def _of_experts(site: ExpertsModuleSpec, adapters: ExpertAdapters) -> dict[str, Tensor]:
+    """Adapters of stacked parameters, under the names that PEFT has for them.
+
+    PEFT wraps a module once for each of its adapted parameters, the first one innermost. Its `A` is
+    `[E * rank, in]`; the columns of its `B`, `[out, rank * E]`, alternate between experts.
+    """
+    found: dict[str, Tensor] = {}
+    for depth, name in enumerate(_in_order(site, adapters)):
+        first, second = (adapters.get_parameter(f"{name}_{part}").detach().cpu() for part in "AB")
+        place = site.name + ".base_layer" * (len(adapters.names) - 1 - depth)
+        found[f"{place}.lora_A.weight"] = first.flatten(0, 1)
+        found[f"{place}.lora_B.weight"] = second.permute(1, 2, 0).flatten(1).contiguous()
+    return found
+
+
+def _in_order(site: ExpertsModuleSpec, adapters: ExpertAdapters) -> Iterator[str]:
+    """Adapted parameters in the order in which the module has them."""
+    for name, _ in site.module.named_parameters(recurse=False):
+        if name in adapters.names:
+            yield name

@@ -52,11 +52,8 @@ class MomentCodec(ABC):
         """Stores elements from `start` on.
 
         Args:
-            values: as they are after the step.
             stored: all bytes of the moment.
-            start: a multiple of `CHUNK_ELEMENTS`.
             step: number of the optimizer step, which decides how ties and fractions are rounded.
-            salt: tells the two moments apart.
         """
 
 
