@@ -23,8 +23,7 @@ from moe_runtime.benchmarks.suite.memory_cap import (
     usable_parents,
     why_unavailable,
 )
-from moe_runtime.benchmarks.suite.peer_files import find_peer
-from moe_runtime.benchmarks.suite.peer_process import started
+from moe_runtime.benchmarks.suite.peers import find_peer, started
 from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 
@@ -196,8 +195,8 @@ def test_the_cap_arrives_at_every_system(case: str, monkeypatch: pytest.MonkeyPa
         raise ValueError("arrived")
 
     monkeypatch.setattr(caps, "why_unavailable", lambda: None)
-    monkeypatch.setattr(latency, "measure_latency", measure)
-    monkeypatch.setattr(throughput, "measure_throughput", measure)
+    monkeypatch.setattr(latency, "measure_texts", measure)
+    monkeypatch.setattr(throughput, "measure_texts", measure)
     model = Path(__file__).resolve().parents[2] / "models" / "pocket"
     words = ["bench", case, str(model), "--cap", "7GiB", "--peer", "transformers"]
     assert main(words) == 2

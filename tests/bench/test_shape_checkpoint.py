@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moe_runtime.benchmarks.commands.asked_model import AskedModel
-from moe_runtime.benchmarks.suite.peer_files import find_peers
+from moe_runtime.benchmarks.commands.texts import AskedModel
+from moe_runtime.benchmarks.suite.peers import find_peers
 from moe_runtime.benchmarks.synthetic import shape_checkpoint as module
 from moe_runtime.benchmarks.synthetic.checkpoint_writer import INDEX_NAME
 from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape, shape_of_name

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from warm_python import warm_python
 
-from moe_runtime.benchmarks.suite.measured_work import work_words
+from moe_runtime.benchmarks.suite.comparing import work_words
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape
 from moe_runtime.cli.main import main
@@ -20,7 +20,7 @@ def know_the_shape(shape: ModelShape, folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(SHAPES, "tiny", shape)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr(
-        "moe_runtime.benchmarks.suite.peer_files.this_python", lambda: Path(warm_python())
+        "moe_runtime.benchmarks.suite.peers.this_python", lambda: Path(warm_python())
     )
 
 
