@@ -180,5 +180,5 @@ def measure_predictors(
     def is_stopping() -> bool:
         return rules.is_stopping() and all(one.is_timed for one in systems)
 
-    rules = replace(rules, is_stopping=is_stopping)
-    return measure_systems("predictors", systems, metrics_of(plan), rules, settings)
+    until_timed = replace(rules, is_stopping=is_stopping)
+    return measure_systems("predictors", systems, metrics_of(plan), until_timed, settings)

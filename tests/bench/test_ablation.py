@@ -12,7 +12,7 @@ import torch
 from training_runs import CONFIG, train, training_records, write_run
 
 from moe_runtime.benchmarks.cases.ablation import BASE, measure_ablation, read_variants
-from moe_runtime.benchmarks.commands import shared
+from moe_runtime.benchmarks.commands import machine
 from moe_runtime.benchmarks.suite.comparing import work_words
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import Number, Rules
@@ -203,7 +203,7 @@ def test_what_was_trained_before_a_stop_is_kept(
         assert (name, number) == (BASE, 1)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(shared, "say_repetition", interrupt)
+    monkeypatch.setattr(machine, "say_repetition", interrupt)
     words = ["--vary", "model.moe.top_k=1", "--steps", "3", "-o", str(output)]
     assert main(["bench", "ablation", str(path), *words]) == 130
     assert BASE in capsys.readouterr().out
@@ -243,15 +243,15 @@ def test_threads_of_one_variant_are_not_those_of_the_next(tmp_path: Path) -> Non
     path = write_run(tmp_path, config=CONFIG.replace("threads = 1\n", ""))
     variants = read_variants(path, ["run.threads=2,0"], steps_of=lambda steps: 1)
     seen: list[tuple[str, int]] = []
+
+    def note(name: str, number: int) -> None:
+        seen.append((name, torch.get_num_threads()))
+
     torch.set_num_threads(3)
     results = measure_ablation(
         variants,
         tmp_path,
-        Rules(
-            judged=(),
-            most=2,
-            on_repetition=lambda name, number: seen.append((name, torch.get_num_threads())),
-        ),
+        Rules(judged=(), most=2, on_repetition=note),
         {"model": "m"},
     )
     assert sorted(set(seen)) == [(BASE, 3), ("run.threads=0", 3), ("run.threads=2", 2)]

@@ -135,7 +135,7 @@ def test_settings_reach_every_system(
     """Each sees one GPU, which is its first; results say which of this machine it was."""
     given: list[Any] = []
 
-    def record(ours: Any, peers: Any, *_: Any, settings: Any, **__: Any) -> None:
+    def record(ours: Any, peers: Any, plan: Any, rules: Any, settings: Any) -> None:
         given.extend([settings, ours, *peers])
         raise ValueError("this is where it ends")
 
@@ -144,7 +144,7 @@ def test_settings_reach_every_system(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(f"moe_runtime.benchmarks.cases.{case}.measure_{case}", record)
+    monkeypatch.setattr("moe_runtime.benchmarks.cases.texts.measure_texts", record)
     words = ["--device", device, "--device-memory", "3GiB", "--misses", "auto"]
     assert main(["bench", case, POCKET, *words, "--peer", "transformers"]) == 2
     settings, *programs = given
