@@ -320,7 +320,7 @@ OWN_WRITERS = {
     "moe_runtime/checkpoints/packing/writer.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
     "benchmarks/synthetic/checkpoint_writer.py": "replace_folder",
-    "benchmarks/synthetic/byte_pairs.py": "replace_folder",
+    "benchmarks/synthetic/texts.py": "replace_folder",
     "benchmarks/synthetic/config_shape.py": "replace_folder",
     "benchmarks/synthetic/gguf_shape.py": "replace_folder",
     "models/lm/export.py": "replace_folder",
