@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.cli import machine
+from moe_runtime.cli.commands import doctor as machine
 from moe_runtime.cli.disk import measure_disk
 from moe_runtime.cli.main import build_app, describe, main
 from moe_runtime.errors import CheckpointError

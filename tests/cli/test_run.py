@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime.cli.commands.run import outcome_rows
 from moe_runtime.cli.main import main
-from moe_runtime.cli.run_outcome import outcome_rows
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
 from moe_runtime.inference.generation import GenerationResult
 

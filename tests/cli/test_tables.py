@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from moe_runtime.cli.commands.train import training_display
 from moe_runtime.cli.console import print_table
-from moe_runtime.cli.train_progress import training_display
 from moe_runtime.training.metrics import StepRecord
 
 NAMES = ["moe_runtime", "transformers:grouped_mm", "moe_runtime:planes", "llama_cpp#2"]

@@ -9,7 +9,6 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import (
-    Session,
     loading_bar,
     print_json,
     print_rows,
@@ -55,7 +54,6 @@ def pack(
     quantize: SchemeName = None,
     io_threads: IoThreads = 4,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Write a checkpoint again so that its experts are read faster and take less memory.
 
@@ -63,9 +61,7 @@ def pack(
     as they take any other, and compute the same bits. Experts stay packed in memory too, so that a
     budget holds more of them. What an interrupted run has written is taken up by the same command.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
-    quiet_transformers(session)
+    quiet_transformers(ctx.obj)
     from moe_runtime.checkpoints.packing import pack_checkpoint, staging_of
     from moe_runtime.checkpoints.packing.quantized_writer import REPORT_NAME
     from moe_runtime.errors import CheckpointError

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.cli.console import print_json, print_table
 from moe_runtime.cli.strict import refuse_given
-from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     from moe_runtime.parallel.placement_map import MapUpdate, PlacementMap
@@ -96,7 +95,6 @@ def place(
     time_limit: TimeLimit = 30.0,
     align: Align = True,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Choose where experts and their replicas lie, and score the choice on the rest of the trace.
 
@@ -104,8 +102,6 @@ def place(
     layer to layer that lead to another device. Both are counted on tokens that the placement was
     not made from.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     refuse_given(
         ctx,
         {name for name, readers in _READERS.items() if algorithm not in readers},
@@ -119,8 +115,6 @@ def place(
     from moe_runtime.policies.placement.scoring import score_placement
     from moe_runtime.research.placement_solvers import SEARCHING, check_algorithm, place_experts
 
-    if output is not None:
-        check_output_path(output, "placement map")
     told = PlacementOptions(
         num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, loading_bar, print_json, print_table, say_line
+from moe_runtime.cli.console import loading_bar, print_json, print_table, say_line
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
@@ -117,7 +117,6 @@ def replay(
     known_ahead: KnownAhead = 0.0,
     expert_time: ExpertTime = 1e-4,
     as_json: options.Json = False,
-    debug: options.Debug = False,
     config: options.Config = None,
 ) -> None:
     """Replay a recorded trace: hits, bytes and time with other policies and capacities.
@@ -125,8 +124,6 @@ def replay(
     LRU, random eviction and Belady's optimum (with and without bypass) always stand beside. With
     --bandwidth the link and the computation are modelled too.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     from moe_runtime.inference.prediction.predictors import is_file_name
     from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
     from moe_runtime.lab.traces.predictor_file import read_predictor

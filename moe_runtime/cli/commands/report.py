@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows
+from moe_runtime.cli.console import loading_bar, print_json, print_rows
 from moe_runtime.cli.strict import FOLDER, refuse_given
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.files import check_output_folder, check_output_path
+from moe_runtime.files import check_output_folder
 
 if TYPE_CHECKING:
     from moe_runtime.lab.report.page import Page
@@ -73,7 +73,6 @@ def report(
         int | None, typer.Option(min=1, help="Experts of a layer, for files that do not say.")
     ] = None,
     as_json: options.Json = False,
-    debug: options.Debug = False,
     config: options.Config = None,
 ) -> None:
     """Draw a trace or the statistics of a run: one page that needs no network.
@@ -82,9 +81,6 @@ def report(
     would find, how well the next experts can be predicted, what prefetching would move and save. Of
     a run: where its experts were, what was read and why, where the time went.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
-    check_output_path(output, "report")
     if png is not None:
         check_output_folder(png, "plots")
         if output.suffix == ".png" and output.resolve().parent == png.resolve():

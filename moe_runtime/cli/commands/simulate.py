@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, print_json, print_table
-from moe_runtime.files import check_output_path, write_atomically
+from moe_runtime.cli.console import print_json, print_table
+from moe_runtime.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,6 @@ MOST_RANKS = 1 << 13
 
 
 def simulate(
-    ctx: typer.Context,
     ranks: Ranks = "8,64,512",
     degrees: Degrees = "1,2,4,8",
     machine: Machine = None,
@@ -69,15 +68,12 @@ def simulate(
     shortcut: Shortcut = None,
     plot: Plot = None,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Predict the time of one Mixture-of-Experts layer spread over many ranks.
 
     Compares one flat all-to-all with two levels, and degrees of chunking. Exposed is communication
     that no computation hides; its ratio is to one flat all-to-all without overlap.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     numbers = _numbers(ranks, "--ranks", MOST_RANKS)
     chunks = _numbers(degrees, "--degrees", 64)
     backbone_s = None if shortcut is None else _seconds(shortcut, "--shortcut")
@@ -87,11 +83,9 @@ def simulate(
     from moe_runtime.lab.simulate.scaling import Imbalance, SimulatedLayer, sweep_scaling
     from moe_runtime.research.placement_solvers import place_experts
 
-    if plot is not None:
-        check_output_path(plot, "plot")
-        if plot.suffix and plot.suffix.lower() not in PLOT_SUFFIXES:
-            endings = ", ".join(PLOT_SUFFIXES)
-            raise ValueError(f"--plot {plot}: expected a name that ends in one of {endings}")
+    if plot is not None and plot.suffix and plot.suffix.lower() not in PLOT_SUFFIXES:
+        endings = ", ".join(PLOT_SUFFIXES)
+        raise ValueError(f"--plot {plot}: expected a name that ends in one of {endings}")
     cluster = ASSUMED if machine is None else read_machine(machine)
     shape = SimulatedLayer(
         tokens_per_rank=tokens,
