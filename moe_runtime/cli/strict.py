@@ -44,7 +44,9 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
     ``--debug`` is added to all. A group that has a method ``check`` is called with the context.
     """
     hints = get_type_hints(function, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    groups: dict[str, Any] = {
+        n: kind for n, kind in hints.items() if dataclasses.is_dataclass(kind)
+    }
     parameters: list[inspect.Parameter] = []
     for param in inspect.signature(function).parameters.values():
         fields = groups.get(param.name)
@@ -56,8 +58,9 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
             param.replace(name=field.name, annotation=kinds[field.name], default=field.default)
             for field in dataclasses.fields(fields)
         )
-    debug = inspect.Parameter("debug", param.KEYWORD_ONLY, default=False, annotation=Debug)
-    signature = inspect.Signature([*(p.replace(kind=p.KEYWORD_ONLY) for p in parameters), debug])
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    debug = inspect.Parameter("debug", by_name, default=False, annotation=Debug)
+    signature = inspect.Signature([*(p.replace(kind=by_name) for p in parameters), debug])
 
     def command(**given: Any) -> None:
         del given["debug"]  # `StrictCommand` reads it

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,10 +17,13 @@ from moe_runtime.cli.console import (
     print_rows,
     quiet_transformers,
     say_line,
+    terminal_bar,
 )
 from moe_runtime.cli.prompts import read_text
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from moe_runtime.serving.batches.batch_run import BatchOutcome
 
 _INTERRUPTED, _SOME_FAILED = 130, 2
@@ -152,28 +155,25 @@ def _tell(outcome: "BatchOutcome", model: str, *, as_json: bool, verbose: bool) 
 
 
 class _Bar:
-    """Shows on stderr what is done: a bar, or where it is no terminal a line at every tenth."""
+    """Shows on stderr how many requests are answered: a bar, or without a terminal ten lines."""
 
     def __init__(self, shown: contextlib.ExitStack) -> None:
         self._shown = shown
         self._num_requests = 0
-        self._bar: Any = None
+        self._bar: Progress | None = None
 
     def begin(self, num_requests: int) -> None:
-        """Takes the place of what is shown."""
+        """Replaces what is shown."""
         self._num_requests = num_requests
         self._shown.close()
         if not sys.stderr.isatty():
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
+        from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
-        columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), Elapsed())
-        tokens = TextColumn("{task.fields[tokens]} new tokens")
-        bar = Progress(*columns, tokens, console=Console(stderr=True), transient=True)
+        columns = ("answering", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        bar = terminal_bar(*columns, "{task.fields[tokens]} new tokens")
         self._bar = self._shown.enter_context(bar)
-        bar.add_task("", total=self._num_requests, tokens=0)
+        bar.add_task("", total=num_requests, tokens=0)
 
     def show(self, outcome: "BatchOutcome") -> None:
         """One more request has ended."""

@@ -1,16 +1,13 @@
 """``moe-runtime place``: where a model's experts should lie, from a recorded trace."""
 
-import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import print_json, print_table
+from moe_runtime.cli.console import loading_bar, print_json, print_table
 from moe_runtime.cli.strict import refuse_given
 
 if TYPE_CHECKING:
@@ -119,7 +116,11 @@ def place(
         num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
     )
     check_algorithm(algorithm)
-    with _working() as say:
+    with loading_bar() as progress:
+
+        def say(stage: str) -> None:
+            progress(stage, 0, 0)
+
         say(f"reading {trace.name}")
         recorded = read_trace(trace)
         recorded.require_choices(trace)
@@ -171,22 +172,6 @@ def devices_of(gpus: int, nodes: int) -> "Devices":
     if gpus % nodes:
         raise ValueError(f"--gpus {gpus} is not a multiple of --nodes {nodes}")
     return Devices(num_nodes=nodes, gpus_per_node=gpus // nodes)
-
-
-@contextlib.contextmanager
-def _working() -> Iterator[Callable[[str], None]]:
-    """Says on a terminal what is being done and how long; each step of a long trace takes a
-    while."""
-    if not sys.stderr.isatty():
-        yield lambda what: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("")
-        yield lambda what: shown.update(task, description=what)
 
 
 def _as_json(

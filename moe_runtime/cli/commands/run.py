@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import loading_bar, print_json, print_rows, quiet_transformers
+from moe_runtime.cli.console import (
+    loading_bar,
+    print_json,
+    print_rows,
+    quiet_transformers,
+    terminal_bar,
+)
 from moe_runtime.cli.processes import at_first, from_first, joined_processes
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.streams import TextOutput
@@ -264,12 +270,10 @@ def _prompt_progress(model: Any, on_read: Callable[[], None]) -> Iterator[None]:
 
 def _show_first_pass(model: Any, shown: contextlib.ExitStack) -> Callable[..., None]:
     """Makes the bar, which starts when the model does; returns what is called after each block."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    columns = (*columns, TextColumn("layers{task.fields[speed]}"))
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
+    bar = terminal_bar(*columns, "layers{task.fields[speed]}")
     num_blocks = len(_blocks(model))
     bytes_before = model.moe.stats().bytes_read
     task = bar.add_task("", total=num_blocks or None, speed="")

@@ -17,6 +17,7 @@ from moe_runtime.cli.console import (
     print_rows,
     quiet_transformers,
     say_line,
+    terminal_bar,
 )
 from moe_runtime.cli.disk import measure_disk
 from moe_runtime.cli.processes import joined_processes
@@ -26,10 +27,10 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import require_not_read
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
     from moe_runtime.training.loop import Trainer
-    from moe_runtime.training.metrics import EvaluationRecord, Record, StepRecord
+    from moe_runtime.training.metrics import Record, StepRecord
     from moe_runtime.training.ranks import OneRank
     from moe_runtime.training.run_config import RunConfig
     from moe_runtime.training.session import Preparation
@@ -397,32 +398,43 @@ def _operations_per_s() -> float:
     return 2 * _WIDTH**3 * done / (time.perf_counter() - started)
 
 
-class TrainingLines:
-    """Turns records into text: a line every `log_every` steps and after every measurement.
+class TrainingDisplay:
+    """Shows records on stderr: a live line on a terminal, else a line every `log_every` steps.
 
     Args:
         num_steps: steps of the run.
-        log_every: steps between lines.
+        log_every: steps between lines, and over which the live line takes means.
+        bar: the live line with its only task; None where stderr is no terminal.
     """
 
-    def __init__(self, num_steps: int, log_every: int) -> None:
+    def __init__(self, num_steps: int, log_every: int, bar: "Progress | None") -> None:
         self._num_steps = num_steps
         self._log_every = log_every
         self._recent: deque[StepRecord] = deque(maxlen=log_every)
-        self._tokens_before = 0
+        self._bar = bar
 
-    def line_for(self, record: "Record") -> str | None:
-        """The line that a record gives rise to, or None."""
-        from moe_runtime.training.metrics import EvaluationRecord
+    def show(self, record: "Record") -> None:
+        """Takes a record."""
+        from moe_runtime.training.metrics import StepRecord
 
-        if isinstance(record, EvaluationRecord):
-            return self._held_out(record)
+        step = f"step {record.step}/{self._num_steps}  "
+        if not isinstance(record, StepRecord):
+            shown = ", ".join(f"{name} {nats:.4f}" for name, nats in record.held_out.items())
+            each = f" ({shown})" if len(record.held_out) > 1 else ""
+            line = f"{step}held out {record.held_out_mean:.4f}{each}"
+            if self._bar is None:
+                print(line, file=sys.stderr, flush=True)
+            else:
+                self._bar.console.print(line, markup=False, highlight=False)
+            return
         self._recent.append(record)
-        if record.step % self._log_every and record.step != self._num_steps:
-            return None
-        return f"step {record.step}/{self._num_steps}  {self.status()}"
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=record.step, status=self._status())
+        elif record.step % self._log_every == 0 or record.step == self._num_steps:
+            print(f"{step}{self._status()}", file=sys.stderr, flush=True)
 
-    def status(self) -> str:
+    def _status(self) -> str:
         """Loss, speed, balance and drops over the recent steps."""
         records = list(self._recent)
         last = records[-1]
@@ -430,16 +442,19 @@ class TrainingLines:
         seconds = sum(record.step_s for record in records)
         losses = [record.loss for record in records if record.loss is not None]
         loss = f"{sum(losses) / len(losses):.4f}" if losses else "no number"
+
+        def mean(name: str) -> float:
+            return sum(getattr(record, name) for record in records) / len(records)
+
         parts = [f"loss {loss}", f"{tokens / seconds:,.0f} tokens/s"]
         if last.max_load is not None:
-            parts.append(f"load {_mean_of(records, 'max_load'):.2f}")
+            parts.append(f"load {mean('max_load'):.2f}")
         if last.dropped_share is not None:
-            parts.append(f"dropped {_mean_of(records, 'dropped_share'):.1%}")
+            parts.append(f"dropped {mean('dropped_share'):.1%}")
         if last.stall_s is not None:
-            parts.append(f"stall {_mean_of(records, 'stall_s') * len(records) / seconds:.1%}")
+            parts.append(f"stall {mean('stall_s') * len(records) / seconds:.1%}")
             found, read, written = (
-                format_bytes(_mean_of(records, f"{way}_bytes"))
-                for way in ("memory", "read", "written")
+                format_bytes(mean(f"{way}_bytes")) for way in ("memory", "read", "written")
             )
             parts.append(f"memory {found}  disk {read} in, {written} out a step")
         parts.append(f"rate {last.rate:.2e}")
@@ -447,81 +462,26 @@ class TrainingLines:
             parts.append(f"skipped {skipped}")
         return "  ".join(parts)
 
-    def _held_out(self, record: "EvaluationRecord") -> str:
-        shown = ", ".join(f"{name} {nats:.4f}" for name, nats in record.held_out.items())
-        each = f" ({shown})" if len(record.held_out) > 1 else ""
-        return f"step {record.step}/{self._num_steps}  held out {record.held_out_mean:.4f}{each}"
-
-
-def _mean_of(records: "list[StepRecord]", name: str) -> float:
-    return sum(getattr(record, name) for record in records) / len(records)
-
-
-class TrainingDisplay:
-    """Shows records on stderr.
-
-    Args:
-        lines: makes the text.
-        bar: the live line of a terminal; None where stderr is none.
-        task: the bar's only task.
-    """
-
-    def __init__(
-        self, lines: TrainingLines, bar: "Progress | None" = None, task: "TaskID | None" = None
-    ) -> None:
-        self._lines = lines
-        self._bar = bar
-        self._task = task
-
-    def show(self, record: "Record") -> None:
-        """Takes a record."""
-        from moe_runtime.training.metrics import StepRecord
-
-        line = self._lines.line_for(record)
-        if self._bar is None or self._task is None:
-            if line is not None:
-                print(line, file=sys.stderr, flush=True)
-            return
-        if isinstance(record, StepRecord):
-            status = self._lines.status()
-            self._bar.update(self._task, completed=record.step, status=status)
-        elif line is not None:
-            self._bar.console.print(line, markup=False, highlight=False)
-
 
 @contextlib.contextmanager
 def training_display(num_steps: int, log_every: int, first_step: int) -> Iterator[TrainingDisplay]:
-    """A display for the `with` block: a live line on a terminal, lines elsewhere.
+    """A display for the `with` block.
 
     Args:
         num_steps: steps of the run.
         log_every: steps between lines where stderr is no terminal.
         first_step: steps already taken.
     """
-    lines = TrainingLines(num_steps, log_every)
     if not sys.stderr.isatty():
-        yield TrainingDisplay(lines)
+        yield TrainingDisplay(num_steps, log_every, None)
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress
     from rich.table import Column
 
-    console = Console(stderr=True)
     # where a line is short, the end of the status goes, and step and loss stay
     rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        *([BarColumn(20)] if console.width > 100 else []),
-        TextColumn("{task.fields[status]}", markup=False, table_column=rest),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, expand=True) as bar:
-        task = bar.add_task("train", total=num_steps, completed=first_step, status="")
-        yield TrainingDisplay(lines, bar, task)
+    status = progress.TextColumn("{task.fields[status]}", markup=False, table_column=rest)
+    columns = ("step", progress.MofNCompleteColumn(), status, progress.TimeRemainingColumn())
+    with terminal_bar(*columns, expand=True, transient=False) as bar:
+        bar.add_task("train", total=num_steps, completed=first_step, status="")
+        yield TrainingDisplay(num_steps, log_every, bar)
