@@ -86,14 +86,6 @@ def test_help_lists_every_option(command: str, capsys: pytest.CaptureFixture[str
         assert re.search(rf"{option}\b", out), option
 
 
-def test_run_has_the_promised_options() -> None:
-    promised = (
-        "--prompt --prompt-file --max-new-tokens --host-memory --device-memory --policy --trace "
-        "--temperature --top-p --seed --json"
-    )
-    assert set(promised.split()) <= set(options_of("run"))
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -139,14 +139,6 @@ def test_json_is_one_object_with_the_promised_keys(
     assert err == ""
 
 
-def test_room_is_what_prompt_and_new_tokens_need(checkpoint: Path, fake_load: Any) -> None:
-    from transformers import AutoTokenizer
-
-    assert run(checkpoint, "-n", "7") == 0
-    num_prompt_tokens = len(AutoTokenizer.from_pretrained(checkpoint)(PROMPT)["input_ids"])
-    assert fake_load.options["max_tokens"] == num_prompt_tokens + 7
-
-
 def test_sampling_options_reach_the_sampler(
     checkpoint: Path, fake_load: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

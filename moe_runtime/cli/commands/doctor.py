@@ -11,13 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-import psutil
 import typer
 
 import moe_runtime
 from moe_runtime.cli import options
 from moe_runtime.cli.console import print_json, print_table
-from moe_runtime.cli.disk import DiskSpeed, measure_disk
+from moe_runtime.cli.disk import measure_disk
 from moe_runtime.config import format_bytes
 
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
@@ -95,39 +94,35 @@ def examine(path: Path, read_bytes: int) -> list[Finding]:
     """Looks at everything that decides whether models run here, and how fast."""
     return [
         _python(),
-        *_packages(),
+        _packages(),
         _processor(),
         _native_kernel(),
         _quantised_kernels(),
         *_accelerators(),
         _memory(),
-        *_disk(path, read_bytes),
+        _disk(path, read_bytes),
     ]
+
+
+def _finding(name: str, value: str, advice: str = "") -> Finding:
+    """What was found; with advice it could be better."""
+    return Finding(name=name, status="note" if advice else "ok", value=value, advice=advice)
 
 
 def _python() -> Finding:
     value = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.platform == "linux":
-        return Finding(name="python", status="ok", value=value)
-    return Finding(
-        name="python", status="note", value=value, advice="only Linux is tested; expect rough edges"
-    )
+    is_tested = sys.platform == "linux"
+    return _finding("python", value, "" if is_tested else "only Linux is tested")
 
 
-def _packages() -> list[Finding]:
+def _packages() -> Finding:
     versions = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
     missing = [name for name in _REQUIRED if versions[name] is None]
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    if not missing:
-        return [Finding(name="packages", status="ok", value=listed)]
-    return [
-        Finding(
-            name="packages",
-            status="problem",
-            value=f"missing: {', '.join(missing)}",
-            advice=f"pip install {' '.join(missing)}",
-        )
-    ]
+    if missing:
+        value, advice = f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
+        return Finding(name="packages", status="problem", value=value, advice=advice)
+    listed = (f"{name} {version}" for name, version in versions.items() if version)
+    return _finding("packages", ", ".join(listed))
 
 
 def _version(package: str) -> str | None:
@@ -143,14 +138,9 @@ def _processor() -> Finding:
     num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     cores = f"{num_usable or os.cpu_count()} of {os.cpu_count()} threads usable"
     value = f"{model}; {cores}; {' '.join(vectors) or 'no vector extensions known'}"
-    if "avx2" in flags or "asimd" in flags or not flags:
-        return Finding(name="processor", status="ok", value=value)
-    return Finding(
-        name="processor",
-        status="note",
-        value=value,
-        advice="without AVX2 the portable kernel runs; decoding will be slow",
-    )
+    is_slow = flags and not flags & {"avx2", "asimd"}
+    advice = "without AVX2 the portable kernel runs; decoding will be slow" if is_slow else ""
+    return _finding("processor", value, advice)
 
 
 def _cpu_model_and_flags() -> tuple[str, frozenset[str]]:
@@ -173,13 +163,12 @@ def _native_kernel() -> Finding:
 
     found = describe()
     if found.problem is not None:
-        value = "not usable; torch does its work, more slowly"
-        return Finding(name="native kernel", status="note", value=value, advice=found.problem)
+        return _finding("native kernel", "not usable; torch is used, slower", found.problem)
     others = [isa for isa in found.isas if isa != found.isa]
     value = f"{found.isa}, {found.num_threads} threads"
     if others:
         value += f" (also built: {', '.join(others)})"
-    return Finding(name="native kernel", status="ok", value=value)
+    return _finding("native kernel", value)
 
 
 def _quantised_kernels() -> Finding:
@@ -199,7 +188,7 @@ def _quantised_kernels() -> Finding:
         what = f"groups of {least}, {2 * least}, {4 * least}... or all columns, and GGUF's blocks"
         how = f"from their codes; {isa} decodes {what} in registers, all else a few rows at a time"
     names = ", ".join([*FORMATS, "gguf", "planes"])
-    return Finding(name="quantised experts", status="ok", value=f"{names}: {how}")
+    return _finding("quantised experts", f"{names}: {how}")
 
 
 def _accelerators() -> list[Finding]:
@@ -216,34 +205,29 @@ def _accelerators() -> list[Finding]:
         names.append(
             f"{properties.name}, {format_bytes(free_bytes)} of {format_bytes(total_bytes)} free"
         )
-    return [Finding(name="gpu", status="ok", value="; ".join(names)), _triton(needed=True)]
+    return [_finding("gpu", "; ".join(names)), _triton(needed=True)]
 
 
 def _no_gpu(cuda_version: str | None) -> Finding:
     if shutil.which("nvidia-smi") is None:
-        return Finding(name="gpu", status="ok", value="none; everything runs on the processor")
+        return _finding("gpu", "none; everything runs on the processor")
+    advice = "torch sees no GPU; check that nvidia-smi works and CUDA_VISIBLE_DEVICES is right"
     if cuda_version is None:
         advice = "this torch is built without CUDA; install a CUDA build from pytorch.org"
-    else:
-        advice = "torch sees no GPU; check that nvidia-smi works and CUDA_VISIBLE_DEVICES is right"
-    return Finding(name="gpu", status="note", value="installed, but not usable", advice=advice)
+    return _finding("gpu", "installed, but not usable", advice)
 
 
 def _triton(*, needed: bool) -> Finding:
     version = _version("triton")
-    if version is not None:
-        return Finding(name="triton", status="ok", value=version)
-    if not needed:
-        return Finding(name="triton", status="ok", value="absent; only used with a GPU")
-    return Finding(
-        name="triton",
-        status="note",
-        value="absent",
-        advice="GPU experts run through torch; pip install triton for faster kernels",
-    )
+    if version is not None or not needed:
+        return _finding("triton", version or "absent; only used with a GPU")
+    advice = "GPU experts run through torch; pip install triton for faster kernels"
+    return _finding("triton", "absent", advice)
 
 
 def _memory() -> Finding:
+    import psutil
+
     from moe_runtime.inference.budget import (
         AUTO_SHARE,
         available_host_bytes,
@@ -257,32 +241,26 @@ def _memory() -> Finding:
         value += f", {format_bytes(group_bytes)} free in the control group"
     budget_bytes = int(available_host_bytes() * AUTO_SHARE)
     value += f"; --host-memory auto takes {format_bytes(budget_bytes)}"
-    if budget_bytes >= _LITTLE_MEMORY_BYTES:
-        return Finding(name="memory", status="ok", value=value)
-    advice = "close other programs, or raise the limit of the control group"
-    return Finding(name="memory", status="note", value=value, advice=advice)
+    is_little = budget_bytes < _LITTLE_MEMORY_BYTES
+    advice = "close other programs, or raise the limit of the control group" if is_little else ""
+    return _finding("memory", value, advice)
 
 
-def _disk(path: Path, read_bytes: int) -> list[Finding]:
+def _disk(path: Path, read_bytes: int) -> Finding:
     try:
         speed = measure_disk(path, read_bytes=read_bytes)
     except (OSError, ValueError) as error:
         advice = "name a readable file, or a folder that a scratch file may be written to"
-        return [Finding(name="disk", status="problem", value=str(error), advice=advice)]
-    return [_disk_finding(path, speed)]
-
-
-def _disk_finding(path: Path, speed: DiskSpeed) -> Finding:
+        return Finding(name="disk", status="problem", value=str(error), advice=advice)
     direct, buffered = speed.direct_bytes_per_s, speed.buffered_bytes_per_s
     direct_text = "not possible" if direct is None else f"{direct / 1e9:.2f} GB/s"
     value = (
         f"{path}: random reads of {format_bytes(speed.read_bytes)}, {speed.in_flight} at once: "
         f"direct {direct_text}, buffered {buffered / 1e9:.2f} GB/s"
     )
+    advice = ""
     if max(direct or 0, buffered) < _SLOW_DISK_BYTES_PER_S:
         advice = "slow for experts on disk; put the checkpoint on a local NVMe drive"
-        return Finding(name="disk", status="note", value=value, advice=advice)
-    if direct is None:
+    elif direct is None:
         advice = "this file system has no direct reads; reads go through the page cache"
-        return Finding(name="disk", status="note", value=value, advice=advice)
-    return Finding(name="disk", status="ok", value=value)
+    return _finding("disk", value, advice)

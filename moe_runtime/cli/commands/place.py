@@ -18,28 +18,32 @@ if TYPE_CHECKING:
 TraceFile = Annotated[
     Path, typer.Argument(metavar="TRACE", help="Recorded by `run --trace`, of the same model.")
 ]
-Gpus = Annotated[int, typer.Option(min=1, help="Devices (ranks) over all nodes.")]
-Nodes = Annotated[int, typer.Option(min=1, help="Machines that the devices are in.")]
+Gpus = Annotated[int, typer.Option(min=1, help="Devices (ranks) on all nodes together.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Machines with these devices.")]
 Replicas = Annotated[
     int, typer.Option(min=0, help="Slots of a layer for second copies of hot experts.")
 ]
 Algorithm = Annotated[
     str,
     typer.Option(
-        help="eplb balances with replicas; greedy and anti-correlation without; exflow saves hops "
-        "between devices; moetuner balances and saves hops; round-robin is what runs without a map."
+        help="eplb balances load with replicas; greedy and anti-correlation without; exflow saves "
+        "hops between devices; moetuner does both; round-robin is the default without a map."
     ),
 ]
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the map here; only scores without it.")
+    Path | None,
+    typer.Option("--output", "-o", help="Map to write; only scores are shown without it."),
 ]
 FromMap = Annotated[
     Path | None,
-    typer.Option("--from", help="The map in use: arrange the new one for the fewest transfers."),
+    typer.Option("--from", help="The map in use: the new one needs the fewest transfers from it."),
 ]
 Groups = Annotated[int, typer.Option(min=1, help="Groups of experts that stay on one node (eplb).")]
 Fit = Annotated[
-    float, typer.Option(help="Share of the trace to place by; the rest is what it is scored on.")
+    float,
+    typer.Option(
+        help="Share of the trace that the placement is made from; the rest is for scores."
+    ),
 ]
 Slack = Annotated[
     float,
@@ -49,14 +53,14 @@ TimeLimit = Annotated[
     float,
     typer.Option(
         min=0.1,
-        help="Seconds for the search (exflow, moetuner); the best placement found by then counts.",
+        help="Seconds for the search (exflow, moetuner), which returns the best placement found.",
     ),
 ]
 Align = Annotated[
     bool,
     typer.Option(
-        help="Rename devices layer by layer to save hops (eplb, greedy, anti-correlation); balance "
-        "stays as it is."
+        help="Rename devices layer by layer to save hops (eplb, greedy, anti-correlation). Balance "
+        "does not change."
     ),
 ]
 
@@ -95,9 +99,8 @@ def place(
 ) -> None:
     """Choose where experts and their replicas lie, and score the choice on the rest of the trace.
 
-    Balance is mean over largest load of the devices (1 is perfect). Hops are ways of tokens from
-    layer to layer that lead to another device. Both are counted on tokens that the placement was
-    not made from.
+    Balance is the mean load of the devices divided by the largest (1 is perfect). A hop is a token
+    that changes device between two layers. Scores use tokens that the placement was not made from.
     """
     refuse_given(
         ctx,

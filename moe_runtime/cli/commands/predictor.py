@@ -34,10 +34,10 @@ Traces = Annotated[
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option("--model", help="Instead of traces: a checkpoint, which reads --text."),
+    typer.Option("--model", help="Instead of traces: a checkpoint that reads --text."),
 ]
 Text = Annotated[
-    Path | None, typer.Option(help="Text that the model reads, for what hidden states tell.")
+    Path | None, typer.Option(help="Text that the model reads, to record its hidden states.")
 ]
 Name = Annotated[
     str, typer.Option("--predictor", help="Which predictor; `predictor list` shows them.")
@@ -50,8 +50,10 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="File to write (.np
 TestShare = Annotated[
     float, typer.Option(min=0.01, max=0.99, help="Share of the sequences kept from training.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of the split into training and test sequences.")]
-Distances = Annotated[str, typer.Option(help="Layers to look ahead, with commas between.")]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Seed of the split into training and test sequences.")
+]
+Distances = Annotated[str, typer.Option(help="Layers to look ahead, separated by commas.")]
 MaxTokens = Annotated[
     int | None, typer.Option("--max-tokens", min=1, help="Measure a sample of this many tokens.")
 ]
@@ -69,7 +71,7 @@ def predictor_app() -> typer.Typer:
 
 
 def show(as_json: options.Json = False) -> None:
-    """List the predictors and what they look at."""
+    """List the predictors and what they use."""
     from moe_runtime.policies.prediction import PREDICTORS
 
     about = {name: (kind.__doc__ or "").split("\n")[0] for name, kind in PREDICTORS.items()}
@@ -91,8 +93,8 @@ def fit(
 ) -> None:
     """Train a predictor on all sequences of traces, for `run --predictor FILE`.
 
-    With --model and --text instead of traces the model reads the text, and hidden-lookahead, which
-    learns from hidden states, can be trained too.
+    With --model and --text instead of traces the model reads the text, so that hidden-lookahead,
+    which uses hidden states, can be trained too.
     """
     from moe_runtime.lab.traces.predictor_file import write_predictor
 
@@ -137,9 +139,9 @@ def evaluate(
 ) -> None:
     """Measure predictors on sequences held out from their training, without repeated prompts.
 
-    recall@K and @2K say which share of the visited experts was among the K or 2K likeliest. The
-    control knows the answer: a measurement in which it does not read 100 % is wrong. With --model
-    and --text instead of traces the predictors that look at hidden states are measured too.
+    recall@K and @2K are the shares of the visited experts among the K or 2K most likely. The
+    control knows the answer: if it is below 100 %, the measurement is wrong. With --model and
+    --text instead of traces, predictors that use hidden states are measured too.
     """
     from moe_runtime.lab.replay.evaluation import evaluate as measure
     from moe_runtime.lab.traces.routes import split_unrepeated

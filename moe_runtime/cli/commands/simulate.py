@@ -36,7 +36,7 @@ Straggler = Annotated[float, typer.Option(min=1.0, help="How much slower rank 0 
 Shortcut = Annotated[
     str | None,
     typer.Option(
-        help="Seconds of each operation that ScMoE's shortcut lets compute beside the exchange, in "
+        help="Seconds of each operation that ScMoE's shortcut overlaps with the exchange, in "
         "order; the paper's are feed-forward, attention and shared expert: 3e-4,1e-3,2e-4."
     ),
 ]
@@ -69,8 +69,8 @@ def simulate(
 ) -> None:
     """Predict the time of one Mixture-of-Experts layer spread over many ranks.
 
-    Compares one flat all-to-all with two levels, and degrees of chunking. Exposed is communication
-    that no computation hides; its ratio is to one flat all-to-all without overlap.
+    Compares a flat all-to-all with one in two levels, and numbers of chunks. Exposed is
+    communication that no computation hides; its ratio is to a flat all-to-all without overlap.
     """
     numbers = _numbers(ranks, "--ranks", MOST_RANKS)
     chunks = _numbers(degrees, "--degrees", 64)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_runtime.lab.simulate.events import FREE, TaskGraph
-from moe_runtime.planning.cluster import Cluster, Link
+from moe_runtime.parallel.cluster import Cluster, Link
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_runtime.config import nearest
 from moe_runtime.files import read_toml, write_text
-from moe_runtime.planning.cluster import Cluster, Link
+from moe_runtime.parallel.cluster import Cluster, Link
 
 ASSUMED = Cluster(
     num_ranks=1,

@@ -11,7 +11,7 @@ from moe_runtime.lab.simulate.layer_simulation import (
     LayerWorkload,
     predict_layer,
 )
-from moe_runtime.planning.cluster import Cluster
+from moe_runtime.parallel.cluster import Cluster
 from moe_runtime.planning.placement import place_experts
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_runtime.errors import RankFailureError
 from moe_runtime.parallel.communication.membership import Store
-from moe_runtime.planning.remap import keep_in_place, resize
+from moe_runtime.parallel.remap import keep_in_place, resize
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
 from moe_runtime.research.elastic.change import Change, decide
 from moe_runtime.research.elastic.member import POLL_S

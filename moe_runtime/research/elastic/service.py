@@ -24,7 +24,7 @@ from moe_runtime.inference.generation import check_length
 from moe_runtime.parallel.communication.membership import open_store
 from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S
 from moe_runtime.parallel.placement_map import PlacementMap
-from moe_runtime.planning.remap import resize
+from moe_runtime.parallel.remap import resize
 from moe_runtime.policies.placement import Placement
 from moe_runtime.research.elastic.change import Change
 from moe_runtime.research.elastic.coordinator import ChangeReport, Coordinator, Tokens

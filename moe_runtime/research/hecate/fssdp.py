@@ -78,7 +78,7 @@ def hidden_experts(compute_s: float, bytes_per_s: float, expert_bytes: int) -> i
 
     Args:
         compute_s: Seconds of that computation.
-        bytes_per_s: Of the slowest link that copies take, as `planning.cluster.fit_link` makes it
+        bytes_per_s: Of the slowest link that copies take, as `parallel.cluster.fit_link` makes it
             of `time_exchanges`.
         expert_bytes: Bytes of one expert's parameters.
     """

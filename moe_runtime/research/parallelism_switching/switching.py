@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_runtime.parallel.cluster import Link
 from moe_runtime.parallel.communication.measure import measure_link
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.parallel_experts import ParallelExperts
 from moe_runtime.parallel.slots import ExpertSlots
-from moe_runtime.planning.cluster import Link
 from moe_runtime.research.parallelism_switching.adaptive import AdaptiveParallelism, cheapest_degree
 from moe_runtime.routing import Routing
 
