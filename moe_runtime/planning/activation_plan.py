@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_runtime.planning.programme import Programme
+from moe_runtime.lab.programme import Programme
 
 ActivationChoice = Literal["keep", "recompute", "swap"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from moe_runtime.checkpoints.dense_weights import Progress, load_dense
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
+from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.gguf.linear_attention import SplitProjection
-from moe_runtime.checkpoints.opening import Checkpoint
+from moe_runtime.checkpoints.gguf.families import SplitProjection
 from moe_runtime.inference.budget import widest_head
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.finetune.settings import LoraConfig

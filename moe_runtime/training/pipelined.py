@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from moe_runtime.models.lm.model import Losses
-from moe_runtime.models.lm.stages import StageModule
+from moe_runtime.models.lm.parallel import StageModule
 from moe_runtime.training.run_config import PipelineSchedule
 
 if TYPE_CHECKING:

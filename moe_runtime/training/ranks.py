@@ -26,7 +26,7 @@ from moe_runtime.training.run_config import TrainConfig
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from moe_runtime.models.lm.stages import StageModule
+    from moe_runtime.models.lm.parallel import StageModule
     from moe_runtime.parallel import LayoutGroups
     from moe_runtime.training.pipelined import Pipeline
 
@@ -211,7 +211,7 @@ class SeveralRanks(OneRank):
         stages = self.groups.group("dense", "pp")
         if stages is None:
             return None
-        from moe_runtime.models.lm.stages import Stage, StageModule
+        from moe_runtime.models.lm.parallel import Stage, StageModule
         from moe_runtime.training.pipelined import Pipeline
 
         scale = self.loss_share * self.num_data_ranks / self._config.data.micro_batches
@@ -297,8 +297,7 @@ def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
     Raises:
         ValueError: the configuration asks for it.
     """
-    from moe_runtime.models.lm.parallel import check_layout
-    from moe_runtime.models.lm.stages import check_stages
+    from moe_runtime.models.lm.parallel import check_layout, check_stages
 
     data, own = config.data, config.parallel
     if data.micro_batches % num_data_ranks:

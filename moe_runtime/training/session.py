@@ -21,8 +21,7 @@ from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.files import make_folders
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.models.lm.blocks import check_experts
-from moe_runtime.models.lm.export import export_hugging_face
-from moe_runtime.models.lm.initial import import_hugging_face
+from moe_runtime.models.lm.export import export_hugging_face, import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.checkpoint import (
     Progress,
@@ -356,13 +355,20 @@ def _open_trace(preparation: Preparation, ranks: OneRank, first_step: int) -> Tr
             f"run.trace records a run of one process, this one has {ranks.size}; leave it out"
         )
     layers = set(model.routed_layers())
+    signature = signature_of_config(preparation.config.model)
     return open_trace(
         preparation.folder / run.trace,
-        signature_of_config(preparation.config.model),
+        signature,
         model,
         [f"{name}.experts" for name, module in model.named_modules() if module in layers],
         first_step=first_step,
         num_steps=run.trace_steps,
+        expert_bytes=max(
+            sum(parameter.numel() for parameter in layer.experts.parameters())
+            for layer in model.routed_layers()
+        )
+        * DTYPES[run.export_dtype].itemsize
+        // signature.num_experts,
     )
 
 

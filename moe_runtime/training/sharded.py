@@ -8,7 +8,7 @@ each process's digests of what it wrote. The folder gets its name once it is who
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,9 @@ class ShardedCheckpoints:
         path = folder / f"step-{progress.step:08d}{SHARDED_SUFFIX}"
         is_first = self._ranks.rank == 0
         with contextlib.ExitStack() as stack:
-            if is_first:
-                stack.enter_context(replace_folder(path, token=_TOKEN))
-            self._ranks.barrier()
+            with self._together():
+                if is_first:
+                    stack.enter_context(replace_folder(path, token=_TOKEN))
             new = partial_name(path, _TOKEN)
             try:
                 with self._ranks.watched(f"writing {path.name}"):
@@ -87,16 +87,33 @@ class ShardedCheckpoints:
             except CheckpointException as error:
                 reason = f"the checkpoint cannot be written: {_reason(error)}"
                 raise OSError(f"{path}: {reason}") from error
-            own = [file.name for file in new.glob(f"__{self._ranks.rank}_*.distcp")]
+            with self._together():
+                own = [file.name for file in new.glob(f"__{self._ranks.rank}_*.distcp")]
+                if is_first:
+                    self._save_progress(new / _PROGRESS_FILE, progress)
+                    own += [".metadata", _PROGRESS_FILE]
+                write_digests(new, own, writer=self._ranks.rank)
+            with self._together(), stack.pop_all():
+                pass  # the folder gets its name
+        with self._together():
             if is_first:
-                self._save_progress(new / _PROGRESS_FILE, progress)
-                own += [".metadata", _PROGRESS_FILE]
-            write_digests(new, own, writer=self._ranks.rank)
-            self._ranks.barrier()
-        if is_first:
-            remove_oldest(folder, keep)
-        self._ranks.barrier()
+                remove_oldest(folder, keep)
         return path
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """A part of a checkpoint that fails in all processes if it fails in one of them."""
+        failure = None
+        try:
+            yield
+        except OSError as error:
+            failure = error
+        reason = "" if failure is None else str(failure)
+        reason = self._ranks.first_text(reason and f"rank {self._ranks.rank}: {reason}")
+        if failure is not None:
+            raise failure
+        if reason:
+            raise OSError(f"the checkpoint cannot be written: {reason}")
 
     def _save_progress(self, path: Path, progress: Progress) -> None:
         content = {field.name: getattr(progress, field.name) for field in fields(progress)}

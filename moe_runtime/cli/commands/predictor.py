@@ -96,7 +96,7 @@ def fit(
     With --model and --text instead of traces the model reads the text, so that hidden-lookahead,
     which uses hidden states, can be trained too.
     """
-    from moe_runtime.lab.traces.predictor_file import write_predictor
+    from moe_runtime.lab.traces.learned import write_predictor
 
     if output.suffix != ".npz":
         raise ValueError(

@@ -15,7 +15,7 @@ from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.lab.replay.experiment import Experiment, Row
-    from moe_runtime.lab.replay.link_model import Machine
+    from moe_runtime.lab.replay.timed import Machine
     from moe_runtime.lab.traces.format import Trace
     from moe_runtime.policies.prediction import Routes
     from moe_runtime.types import ExpertKey
@@ -130,7 +130,7 @@ def replay(
     """
     from moe_runtime.inference.prediction.predictors import is_file_name
     from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
-    from moe_runtime.lab.traces.predictor_file import read_predictor
+    from moe_runtime.lab.traces.learned import read_predictor
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.eviction import POLICIES
 
@@ -198,7 +198,7 @@ def read_trace_to_replay(path: Path, num_experts: int | None, count: int | None)
         ValueError: it has not so many requests.
     """
     from moe_runtime.lab.traces.readers import read_any_trace
-    from moe_runtime.lab.traces.side_by_side import side_by_side
+    from moe_runtime.lab.traces.routes import side_by_side
 
     recorded = read_any_trace(path, num_experts=num_experts)
     recorded.require_choices(path)
@@ -256,7 +256,7 @@ def machine_of(
     """
     if bandwidth is None:
         return None
-    from moe_runtime.lab.replay.link_model import Machine
+    from moe_runtime.lab.replay.timed import Machine
 
     if known_ahead > layer_time:
         raise ValueError(

@@ -199,7 +199,7 @@ def _plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
 
 def _dense_equivalent(preparation: "Preparation") -> dict[str, Any] | None:
     """The dense model that a scaling law expects to be as good; None of a dense model."""
-    from moe_runtime.planning.laws import ROUTED_LAWS, routed_law_of
+    from moe_runtime.research.scaling_laws import ROUTED_LAWS, routed_law_of
 
     moe = preparation.config.model.moe
     if moe is None:

@@ -12,8 +12,8 @@ import torch
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.budget import set_up_libraries
 from moe_runtime.inference.generation import end_token_ids
-from moe_runtime.inference.libraries import set_up_libraries
 from moe_runtime.inference.loading import finish_dense, replace_experts, signature_of
 from moe_runtime.research.elastic.paged_experts import SpreadExperts, SpreadModule
 from moe_runtime.research.elastic.pages import ExpertPages

@@ -25,7 +25,7 @@ from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.parallel_experts import ParallelExperts
 from moe_runtime.parallel.replicas import keep_in_place
 from moe_runtime.parallel.slices import replace_tensors
-from moe_runtime.policies.placement.materialise import calibrate, plan_copies, reshard
+from moe_runtime.research.hecate.materialise import calibrate, plan_copies, reshard
 from moe_runtime.research.hecate.sparse import (
     PendingParameters,
     SparseMaterialisation,

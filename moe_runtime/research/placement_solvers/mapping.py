@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_runtime.planning.programme import Programme, Term
+from moe_runtime.lab.programme import Programme, Term
 from moe_runtime.research.placement_solvers.deadline import Deadline
 
 MAX_PRODUCTS = 12_000

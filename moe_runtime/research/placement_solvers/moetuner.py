@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_runtime.planning.programme import Programme
+from moe_runtime.lab.programme import Programme
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
+from moe_runtime.policies.placement.algorithms import pack
 from moe_runtime.policies.placement.base import slots_needed
-from moe_runtime.policies.placement.packing import pack
 from moe_runtime.research.placement_solvers.deadline import Deadline
 from moe_runtime.research.placement_solvers.exflow import Affinity, hop_costs, placement_of
 from moe_runtime.research.placement_solvers.mapping import map_clusters

@@ -75,6 +75,8 @@ _FREE = frozenset(
         *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig)),
     }
 )
+BASE_FILES = "the model's files"
+"""A setting of fine-tuning: what the checkpoint holds that is fine-tuned."""
 # What only the steps to come depend on: a resumed run may change it if asked to.
 _SCHEDULE = frozenset(
     {
@@ -263,9 +265,10 @@ def find_state(
             f"{last.name}); --resume goes on with it, another output folder begins anew"
         )
     state = read_progress(last) if last.is_dir() else load_checkpoint(last)
-    check_settings(
-        last, state.settings, preparation.settings, schedule=_SCHEDULE, reschedule=reschedule
-    )
+    current = dict(preparation.settings)
+    if BASE_FILES not in state.settings:  # an older version wrote it
+        current.pop(BASE_FILES, None)
+    check_settings(last, state.settings, current, schedule=_SCHEDULE, reschedule=reschedule)
     steps, data = preparation.config.run.steps, preparation.config.data
     expected = (state.step * data.tokens_per_step, state.step * data.sequences_per_step)
     if (state.tokens, sum(state.taken)) != expected:

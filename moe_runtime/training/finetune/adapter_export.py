@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.export import LikeCheckpoint
-from moe_runtime.checkpoints.opening import Checkpoint
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import write_text

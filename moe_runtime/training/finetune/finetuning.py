@@ -19,14 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_runtime.checkpoints.dense_weights import Progress
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.model_files import read_generation_config
-from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import make_folders
+from moe_runtime.files import make_folders, open_regular
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.training.checkpoint import TrainingState, named_checkpoint
 from moe_runtime.training.checkpoint_model import (
@@ -39,6 +40,7 @@ from moe_runtime.training.checkpoint_model import (
 )
 from moe_runtime.training.data.batches import Batches, windows_of
 from moe_runtime.training.data.prepared import (
+    BASE_FILES,
     CHECKPOINTS,
     DATA,
     EXPERTS,
@@ -77,6 +79,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAMPLES, _SAMPLE_BYTES = 17, 4096
+"""Of each weight file, at equal distances: another training of the same model changes them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +128,8 @@ class FinetunePreparation:
     @property
     def settings(self) -> dict[str, Any]:
         """What must be the same when the run goes on, by dotted name."""
-        return settings_of(self.config, self.streams)
+        own = {BASE_FILES: _fingerprint(self.checkpoint)}
+        return settings_of(self.config, self.streams) | own
 
 
 def prepare(
@@ -385,6 +390,20 @@ def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
 
 def _parameters(module: Any) -> list[torch.nn.Parameter]:
     return [module.module.get_parameter(name) for name in module.parameters]
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """A digest of the configuration, and of the size of each weight file and samples of it."""
+    config = checkpoint.folder / "config.json"
+    found = digest(config.read_bytes()) if config.is_file() else ""
+    for path in sorted(checkpoint.stamps):
+        with open_regular(path) as file:
+            size = path.stat().st_size
+            found = digest(f"{path.name} {size}".encode(), found)
+            for number in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
+                found = digest(file.read(_SAMPLE_BYTES), found)
+    return found
 
 
 def _check_vocabulary(checkpoint: Checkpoint, streams: Mapping[str, TokenStreams]) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.opening import Checkpoint
 from moe_runtime.config import parse_budget
 from moe_runtime.inference.budget import (
     MemoryPlan,

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.inference.budget import MemoryPlan
-from moe_runtime.inference.device.device_stacks import DeviceStacks
-from moe_runtime.inference.device.device_stores import experts_on_device, open_tiers
+from moe_runtime.inference.device.device_stores import DeviceStacks, experts_on_device, open_tiers
 from moe_runtime.memory.device.cuda_device import open_device
-from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.training.offload.memory import FrozenMemory

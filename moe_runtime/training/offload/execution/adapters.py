@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_runtime.allocator import return_freed_blocks
 from moe_runtime.inference.budget import peak_resident_bytes
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.offload.execution.compute_copies import LinkTraffic
 from moe_runtime.training.offload.execution.frozen import ExpertAdapters, FrozenPasses
 from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts

@@ -26,7 +26,7 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.offload.execution.passes import LayerInput, Visits, visited
 from moe_runtime.training.offload.execution.slotted import SlottedPasses
 from moe_runtime.training.offload.site import ExpertsModuleSpec

@@ -16,7 +16,7 @@ from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.implementations.paths import resolve_path
 from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.offload.execution.passes import LayerInput, visited
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.types import ExpertKey
@@ -154,13 +154,7 @@ class SlottedPasses:
         become free."""
         store = self._store
         assert isinstance(store, DeviceStore), "the layer has a stack"
-        is_done = False
-        try:
-            residents = store.launch_residents(layer, add).experts
-            is_done = True
-        finally:
-            if not is_done:
-                store.let_go()
+        residents = store.launch_residents(layer, add).experts
         keys = keys_of()
         then = keys if then is None else then
         if not keys:

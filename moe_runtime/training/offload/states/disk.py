@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -11,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.memory.io_queue import Block, Read, ReadQueue
+from moe_runtime.memory.reads import Block, Read, ReadQueue
 from moe_runtime.memory.slab import host_view
 from moe_runtime.memory.source import READ_BYTES
 from moe_runtime.training.offload.states.entries import Version
@@ -55,6 +56,7 @@ class Disk:
         self._files: dict[int, RecordFile] = {}
         self._scratch: dict[int, RecordFile] = {}
         self._parking: dict[ExpertKey, int] = {}
+        self._parked: dict[ExpertKey, str] = {}
         numbers = Counter(layout.state_bytes for layout in layouts.values())
         with contextlib.ExitStack() as opened:
             for layout in layouts.values():
@@ -86,19 +88,64 @@ class Disk:
         self,
         key: ExpertKey,
         layout: RecordLayout,
-        slot: int | None,
+        version: Version | None,
         sections: Sections,
         record: Tensor,
         read: Read,
     ) -> None:
-        """Starts to read sections into a record; another thread tells of the end."""
+        """Starts to read sections into a record; another thread tells of the end.
+
+        The thread that reads the last block compares the sections with what was written.
+        """
         blocks: list[Block] = []
+        slot = None if version is None else version.slot
         for file, offset, content in self._ranges(key, layout, slot, sections, record):
             blocks.extend(
                 partial(file.fetch, offset + begin, content[begin : begin + READ_BYTES])
                 for begin in range(0, len(content), READ_BYTES)
             )
-        self._queue.submit(blocks, read)
+        left = itertools.count(1 - len(blocks))
+
+        def move(block: Block) -> int:
+            moved = block()
+            if next(left) == 0:
+                self._compare(key, layout, version, sections, record)
+            return moved
+
+        self._queue.submit([partial(move, block) for block in blocks], read)
+
+    def _compare(
+        self,
+        key: ExpertKey,
+        layout: RecordLayout,
+        version: Version | None,
+        sections: Sections,
+        record: Tensor,
+    ) -> None:
+        """Compares sections that were read with what this run wrote.
+
+        Raises:
+            CheckpointError: the disk gave other bytes; names the file and the expert.
+        """
+        expected = {} if version is None else dict(version.sections)
+        if key in self._parked:
+            expected[Sections.GRADIENT] = self._parked[key]
+        for section in ORDER:
+            known = expected.get(section)
+            if section not in sections or known is None:
+                continue
+            if checksum(layout.section(record, section)) != known:
+                is_parked = section == Sections.GRADIENT
+                path = (
+                    self._parking_place(key, layout)[0].path
+                    if is_parked
+                    else records_path(self.folder, layout)
+                )
+                raise CheckpointError(
+                    f"{path}: expert {key.expert} of MoE layer {key.layer} is damaged: its "
+                    f"{section.name.lower() if section.name else section} is not what this run "
+                    "wrote there; check the disk, and go on from the last checkpoint"
+                )
 
     def write(
         self,
@@ -112,7 +159,9 @@ class Disk:
         """Starts to write sections of a record: a new version, or a gradient that waits."""
         blocks: list[Block] = []
         if version is not None:
-            blocks.append(partial(_seal, version, record[: layout.state_bytes]))
+            blocks.append(partial(_seal, layout, version, record))
+        if Sections.GRADIENT in sections:
+            blocks.append(partial(self._seal_gradient, key, layout, record))
         slot = None if version is None else version.slot
         for file, offset, content in self._ranges(key, layout, slot, sections, record):
             blocks.extend(
@@ -165,6 +214,10 @@ class Disk:
                 _, last = layout.place_of(ORDER[end - 1])
                 yield file, slot * file.slot_bytes + first, view[first:last]
 
+    def _seal_gradient(self, key: ExpertKey, layout: RecordLayout, record: Tensor) -> int:
+        self._parked[key] = checksum(layout.section(record, Sections.GRADIENT))
+        return 0
+
     def _parking_place(self, key: ExpertKey, layout: RecordLayout) -> tuple[RecordFile, int]:
         size = layout.bytes_of(Sections.GRADIENT)
         if size not in self._scratch:
@@ -175,8 +228,8 @@ class Disk:
         return file, self._parking[key]
 
 
-def _seal(version: Version, content: Tensor) -> int:
-    version.digest = checksum(content)
+def _seal(layout: RecordLayout, version: Version, record: Tensor) -> int:
+    version.digest, version.sections = layout.checksums(record)
     return 0
 
 

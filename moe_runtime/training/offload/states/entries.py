@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_runtime.memory.io_queue import Read
+from moe_runtime.memory.reads import Read
 from moe_runtime.training.offload.states.records import RecordLayout, Sections
 
 
@@ -19,6 +19,7 @@ class Version:
         digest: checksum of its bytes.
         pending: step whose gradient is kept in it for the step after; None if there is none.
         is_written: whether all of its bytes were given to the disk.
+        sections: checksum of each section, which is compared whenever the section is read.
     """
 
     slot: int
@@ -27,6 +28,7 @@ class Version:
     digest: str = ""
     pending: int | None = None
     is_written: bool = False
+    sections: dict[Sections, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

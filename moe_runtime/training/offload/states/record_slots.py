@@ -18,8 +18,7 @@ from itertools import islice
 from torch import Tensor
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.reads import Monitor, Priority, Read
 from moe_runtime.memory.slab import Slab
 from moe_runtime.training.offload.states.disk import Disk
 from moe_runtime.training.offload.states.entries import ExpertState, RingEntry, Traffic, Version
@@ -67,8 +66,7 @@ class RecordSlots:
         self._free = list(range(ring_slots))
         self._entries: OrderedDict[ExpertKey, RingEntry] = OrderedDict()
         self._expected: deque[Need] = deque()
-        self._changed = Changes()
-        self._changed.mend = self._mend
+        self._changed = Monitor(self._mend)
         self._failure: MoERuntimeError | None = None
         self.traffic = Traffic()
 
@@ -287,9 +285,8 @@ class RecordSlots:
         entry.have |= missing
         entry.fresh |= missing
         self.traffic.read_bytes += self._bytes(key, missing)
-        version = None if expert.version is None else expert.version.slot
         record = self._slab.slot(entry.slot)
-        self._on_disk.read(key, expert.layout, version, missing, record, read)
+        self._on_disk.read(key, expert.layout, expert.version, missing, record, read)
 
     def _arrive(self, entry: RingEntry, read: Read) -> None:
         with self._changed:

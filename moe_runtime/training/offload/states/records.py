@@ -10,6 +10,7 @@ gradient, or not be there at all.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -233,6 +234,15 @@ class RecordLayout:
         start = len(section) - self._sizes[Sections.GRADIENT]
         return section[start:].view(self.dtype)[: self.used]
 
+    def checksums(self, record: Tensor) -> tuple[str, dict[Sections, str]]:
+        """`checksum` of the state, and of each of its sections."""
+        sums = _block_sums(record[: self.state_bytes])
+        places = {section: self.place_of(section) for section in ORDER[:3]}
+        return _hashed(sums), {
+            section: _hashed(sums[start // BLOCK_BYTES : stop // BLOCK_BYTES])
+            for section, (start, stop) in places.items()
+        }
+
     def clear(self, record: Tensor, sections: Sections) -> None:
         """Sets sections to zero."""
         for section in ORDER:
@@ -276,7 +286,12 @@ def checksum(content: Tensor) -> str:
     Words of a block are summed, modulo 2**64, and the sums hashed: as fast as memory is read, and
     blocks in another order are told apart.
     """
-    import hashlib
+    return _hashed(_block_sums(content))
 
-    sums = content.view(torch.int64).view(-1, BLOCK_BYTES // 8).sum(1)
+
+def _block_sums(content: Tensor) -> Tensor:
+    return content.view(torch.int64).view(-1, BLOCK_BYTES // 8).sum(1)
+
+
+def _hashed(sums: Tensor) -> str:
     return hashlib.blake2b(sums.numpy().tobytes(), digest_size=8).hexdigest()

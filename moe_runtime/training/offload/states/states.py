@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.training.offload.states.entries import ExpertState, Version
 from moe_runtime.training.offload.states.record_slots import RecordSlots
 from moe_runtime.training.offload.states.records import RecordLayout, Sections
@@ -164,6 +164,7 @@ class ExpertStates(RecordSlots):
             content = record[: expert.layout.state_bytes]
             path = records_path(self._on_disk.folder, expert.layout)
             check_digest(path, key, version, content)
+            _, version.sections = expert.layout.checksums(record)
 
     def take_in(self, key: ExpertKey, read: Callable[[Tensor], Version]) -> None:
         """Takes up an expert that lies in another process's files, and writes it to its tier.
@@ -213,7 +214,7 @@ class ExpertStates(RecordSlots):
             is_done.set()
 
         read = Read(Priority.DEMAND, finish)
-        self._on_disk.read(key, expert.layout, version.slot, Sections.STATE, record, read)
+        self._on_disk.read(key, expert.layout, version, Sections.STATE, record, read)
         is_done.wait()
         if self._failure is not None:
             raise self._failure
