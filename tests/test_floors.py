@@ -35,7 +35,7 @@ FLOORS = {
     "planning": 2,
     "checkpoints": 3,
     "parallel": 4,
-    "lab": 4,
+    "lab": 5,
     "layer": 5,
     "models": 6,
     "inference": 7,
