@@ -251,7 +251,9 @@ class LikeCheckpoint:
                     _write_tensor(files[output.path], content, offset)
                 elif name in copied:
                     copy_tensor(entry, files[output.path], offset)
-            for key, layout in self._experts.layouts.items() if tensors_of is not None else ():
+            for key, layout in self._experts.layouts.items():
+                if tensors_of is None:
+                    break
                 module = self._experts.modules[key.layer].module
                 matrices = matrices_of(module, tensors_of(key))
                 names = self._experts.matrices[key.layer]

@@ -293,6 +293,7 @@ class ParallelExperts(nn.Module):
         named = wrapper.module.named_parameters()
         kept = {name for name, parameter in named if id(parameter) in own}
         if kept - wrapper.parameters_to_ignore:
+            assert wrapper.process_group is not None
             self._require_same_experts(
                 wrapper.process_group,
                 "DistributedDataParallel gives all processes the experts of the first one, but "

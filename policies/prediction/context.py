@@ -155,7 +155,7 @@ def stack_states(
     sequence nothing is.
     """
     rows = [state.row(token) for state, token in zip(states, token_ids.tolist(), strict=True)]
-    columns = {
+    columns: dict[str, Any] = {
         name: np.asarray(value)[None] if len(rows) == 1 else np.array([row[name] for row in rows])
         for name, value in rows[0].items()
     }

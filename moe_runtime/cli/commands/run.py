@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -119,7 +119,7 @@ def run(
                 max_tokens=room,
                 progress=progress,
                 **({} if placement is None else {"placement": placement}),
-                **({} if group is None else {"group": group}),
+                **cast("dict[str, Any]", {} if group is None else {"group": group}),
             )
         with contextlib.closing(loaded.moe):
             settings = {**chosen, "seed": seed, "max_new_tokens": max_new_tokens, "chat": chat}
