@@ -162,3 +162,21 @@ def refuse_given(ctx: typer.Context, names: Container[str], why: str) -> None:
         is_given = source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
         if param.name in names and is_given:
             raise ValueError(f"{param.opts[0]} {why}")
+
+
+def refuse_idle_predictor(ctx: typer.Context, policy: str, prefetch: str, predictor: str) -> None:
+    """Refuses a predictor that nothing would ask: no prefetching, and a policy that cannot.
+
+    Raises:
+        ValueError: one was given.
+    """
+    if prefetch != "off":
+        return
+    why = "has nobody to guess for: give --prefetch"
+    if policy not in ("auto", "predicted"):
+        refuse_given(ctx, {"predictor"}, f"{why}, or --policy predicted or auto")
+    from moe_runtime.policies.prediction import PREDICTORS
+
+    if predictor in PREDICTORS and PREDICTORS[predictor].needs_hidden:
+        why = f"{why}; policies take predictors of routing alone, and {predictor} is none"
+        refuse_given(ctx, {"predictor"}, why)

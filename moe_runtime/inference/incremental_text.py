@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 _UNKNOWN = "\ufffd"
 _MOST_HELD = 16
@@ -31,6 +32,20 @@ class IncrementalText:
         self._window: list[int] = []
         self._settled = 0
         self._num_sent = 0
+
+    @classmethod
+    def of(cls, tokenizer: Any, shown: Collection[int] = ()) -> IncrementalText:
+        """Decodes as a tokenizer of transformers does, spaces as they are.
+
+        Args:
+            tokenizer: of the model.
+            shown: special tokens that have their text all the same.
+        """
+
+        def decode(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+        return cls(decode, frozenset(tokenizer.all_special_ids).difference(shown))
 
     def follow(self, ids: Sequence[int], *, is_whole: bool) -> int:
         """The text goes on where that of other tokens ends; called before the first `add`.

@@ -23,7 +23,7 @@ from moe_runtime.cli.console import (
 from moe_runtime.cli.run_outcome import runtime_rows
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.streams import TextOutput
-from moe_runtime.cli.strict import refuse_given
+from moe_runtime.cli.strict import refuse_idle_predictor
 from moe_runtime.config import parse_budget
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.file_names import at_home
@@ -91,12 +91,7 @@ def chat(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=False)
-    if prefetch == "off" and policy not in ("auto", "predicted"):
-        refuse_given(
-            ctx,
-            {"predictor"},
-            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
-        )
+    refuse_idle_predictor(ctx, policy, prefetch, predictor)
     for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):
         parse_budget(budget, name=option)
     quiet_transformers(session)
@@ -112,7 +107,7 @@ def chat(
     from moe_runtime.inference.token_limit import known_positions
     from moe_runtime.serving.requests import SamplingOptions
 
-    sampling = find_sampling(ctx, model, temperature, top_p)
+    sampling = find_sampling(ctx, model, temperature, top_p, is_engine=True)
     tokenizer = load_tokenizer(model)
     known = known_positions(read_config(find_checkpoint(model, weights=False)))
     if max_tokens is not None and known is not None and max_tokens > known:

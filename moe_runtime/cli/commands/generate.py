@@ -20,7 +20,7 @@ from moe_runtime.cli.console import (
 )
 from moe_runtime.cli.prompts import read_text
 from moe_runtime.cli.run_outcome import runtime_rows
-from moe_runtime.cli.strict import refuse_given
+from moe_runtime.cli.strict import refuse_idle_predictor
 from moe_runtime.config import parse_budget
 from moe_runtime.files import check_output_path
 
@@ -111,12 +111,7 @@ def generate(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    if prefetch == "off" and policy not in ("auto", "predicted"):
-        refuse_given(
-            ctx,
-            {"predictor"},
-            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
-        )
+    refuse_idle_predictor(ctx, policy, prefetch, predictor)
     if as_json and verbose:
         raise ValueError("--verbose is for the table, which --json leaves out; give one of them")
     for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):

@@ -24,7 +24,7 @@ from moe_runtime.cli.prompt_progress import prompt_progress
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.run_outcome import outcome_json, outcome_rows
 from moe_runtime.cli.streams import TextOutput
-from moe_runtime.cli.strict import refuse_given
+from moe_runtime.cli.strict import refuse_given, refuse_idle_predictor
 from moe_runtime.config import parse_budget
 from moe_runtime.files import check_not_in_progress, check_output_path
 
@@ -74,12 +74,7 @@ def run(
     """
     session: Session = ctx.obj
     session.begin(debug=debug, as_json=as_json)
-    if prefetch == "off" and policy not in ("auto", "predicted"):
-        refuse_given(
-            ctx,
-            {"predictor"},
-            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
-        )
+    refuse_idle_predictor(ctx, policy, prefetch, predictor)
     if as_json and verbose:
         raise ValueError("--verbose is for the table, which --json leaves out; give one of them")
     with joined_processes(session) as group:
@@ -182,22 +177,30 @@ def load_tokenizer(model: str) -> Any:
 
 
 def find_sampling(
-    ctx: typer.Context, model: str, temperature: float | None, top_p: float | None
+    ctx: typer.Context,
+    model: str,
+    temperature: float | None,
+    top_p: float | None,
+    *,
+    is_engine: bool = False,
 ) -> dict[str, Any]:
     """How tokens are chosen: as the options say, else as the checkpoint's settings say.
+
+    Settings that are not obeyed are named in a warning; ``is_engine`` as for `warn_of_unused`.
 
     Raises:
         CheckpointError: the checkpoint or its settings cannot be read.
         ValueError: an option is out of range, or has no effect on greedy decoding.
     """
     from moe_runtime.checkpoints.model_files import find_checkpoint, read_generation_config
-    from moe_runtime.inference.generation import check_options, sampling_for
+    from moe_runtime.inference.generation import check_options, sampling_for, warn_of_unused
 
     without_effect = "has no effect without sampling: give --temperature too"
     if temperature == 0:
         refuse_given(ctx, {"top_p", "seed"}, without_effect)
     check_options(1, temperature or 0.0, 1.0 if top_p is None else top_p, None)
     settings = read_generation_config(find_checkpoint(model, weights=False))
+    warn_of_unused(settings, is_engine=is_engine)
     sampling = sampling_for(settings, temperature=temperature, top_p=top_p)
     if sampling["temperature"] == 0:
         refuse_given(ctx, {"top_p", "seed"}, without_effect)

@@ -14,7 +14,7 @@ from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, loading_bar, quiet_transformers
 from moe_runtime.cli.serve_screen import LOOPBACK, ServerLog, announce
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
-from moe_runtime.cli.strict import refuse_given
+from moe_runtime.cli.strict import refuse_given, refuse_idle_predictor
 from moe_runtime.config import parse_budget
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.reading import read_bounded
@@ -234,12 +234,7 @@ def serve(
         adapter_bytes = options.bytes_of(adapter_memory, "--adapter-memory", needs_unit=True)
         if not adapters:
             raise ValueError("--adapter-memory is for adapters: give --adapter NAME=FOLDER too")
-    if prefetch == "off" and policy not in ("auto", "predicted"):
-        refuse_given(
-            ctx,
-            {"predictor"},
-            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
-        )
+    refuse_idle_predictor(ctx, policy, prefetch, predictor)
     for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):
         parse_budget(budget, name=option)
     quiet_transformers(session)

@@ -23,7 +23,12 @@ from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.serving.batches.batch_lines import PromptLine
 from moe_runtime.serving.batches.offline import Answer
 from moe_runtime.serving.http.answers.answer_text import AnswerText, Piece
-from moe_runtime.serving.requests import FinishReason, GenerationRequest, NewToken
+from moe_runtime.serving.requests import (
+    FinishReason,
+    GenerationRequest,
+    NewToken,
+    SamplingOptions,
+)
 
 _HASH_DIGITS = 32
 
@@ -47,37 +52,14 @@ class Job:
 
 @dataclass(slots=True)
 class _GrowingText:
-    """The text of one answer, as far as its tokens go.
-
-    Attributes:
-        text: what the tokens go through.
-        parts: of the text, in their order.
-        finish: why the text ends; None while it may go on.
-        num_taken: tokens that are in it.
-        reason: why the tokens ended.
-    """
+    """The text of one answer so far, its parts in order, and why it ends, if it does."""
 
     text: AnswerText
     parts: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
-    num_taken: int = 0
-    reason: FinishReason | None = None
 
-    def take(self, answer: Answer) -> None:
-        """Takes the tokens that are new."""
-        self.reason = answer.reason
-        for token in answer.token_ids[self.num_taken :]:
-            self.num_taken += 1
-            if self.finish is None:
-                self._add(self.text.add(NewToken(token)))
-
-    def end(self) -> tuple[str, str]:
-        """The whole text, and why it ends."""
-        if self.finish is None:
-            self._add(self.text.end(self.reason or "stop"))
-        return "".join(self.parts), self.finish or "stop"
-
-    def _add(self, piece: Piece) -> None:
+    def add(self, piece: Piece) -> None:
+        """Appends what the text grew by."""
         self.parts.append(piece.text)
         self.finish = piece.finish
 
@@ -91,11 +73,10 @@ class Batch:
         config: of the model.
         model: as it was given.
         chat: puts prompts that are texts into the model's chat template.
-        arithmetic: what the model computes in; answers in another are others.
+        sampling: how tokens are chosen, as far as a line does not say.
         stops: texts with which the model ends its answers.
 
     Attributes:
-        jobs: one for each line.
         tokenizer: of the model.
         end_ids: tokens with which the model ends its texts; known when it is loaded.
 
@@ -112,7 +93,7 @@ class Batch:
         model: str,
         *,
         chat: bool,
-        arithmetic: str,
+        sampling: SamplingOptions,
         stops: Sequence[str] = (),
     ) -> None:
         self.tokenizer = tokenizer
@@ -120,48 +101,63 @@ class Batch:
         self._names = {model, self._name}
         self._config = config
         self._chat = chat
-        self._arithmetic = arithmetic
+        self._sampling = sampling
+        self._stops = tuple(stops)
         self._texts: dict[str, _GrowingText] = {}
         self.end_ids: frozenset[int] = frozenset()
-        times: Counter[str] = Counter()
-        self.jobs: list[Job] = []
+        self._requests: list[tuple[PromptLine, GenerationRequest]] = []
         for line in lines:
             try:
-                request = self._read(line)
+                self._requests.append((line, self._read(line)))
             except ValueError as error:
                 raise ValueError(f"{line.place}: {error}") from None
             except CheckpointError as error:
                 raise CheckpointError(f"{line.place}: {error}") from None
-            ends = (*line.stops, *(() if line.ignore_eos else stops))
-            key = self._hash(line, ends, request, 0)
-            times[key] += 1
-            job_id = self._hash(line, ends, request, times[key] - 1)
-            self.jobs.append(Job(line, request, job_id, ends))
+
+    def jobs(self, arithmetic: str) -> list[Job]:
+        """One for each line; answers computed in another arithmetic have other ids."""
+        found: list[Job] = []
+        times: Counter[str] = Counter()
+        for line, request in self._requests:
+            stops = (*line.stops, *(() if line.ignore_eos else self._stops))
+            options = [request.max_new_tokens, request.min_new_tokens, sorted(request.stop_ids)]
+            sampling = dataclasses.asdict(request.sampling)
+            asked = [self._name, line.custom_id, request.prompt_ids, options, sampling]
+            asked += [stops, line.ignore_eos]
+            times[key := json.dumps(asked)] += 1
+            text = json.dumps([*asked, times[key] - 1, arithmetic])
+            digest = hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
+            found.append(Job(line, request, f"batch_req_{digest}", stops))
+        return found
 
     def request_of(self, job: Job) -> GenerationRequest:
         """What the engine is asked."""
         return dataclasses.replace(job.request, stop_ids=self._stop_ids(job))
 
-    def is_over(self, job: Job, answer: Answer) -> bool:
-        """Whether an answer ends with its newest token, by a stop string."""
-        return bool(job.stops) and self._grown(job, answer).finish is not None
+    def is_over(self, job: Job, token: NewToken) -> bool:
+        """Takes a token of an answer; gives whether a stop string ends it here."""
+        grown = self._growing(job)
+        grown.add(grown.text.add(token))
+        return grown.finish is not None
 
     def record(self, job: Job, answer: Answer) -> dict[str, Any]:
         """The line of an answer, or of what went wrong."""
         line, record = job.line, {"id": job.id}
-        is_batch, grown = line.custom_id is not None, self._grown(job, answer)
-        self._texts.pop(job.id)
+        grown = self._growing(job)
+        del self._texts[job.id]
         error = None
         if answer.reason == "error":
             error = {"code": "generation_failed", "message": answer.message or "the model failed"}
-        if is_batch:
-            body = None if error else self._body(job, answer, *grown.end())
+        elif grown.finish is None:
+            grown.add(grown.text.end(answer.reason or "stop"))
+        text, reason = "".join(grown.parts), grown.finish or "stop"
+        if line.custom_id is not None:
+            body = None if error else self._body(job, answer, text, reason)
             answered = {"status_code": 200, "request_id": job.id, "body": body} if body else None
             return {**record, "custom_id": line.custom_id, "response": answered, "error": error}
         asked = {"prompt": line.prompt} if line.messages is None else {"messages": line.messages}
         if error:
             return {**record, **asked, "error": error}
-        text, reason = grown.end()
         return {
             **record,
             **asked,
@@ -174,12 +170,10 @@ class Batch:
     def _read(self, line: PromptLine) -> GenerationRequest:
         if line.model is not None and line.model not in self._names:
             raise ValueError(f"asks for model {line.model!r}, but this one is {self._name!r}")
-        ids = self._encode(line)
+        ids, sampling = self._encode(line), dataclasses.replace(self._sampling, **line.sampling)
         check_length(self._config, len(ids), line.max_new_tokens)
         size = self._config.get_text_config().vocab_size
-        wrong = [
-            token for token in (*ids, *line.stop_ids, *line.sampling.logit_bias) if token >= size
-        ]
+        wrong = [token for token in (*ids, *line.stop_ids, *sampling.logit_bias) if token >= size]
         if wrong:
             raise ValueError(f"token {wrong[0]} is none of the model's vocabulary of {size}")
         return GenerationRequest(
@@ -187,7 +181,7 @@ class Batch:
             max_new_tokens=line.max_new_tokens,
             min_new_tokens=line.min_new_tokens,
             stop_ids=line.stop_ids,
-            sampling=line.sampling,
+            sampling=sampling,
         )
 
     def _stop_ids(self, job: Job) -> frozenset[int]:
@@ -204,33 +198,17 @@ class Batch:
         check_vocabulary(self._config, encoded["input_ids"])
         return encoded["input_ids"][0].tolist()
 
-    def _hash(
-        self, line: PromptLine, stops: Sequence[str], request: GenerationRequest, times: int
-    ) -> str:
-        """Of a request that was asked so many times before."""
-        options = [request.max_new_tokens, request.min_new_tokens, sorted(request.stop_ids)]
-        sampling = dataclasses.asdict(request.sampling)
-        asked = [self._name, line.custom_id, request.prompt_ids, options, sampling]
-        text = json.dumps([*asked, stops, line.ignore_eos, times, self._arithmetic])
-        return f"batch_req_{hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]}"
-
-    def _grown(self, job: Job, answer: Answer) -> _GrowingText:
-        """The text of the tokens so far."""
-        text = self._texts.get(job.id)
-        if text is None:
-            decoded = IncrementalText(self._decode, frozenset(self.tokenizer.all_special_ids))
+    def _growing(self, job: Job) -> _GrowingText:
+        """The text of an answer so far."""
+        if job.id not in self._texts:
+            decoded = IncrementalText.of(self.tokenizer)
             least = job.request.min_new_tokens
-            answered = AnswerText(decoded, job.stops, self._stop_ids(job), least)
+            text = AnswerText(decoded, job.stops, self._stop_ids(job), least)
             given = job.line.prompt
             if isinstance(given, list) or (given is not None and not self._chat):
-                answered.follow(job.request.prompt_ids, is_whole=isinstance(given, str))
-            text = _GrowingText(answered)
-            self._texts[job.id] = text
-        text.take(answer)
-        return text
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+                text.follow(job.request.prompt_ids, is_whole=isinstance(given, str))
+            self._texts[job.id] = _GrowingText(text)
+        return self._texts[job.id]
 
     def _body(self, job: Job, answer: Answer, text: str, reason: str) -> dict[str, Any]:
         """As OpenAI's API answers."""

@@ -15,6 +15,7 @@ import moe_runtime
 from moe_runtime.checkpoints.model_files import (
     find_checkpoint,
     load_tokenizer,
+    read_config,
     read_generation_config,
 )
 from moe_runtime.checkpoints.opening import open_checkpoint
@@ -29,6 +30,7 @@ from moe_runtime.inference.generation import (
     end_token_ids,
     sampling_for,
     stop_strings_of,
+    warn_of_unused,
 )
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.batches.answer_file import AnswerFile
@@ -142,8 +144,7 @@ def run_batch(
             failed.
         OSError: an answer cannot be written.
     """
-    batch, sampling = _read(text, settings, progress)
-    jobs = batch.jobs
+    batch, jobs, sampling = _read(text, settings, progress)
     asked = {job.id: number for number, job in enumerate(jobs)}
     with AnswerFile(settings.output, asked) as answers:
         left = [number for number in range(len(jobs)) if number not in answers.answered]
@@ -156,7 +157,8 @@ def run_batch(
             )
             on_loaded(len(left))
             with contextlib.closing(loaded.moe):
-                _answer(loaded, batch, left, answers, settings.engine, outcome, on_done)
+                wanted = {number: jobs[number] for number in left}
+                _answer(loaded, batch, wanted, answers, settings.engine, outcome, on_done)
                 outcome.stats = loaded.moe.stats()
         if not outcome.is_interrupted:
             answers.finish()
@@ -165,30 +167,31 @@ def run_batch(
 
 def _read(
     text: str, settings: BatchSettings, progress: Callable[[str, int, int], None] | None
-) -> tuple[Batch, dict[str, Any]]:
-    """What is asked, if all of it can be answered, and how tokens are chosen by default."""
+) -> tuple[Batch, list[Job], dict[str, Any]]:
+    """What is asked, if all of it can be answered, and how tokens are chosen by default.
+
+    Lines are judged before anything is fetched, and all but their arithmetic before weights are.
+    """
+    top_p = 1.0 if settings.top_p is None else settings.top_p
+    check_options(settings.max_new_tokens, settings.temperature or 0.0, top_p, settings.seed)
+    lines = read_lines(text, settings.file, max_new_tokens=settings.max_new_tokens)
     folder = find_checkpoint(settings.model, weights=False, progress=progress)
     config = read_generation_config(folder)
+    warn_of_unused(config, is_engine=True)
     penalty = getattr(config, "repetition_penalty", None) or 1.0
     own = sampling_for(config, temperature=settings.temperature, top_p=settings.top_p)
     check_options(settings.max_new_tokens, own["temperature"], own["top_p"], settings.seed)
-    sampling = SamplingOptions(**own, seed=settings.seed, repetition_penalty=penalty)
-    lines = read_lines(
-        text, settings.file, sampling=sampling, max_new_tokens=settings.max_new_tokens
-    )
-    tokenizer = load_tokenizer(folder)
-    dtype = settings.loading["dtype"]
-    checkpoint = open_checkpoint(settings.model, dtype, progress=progress)
     batch = Batch(
         lines,
-        tokenizer,
-        checkpoint.config,
+        load_tokenizer(folder),
+        read_config(folder),
         settings.model,
         chat=settings.chat,
+        sampling=SamplingOptions(**own, seed=settings.seed, repetition_penalty=penalty),
         stops=stop_strings_of(config),
-        arithmetic=str(checkpoint.dtype),
     )
-    return batch, own
+    checkpoint = open_checkpoint(settings.model, settings.loading["dtype"], progress=progress)
+    return batch, batch.jobs(str(checkpoint.dtype)), own
 
 
 def _tokens_for(jobs: Sequence[Job], settings: BatchSettings) -> int:
@@ -209,13 +212,12 @@ def _tokens_for(jobs: Sequence[Job], settings: BatchSettings) -> int:
 def _answer(
     loaded: Any,
     batch: Batch,
-    left: Sequence[int],
+    jobs: Mapping[int, Job],
     answers: AnswerFile,
     options: EngineOptions,
     outcome: BatchOutcome,
     on_done: Callable[[BatchOutcome], None],
 ) -> None:
-    jobs = batch.jobs
     batch.end_ids = frozenset(end_token_ids(loaded, batch.tokenizer))
 
     def take(number: int, answer: Answer) -> None:
@@ -228,9 +230,9 @@ def _answer(
     with contextlib.suppress(KeyboardInterrupt):
         outcome.engine = answer_all(
             loaded,
-            {number: batch.request_of(jobs[number]) for number in left},
+            {number: batch.request_of(job) for number, job in jobs.items()},
             options,
-            on_token=lambda number, answer: batch.is_over(jobs[number], answer),
+            on_token=lambda number, token: batch.is_over(jobs[number], token),
             on_answer=take,
         )
         outcome.is_interrupted = False

@@ -50,7 +50,7 @@ def answer_all(
     requests: Mapping[int, GenerationRequest],
     options: EngineOptions,
     *,
-    on_token: Callable[[int, Answer], bool],
+    on_token: Callable[[int, NewToken], bool],
     on_answer: Callable[[int, Answer], None],
 ) -> EngineStatistics:
     """Answers requests in the order that is quickest for all together.
@@ -62,7 +62,8 @@ def answer_all(
         model: a loaded model.
         requests: by number; each fits into the memory that the model was loaded for.
         options: of the engine.
-        on_token: called when an answer has grown, in the caller's thread; gives whether it is over.
+        on_token: called with each new token, in the caller's thread; gives whether it ends its
+            answer.
         on_answer: called once for each request, in the caller's thread.
 
     Raises:
@@ -132,7 +133,7 @@ class _Flow:
         self,
         requests: Mapping[int, GenerationRequest],
         options: EngineOptions,
-        on_token: Callable[[int, Answer], bool],
+        on_token: Callable[[int, NewToken], bool],
         on_answer: Callable[[int, Answer], None],
     ) -> None:
         self._requests = requests
@@ -191,7 +192,7 @@ class _Flow:
             answer.cached_tokens = event.cached_tokens
         elif isinstance(event, NewToken):
             answer.token_ids.append(event.token_id)
-            if self._on_token(number, answer):
+            if self._on_token(number, event):
                 assert request.handle is not None
                 request.handle.cancel()
                 self._end(number, answer, "stop", None)

@@ -40,6 +40,8 @@ _QUICK_MASK_S, _SLOW_MASKS_S = 0.05, 2.0
 """Masks are computed in the thread of all requests: those of one answer may take so long beyond."""
 _MOST_KEPT = 16
 _ANY_OBJECT = {"type": "object"}
+_NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
+_ANY_VALUE = {"type": ["string", "number", "boolean", "object", "array", "null"]}
 _BARE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 """A slash that no backslash stands before, or a character that one does."""
 _LARK_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:NAME|ARGUMENTS)\b')
@@ -285,6 +287,7 @@ def of_tools(
         if (one_by_one := writing.argument) is None:
             arguments = _json(schema, is_strict=is_strict)
         else:
+            schema = _NO_ARGUMENTS if function.parameters is None else schema
             written = _Arguments(schema, one_by_one, tokens, f"f{number}", is_strict)
             arguments = written.grammar(rules)
         words = {"NAME": _text(function.name), "ARGUMENTS": arguments}
@@ -319,7 +322,10 @@ class _Arguments:
     is_strict: bool
 
     def grammar(self, rules: list[str]) -> str:
-        """The arguments in the order of the schema, those left out that it does not require."""
+        """The arguments in the order of the schema, those left out that it does not require.
+
+        A schema that names no properties allows any, unless it says otherwise.
+        """
         found, seen = self.schema, set[int]()
         while isinstance(found, dict) and "$ref" in found and id(found) not in seen:
             seen.add(id(found))
@@ -330,6 +336,14 @@ class _Arguments:
         known = list(properties.items()) if isinstance(properties, dict) else []
         between = _lark(self.writing.between, self.tokens)
         behind = alone = '""'
+        other = found.get("additionalProperties", True)
+        if "properties" not in found and other is not False:
+            if self.is_strict and found.keys() & {"patternProperties", "propertyNames"}:
+                raise self._refused("patterns of names")
+            schema = other if isinstance(other, dict) and other else _ANY_VALUE
+            one = self._argument(None, schema, f"{self.rule}_any", rules)
+            rules.append(f"{self.rule}_any: {one}")
+            return f"({self.rule}_any ({between} {self.rule}_any)*)?"
         for at, (key, schema) in reversed(list(enumerate(known))):
             one = self._argument(key, schema, f"{self.rule}_{at}", rules)
             is_needed = isinstance(required, list) and key in required
@@ -340,9 +354,10 @@ class _Arguments:
             behind = f"{self.rule}_{at}"
         return alone
 
-    def _argument(self, key: str, schema: Any, rule: str, rules: list[str]) -> str:
+    def _argument(self, key: str | None, schema: Any, rule: str, rules: list[str]) -> str:
         writing = self.writing
-        before = [_lark(writing.before_key, self.tokens), _text(key)]
+        name = writing.any_key if key is None else _text(key)
+        before = [_lark(writing.before_key, self.tokens), name]
         before.append(_lark(writing.before_value, self.tokens))
         ends = writing.ends_text
         texts, has_others, _ = texts_of(schema, self.schema)

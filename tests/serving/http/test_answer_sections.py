@@ -390,3 +390,10 @@ def test_json_that_was_asked_for_is_no_call(tokenizer: Any, kind: str | None) ->
         assert "tool_calls" not in choice["message"]
     else:
         assert ("tool_calls" in choice["message"]) == (kind is None)
+
+
+def test_what_a_model_writes_makes_python_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    text = r'<|tool_call_start|>[weather(city="\d")]<|tool_call_end|>'
+    sections = AnswerSections(None, FORMATS["lfm2"], [WEATHER])
+    assert [*sections.add(text), *sections.end()] == [ParsedCall("weather", r'{"city": "\\d"}')]
+    assert not recwarn.list

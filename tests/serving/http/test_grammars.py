@@ -406,6 +406,26 @@ def test_a_reference_to_itself_is_refused_where_arguments_are_written_one_by_one
 
 
 @pytest.mark.parametrize(
+    "name", [how.name for how in TOOL_FORMATS if how.writing.argument is not None]
+)
+def test_a_schema_without_properties_allows_any_arguments(grammars: Grammars, name: str) -> None:
+    """Where arguments are written one by one."""
+    function = Function(name="weather", parameters={"type": "object"})
+    how, text = FORMATS[name], CALL_TEXTS[name].of([("Rome", "2")])
+    free = of_tools([function], how, {}, is_needed=True, may_repeat=False) or ""
+    assert writes(grammars, free, text)
+    (call,) = [*(sections := AnswerSections(None, how, [function])).add(text), *sections.end()]
+    assert isinstance(call, ParsedCall)
+    assert json.loads(call.arguments) == {"city": "Rome", "days": 2}
+    closed = {"type": "object", "additionalProperties": False}
+    for parameters in (None, closed, {"type": "object", "properties": {}}):
+        none = Function(name="weather", parameters=parameters)
+        assert not writes(
+            grammars, of_tools([none], how, {}, is_needed=True, may_repeat=False) or "", text
+        )
+
+
+@pytest.mark.parametrize(
     "asked",
     [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}],
     ids=lambda asked: asked["type"],

@@ -99,23 +99,29 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        if self._process is not None:
-            return self._rendered(self._process, conversation, given)
-        with blamed_on("messages: this model's chat template refuses them", ApiError):
-            return self._tokenizer.apply_chat_template(conversation, tokenize=False, **given)
+        return self.write(conversation, **given)
 
-    def _rendered(
-        self, process: LimitedProcess, conversation: list[dict[str, Any]], given: dict[str, Any]
-    ) -> str:
-        """As the tokenizer itself does it, elsewhere."""
+    def write(self, conversation: list[dict[str, Any]], **given: Any) -> str:
+        """A conversation as the template writes it, within the limits of the process.
+
+        Args:
+            conversation: messages as templates know them.
+            **given: further variables of the template.
+
+        Raises:
+            ApiError: the template refuses it, or takes too much.
+        """
+        if self._process is None:
+            with blamed_on("messages: this model's chat template refuses them", ApiError):
+                return self._tokenizer.apply_chat_template(conversation, tokenize=False, **given)
         work = {
             "conversations": [conversation],
-            "chat_template": self._tokenizer.get_chat_template(tools=given["tools"]),
+            "chat_template": self._tokenizer.get_chat_template(tools=given.get("tools")),
             **self._tokenizer.special_tokens_map,
             **given,
         }
         try:
-            found = process.ask(work, cpu_s=_RENDER_S, memory_bytes=_RENDER_BYTES)
+            found = self._process.ask(work, cpu_s=_RENDER_S, memory_bytes=_RENDER_BYTES)
         except LimitError as error:
             message = f"messages: this model's chat template {error} for them"
             raise ApiError(message, param="messages", code="template_limit") from None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_runtime.inference.generation import end_token_ids, stop_strings_of
+from moe_runtime.inference.generation import end_token_ids, stop_strings_of, warn_of_unused
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limited_process import LimitedProcess
 from moe_runtime.serving.http.models.chat_template import ChatTemplate
@@ -61,16 +61,17 @@ def serve_model(
         grammars: where grammars are tried.
     """
     settings = model.generation_config
+    warn_of_unused(settings, is_engine=True)
     size = model.config.get_text_config().vocab_size
-    vocabulary = Vocabulary(
-        tokenizer, size, end_token_ids(model, tokenizer), stop_strings_of(settings)
-    )
+    template = None if tokenizer.chat_template is None else ChatTemplate(tokenizer, templates)
+    ends = end_token_ids(model, tokenizer, template and template.write)
+    vocabulary = Vocabulary(tokenizer, size, ends, stop_strings_of(settings))
     found = {option: getattr(settings, option, None) for option in _OPENAI}
     return ServedModel(
         name=name,
         engine=engine,
         vocabulary=vocabulary,
-        template=None if tokenizer.chat_template is None else ChatTemplate(tokenizer, templates),
+        template=template,
         grammars=Grammars(vocabulary, grammars),
         defaults=_OPENAI | {name: value for name, value in found.items() if value is not None},
     )
