@@ -11,9 +11,14 @@ from typing import Any
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import encode_messages
 from moe_runtime.inference.incremental_text import IncrementalText
-from moe_runtime.serving.http.answers.answer_sections import Kind
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.http.answers.answer_sections import (
+    HARMONY_MARKS,
+    HarmonySections,
+    Kind,
+    is_harmony,
+)
 from moe_runtime.serving.http.answers.answer_text import AnswerText, Piece
-from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections, is_harmony
 from moe_runtime.serving.requests import (
     Event,
     Finished,
@@ -22,7 +27,6 @@ from moe_runtime.serving.requests import (
     NewToken,
     PromptRead,
     SamplingOptions,
-    TokenEngine,
 )
 
 _LOOKING_S = 0.05
@@ -70,7 +74,7 @@ class Conversation:
 
     def __init__(
         self,
-        engine: TokenEngine,
+        engine: Engine,
         tokenizer: Any,
         *,
         end_ids: frozenset[int],
@@ -90,8 +94,7 @@ class Conversation:
         self._system = system
         self._is_harmony = is_harmony(str(tokenizer.chat_template))
         marks = HARMONY_MARKS if self._is_harmony else ()
-        shown = set(tokenizer.convert_tokens_to_ids(list(marks)))
-        self._skipped = frozenset(tokenizer.all_special_ids) - shown
+        self._shown = tokenizer.convert_tokens_to_ids(list(marks))
         self.messages: list[dict[str, Any]] = []
         self.turns: list[Turn] = []
         self.reset()
@@ -157,7 +160,7 @@ class Conversation:
         on_text: Callable[[str], None],
         is_stopped: Callable[[], bool],
     ) -> tuple[str, Turn]:
-        decoded = IncrementalText(self._decode, self._skipped)
+        decoded = IncrementalText.of(self._tokenizer, self._shown)
         text, reason = AnswerText(decoded, self._stops, self._end_ids), None
         answer = _Answer(on_text, HarmonySections() if self._is_harmony else None)
 
@@ -195,9 +198,6 @@ class Conversation:
             decode_s=times_s[-1] - times_s[0] if times_s else 0.0,
             reason=reason,
         )
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 class _Answer:

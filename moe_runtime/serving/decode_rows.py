@@ -11,8 +11,7 @@ from moe_runtime.serving.caches.kv_account import PIECE, rounded_up
 from moe_runtime.serving.caches.row_memory import RowMemory
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.scheduling import Scheduler
-from moe_runtime.serving.sequences import Failure, Sequence
+from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence
 
 LEAST_TOKENS = 64
 """Places of a row; shorter ones are not worth their memory."""
@@ -36,10 +35,6 @@ class InRow(DynamicCache):
 def size_of_rows(options: EngineOptions, capacity: int) -> tuple[int, int]:
     """Rows, and places of each, that take half of the memory for tokens at most.
 
-    Args:
-        options: of the engine.
-        capacity: tokens of all sequences and prefixes.
-
     Returns:
         None and none where rows would be too short.
     """
@@ -59,13 +54,7 @@ class RowDecoding:
     """
 
     def __init__(self, passes: ModelPasses, scheduler: Scheduler, options: EngineOptions) -> None:
-        """Takes the room; memory is allocated for the first sequence.
-
-        Args:
-            passes: of the model.
-            scheduler: of the engine.
-            options: likewise.
-        """
+        """Takes the room; memory is allocated for the first sequence."""
         self._passes, self._scheduler, self._account = passes, scheduler, scheduler.account
         self._exact = options.exact
         self._num_rows = self._num_tokens = 0

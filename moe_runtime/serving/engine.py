@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from moe_runtime.inference.token_limit import known_positions
 from moe_runtime.serving.adapters import Adapters
 from moe_runtime.serving.caches.kv_account import PIECE, KVAccount
-from moe_runtime.serving.caches.prefix_files import PrefixDisk
 from moe_runtime.serving.caches.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.engine_options import (
@@ -23,12 +23,12 @@ from moe_runtime.serving.engine_options import (
     check_request,
     rows_of_logits,
 )
-from moe_runtime.serving.expert_statistics import expert_statistics
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.prefixes import Prefixes
+from moe_runtime.serving.prefixes import PrefixDisk, Prefixes
 from moe_runtime.serving.requests import (
     EngineClosedError,
     EngineStatistics,
+    ExpertStatistics,
     Finished,
     FinishReason,
     GenerationRequest,
@@ -37,10 +37,48 @@ from moe_runtime.serving.requests import (
     QueueFullError,
 )
 from moe_runtime.serving.sampling import Sampler
-from moe_runtime.serving.scheduling import Scheduler, beside_prompts, groups_of
-from moe_runtime.serving.sequences import Failure, Sequence
+from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence, beside_prompts, groups_of
 from moe_runtime.serving.step_sizes import StepSizes
-from moe_runtime.serving.turns import Turns
+
+
+class Turns:
+    """Lets one engine at a time compute, so that models share a machine's cores fairly.
+
+    Who asks waits behind all who asked before: an engine with much to do cannot keep the others
+    waiting for longer than one step of each.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_asked = self._num_ended = 0
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Waits for its turn, and has it within the block."""
+        with self._changed:
+            number = self._num_asked
+            self._num_asked += 1
+            self._changed.wait_for(lambda: self._num_ended == number)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_ended += 1
+                self._changed.notify_all()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for the turn that somebody else has."""
+        return self._num_asked - self._num_ended > 1
+
+
+def expert_statistics(model: Any) -> ExpertStatistics:
+    """What a loaded model's experts cost."""
+    stats = model.moe.stats()
+    host = {} if model.moe.facts.device_plan is None else {"host": stats.copied_bytes}
+    names = {field.name for field in dataclasses.fields(ExpertStatistics)} - {"bytes_read"}
+    same = {name: getattr(stats, name) for name in names}
+    return ExpertStatistics(bytes_read={"disk": stats.bytes_read, **host}, **same)
 
 
 class Engine:
@@ -49,6 +87,9 @@ class Engine:
     A step computes one more token for each sequence whose prompt was read, and some tokens of
     prompts, all in one forward pass where the model allows it. The model stays the
     caller's, whose own calls take turns with the engine's.
+
+    Attributes:
+        most_request_tokens: tokens that a request may have, prompt and answer together.
     """
 
     def __init__(
@@ -118,7 +159,19 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> EngineHandle:
-        """Takes a request; see `TokenEngine.submit`."""
+        """Takes a request; from any thread.
+
+        Args:
+            request: what is asked.
+            on_event: called from the engine's thread with each event, `Finished` last, whatever
+                happens. It must return soon and not raise: it holds up all requests.
+
+        Raises:
+            QueueFullError: as many requests wait as may.
+            RequestTooLongError: it needs more tokens than ``most_request_tokens``.
+            EngineClosedError: the engine drains or is closed.
+            ValueError: a token is none of the model's vocabulary.
+        """
         check_request(
             request,
             most_tokens=self.most_request_tokens,
@@ -173,7 +226,11 @@ class Engine:
         )
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Takes no more requests, and waits for those that were taken; see `TokenEngine.drain`."""
+        """Takes no more requests, and waits for those that were taken.
+
+        Returns:
+            Whether all have ended within the time.
+        """
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
@@ -275,11 +332,12 @@ class Engine:
             rest = [sequence for sequence in decoding if sequence not in beside]
             most = self._passes.most_together(exact=self._options.exact)
             for group in in_rows:
-                self._decode(group, self._rows.decode)
+                self._pass(_one_each(group), lambda group=group: self._rows.decode(group))
             for group in groups_of(rest, most):
-                self._decode(group, self._passes.decode)
+                self._pass(_one_each(group), lambda group=group: self._passes.decode(group))
             if chosen:
-                self._read([*chosen, *((sequence, 1) for sequence in beside)])
+                together = [*chosen, *_one_each(beside)]
+                self._pass(together, lambda: self._passes.read(together))
 
     def _prompt_sizes(self, is_beside: bool) -> tuple[int, int]:
         """Most tokens of prompts in a pass, and most whose log-probabilities are asked for."""
@@ -306,14 +364,6 @@ class Engine:
         sequence.start(cache, num_found, read_end)
         sequence.room = room if num_found else 0
         self._counts["prefix_hit_tokens"] += min(num_found, len(prompt))
-
-    def _decode(
-        self, group: list[Sequence], compute: Callable[[list[Sequence]], torch.Tensor]
-    ) -> None:
-        self._pass([(sequence, 1) for sequence in group], lambda: compute(group))
-
-    def _read(self, chosen: list[tuple[Sequence, int]]) -> None:
-        self._pass(chosen, lambda: self._passes.read(chosen))
 
     def _pass(
         self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
@@ -388,6 +438,11 @@ class Engine:
         self._passes.requests.end(sequence.number)
         self._finished[finished.reason] += 1
         sequence.finish(finished)
+
+
+def _one_each(sequences: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
+    """A token of each."""
+    return [(sequence, 1) for sequence in sequences]
 
 
 class EngineHandle:

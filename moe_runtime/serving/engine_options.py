@@ -82,12 +82,6 @@ def check_request(
 ) -> None:
     """Refuses what cannot be answered.
 
-    Args:
-        request: what is asked.
-        most_tokens: of a request, its answer included.
-        most_room: tokens that a request can be given room for.
-        vocab_size: of the model.
-
     Raises:
         RequestTooLongError: it has more tokens.
         ValueError: it names a token that the model does not know.
@@ -107,14 +101,7 @@ def check_request(
 
 
 def rows_of_logits(config: Any, dtype: torch.dtype, max_tokens: int, top_k: int) -> int:
-    """Rows of logits in fp32 that fit, with their activations, into those set aside; at least four.
-
-    Args:
-        config: of the model.
-        dtype: of its activations.
-        max_tokens: that the reserve was made for.
-        top_k: experts that a token visits in a layer.
-    """
+    """Rows of fp32 logits that fit, with activations, into those set aside; at least four."""
     activations = activation_bytes_per_token(config, dtype, top_k)
     logits = 4 * config.get_text_config().vocab_size
     return max(4, max_tokens * activations // (activations + logits))

@@ -267,14 +267,6 @@ Event = Started | PromptRead | NewToken | Finished
 OnEvent = Callable[[Event], None]
 
 
-class RequestHandle(Protocol):
-    """A request that was taken."""
-
-    def cancel(self) -> None:
-        """Ends it between two steps; nothing happens if it has ended. From any thread."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertStatistics:
     """What the experts of the model cost since it was loaded; all counters.
@@ -348,49 +340,3 @@ class EngineStatistics:
     def kv_usage(self) -> float:
         """The share of the capacity that running requests hold; the rest can be had at once."""
         return (self.kv_tokens - self.prefix_tokens) / self.kv_capacity
-
-
-class TokenEngine(Protocol):
-    """What answers requests. All calls may come from any thread."""
-
-    @property
-    def most_request_tokens(self) -> int:
-        """Tokens that a request may have, prompt and answer together."""
-        ...
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it takes requests."""
-        ...
-
-    def submit(self, request: GenerationRequest, on_event: OnEvent) -> RequestHandle:
-        """Takes a request.
-
-        Args:
-            request: what is asked.
-            on_event: called from the engine's thread with each event, `Finished` last, whatever
-                happens. It must return soon and not raise: it holds up all requests.
-
-        Raises:
-            QueueFullError: as many requests wait as may.
-            RequestTooLongError: it needs more tokens than `most_request_tokens`.
-            EngineClosedError: the engine drains or is closed.
-            ValueError: a token is none of the model's vocabulary.
-        """
-        ...
-
-    def statistics(self) -> EngineStatistics:
-        """What the engine does and did."""
-        ...
-
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Takes no more requests, and waits for those that were taken.
-
-        Returns:
-            Whether all have ended within the time.
-        """
-        ...
-
-    def close(self) -> None:
-        """Cancels what has not ended, sends its `Finished`, and ends the engine's thread."""
-        ...

@@ -11,7 +11,7 @@ from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.prefixes import LEAST_SHARED
 from moe_runtime.serving.requests import EngineStatistics, GenerationRequest, NewToken
 from moe_runtime.serving.sampling import Sampler
-from moe_runtime.serving.sequences import Sequence
+from moe_runtime.serving.scheduling import Sequence
 
 NEW = 12
 

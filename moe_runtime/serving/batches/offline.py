@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_runtime.serving.caches.kv_account import rounded_up
-from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine import Engine, EngineHandle
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.prefixes import LEAST_SHARED
 from moe_runtime.serving.requests import (
@@ -24,7 +24,6 @@ from moe_runtime.serving.requests import (
     GenerationRequest,
     NewToken,
     PromptRead,
-    RequestHandle,
 )
 
 
@@ -123,7 +122,7 @@ class _Open:
     events: list[Event] = field(default_factory=list)
     num_taken: int = 0
     is_taking: bool = False
-    handle: RequestHandle | None = None
+    handle: EngineHandle | None = None
 
 
 class _Flow:

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 def sampling_of(body: GenerationFields, model: ServedModel, number: int = 0) -> SamplingOptions:
     """How tokens are chosen: as the body says, else the checkpoint, else OpenAI.
 
-    Args:
-        body: of the request.
-        model: that answers.
-        number: of the answer among those to one prompt; each has a seed of its own.
-
     Raises:
         FieldError: ``logit_bias`` names a token that is none.
     """

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http import grammars
-from moe_runtime.serving.http.answers.answer_sections import AnswerSections
-from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections
+from moe_runtime.serving.http.answering import Answers, chat_logprobs
+from moe_runtime.serving.http.answers.answer_sections import (
+    HARMONY_MARKS,
+    AnswerSections,
+    HarmonySections,
+)
+from moe_runtime.serving.http.answers.answer_text import AnswerToken, Piece
+from moe_runtime.serving.http.answers.call_readers import ParsedCall
 from moe_runtime.serving.http.answers.tool_formats import ToolFormat
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.asking import (
@@ -19,7 +27,7 @@ from moe_runtime.serving.http.asking import (
     choices_for,
     encode_prompt,
 )
-from moe_runtime.serving.http.generating import AnswerChoice
+from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.models.chat_template import ChatTemplate, without_template
 from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.schema import (
@@ -63,15 +71,13 @@ class ChatPlan:
             "reasoning" if self.opens_reasoning else "content",
         )
 
+    def answer(self, body: ChatBody, generation: Generation) -> ChatAnswers:
+        """Makes the JSON of what the engine generates."""
+        return ChatAnswers(body, generation, [self.sections() for _ in generation.choices])
+
 
 def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = "") -> ChatPlan:
     """What the engine is asked. Takes a while: not in the loop.
-
-    Args:
-        body: of the request.
-        model: that answers.
-        most_choices: answers that a request may have.
-        owner: of grammars that are kept.
 
     Raises:
         ApiError: the conversation, a tool or a grammar cannot be used, or too many answers are
@@ -268,3 +274,96 @@ def _after_reasoning(
         text, marks, tokens, is_open=opens_reasoning, opens_calls=opens_calls
     )
     return text, param
+
+
+class ChatAnswers(Answers):
+    """Messages, or deltas as they grow."""
+
+    def __init__(
+        self,
+        body: ChatBody,
+        generation: Generation,
+        sections: Sequence[AnswerSections | HarmonySections],
+    ) -> None:
+        kind = "chat.completion", "chat.completion.chunk"
+        super().__init__(body, generation, kind, "chatcmpl")
+        self._has_logprobs = bool(body.logprobs)
+        self._sections = sections
+        self._num_calls = [0] * len(sections)
+        self._messages: list[dict[str, Any]] = [
+            {"role": "assistant", "content": None} for _ in sections
+        ]
+        self._silent = set(range(len(sections)))
+
+    def take(self, index: int, piece: Piece) -> str | None:
+        """Adds a piece to an answer; see `Answers.take`."""
+        message = self._messages[index]
+        for delta in self._deltas(index, piece):
+            for field, value in delta.items():
+                message[field] = value if message.get(field) is None else message[field] + value
+        return self._reason(index, piece)
+
+    def taken(self) -> dict[str, Any]:
+        """The fields of all answers, once they are whole."""
+        choices = []
+        for index, message in enumerate(self._messages):
+            if message["content"] is None and "tool_calls" not in message:
+                message["content"] = ""
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+            found = {"message": message}, self.tokens[index], self.reasons[index]
+            choices.append(self._choice(index, *found))
+        return {"choices": choices, **self._prompt_ids(0)}
+
+    def grown(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The chunks of a piece: one for each part of it, and one for its end."""
+        tokens = piece.tokens
+        if index in self._silent:
+            # Not before the model has begun: clients take it for the first token.
+            first = {"delta": {"role": "assistant", "content": ""}}
+            is_first = len(self._silent) == len(self._messages)
+            self._silent.discard(index)
+            more = self._prompt_ids(0) if is_first else {}
+            yield {"choices": [self._choice(index, first, (), None)], **more}
+        for delta in self._deltas(index, piece):
+            yield {"choices": [self._choice(index, {"delta": delta}, tokens, None)]}
+            tokens = ()
+        if piece.finish is not None or (tokens and (self._has_logprobs or self._has_ids)):
+            reason = self._reason(index, piece)
+            yield {"choices": [self._choice(index, {"delta": {}}, tokens, reason)]}
+
+    def _deltas(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """What a message grows by with a piece of text."""
+        sections = self._sections[index]
+        parts = [sections.add(piece.text)]
+        if piece.finish is not None:
+            parts.append(sections.end(cut_by=piece.cut_by))
+        for part in itertools.chain(*parts):
+            if not isinstance(part, ParsedCall):
+                kind, text = part
+                yield {"content" if kind == "content" else "reasoning_content": text}
+                continue
+            call = {
+                "index": self._num_calls[index],
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": part.name, "arguments": part.arguments},
+            }
+            self._num_calls[index] += 1
+            yield {"tool_calls": [call]}
+
+    def _reason(self, index: int, piece: Piece) -> str | None:
+        has_calls = piece.finish == "stop" and self._num_calls[index] > 0
+        return "tool_calls" if has_calls else piece.finish
+
+    def _choice(
+        self,
+        index: int,
+        message: dict[str, Any],
+        tokens: Sequence[AnswerToken],
+        reason: str | None,
+    ) -> dict[str, Any]:
+        has_logprobs = self._has_logprobs and bool(tokens or "message" in message)
+        logprobs = chat_logprobs(tokens, self._vocabulary) if has_logprobs else None
+        choice = {"index": index, **message, "logprobs": logprobs, "finish_reason": reason}
+        return {**choice, **self._ids(tokens)}

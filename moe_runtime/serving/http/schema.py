@@ -31,21 +31,10 @@ _MOST_STOPS = 16
 
 _KNOWN_BUT_UNSUPPORTED = frozenset(
     {
-        *(
-            "audio",
-            "function_call",
-            "functions",
-            "modalities",
-            "prediction",
-        ),
-        *("suffix", "web_search_options", "prompt_logprobs"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *(
-            "length_penalty",
-            "use_beam_search",
-            "truncate_prompt_tokens",
-            "include_stop_str_in_output",
-        ),
+        *("audio", "function_call", "functions", "modalities", "prediction", "suffix"),
+        *("web_search_options", "prompt_logprobs", "guided_json", "guided_regex"),
+        *("guided_choice", "guided_grammar", "length_penalty", "use_beam_search"),
+        *("truncate_prompt_tokens", "include_stop_str_in_output"),
     }
 )
 """Fields that other servers have; a client that sends them would not get what it asks for."""

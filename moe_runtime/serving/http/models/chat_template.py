@@ -10,11 +10,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.errors import blamed_on
-from moe_runtime.serving.http.answers.answer_sections import reasoning_marks_of
-from moe_runtime.serving.http.answers.harmony import is_harmony
+from moe_runtime.serving.http.answers.answer_sections import is_harmony, reasoning_marks_of
 from moe_runtime.serving.http.answers.tool_formats import tool_format_of
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.limited_process import LimitedProcess, LimitError
+from moe_runtime.serving.http.limits import LimitedProcess, LimitError
 from moe_runtime.serving.http.schema import Message, TextPart, Tool
 
 _OWN_VARIABLES = frozenset(
@@ -103,10 +102,6 @@ class ChatTemplate:
 
     def write(self, conversation: list[dict[str, Any]], **given: Any) -> str:
         """A conversation as the template writes it, within the limits of the process.
-
-        Args:
-            conversation: messages as templates know them.
-            **given: further variables of the template.
 
         Raises:
             ApiError: the template refuses it, or takes too much.

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_runtime.inference.generation import end_token_ids, stop_strings_of, warn_of_unused
+from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.grammars import Grammars
-from moe_runtime.serving.http.limited_process import LimitedProcess
+from moe_runtime.serving.http.limits import LimitedProcess
 from moe_runtime.serving.http.models.chat_template import ChatTemplate
 from moe_runtime.serving.http.models.vocabulary import Vocabulary
-from moe_runtime.serving.requests import TokenEngine
 
 _OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -33,7 +33,7 @@ class ServedModel:
     """
 
     name: str
-    engine: TokenEngine
+    engine: Engine
     vocabulary: Vocabulary
     template: ChatTemplate | None
     grammars: Grammars
@@ -44,22 +44,13 @@ class ServedModel:
 
 def serve_model(
     name: str,
-    engine: TokenEngine,
+    engine: Engine,
     tokenizer: Any,
     model: Any,
     templates: LimitedProcess,
     grammars: LimitedProcess,
 ) -> ServedModel:
-    """Puts together what the server needs of a loaded model.
-
-    Args:
-        name: by which requests ask for it.
-        engine: answers them.
-        tokenizer: of `transformers`.
-        model: a loaded model; its configurations are read.
-        templates: where conversations are rendered.
-        grammars: where grammars are tried.
-    """
+    """Puts together what the server needs of a loaded model."""
     settings = model.generation_config
     warn_of_unused(settings, is_engine=True)
     size = model.config.get_text_config().vocab_size
