@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     )
     from moe_runtime.inference.loading import load as load
     from moe_runtime.layer import MoELayer as MoELayer
-    from moe_runtime.research.zeroth_order.directions import ZerothOrder as ZerothOrder
+    from moe_runtime.research.zeroth_order.training import ZerothOrder as ZerothOrder
     from moe_runtime.research.zeroth_order.training import (
         offload_zeroth_order as offload_zeroth_order,
     )
+    from moe_runtime.training.offload.adamw import AdamW as AdamW
     from moe_runtime.training.offload.offloading import offload_training as offload_training
-    from moe_runtime.training.offload.optimizers.adamw import AdamW as AdamW
 
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _MODULES = {
-    "AdamW": "moe_runtime.training.offload.optimizers.adamw",
+    "AdamW": "moe_runtime.training.offload.adamw",
     "CapacityError": "moe_runtime.errors",
     "CheckpointError": "moe_runtime.errors",
     "MoELayer": "moe_runtime.layer",
     "MoERuntimeError": "moe_runtime.errors",
     "UnsupportedModelError": "moe_runtime.errors",
     "UnsupportedUseError": "moe_runtime.errors",
-    "ZerothOrder": "moe_runtime.research.zeroth_order.directions",
+    "ZerothOrder": "moe_runtime.research.zeroth_order.training",
     "register_with_transformers": "moe_runtime.inference.hugging_face.backend",
     "load": "moe_runtime.inference.loading",
     "offload_training": "moe_runtime.training.offload.offloading",

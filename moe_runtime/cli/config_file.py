@@ -6,8 +6,7 @@ from typing import Any
 import typer
 
 from moe_runtime.config import nearest
-from moe_runtime.file_names import at_home
-from moe_runtime.reading import read_toml
+from moe_runtime.files import at_home, read_toml
 
 
 def apply_config(ctx: typer.Context, path: Path | None) -> Path | None:

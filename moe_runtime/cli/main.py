@@ -6,15 +6,16 @@ Exit codes: 0 done, 1 a bug of ours, 2 something that the user or the machine ca
 
 import contextlib
 import functools
+import importlib
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
-from moe_runtime.cli.commands.bench import bench_app
 from moe_runtime.cli.commands.chat import chat
 from moe_runtime.cli.commands.doctor import doctor
 from moe_runtime.cli.commands.finetune import finetune
@@ -138,8 +139,33 @@ def build_app() -> typer.Typer:
     app.command(cls=StrictCommand)(train)
     app.command(cls=StrictCommand)(finetune)
     app.add_typer(predictor_app(), name="predictor")
-    app.add_typer(bench_app(), name="bench")
+    app.add_typer(
+        typer.Typer(
+            help="Measure a model, kernels on this machine, or a server.",
+            cls=_BenchGroup,
+            no_args_is_help=True,
+        ),
+        name="bench",
+    )
     return app
+
+
+class _BenchGroup(TyperGroup):
+    """The commands of ``bench``, imported when they are asked for: other commands need none."""
+
+    @property
+    def commands(self) -> Any:
+        return _bench_commands()
+
+    @commands.setter
+    def commands(self, value: Any) -> None:
+        """typer sets what it knows, which is none."""
+
+
+@functools.cache
+def _bench_commands() -> Any:
+    module = importlib.import_module("moe_runtime.benchmarks.commands.bench")
+    return get_command(module.bench_app()).commands
 
 
 def _first_screen(

@@ -18,7 +18,7 @@ from moe_runtime.config import (
     parse_bytes,
     require_known,
 )
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 
 
 def named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[Any], Any]:

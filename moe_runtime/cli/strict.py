@@ -14,9 +14,7 @@ from typer.core import TyperCommand
 
 from moe_runtime.checkpoints.model_files import files_of
 from moe_runtime.cli.console import launched_rank
-from moe_runtime.file_names import at_home
-from moe_runtime.places import require_apart, require_file_name
-from moe_runtime.reading import require_not_read
+from moe_runtime.files import at_home, require_apart, require_file_name, require_not_read
 
 OUTPUTS = frozenset(
     {"--csv", "--markdown", "--output", "--plot", "--png", "--table", "--timeline", "--trace"}

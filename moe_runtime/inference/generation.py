@@ -279,13 +279,7 @@ def _tensors(encoded: Any) -> dict[str, torch.Tensor]:
 
 
 class _TimedStreamer(BaseStreamer):
-    """Hands on finished text and keeps ids and times of the new tokens.
-
-    Args:
-        tokenizer: of the model.
-        on_text: called with each piece of text.
-        prompt_ids: what the text goes on with; None where it stands alone, as the answer of a chat.
-    """
+    """Hands on finished text and keeps ids and times of the new tokens."""
 
     def __init__(
         self,
@@ -423,9 +417,6 @@ def _end_of_answer(
 
 def stop_strings_of(settings: Any) -> tuple[str, ...]:
     """The strings with which a checkpoint's settings of generation end a text.
-
-    Args:
-        settings: a ``GenerationConfig``, or None where the checkpoint has none.
 
     Raises:
         CheckpointError: they are no strings.

@@ -28,7 +28,7 @@ from moe_runtime.checkpoints.strict_json import clipped, parse_object
 from moe_runtime.config import format_bytes
 from moe_runtime.digests import check_digests
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
-from moe_runtime.reading import read_bounded
+from moe_runtime.files import read_bounded
 
 OBEYED = frozenset(
     {

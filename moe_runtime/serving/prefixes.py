@@ -25,8 +25,7 @@ from transformers.cache_utils import DynamicCache
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
-from moe_runtime.file_names import PARTIAL_SUFFIX, partial_name
-from moe_runtime.files import make_folders
+from moe_runtime.files import PARTIAL_SUFFIX, make_folders, partial_name
 from moe_runtime.serving.caches.kv_account import KVAccount
 from moe_runtime.serving.caches.sequence_cache import BlockCopies, set_room
 from moe_runtime.serving.passes import ModelPasses

@@ -11,11 +11,11 @@ import pytest
 import torch
 from training_runs import CONFIG, train, training_records, write_run
 
-from moe_runtime.bench.cases.ablation import BASE, measure_ablation, read_variants
-from moe_runtime.bench.measured_work import work_words
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Number
-from moe_runtime.cli.bench_cases import shared
+from moe_runtime.benchmarks.cases.ablation import BASE, measure_ablation, read_variants
+from moe_runtime.benchmarks.commands import shared
+from moe_runtime.benchmarks.suite.measured_work import work_words
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Number
 from moe_runtime.cli.main import main
 from moe_runtime.routing import GATES
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
-from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
-from moe_runtime.bench.peer_files import find_peer
-from moe_runtime.bench.peer_process import started
-from moe_runtime.bench.results import read_results, write_results
-from moe_runtime.bench.runner import PeerFailedError, Rules
-from moe_runtime.cli.commands.bench_latency import show_latency
+from moe_runtime.benchmarks.cases.latency import LatencyPlan, measure_latency
+from moe_runtime.benchmarks.cases.throughput import ThroughputPlan, measure_throughput
+from moe_runtime.benchmarks.commands.latency import show_latency
+from moe_runtime.benchmarks.suite.peer_files import find_peer
+from moe_runtime.benchmarks.suite.peer_process import started
+from moe_runtime.benchmarks.suite.results import read_results, write_results
+from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
 from moe_runtime.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,7 +147,7 @@ def test_settings_reach_every_system(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(f"moe_runtime.bench.cases.{case}.measure_{case}", record)
+    monkeypatch.setattr(f"moe_runtime.benchmarks.cases.{case}.measure_{case}", record)
     words = ["--device", device, "--device-memory", "3GiB", "--misses", "auto"]
     assert main(["bench", case, POCKET, *words, "--peer", "transformers"]) == 2
     settings, *programs = given

@@ -9,11 +9,11 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
-from moe_runtime.bench.experts.backends import measure_experts
-from moe_runtime.bench.experts.layers import ExpertLayer, layer_of_model
-from moe_runtime.bench.experts.results import ExpertsPlan, in_float64
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.experts.backends import measure_experts
+from moe_runtime.benchmarks.experts.layers import ExpertLayer, layer_of_model
+from moe_runtime.benchmarks.experts.results import ExpertsPlan, in_float64
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.checkpoints.transformers_private import ExpertsInterface
 from moe_runtime.cli.main import main
 
@@ -79,7 +79,7 @@ def test_who_computes_something_else_has_no_numbers(
 ) -> None:
     ExpertsInterface.register("tested", implementation)
     for module in ("layers", "backends"):
-        monkeypatch.setattr(f"moe_runtime.bench.experts.{module}.PEERS", ("tested",))
+        monkeypatch.setattr(f"moe_runtime.benchmarks.experts.{module}.PEERS", ("tested",))
     layer = layer_of_model(model, torch.float32)
     plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
     rules = Rules(judged=("forward_1_s",), least=1, most=1)

@@ -8,13 +8,13 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
-from moe_runtime.bench.experts import format_layers
-from moe_runtime.bench.experts.format_layers import FORMATS, FormatLayer, make_format_layer
-from moe_runtime.bench.experts.format_systems import FormatsPlan, measure_formats
-from moe_runtime.bench.experts.layers import LayerSizes
-from moe_runtime.bench.experts.results import in_float64
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Rules, middle
+from moe_runtime.benchmarks.experts import format_layers
+from moe_runtime.benchmarks.experts.format_layers import FORMATS, FormatLayer, make_format_layer
+from moe_runtime.benchmarks.experts.format_systems import FormatsPlan, measure_formats
+from moe_runtime.benchmarks.experts.layers import LayerSizes
+from moe_runtime.benchmarks.experts.results import in_float64
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Rules, middle
 from moe_runtime.cli.main import main
 from moe_runtime.kernels.native import native_library
 

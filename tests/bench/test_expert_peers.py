@@ -12,15 +12,15 @@ import pytest
 import torch
 from text_checkpoint import save_text_checkpoint
 
-from moe_runtime.bench.experts.backends import measure_experts
-from moe_runtime.bench.experts.format_systems import FormatsPlan, measure_formats
-from moe_runtime.bench.experts.layers import LayerSizes, layer_of_model
-from moe_runtime.bench.experts.peers import write_layer
-from moe_runtime.bench.experts.results import ExpertsPlan
-from moe_runtime.bench.peer_files import find_peer, find_peers
-from moe_runtime.bench.peer_process import started
-from moe_runtime.bench.peers import kt_kernel
-from moe_runtime.bench.runner import PeerFailedError, Rules
+from moe_runtime.benchmarks.experts.backends import measure_experts
+from moe_runtime.benchmarks.experts.format_systems import FormatsPlan, measure_formats
+from moe_runtime.benchmarks.experts.layers import LayerSizes, layer_of_model
+from moe_runtime.benchmarks.experts.peers import write_layer
+from moe_runtime.benchmarks.experts.results import ExpertsPlan
+from moe_runtime.benchmarks.peers import kt_kernel
+from moe_runtime.benchmarks.suite.peer_files import find_peer, find_peers
+from moe_runtime.benchmarks.suite.peer_process import started
+from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
 from moe_runtime.cli.main import main
 from moe_runtime.kernels.native import native_library
 

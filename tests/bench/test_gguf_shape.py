@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import moe_runtime
-from moe_runtime.bench.synthetic import gguf_shape
-from moe_runtime.bench.synthetic.gguf_shape import (
+from moe_runtime.benchmarks.synthetic import gguf_shape
+from moe_runtime.benchmarks.synthetic.gguf_shape import (
     FILE_NAME,
     GGUF_SHAPES,
     GgufShape,
@@ -70,7 +70,7 @@ def test_layers_are_asked_for_and_the_file_is_what_is_measured(
         given.append(settings)
         raise ValueError("this is where it ends")
 
-    monkeypatch.setattr("moe_runtime.bench.cases.latency.measure_latency", measure)
+    monkeypatch.setattr("moe_runtime.benchmarks.cases.latency.measure_latency", measure)
     words = ["bench", "latency", "--quick", "--shape"]
     assert main([*words, TINY.name, "--layers", "1"]) == 2
     assert "this is where it ends" in capsys.readouterr().err

@@ -16,13 +16,13 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor, nn
 
-from moe_runtime.bench.experts.backends import measure_experts
-from moe_runtime.bench.experts.layers import layer_of_model
-from moe_runtime.bench.experts.peers import write_layer
-from moe_runtime.bench.experts.results import ExpertsPlan, num_equal
-from moe_runtime.bench.peer_files import describe_peer, find_peer, peer_file
-from moe_runtime.bench.peers import host
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.experts.backends import measure_experts
+from moe_runtime.benchmarks.experts.layers import layer_of_model
+from moe_runtime.benchmarks.experts.peers import write_layer
+from moe_runtime.benchmarks.experts.results import ExpertsPlan, num_equal
+from moe_runtime.benchmarks.peers import host
+from moe_runtime.benchmarks.suite.peer_files import describe_peer, find_peer, peer_file
+from moe_runtime.benchmarks.suite.runner import Rules
 
 PEERS = ("megablocks", "scattermoe")
 

@@ -8,13 +8,13 @@ import pytest
 from counted_energy import CountedEnergy
 from warm_python import warm_python
 
-from moe_runtime.bench.cases import latency, text_systems
-from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
-from moe_runtime.bench.peer_files import describe_peer, find_peer, peer_file, peer_names
-from moe_runtime.bench.peer_process import PeerProgram, started
-from moe_runtime.bench.results import read_results, write_results
-from moe_runtime.bench.runner import PeerFailedError, Rules
-from moe_runtime.cli.bench_cases.tables import MEMORY_ROWS, show_systems
+from moe_runtime.benchmarks.cases import latency, text_systems
+from moe_runtime.benchmarks.cases.latency import LatencyPlan, measure_latency
+from moe_runtime.benchmarks.commands.tables import MEMORY_ROWS, show_systems
+from moe_runtime.benchmarks.suite.peer_files import describe_peer, find_peer, peer_file, peer_names
+from moe_runtime.benchmarks.suite.peer_process import PeerProgram, started
+from moe_runtime.benchmarks.suite.results import read_results, write_results
+from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
 from moe_runtime.cli.main import main
 
 COUNTING = """
@@ -199,7 +199,9 @@ def test_the_command_measures_us_beside_transformers(
     (tmp_path / "p.txt").write_text("The store\nreads an expert\n")
     path = tmp_path / "r.json"
     words = ["--prompts", str(tmp_path / "p.txt"), "--quick", "--time", "1", "--threads", "1"]
-    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+    monkeypatch.setattr(
+        "moe_runtime.benchmarks.suite.peer_files.this_python", lambda: Path(warm_python())
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words += ["--peer", "transformers", "--peer", "moe_runtime", "-o", str(path), "--json"]
     assert main(["bench", "latency", str(tmp_path / "model"), *words]) == 0

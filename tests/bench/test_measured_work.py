@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import typer
 
-from moe_runtime.bench.measured_work import (
+from moe_runtime.benchmarks.commands.shared import end_case
+from moe_runtime.benchmarks.suite.measured_work import (
     model_words,
     require_same_work,
     work_of,
     work_words,
 )
-from moe_runtime.bench.results import (
+from moe_runtime.benchmarks.suite.results import (
     Metric,
     describe_system,
     make_results,
     write_results,
 )
-from moe_runtime.bench.runner import MeasuredSystem
-from moe_runtime.cli.bench_cases.shared import end_case
+from moe_runtime.benchmarks.suite.runner import MeasuredSystem
 from moe_runtime.cli.main import main
 from moe_runtime.cli.stopping import StopRequest
 
@@ -191,12 +191,10 @@ def test_results_are_shown_where_their_file_cannot_be_written(
     import errno
     import os
 
-    from moe_runtime.bench import results
-
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(results, "write_text", full)
+    monkeypatch.setattr("moe_runtime.benchmarks.suite.results.write_text", full)
     words = ["bench", "io", "models/pocket", "--experts", "4", "--time", "1", "--quick"]
     assert main([*words, "--json", "-o", str(tmp_path / "r.json")]) == 2
     out, err = capsys.readouterr()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.bench import memory_cap as caps
-from moe_runtime.bench.memory_cap import (
+from moe_runtime.benchmarks.suite import memory_cap as caps
+from moe_runtime.benchmarks.suite.memory_cap import (
     CGROUP_ROOT,
     CapUnavailableError,
     ScopeCap,
@@ -23,9 +23,9 @@ from moe_runtime.bench.memory_cap import (
     usable_parents,
     why_unavailable,
 )
-from moe_runtime.bench.peer_files import find_peer
-from moe_runtime.bench.peer_process import started
-from moe_runtime.bench.runner import PeerFailedError
+from moe_runtime.benchmarks.suite.peer_files import find_peer
+from moe_runtime.benchmarks.suite.peer_process import started
+from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 
 NO_CAPS = why_unavailable()
@@ -183,7 +183,7 @@ def test_a_cap_that_cannot_be_is_one_line(
 
 @pytest.mark.parametrize("case", ["latency", "throughput"])
 def test_the_cap_arrives_at_every_system(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_runtime.bench.cases import latency, throughput
+    from moe_runtime.benchmarks.cases import latency, throughput
 
     seen: list[Mapping[str, Any]] = []
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench.cases import op_times
-from moe_runtime.bench.cases.op_times import OpCall, OpsPlan, OpSystem, draw_weights, op_calls
-from moe_runtime.bench.experts.layers import LayerSizes
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import PeerFailedError
+from moe_runtime.benchmarks.cases import op_times
+from moe_runtime.benchmarks.cases.op_times import OpCall, OpsPlan, OpSystem, draw_weights, op_calls
+from moe_runtime.benchmarks.experts.layers import LayerSizes
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 
 SIZES = LayerSizes(num_experts=4, top_k=2, dim_model=32, dim_hidden=16)

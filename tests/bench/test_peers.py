@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
-from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
-from moe_runtime.bench.peer_files import find_peer, find_peers, split_peer
-from moe_runtime.bench.peer_process import why_unable
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.cases.latency import LatencyPlan, measure_latency
+from moe_runtime.benchmarks.cases.throughput import ThroughputPlan, measure_throughput
+from moe_runtime.benchmarks.suite.peer_files import find_peer, find_peers, split_peer
+from moe_runtime.benchmarks.suite.peer_process import why_unable
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 
 STAND_INS = Path(__file__).resolve().parents[1] / "support" / "peers"
@@ -167,7 +167,7 @@ def test_ftllm_keeps_experts_in_half_of_a_cap(
 ) -> None:
     from contextlib import nullcontext
 
-    from moe_runtime.bench import peer_process
+    from moe_runtime.benchmarks.suite import peer_process
 
     # What is told, not what is enforced: that takes rights.
     monkeypatch.setattr(peer_process, "memory_cap", lambda limit: nullcontext())
@@ -189,7 +189,7 @@ def test_accelerate_has_the_memory_that_the_cap_leaves(
 ) -> None:
     from contextlib import nullcontext
 
-    from moe_runtime.bench import peer_process
+    from moe_runtime.benchmarks.suite import peer_process
 
     # What is told, not what is enforced: that takes rights.
     monkeypatch.setattr(peer_process, "memory_cap", lambda limit: nullcontext())

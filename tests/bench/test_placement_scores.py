@@ -9,15 +9,14 @@ import pytest
 from synthetic_routes import make_routes
 from traces import trace_of
 
-from moe_runtime.bench.cases import placement_scores
-from moe_runtime.bench.cases.placement_scores import PlacementsPlan, measure_placements
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.cases import placement_scores
+from moe_runtime.benchmarks.cases.placement_scores import PlacementsPlan, measure_placements
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.planning.placement import PlacementOptions
-from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
+from moe_runtime.policies.placement import Devices, Placement, PlacementOptions, RoutingProfile
 from moe_runtime.policies.prediction import Shape
 from moe_runtime.research.placement_solvers import ALGORITHMS, place_experts
 

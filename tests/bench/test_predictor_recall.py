@@ -10,19 +10,18 @@ import pytest
 from synthetic_routes import make_routes
 from traces import trace_of
 
-from moe_runtime.bench.cases import predictor_recall
-from moe_runtime.bench.cases.predictor_recall import (
+from moe_runtime.benchmarks.cases import predictor_recall
+from moe_runtime.benchmarks.cases.predictor_recall import (
     PredictorsPlan,
     fit_and_count,
     measure_predictors,
 )
-from moe_runtime.bench.measured_work import work_words
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.suite.measured_work import work_words
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 from moe_runtime.lab.replay.evaluation import Evaluation
-from moe_runtime.lab.replay.link_model import Machine
-from moe_runtime.lab.replay.timed import replay_timed
+from moe_runtime.lab.replay.timed import Machine, replay_timed
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.format import Trace
 from moe_runtime.lab.traces.routes import routes_of, split_sequences, trace_of_routes

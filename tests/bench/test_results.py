@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_runtime.bench.intervals import percentile
-from moe_runtime.bench.report_page import results_page
-from moe_runtime.bench.results import (
+from moe_runtime.benchmarks.suite.intervals import percentile
+from moe_runtime.benchmarks.suite.report_page import results_page
+from moe_runtime.benchmarks.suite.results import (
     Metric,
     describe_system,
     make_results,
     read_results,
     write_results,
 )
-from moe_runtime.bench.runner import MeasuredSystem
-from moe_runtime.bench.schema import read_schema, require_valid
+from moe_runtime.benchmarks.suite.runner import MeasuredSystem
+from moe_runtime.benchmarks.suite.schema import read_schema, require_valid
 from moe_runtime.cli.commands import bench_report
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from moe_runtime.bench.runner import Number, PeerFailedError, Rules, run_in_turn
+from moe_runtime.benchmarks.suite.runner import Number, PeerFailedError, Rules, run_in_turn
 
 
 class Clock:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from warm_python import warm_python
 
-from moe_runtime.bench.measured_work import work_words
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape
+from moe_runtime.benchmarks.suite.measured_work import work_words
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape
 from moe_runtime.cli.main import main
 
 
@@ -19,12 +19,14 @@ def know_the_shape(shape: ModelShape, folder: Path, monkeypatch: pytest.MonkeyPa
     """For commands, as `tiny`, with a cache of its own and peers that start quickly."""
     monkeypatch.setitem(SHAPES, "tiny", shape)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+    monkeypatch.setattr(
+        "moe_runtime.benchmarks.suite.peer_files.this_python", lambda: Path(warm_python())
+    )
 
 
 def noted(case: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is given from now on to each prompt or batch, with its number; all are asked as ever."""
-    place, given = f"moe_runtime.bench.cases.{case}", list[Any]()
+    place, given = f"moe_runtime.benchmarks.cases.{case}", list[Any]()
     real = import_module(place)._answer
 
     def answer(process: Any, plan: Any, number: int, ids: Any) -> Any:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from warm_python import warm_python
 
-from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
-from moe_runtime.bench.peer_files import find_peer
-from moe_runtime.bench.peer_process import started
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.cases.throughput import ThroughputPlan, measure_throughput
+from moe_runtime.benchmarks.suite.peer_files import find_peer
+from moe_runtime.benchmarks.suite.peer_process import started
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 
 COUNTING = """

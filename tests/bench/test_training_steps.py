@@ -13,22 +13,22 @@ import torch
 from counted_energy import CountedEnergy
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
-from moe_runtime.bench.cases import disk_alone, training_steps
-from moe_runtime.bench.cases.training_plan import TrainingPlan
-from moe_runtime.bench.cases.training_steps import (
+from moe_runtime.benchmarks.cases import disk_alone, training_steps
+from moe_runtime.benchmarks.cases.training_plan import TrainingPlan
+from moe_runtime.benchmarks.cases.training_steps import (
     FusedAdamW,
     OffloadedSystem,
     TrainingPeer,
     in_transformers,
     ours_in_memory,
 )
-from moe_runtime.bench.experts.layers import LayerSizes
-from moe_runtime.bench.peer_files import find_peer
-from moe_runtime.bench.peers import deepspeed
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import PeerFailedError
-from moe_runtime.cli.bench_cases import older_isa
-from moe_runtime.cli.bench_cases.training import show_training
+from moe_runtime.benchmarks.commands import older_isa
+from moe_runtime.benchmarks.commands.training import show_training
+from moe_runtime.benchmarks.experts.layers import LayerSizes
+from moe_runtime.benchmarks.peers import deepspeed
+from moe_runtime.benchmarks.suite.peer_files import find_peer
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel

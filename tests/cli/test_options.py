@@ -18,7 +18,7 @@ from moe_runtime.cli.main import main
 from moe_runtime.inference.generation import GenerationResult, generate_text
 from moe_runtime.inference.loading import load
 from moe_runtime.lab.traces import write_trace
-from moe_runtime.planning.placement import PlacementOptions
+from moe_runtime.policies.placement import PlacementOptions
 from moe_runtime.policies.prediction import Shape
 from moe_runtime.research.placement_solvers import ALGORITHMS
 

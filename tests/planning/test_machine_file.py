@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moe_runtime.lab.simulate.machine_file import ASSUMED, read_machine, write_machine
+from moe_runtime.lab.simulate.scaling import ASSUMED, read_machine, write_machine
 from moe_runtime.planning.cluster import Cluster, Link
 
 

@@ -26,9 +26,7 @@ from moe_runtime.cli.streams import TextOutput
 from moe_runtime.cli.strict import refuse_idle_predictor
 from moe_runtime.config import parse_budget
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.file_names import at_home
-from moe_runtime.files import check_output_path, write_text
-from moe_runtime.places import require_file_name
+from moe_runtime.files import at_home, check_output_path, require_file_name, write_text
 
 if TYPE_CHECKING:
     from moe_runtime.serving.conversation import Conversation

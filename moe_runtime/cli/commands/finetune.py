@@ -25,7 +25,7 @@ from moe_runtime.cli.step_speed import (
 )
 from moe_runtime.cli.strict import FOLDER, refuse_given
 from moe_runtime.config import parse_budget
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.training.finetune.finetuning import FinetunePreparation
@@ -198,7 +198,7 @@ def finetune(
         refuse_given(ctx, ("reschedule",), "changes a run that goes on; give --resume too")
     settings = build_tree(config_class, tree)
     quiet_transformers(session)
-    from moe_runtime.training.data.prepared import run_folder
+    from moe_runtime.training.prepared import run_folder
 
     with run_folder(settings.run.output, settings.run.storage_dir, is_used=not dry_run):
         preparation = _prepare(settings, has_steps=steps is not None, keeps_text=not dry_run)

@@ -19,7 +19,7 @@ from moe_runtime.config import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from moe_runtime.inference.inspection import CheckpointSummary
-    from moe_runtime.policies.eviction.setting import PolicyChoice
+    from moe_runtime.policies.eviction.base import PolicyChoice
 
 Verify = Annotated[
     bool,

@@ -114,9 +114,8 @@ def place(
     devices = devices_of(gpus, nodes)
     from moe_runtime.lab.traces import read_trace
     from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
-    from moe_runtime.planning.placement import PlacementOptions, random_score, split_window
-    from moe_runtime.policies.placement import RoundRobin, RoutingProfile
-    from moe_runtime.policies.placement.scoring import score_placement
+    from moe_runtime.policies.placement import PlacementOptions, RoundRobin, RoutingProfile
+    from moe_runtime.policies.placement.scoring import random_score, score_placement, split_window
     from moe_runtime.research.placement_solvers import SEARCHING, check_algorithm, place_experts
 
     if output is not None:

@@ -87,7 +87,7 @@ def fit(
     learns from hidden states, can be trained too.
     """
     _begin(ctx, debug, as_json)
-    from moe_runtime.lab.traces.predictor_file import write_predictor
+    from moe_runtime.lab.traces.learned import write_predictor
 
     if output.suffix != ".npz":
         raise ValueError(

@@ -11,11 +11,11 @@ from moe_runtime.cli.console import Session, loading_bar, print_json, print_tabl
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.lab.replay.experiment import Experiment, Row
-    from moe_runtime.lab.replay.link_model import Machine
+    from moe_runtime.lab.replay.timed import Machine
     from moe_runtime.lab.traces.format import Trace
     from moe_runtime.policies.prediction import Routes
     from moe_runtime.types import ExpertKey
@@ -129,7 +129,7 @@ def replay(
     session.begin(debug=debug, as_json=as_json)
     from moe_runtime.inference.prediction.predictors import is_file_name
     from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
-    from moe_runtime.lab.traces.predictor_file import read_predictor
+    from moe_runtime.lab.traces.learned import read_predictor
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.eviction import POLICIES
 
@@ -197,7 +197,7 @@ def read_trace_to_replay(path: Path, num_experts: int | None, count: int | None)
         ValueError: it has not so many requests.
     """
     from moe_runtime.lab.traces.readers import read_any_trace
-    from moe_runtime.lab.traces.side_by_side import side_by_side
+    from moe_runtime.lab.traces.routes import side_by_side
 
     recorded = read_any_trace(path, num_experts=num_experts)
     recorded.require_choices(path)
@@ -255,7 +255,7 @@ def machine_of(
     """
     if bandwidth is None:
         return None
-    from moe_runtime.lab.replay.link_model import Machine
+    from moe_runtime.lab.replay.timed import Machine
 
     if known_ahead > layer_time:
         raise ValueError(

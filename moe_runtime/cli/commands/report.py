@@ -137,7 +137,7 @@ def _page_of_trace(
 ) -> "Page":
     from moe_runtime.cli.commands.predictor import check_trainable
     from moe_runtime.cli.commands.replay import ASSUMED_EXPERT, parse_shares
-    from moe_runtime.lab.replay.link_model import Machine
+    from moe_runtime.lab.replay.timed import Machine
     from moe_runtime.lab.report.findings import ReportSettings, find
     from moe_runtime.lab.report.trace_page import trace_page
     from moe_runtime.lab.traces.readers import read_any_trace

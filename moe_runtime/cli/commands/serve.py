@@ -17,7 +17,7 @@ from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.cli.strict import refuse_given, refuse_idle_predictor
 from moe_runtime.config import parse_budget
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.reading import read_bounded
+from moe_runtime.files import read_bounded
 
 if TYPE_CHECKING:
     from moe_runtime.serving.http.starting import Ready

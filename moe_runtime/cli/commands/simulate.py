@@ -83,8 +83,13 @@ def simulate(
     backbone_s = None if shortcut is None else _seconds(shortcut, "--shortcut")
     if backbone_s is not None and 1 not in chunks:
         raise ValueError("--shortcut hides the exchange in one piece: --degrees must have 1")
-    from moe_runtime.lab.simulate.machine_file import ASSUMED, read_machine
-    from moe_runtime.lab.simulate.scaling import Imbalance, SimulatedLayer, sweep_scaling
+    from moe_runtime.lab.simulate.scaling import (
+        ASSUMED,
+        Imbalance,
+        SimulatedLayer,
+        read_machine,
+        sweep_scaling,
+    )
     from moe_runtime.research.placement_solvers import place_experts
 
     if plot is not None:

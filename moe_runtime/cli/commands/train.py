@@ -19,7 +19,7 @@ from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.train_progress import training_display
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.reading import require_not_read
+from moe_runtime.files import require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.training.loop import Trainer
@@ -65,7 +65,7 @@ def train(
     if reschedule and not resume:
         raise ValueError("--reschedule changes a run that goes on: give --resume too")
     from moe_runtime.training.config_tree import read_tree
-    from moe_runtime.training.data.prepared import run_folder
+    from moe_runtime.training.prepared import run_folder
     from moe_runtime.training.run_config import TrainConfig
 
     with joined_processes(session) as group, contextlib.ExitStack() as stack:
@@ -191,7 +191,7 @@ def _plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
 
 def _dense_equivalent(preparation: "Preparation") -> dict[str, Any] | None:
     """The dense model that a scaling law expects to be as good; None of a dense model."""
-    from moe_runtime.planning.laws import ROUTED_LAWS, routed_law_of
+    from moe_runtime.research.scaling_laws import ROUTED_LAWS, routed_law_of
 
     moe = preparation.config.model.moe
     if moe is None:

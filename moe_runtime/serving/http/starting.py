@@ -24,7 +24,7 @@ import moe_runtime
 from moe_runtime.allocator import give_back_free_pages
 from moe_runtime.checkpoints.model_files import find_checkpoint, load_tokenizer
 from moe_runtime.errors import CapacityError, MoERuntimeError, blamed_on
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import AdapterFolder, Adapters

@@ -19,9 +19,8 @@ from moe_runtime.inference.budget import (
     resolve_budget,
     smallest_budget,
 )
-from moe_runtime.inference.handle import RuntimeHandle
+from moe_runtime.inference.handle import RuntimeHandle, is_resizable, resize_cache
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.inference.resizing import is_resizable, resize_cache
 from moe_runtime.serving.adapters import AdapterFolder, resident_bytes
 from moe_runtime.serving.engine import Turns
 

@@ -1,0 +1,230 @@
+"""One layer's experts in a format of checkpoints, in memory as a loaded model has them.
+
+One expert is drawn. The others are its rows in another order: where a row's numbers are, in memory
+and in the result, differs from expert to expert, and the reference decodes one expert alone.
+
+T tokens, K choices, D model, F hidden; R routed rows.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Generator, Tensor
+from torch.nn.functional import silu
+
+from moe_runtime.benchmarks.experts.layers import ExpertLayer, LayerSizes
+from moe_runtime.kernels.combine import combine_assignments
+from moe_runtime.kernels.expert_mlp import ExpertStep, ExpertWeights, expert_ffn
+from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
+from moe_runtime.kernels.quantized.formats import INT8_GROUP
+from moe_runtime.kernels.quantized.reference import scale_values
+from moe_runtime.kernels.quantized.rounding import quantize
+from moe_runtime.memory.slab import Slab
+
+FORMATS = MappingProxyType(
+    {
+        "bf16": None,
+        "fp8": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
+        "mxfp4": WeightFormat("e2m1", "e8m0", group_cols=32),
+        "int4": WeightFormat("uint4", "bf16", group_cols=32, zero=8),
+        "mxfp4-int8": WeightFormat("e2m1", "e8m0", group_cols=32, int8_activations=True),
+        "int4-int8": WeightFormat("uint4", "bf16", group_cols=32, zero=8, int8_activations=True),
+        "q8_0": WeightFormat("q8_0"),
+        "q4_k": WeightFormat("q4_k"),
+        "q6_k": WeightFormat("q6_k"),
+        "q8_0-int8": WeightFormat("q8_0", int8_activations=True),
+        "q4_k-int8": WeightFormat("q4_k", int8_activations=True),
+        "q6_k-int8": WeightFormat("q6_k", int8_activations=True),
+    }
+)
+"""By name; those that end in ``-int8`` round activations, as ``load(activations="int8")`` does."""
+# The fp16 numbers of a block by where they lie, in bytes: values are as often positive as negative.
+_BLOCK_SCALES = {"q8_0": {0: 1.0}, "q4_k": {0: 1.0, 2: 7.5}, "q6_k": {208: 1.0}}
+_ALIGNMENT = 64
+# Gate, up and down multiply rows that were rounded.
+_ROUNDED_PRODUCTS = 3
+
+Matrix = Tensor | QuantizedMatrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatLayer(ExpertLayer):
+    """Experts in a format; ``module`` computes them as a decode step of a loaded model does.
+
+    Attributes:
+        format_name: of ``FORMATS``.
+        experts: one after another in ``memory``.
+        memory: uint8, all of it theirs.
+    """
+
+    format_name: str
+    experts: Sequence[ExpertWeights]
+    memory: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of tokens."""
+        return torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and tokens are."""
+        return self.memory.device
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        return sum(matrix.nbytes for matrix in _matrices(self.experts[0]))
+
+    @property
+    def input_rounding(self) -> float:
+        """Each number is half of a step from its own at most, and a step a 127th of the largest
+        of a group: in the 2-norm no more than the root of the group's size as often.
+        """
+        kind = FORMATS[self.format_name]
+        is_rounded = kind is not None and kind.int8_activations
+        return _ROUNDED_PRODUCTS * INT8_GROUP**0.5 / (2 * 127) if is_rounded else 0.0
+
+    def select(self, implementation: str) -> None:
+        """There is one."""
+
+    def contenders(self, num_tokens: int, *, trains: bool) -> list[str]:
+        """The format alone; no gradients pass codes."""
+        del num_tokens
+        return [] if trains else [self.format_name]
+
+    def in_float64(self, ids: Tensor) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor]:
+        """The sums over experts whose weights are decoded, and the ids as they are."""
+        gate, up, down = (
+            (one if isinstance(one, Tensor) else one.dequantize()).double()
+            for one in _matrices(self.experts[0])
+        )
+
+        def compute(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+            hidden_TF = silu(x_TD @ gate.T) * (x_TD @ up.T)
+            out_TD = torch.zeros_like(x_TD)
+            for token, choices in enumerate(ids_TK.tolist()):
+                for expert, weight in zip(choices, weights_TK[token], strict=True):
+                    out_TD[token] += weight * (down @ hidden_TF[token].roll(expert)).roll(expert)
+            return out_TD
+
+        return compute, ids
+
+    def handed_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Codes ``[E, N, bytes]`` and scales of all experts, in bf16 or fp32, or bf16 weights."""
+        for name in ("gate", "up", "down"):
+            parts = zip(*(_parts(getattr(one, name)) for one in self.experts), strict=True)
+            for what, every in zip((name, f"{name}_scales"), parts, strict=False):
+                stacked = torch.stack(every)
+                is_power = what != name and stacked.dtype == torch.uint8
+                yield what, scale_values(stacked, "e8m0").bfloat16() if is_power else stacked
+
+
+def make_format_layer(name: str, sizes: LayerSizes, memory: int) -> FormatLayer:
+    """A layer of as many of its experts as fit.
+
+    Args:
+        name: of ``FORMATS``.
+        sizes: of the layer.
+        memory: bytes that the experts may take.
+
+    Raises:
+        ValueError: its rows are no whole blocks, or one token's experts do not fit.
+        CapacityError: the memory cannot be had.
+    """
+    num_experts, top_k, dim_d, dim_f = sizes
+    generator = torch.Generator().manual_seed(0)
+    shapes = (dim_f, dim_d), (dim_f, dim_d), (dim_d, dim_f)
+    drawn = [_drawn(FORMATS[name], *shape, generator) for shape in shapes]
+    slot_bytes = sum(_room(part) for matrix in drawn for part in _parts(matrix))
+    count = min(num_experts, memory // slot_bytes)
+    if count < top_k:
+        raise ValueError(f"{count} experts of {slot_bytes} bytes fit, and a token takes {top_k}")
+    slab = Slab(count, slot_bytes)
+    every = (_placed(drawn, slab.slot(number), number) for number in range(count))
+    experts = [ExpertWeights(gate, up, down) for gate, up, down in every]
+    return FormatLayer(
+        module=_decode_step(experts),
+        num_experts=count,
+        top_k=top_k,
+        dim_model=dim_d,
+        dim_hidden=dim_f,
+        format_name=name,
+        experts=experts,
+        memory=slab.bytes,
+    )
+
+
+def _drawn(kind: WeightFormat | None, num_rows: int, num_cols: int, random: Generator) -> Matrix:
+    if kind is not None and kind.block_codes:
+        blocks = num_rows, kind.row_bytes(num_cols) // kind.block_bytes, kind.block_bytes
+        codes = torch.randint(256, blocks, generator=random, dtype=torch.uint8)
+        for first, scale in _BLOCK_SCALES[kind.codes].items():
+            half = torch.tensor([scale * 2.0**-12], dtype=torch.float16)
+            codes[..., first : first + 2] = half.view(torch.uint8)
+        return QuantizedMatrix(kind, num_cols, codes.flatten(1))
+    values = torch.randn(num_rows, num_cols, generator=random)
+    if kind is None:
+        return (values * num_cols**-0.5).bfloat16()
+    if kind.codes != "e4m3":
+        return quantize(values * num_cols**-0.5, kind)
+    # rows of experts change places, so a block's scale is that of the blocks above it
+    shape = kind.scales_shape(num_rows, num_cols)
+    scales = torch.rand(shape[1], generator=random).add_(0.5).mul_(num_cols**-0.5 / 112)
+    codes = (values * 112).clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    return QuantizedMatrix(kind, num_cols, codes, scales.repeat(shape[0], 1))
+
+
+def _placed(drawn: Sequence[Matrix], slot: Tensor, number: int) -> Iterator[Matrix]:
+    """Matrices whose rows begin ``number`` rows later, one behind the other in a slot."""
+    offset = 0
+    for matrix in drawn:
+        copies = []
+        for part in _parts(matrix):
+            place = slot[offset : offset + part.nbytes].view(part.dtype).view_as(part)
+            copies.append(
+                place.copy_(part.roll(number, 0) if len(part) == matrix.shape[0] else part)
+            )
+            offset += _room(part)
+        if isinstance(matrix, Tensor):
+            yield copies[0]
+        else:
+            yield QuantizedMatrix(matrix.format, matrix.num_cols, *copies)
+
+
+def _matrices(expert: ExpertWeights) -> list[Matrix]:
+    every = (expert.gate, expert.up, expert.down)
+    return [one for one in every if isinstance(one, (Tensor, QuantizedMatrix))]
+
+
+def _parts(matrix: Matrix) -> list[Tensor]:
+    if isinstance(matrix, Tensor):
+        return [matrix]
+    return [part for part in (matrix.codes, matrix.scales) if part is not None]
+
+
+def _room(part: Tensor) -> int:
+    return -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _decode_step(experts: Sequence[ExpertWeights]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    step = ExpertStep(experts[0].shape, "silu")
+
+    def compute(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        ids_R = ids_TK.flatten().tolist()
+        visited = [*dict.fromkeys(ids_R)]
+        some = [experts[expert] for expert in visited]
+        place_of = {expert: place for place, expert in enumerate(visited)}
+        out_TD = step(x_TD, weights_TK, [place_of[expert] for expert in ids_R], some)
+        if out_TD is not None:
+            return out_TD
+        rows = [[row for row, own in enumerate(ids_R) if own == expert] for expert in visited]
+        every = [row for own in rows for row in own]
+        tokens = [row // ids_TK.shape[1] for row in every]
+        out_RD = x_TD.new_empty(len(ids_R), x_TD.shape[1])
+        expert_ffn(x_TD, some, [*map(len, rows)], tokens, every, out_RD, activation="silu")
+        return combine_assignments(out_RD, weights_TK)
+
+    return compute
