@@ -14,8 +14,6 @@ import torch
 
 from moe_runtime.inference.token_limit import known_positions
 from moe_runtime.serving.adapters import Adapters
-from moe_runtime.serving.caches.kv_account import PIECE, KVAccount
-from moe_runtime.serving.caches.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.engine_options import (
     EngineOptions,
@@ -23,6 +21,7 @@ from moe_runtime.serving.engine_options import (
     check_request,
     rows_of_logits,
 )
+from moe_runtime.serving.kv_account import PIECE, KVAccount
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.prefixes import PrefixDisk, Prefixes
 from moe_runtime.serving.requests import (
@@ -38,6 +37,7 @@ from moe_runtime.serving.requests import (
 )
 from moe_runtime.serving.sampling import Sampler
 from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence, beside_prompts, groups_of
+from moe_runtime.serving.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.step_sizes import StepSizes
 
 

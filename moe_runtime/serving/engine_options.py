@@ -9,7 +9,7 @@ import torch
 
 from moe_runtime.inference.budget import activation_bytes_per_token
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
-from moe_runtime.serving.caches.kv_account import PIECE
+from moe_runtime.serving.kv_account import PIECE
 from moe_runtime.serving.requests import GenerationRequest, RequestTooLongError
 
 

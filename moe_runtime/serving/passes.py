@@ -37,8 +37,10 @@ from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
 from moe_runtime.kernels.linear.few_shapes import linear_of_few_shapes
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import Adapters
-from moe_runtime.serving.caches.kv_account import PIECE
-from moe_runtime.serving.caches.sequence_cache import (
+from moe_runtime.serving.kv_account import PIECE
+from moe_runtime.serving.sampling import token_logprobs
+from moe_runtime.serving.scheduling import Failure, Sequence
+from moe_runtime.serving.sequence_cache import (
     BatchCache,
     can_share_a_pass,
     have_close_states,
@@ -48,12 +50,10 @@ from moe_runtime.serving.caches.sequence_cache import (
     own_states,
     tokens_of_states,
 )
-from moe_runtime.serving.sampling import token_logprobs
-from moe_runtime.serving.scheduling import Failure, Sequence
 
 if TYPE_CHECKING:
     from moe_runtime.inference.device.decode_graphs import DecodeGraphs
-    from moe_runtime.serving.caches.row_memory import RowMemory
+    from moe_runtime.serving.row_memory import RowMemory
 
 
 class EngineRequests:
@@ -345,7 +345,7 @@ class ModelPasses:
 
     def new_rows(self, like: DynamicCache, num_rows: int, num_tokens: int) -> RowMemory:
         """Rows of places for tokens, as a cache with tokens in it has them."""
-        from moe_runtime.serving.caches.row_memory import RowMemory
+        from moe_runtime.serving.row_memory import RowMemory
 
         assert self._graphs is not None
         return RowMemory(self._model.config, self._graphs.device, like, num_rows, num_tokens)

@@ -9,7 +9,7 @@ from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moe_runtime.serving.caches.kv_account import PIECE, KVAccount, rounded_up
+from moe_runtime.serving.kv_account import PIECE, KVAccount, rounded_up
 from moe_runtime.serving.requests import (
     ConstraintError,
     Event,

@@ -17,11 +17,10 @@ from urllib.parse import urlsplit
 from warm_python import warm_python
 
 from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess
-from moe_runtime.serving.http.models.chat_template import ChatTemplate
-from moe_runtime.serving.http.models.served_model import ServedModel
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
+from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.server import Access, Limits, Server
 from moe_runtime.serving.http.starting import (
     Ready,
@@ -32,6 +31,7 @@ from moe_runtime.serving.http.starting import (
     run_server,
     serve,
 )
+from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import (
     EngineStatistics,
     Event,

@@ -46,9 +46,9 @@ from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.batches.answer_file import AnswerFile
 from moe_runtime.serving.batches.batch_lines import PromptLine, read_lines
 from moe_runtime.serving.batches.offline import Answer, answer_all, tokens_of
-from moe_runtime.serving.caches.kv_account import rounded_up
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.http.answers.answer_text import AnswerText, Piece
+from moe_runtime.serving.http.answer_text import AnswerText, Piece
+from moe_runtime.serving.kv_account import rounded_up
 from moe_runtime.serving.requests import (
     EngineStatistics,
     FinishReason,

@@ -9,10 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from moe_runtime.serving.http.answers.answer_text import AnswerToken, Piece
+from moe_runtime.serving.http.answer_text import AnswerToken, Piece
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import GenerationFields
+from moe_runtime.serving.http.vocabulary import Vocabulary
 
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""

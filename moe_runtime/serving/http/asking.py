@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moe_runtime.checkpoints.strict_json import clipped
-from moe_runtime.serving.http.answers.answer_text import AnswerText
+from moe_runtime.serving.http.answer_text import AnswerText
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine
 from moe_runtime.serving.http.generating import AnswerChoice
-from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.schema import GenerationFields, Message
+from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.requests import GenerationRequest, SamplingOptions
 
 if TYPE_CHECKING:

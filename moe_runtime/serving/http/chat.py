@@ -11,15 +11,13 @@ from typing import Any
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http import grammars
-from moe_runtime.serving.http.answering import Answers, chat_logprobs
-from moe_runtime.serving.http.answers.answer_sections import (
+from moe_runtime.serving.http.answer_sections import (
     HARMONY_MARKS,
     AnswerSections,
     HarmonySections,
 )
-from moe_runtime.serving.http.answers.answer_text import AnswerToken, Piece
-from moe_runtime.serving.http.answers.call_readers import ParsedCall
-from moe_runtime.serving.http.answers.tool_formats import ToolFormat
+from moe_runtime.serving.http.answer_text import AnswerToken, Piece
+from moe_runtime.serving.http.answering import Answers, chat_logprobs
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.asking import (
     check_choices,
@@ -27,9 +25,9 @@ from moe_runtime.serving.http.asking import (
     choices_for,
     encode_prompt,
 )
+from moe_runtime.serving.http.call_readers import ParsedCall
+from moe_runtime.serving.http.chat_template import ChatTemplate, without_template
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
-from moe_runtime.serving.http.models.chat_template import ChatTemplate, without_template
-from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.schema import (
     ChatBody,
     Function,
@@ -38,6 +36,8 @@ from moe_runtime.serving.http.schema import (
     TokenizeBody,
     Tool,
 )
+from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.tool_formats import ToolFormat
 
 
 @dataclass(frozen=True, slots=True)

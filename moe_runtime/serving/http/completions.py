@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_runtime.serving.http.answer_text import AnswerToken, Piece
 from moe_runtime.serving.http.answering import Answers, completion_logprobs
-from moe_runtime.serving.http.answers.answer_text import AnswerToken, Piece
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.asking import check_choices, check_tokens, choices_for, encode_prompt
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.grammars import of_response_format
-from moe_runtime.serving.http.models.served_model import ServedModel
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import CompletionBody
+from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.vocabulary import Vocabulary
 
 DEFAULT_MAX_TOKENS = 16
 """As OpenAI's."""

@@ -19,9 +19,8 @@ from moe_runtime.serving.http import chat, completions
 from moe_runtime.serving.http.answering import Plan
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, internal_error
 from moe_runtime.serving.http.asking import check_messages, check_tokens, encode_text
+from moe_runtime.serving.http.chat_template import without_template
 from moe_runtime.serving.http.gate import RequestGate
-from moe_runtime.serving.http.models.chat_template import without_template
-from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.responding import (
     EventStream,
     client_went_away,
@@ -38,6 +37,7 @@ from moe_runtime.serving.http.schema import (
     TokenizeBody,
     parse_body,
 )
+from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.server import Asked, Server
 
 _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.serving.engine import EngineHandle
-from moe_runtime.serving.http.answers.answer_text import AnswerText, Piece
+from moe_runtime.serving.http.answer_text import AnswerText, Piece
 from moe_runtime.serving.http.api_errors import ApiError, of_engine
 from moe_runtime.serving.http.metrics import RequestTimes
-from moe_runtime.serving.http.models.served_model import ServedModel
+from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.requests import (
     Event,
     Finished,

@@ -19,7 +19,7 @@ from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
-from moe_runtime.serving.http.models.served_model import ServedModel
+from moe_runtime.serving.http.served_model import ServedModel
 
 Log = Callable[[str, Mapping[str, Any]], None]
 """Called with an event's name and its fields."""

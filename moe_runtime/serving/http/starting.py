@@ -30,15 +30,15 @@ from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import AdapterFolder, Adapters
 from moe_runtime.serving.engine import Engine, Turns
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.http.endpoints import make_app
-from moe_runtime.serving.http.limits import LimitedProcess
-from moe_runtime.serving.http.models.dividing import (
+from moe_runtime.serving.http.dividing import (
     SlotSharing,
     divide_host_memory,
     rest_for_model,
     with_server,
 )
-from moe_runtime.serving.http.models.served_model import ServedModel, serve_model
+from moe_runtime.serving.http.endpoints import make_app
+from moe_runtime.serving.http.limits import LimitedProcess
+from moe_runtime.serving.http.served_model import ServedModel, serve_model
 from moe_runtime.serving.http.server import Access, Asked, Limits, Log, Server
 from moe_runtime.serving.prefixes import PrefixDisk, identity_of
 

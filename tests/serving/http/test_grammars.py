@@ -12,10 +12,9 @@ from tokenizers import AddedToken
 
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections
-from moe_runtime.serving.http.answers.call_readers import ParsedCall
-from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS
+from moe_runtime.serving.http.answer_sections import REASONING_MARKS, AnswerSections
 from moe_runtime.serving.http.api_errors import FieldError
+from moe_runtime.serving.http.call_readers import ParsedCall
 from moe_runtime.serving.http.grammars import (
     GrammarConstraint,
     Grammars,
@@ -23,8 +22,9 @@ from moe_runtime.serving.http.grammars import (
     of_response_format,
     of_tools,
 )
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.http.tool_formats import TOOL_FORMATS
+from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError
 
 THINK = REASONING_MARKS[0]

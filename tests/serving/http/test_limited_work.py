@@ -12,14 +12,14 @@ from http_server import TEMPLATE, ScriptedEngine, Served, limited_processes, mod
 from transformers import GenerationConfig
 
 from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.serving.http import chat_template
 from moe_runtime.serving.http import grammars as grammar_module
+from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.grammars import GrammarConstraint, Grammars
-from moe_runtime.serving.http.models import chat_template
-from moe_runtime.serving.http.models.chat_template import ChatTemplate
-from moe_runtime.serving.http.models.served_model import serve_model
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function, Message, Tool
+from moe_runtime.serving.http.served_model import serve_model
 from moe_runtime.serving.http.server import ClientTurns
+from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError, Finished, PromptRead
 
 CHAT = "/v1/chat/completions"

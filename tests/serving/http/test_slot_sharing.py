@@ -14,8 +14,8 @@ from moe_runtime.inference.budget import MIN_SLOTS
 from moe_runtime.inference.handle import resize_cache
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.engine import Engine, Turns
-from moe_runtime.serving.http.models import dividing
-from moe_runtime.serving.http.models.dividing import SlotSharing
+from moe_runtime.serving.http import dividing
+from moe_runtime.serving.http.dividing import SlotSharing
 
 ALL = NUM_LAYERS * NUM_EXPERTS
 FAIR = 12

@@ -9,10 +9,10 @@ from typing import Any
 
 from moe_runtime.inference.generation import end_token_ids, stop_strings_of, warn_of_unused
 from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess
-from moe_runtime.serving.http.models.chat_template import ChatTemplate
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
+from moe_runtime.serving.http.vocabulary import Vocabulary
 
 _OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 

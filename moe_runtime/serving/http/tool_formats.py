@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from moe_runtime.serving.http.answers.call_readers import (
+from moe_runtime.serving.http.call_readers import (
     BARE_JSON_CALLS,
     BARE_PYTHON_CALLS,
     GEMMA_CALLS,

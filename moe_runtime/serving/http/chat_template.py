@@ -10,11 +10,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.errors import blamed_on
-from moe_runtime.serving.http.answers.answer_sections import is_harmony, reasoning_marks_of
-from moe_runtime.serving.http.answers.tool_formats import tool_format_of
+from moe_runtime.serving.http.answer_sections import is_harmony, reasoning_marks_of
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.limits import LimitedProcess, LimitError
 from moe_runtime.serving.http.schema import Message, TextPart, Tool
+from moe_runtime.serving.http.tool_formats import tool_format_of
 
 _OWN_VARIABLES = frozenset(
     {

@@ -7,15 +7,15 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_runtime.serving.http.answers.answer_text import JsonMarkSearch, MarkSearch
-from moe_runtime.serving.http.answers.call_readers import (
+from moe_runtime.serving.http.answer_text import JsonMarkSearch, MarkSearch
+from moe_runtime.serving.http.call_readers import (
     ParsedCall,
     json_text,
     may_be_object,
     read_json,
 )
-from moe_runtime.serving.http.answers.tool_formats import Marks, ToolFormat
 from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.http.tool_formats import Marks, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
