@@ -443,7 +443,7 @@ class Adapters:
             try:
                 pairs = self._folders[name].pairs()
             except CheckpointError as error:
-                # clients are told of it, and not where the server has its files
+                # clients see this error, which must not name the server's files
                 raise CheckpointError(
                     f"the adapter {name!r} cannot be read from its files any more; look whether "
                     "they are still there and as they were when the server started"
@@ -528,7 +528,7 @@ def _adding(parts: Items[tuple[slice, LowRankPair]], num_rows: int | None) -> An
     owner = threading.get_ident()
 
     def add(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        # the model may be somebody's who calls it meanwhile, and waits for its turn
+        # another thread may call the model meanwhile, without adapters
         if threading.get_ident() != owner:
             return None
         x_NI, output_NO = inputs[0].flatten(0, -2).float(), output.flatten(0, -2).float()

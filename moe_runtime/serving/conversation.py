@@ -30,7 +30,7 @@ from moe_runtime.serving.requests import (
 )
 
 _LOOKING_S = 0.05
-"""Seconds between two looks at whether somebody asked to stop, while no token comes."""
+"""Seconds between two looks at whether the user asked to stop, while no token comes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Conversation:
         sampling: how tokens are chosen.
         max_new_tokens: most tokens of an answer.
         known_tokens: most tokens that the model knows positions for; None where that is not said.
-        system: what the model is told before the first message, if anything.
+        system: the system message, if any.
 
     Attributes:
         messages: as chat templates know them.

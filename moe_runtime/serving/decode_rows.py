@@ -1,4 +1,4 @@
-"""Who decodes in rows on a GPU, where a step is recorded once and replayed."""
+"""Sequences that decode in rows on a GPU, where a step is recorded once and replayed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def size_of_rows(options: EngineOptions, capacity: int) -> tuple[int, int]:
         None and none where rows would be too short.
     """
     num_rows = min(options.decode_rows, options.most_running, capacity // 2 // LEAST_TOKENS)
-    # exact bits must not depend on who came first
+    # exact bits must not depend on the order of arrival
     if not num_rows or (options.exact and num_rows < options.most_running):
         return 0, 0
     return num_rows, capacity // 2 // num_rows // PIECE * PIECE
@@ -82,13 +82,13 @@ class RowDecoding:
         return max(0, self.room - num_held * self._num_tokens)
 
     def close(self) -> None:
-        """Gives memory and room back; nobody may be in a row."""
+        """Gives memory and room back; no sequence may be in a row."""
         self._memory = None
         self._held.clear()
         self._account.release(self)
 
     def divide(self) -> tuple[list[list[Sequence]], list[Sequence]]:
-        """Gives those who decode a row, as far as there are any, or room for one token more.
+        """Gives decoding sequences a row, as far as rows are free, or room for one token more.
 
         Returns:
             Those in rows, as they go on together, and the others.

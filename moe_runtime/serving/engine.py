@@ -44,8 +44,7 @@ from moe_runtime.serving.step_sizes import StepSizes
 class Turns:
     """Lets one engine at a time compute, so that models share a machine's cores fairly.
 
-    Who asks waits behind all who asked before: an engine with much to do cannot keep the others
-    waiting for longer than one step of each.
+    Turns are first come, first served: a busy engine delays another by one step of each at most.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class Turns:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for the turn that somebody else has."""
+        """Whether an engine waits while another has its turn."""
         return self._num_asked - self._num_ended > 1
 
 
@@ -107,8 +106,8 @@ class Engine:
         Args:
             model: a causal language model, from ``load`` or of transformers.
             options: how work is divided.
-            max_tokens: tokens of all sequences and kept prefixes together; what ``load`` set memory
-                aside for when omitted.
+            max_tokens: tokens of all sequences and kept prefixes together; when omitted, as many
+                as ``load`` reserved memory for.
             turns: shared by the engines of several models, which then compute one at a time.
             adapters: that requests may name.
             prefix_disk: where prefixes of requests without an adapter are kept too.
@@ -116,7 +115,7 @@ class Engine:
         Raises:
             UnsupportedModelError: the model is none that generates text from tokens alone, or keeps
                 no prefixes for ``prefix_disk``.
-            ValueError: ``max_tokens`` is more than memory was set aside for, or too few;
+            ValueError: ``max_tokens`` is more than memory is reserved for, or too few;
                 ``prefix_disk`` has no room, or its folder cannot be made.
         """
         self._options = options or EngineOptions()
@@ -299,7 +298,7 @@ class Engine:
             return not self._is_closed
 
     def _end_all(self) -> None:
-        """Nobody is left without a last event."""
+        """Sends every request its last event."""
         with self._changed:
             reason: FinishReason = "cancelled" if self._is_closed else "error"
             self._is_open, self._is_closed = False, True
@@ -312,7 +311,7 @@ class Engine:
             self._changed.notify_all()
 
     def _step(self) -> None:
-        """One more token for all who decode, and some tokens of prompts."""
+        """One more token for each decoding sequence, and some tokens of prompts."""
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
             if sequence.is_cancelled:
                 self._finish(sequence, Finished("cancelled"))
@@ -344,7 +343,7 @@ class Engine:
         if not self._passes.reads_in_pieces:
             return self._account.capacity, self._account.capacity
         options = self._options
-        # an exact text must not depend on who decodes
+        # an exact text must not depend on other sequences
         if options.exact or (self._turns.is_wanted and not is_beside):
             most = options.prompt_tokens
         else:
@@ -390,7 +389,7 @@ class Engine:
         if sequence.num_computed == len(sequence.tokens):
             self._go_on(sequence, logits_V)
         if was_reading and not sequence.is_reading and not sequence.is_finished:
-            with Failure():  # whoever begins alike computes it anew
+            with Failure():  # later requests compute it again
                 self._prefixes.keep(sequence)
 
     def _fit(self, sequence: Sequence) -> None:

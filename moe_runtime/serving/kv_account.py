@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 PIECE = 16
 """Sequences get room for a multiple of so many tokens."""
 SLACK_SHARE = 16
-"""A sequence that grows gets room for a sixteenth of its tokens beyond, while nobody lacks it."""
+"""A sequence that grows gets room for a sixteenth of its tokens beyond, while memory is free."""
 _DIGEST_BYTES = 16
 
 T = TypeVar("T")
@@ -31,12 +31,12 @@ class KVAccount(Generic[T]):
 
     A prefix is known by a digest of all its tokens, block by block: two prompts of one root share
     the blocks that are equal from the beginning. Digests have 128 bits under a key of this
-    account's own, so nobody can make two texts that are taken for one. The prefixes used last stay
-    longest, and of one prefix its beginning.
+    account's own, so clients cannot construct two texts with one digest. The prefixes used last
+    stay longest, and of one prefix its beginning.
     """
 
     def __init__(self, capacity: int, *, block_tokens: int, least_tokens: int = 0) -> None:
-        """An account in which nobody has anything.
+        """An empty account.
 
         Args:
             capacity: tokens in all.

@@ -235,7 +235,7 @@ class ModelPasses:
     Attributes:
         can_join: whether several sequences can decode in one pass.
         most_exact: sequences up to which one token each, together, have the bits of each alone;
-            1 where nobody asked for them.
+            1 if it was not asked for.
         reads_in_pieces: whether a prompt may go through the model piece by piece.
         state_tokens: tokens whose room the running states of a sequence need.
         can_have_rows: whether steps of sequences in rows of a static cache are recorded.
@@ -464,7 +464,7 @@ class ModelPasses:
         alone = torch.cat(
             [self._step([9], cache, [place]) for cache, place in zip(own, places, strict=True)]
         )
-        with Failure() as failure:  # code of models that nobody knows may fail in any way
+        with Failure() as failure:  # an unknown model's code may fail in any way
             joined = copy.deepcopy(caches)
             together = self._step([9, 9], self._joined(joined), places)
             self.can_join = _are_close(together, alone) and all(

@@ -53,7 +53,7 @@ class PrefixDisk:
 
     Attributes:
         folder: made when it is absent; models and processes may share it.
-        most_bytes: of all files in it, whoever wrote them.
+        most_bytes: of all files in it, also those of other processes.
         identity: of all that computes keys and values; see `identity_of`.
     """
 
@@ -85,7 +85,7 @@ class PrefixFiles:
     """Blocks of tokens, each in a file that is named by a digest of all tokens up to its end.
 
     What is there only the folder knows, so several processes may use it: a file is whole or absent,
-    and one that is damaged, or was removed by another, is a block that nobody knows. The files that
+    and a damaged or removed file is an unknown block. The files that
     were used longest ago give way. A digest of 256 bits stands for a model and a text.
 
     Attributes:
@@ -123,7 +123,7 @@ class PrefixFiles:
         Args:
             tokens: from the beginning of a text.
             first: number of the first block that is wanted.
-            owner: who alone finds what was kept under this name.
+            owner: blocks kept under another name are not found.
 
         Yields:
             Keys and values as bytes, ``[block_bytes]``, as they were kept.
@@ -189,8 +189,8 @@ class PrefixFiles:
                 is_whole = is_whole and source.readinto(block.numpy().data) == num_bytes
         except OSError:
             return None
-        data, told = block[: self._block_bytes], block[self._block_bytes :]
-        if is_whole and _sum(file, data) == told.numpy().tobytes():
+        data, expected = block[: self._block_bytes], block[self._block_bytes :]
+        if is_whole and _sum(file, data) == expected.numpy().tobytes():
             return data
         with contextlib.suppress(OSError):
             file.unlink()
@@ -201,7 +201,7 @@ class PrefixFiles:
         data = block.cpu()
         try:
             self._take_place()
-        except FileNotFoundError:  # somebody emptied the cache
+        except FileNotFoundError:  # another process emptied the cache
             self._make_folder()
             self._take_place()
         partial = partial_name(file)
@@ -216,14 +216,14 @@ class PrefixFiles:
             raise
 
     def _take_place(self) -> None:
-        """Counts one file more; all who write here add to the same number, one at a time."""
+        """Counts one file more; all processes add to the same number, one at a time."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         with open(os.open(self._folder / _COUNT, flags, 0o600), "r+b", buffering=0) as count:
             if not stat.S_ISREG(os.fstat(count.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "expected a regular file", str(self._folder / _COUNT))
             _lock(count.fileno())
-            told = count.read(_MOST_DIGITS)
-            total = int(told) if told.isdigit() else self._most_bytes
+            written = count.read(_MOST_DIGITS)
+            total = int(written) if written.isdigit() else self._most_bytes
             if total + self._file_bytes > self._most_bytes:
                 # more than one, since looking at all of them takes a while
                 spare = max(self._most_bytes // _SHARE, self._file_bytes)
@@ -336,8 +336,8 @@ class Prefixes:
     def are_coming(self, sequence: Sequence, running: Items[Sequence]) -> bool:
         """Whether a sequence better waits until one that runs has computed its beginning.
 
-        That one's prompt comes first in any case. When it is read, or given up, nobody waits for it
-        any more, whatever was kept.
+        The other prompt is read first in any case. Once it is read or has failed, the sequence no
+        longer waits.
         """
         size, num_wanted = self._account.block_tokens, self._num_wanted(sequence)
         for other in running if size else ():
@@ -405,7 +405,7 @@ class Prefixes:
             return
         tokens, root = self._computed(sequence), sequence.root
         count, known = len(tokens) // size, len(self._account.find(tokens, root))
-        # a row's room is nobody's who ends
+        # the room of a row does not belong to the sequence in it
         if count * size <= self._account.available or not self._account.room_of(sequence):
             self.keep(sequence)
             return

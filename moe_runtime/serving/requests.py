@@ -1,7 +1,6 @@
 """What is asked of the engine, and what it answers: token ids in, events out.
 
-Text, chat templates, stop strings and several answers to one prompt are the business of whoever
-submits requests.
+Callers handle text, chat templates, stop strings and several answers to one prompt.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class GenerationRequest:
         constraint: what the answer may be made of; where nothing more may follow, it ends.
         priority: higher ones go first; within a priority, clients take turns, and the requests of
             each go by arrival.
-        client: who asks.
+        client: the name of the client; clients take turns.
         prefix_owner: requests find what others of the same owner left of their beginning.
         adapter: that the model has for this request; None for the model as it is.
     """
@@ -247,7 +246,7 @@ class Finished:
         reason: ``"stop"`` at one of ``stop_ids``, ``"length"`` at ``max_new_tokens``,
             ``"cancelled"`` by its handle or the end of the engine, ``"error"`` where a step failed.
         message: of an error, one line.
-        cause: what the error came from, one line: for who runs the model, as it may name files.
+        cause: what the error came from, one line, for the operator: it may name files.
         is_constrained: whether the request's own constraint is at fault for the error.
     """
 
@@ -258,7 +257,7 @@ class Finished:
 
     @property
     def problem(self) -> str:
-        """Of an error, all that is known, one line: for who runs the model, not for its clients."""
+        """Of an error, all that is known, one line, for the operator and not for clients."""
         message = self.message or "the model failed"
         return message if self.cause is None else f"{message} ({self.cause})"
 
@@ -279,7 +278,7 @@ class ExpertStatistics:
         stall_s: seconds that computation waited for experts.
         useful_guesses: prefetched experts that lay ready when they were asked for.
         late_guesses: prefetched experts that were on their way then.
-        wasted_guesses: prefetched experts that nobody asked for before they were given up.
+        wasted_guesses: prefetched experts that were evicted before a layer asked for them.
         expert_slots: experts that fit into the fastest tier at once.
         policy: what decides which experts are given up.
     """
@@ -304,7 +303,7 @@ class EngineStatistics:
         running: requests with a KV cache of their own.
         waiting: requests that wait for one.
         kv_tokens: tokens in the KV caches of running requests and in the prefix cache.
-        kv_capacity: tokens that memory was set aside for.
+        kv_capacity: tokens that memory is reserved for.
         prefix_tokens: those of ``kv_tokens`` that only the prefix cache keeps.
         steps: forward passes.
         preemptions: times that a running request lost its KV cache to another.

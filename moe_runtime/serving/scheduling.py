@@ -1,4 +1,4 @@
-"""Who runs, who waits, and what the next step computes. No model, no tensors, no clock."""
+"""Which sequences run or wait, and what the next step computes. No model, no tensors, no clock."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Failure:
 
     Attributes:
         has_failed: whether the block raised.
-        finished: what a request that fails with it is told.
+        finished: the last event of a request that fails with it.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's log-probabilities are asked for and not yet told."""
+        """Whether the prompt's log-probabilities are asked for and not yet sent."""
         return self.request.num_prompt_logprobs is not None and not self._is_read
 
     def start(self, cache: DynamicCache, num_found: int, read_end: int) -> None:
@@ -160,7 +160,7 @@ class Sequence:
         self._logprobs.extend(logprobs)
 
     def tell_read(self) -> None:
-        """The prompt was read; told once."""
+        """The prompt was read; sent once."""
         if not self._is_read:
             wanted = self.request.num_prompt_logprobs is not None
             logprobs = tuple(self._logprobs) if wanted else None
@@ -181,15 +181,15 @@ class Sequence:
         return "length" if len(self.answer) >= request.max_new_tokens else None
 
     def finish(self, finished: Finished) -> None:
-        """Tells that it has ended; told once."""
+        """Sends its last event, once."""
         if not self.is_finished:
             self.is_finished = True
             self.stop()
             self._tell(finished)
-            self._on_event = _hear_nothing  # who listens holds this sequence: neither would go
+            self._on_event = _hear_nothing  # breaks the cycle between listener and sequence
 
     def _tell(self, event: Event) -> None:
-        # whoever cannot hear any more has gone away
+        # a listener that fails has disconnected
         with Failure() as failure:
             self._on_event(event)
         if failure.has_failed:
@@ -243,8 +243,8 @@ class Scheduler:
     """Sequences that wait and run, each list in the order of priority, turn and arrival.
 
     Clients take turns: a request gets the number of the turn that runs, or the next one behind its
-    client's last, so that whoever asks little does not wait for all that others asked (start-time
-    fair queueing, Goyal, Vin and Cheng 1996, within a priority, with a cost of one a request).
+    client's last, so that a client with few requests does not wait for all requests of others
+    (start-time fair queueing, Goyal, Vin and Cheng 1996, within a priority, at a cost of one each).
 
     A sequence runs when its whole prompt and its adapter have room. When those that run need more
     room than there is, the last of them loses what it has, waits, and is computed again later.
@@ -263,7 +263,7 @@ class Scheduler:
         most_running: int,
         adapters: AdapterRoom | None = None,
     ) -> None:
-        """Begins with nobody; without ``adapters`` no request has one."""
+        """Begins empty; without ``adapters`` no request has one."""
         self.account = account
         self._adapters = adapters
         self.waiting: list[Sequence] = []
@@ -281,10 +281,10 @@ class Scheduler:
         look_up: Callable[[Sequence], None],
         is_held: Callable[[Sequence, Items[Sequence]], bool] = lambda waiting, running: False,
     ) -> Sequence | None:
-        """The first of those who wait, if it may run now; it has its room then.
+        """The first waiting sequence, if it may run now; its room is reserved then.
 
-        Nobody overtakes it: it starts as soon as there is room. Where it is held back, those behind
-        it go on with what it leaves them of the places and of the room.
+        No sequence overtakes it: it starts as soon as there is room. Where it is held back, those
+        behind it go on with what it leaves them of the places and of the room.
 
         Args:
             look_up: called before room is taken from prefixes for it.

@@ -95,7 +95,7 @@ def have_close_states(cache: DynamicCache, other: DynamicCache, tolerance: float
 def tokens_of_states(cache: DynamicCache, config: Any, dtype: torch.dtype) -> int:
     """Tokens whose room has place for the states of a sequence beside their keys and values.
 
-    Memory is set aside as if every layer kept keys and values: what those with states leave of it
+    Memory is reserved as if every layer kept keys and values: what those with states leave of it
     is theirs.
     """
     states = sum(state.nbytes for state in _tensors_of(cache))
@@ -429,7 +429,7 @@ class _BatchLayer(CacheLayerMixin):
         return together, value_states
 
     def take_places(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Makes keys and values of each sequence one token longer, which nobody has written yet."""
+        """Makes keys and values of each sequence one token longer; it is not written yet."""
         for layer in self._layers:
             if not hasattr(layer, "take_place") or not layer.is_initialized:
                 return None

@@ -241,14 +241,16 @@ class Batch:
     def _body(self, job: Job, answer: Answer, text: str, reason: str) -> dict[str, Any]:
         """As OpenAI's API answers."""
         is_chat = job.line.messages is not None
-        told = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        answer_fields = (
+            {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        )
         num_prompt, num_new = len(job.request.prompt_ids), len(answer.token_ids)
         return {
             "id": job.id.replace("batch_req_", "chatcmpl-" if is_chat else "cmpl-"),
             "object": "chat.completion" if is_chat else "text_completion",
             "created": int(time.time()),
             "model": self._name,
-            "choices": [{"index": 0, **told, "logprobs": None, "finish_reason": reason}],
+            "choices": [{"index": 0, **answer_fields, "logprobs": None, "finish_reason": reason}],
             "usage": {
                 "prompt_tokens": num_prompt,
                 "completion_tokens": num_new,
@@ -277,7 +279,7 @@ class BatchOutcome:
         sampling: how tokens are chosen where a line does not say.
         kept: requests that had an answer before.
         answered: requests that got one.
-        failed: requests that got none, though nobody interrupted.
+        failed: requests that got none for another reason than an interruption.
         prompt_tokens: of those answered.
         cached_tokens: those of them that another request had computed.
         new_tokens: of the answers.

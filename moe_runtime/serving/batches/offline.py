@@ -1,4 +1,4 @@
-"""Many requests answered together, none of which anybody waits for: the most tokens a second."""
+"""Many requests answered together, none of which is urgent: the most tokens a second."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def answer_all(
 ) -> EngineStatistics:
     """Answers requests in the order that is quickest for all together.
 
-    What ends this early, Ctrl-C too, cancels the requests that have not ended; those that have are
-    told of before it goes on.
+    An early end, Ctrl-C too, cancels unfinished requests; finished ones are reported first.
 
     Args:
         model: a loaded model.
@@ -74,7 +73,7 @@ def answer_all(
     options = dataclasses.replace(options, most_waiting=most_open)
     with contextlib.ExitStack() as stack:
         flow = _Flow(requests, options, on_token, on_answer)
-        # behind the engine's end: whatever it told until then
+        # after the engine's end: its last events
         stack.callback(flow.take_the_rest)
         engine = stack.enter_context(Engine(model, options))
         flow.run(engine)
@@ -105,7 +104,7 @@ def tokens_of(request: GenerationRequest) -> int:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended, and what the engine told of it.
+    """A request that has not ended, and the engine's events of it.
 
     Events are added by the engine's thread and taken one by one by the caller's, where Ctrl-C may
     come between any two instructions.
@@ -178,7 +177,7 @@ class _Flow:
         opened.handle = engine.submit(request, hear)
 
     def _take(self, number: int) -> None:
-        """Everything that was told of a request; nothing if it was over before the engine knew."""
+        """All events of a request; none if its answer was over before the engine knew."""
         while (request := self._open.get(number)) and request.num_taken < len(request.events):
             request.is_taking = True
             self._take_event(number, request, request.events[request.num_taken])

@@ -356,7 +356,7 @@ class HarmonySections:
             self._kind = None if self._has_tools else "content"
             self._called = to.removeprefix(_FUNCTIONS)
         else:
-            # Tools of the model's own, which nobody gave it here, are part of its reasoning.
+            # Tools of the model's own, which the request does not give, are part of its reasoning.
             is_thought = bool(to) or channel[-1:] == ["analysis"]
             self._kind = "reasoning" if is_thought else "content"
 

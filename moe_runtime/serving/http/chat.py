@@ -165,7 +165,7 @@ def check_continuation(body: ChatBody | TokenizeBody, messages: Sequence[Message
 
 
 def _tools_in_use(body: ChatBody) -> list[Tool]:
-    """The tools that the model is told of."""
+    """The tools that the prompt names."""
     tools = body.tools or []
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):

@@ -25,13 +25,13 @@ from moe_runtime.serving.adapters import AdapterFolder, resident_bytes
 from moe_runtime.serving.engine import Turns
 
 _OWN_BYTES = 6 * 2**20
-"""Set aside for connections, requests and their texts: 15 minutes with 8 clients took 4 MiB.
+"""Reserved for connections, requests and their texts: 15 minutes with 8 clients took 4 MiB.
 
 The bodies that are held at a time have at most 4 MiB unless ``--max-body`` says otherwise. One of
 1 MiB takes 2 to 8 MiB more while it is read where it is text or token ids, and 35 MiB at worst."""
 
 _TOKEN_BYTES = 64
-"""Set aside for each token of a KV cache: what finds a kept prefix again, and its tensor's own."""
+"""Reserved for each token of a KV cache: what finds a kept prefix again, and its tensor's own."""
 
 
 def server_bytes(max_tokens: int | None, num_models: int = 1) -> int:
@@ -55,7 +55,7 @@ def rest_for_model(loading: Mapping[str, Any]) -> int:
 
 
 def with_server(error: CapacityError, loading: Mapping[str, Any]) -> CapacityError:
-    """The error of a model whose budget is too small, for somebody who gave the server's.
+    """The error of a model whose budget is too small, in terms of the server's budget.
 
     With a device it may speak of either budget, and stays as it is.
     """
@@ -117,16 +117,16 @@ def divide_host_memory(
         )
     budget = _host_budget(loading)
     options = {option: loading[option] for option in ("dtype", "max_tokens", "cache_code")}
-    needs, aside = {}, []
+    needs, taken = {}, []
     for name, folder, own in zip(names, folders, adapters, strict=True):
         found = inspect_checkpoint(folder, **options)
         smallest = found.smallest_budget_bytes
         whole = found.dense_bytes + found.reserve_bytes + found.total_experts * found.slot_bytes
         workspace = max((one.workspace_bytes(found.max_tokens) for one in own.values()), default=0)
-        aside.append(workspace + resident_bytes(own, adapter_bytes))
-        needs[name] = Need(smallest + aside[-1], max(0, whole - smallest))
+        taken.append(workspace + resident_bytes(own, adapter_bytes))
+        needs[name] = Need(smallest + taken[-1], max(0, whole - smallest))
     shares = divide(budget, needs, server_bytes(loading["max_tokens"], len(names)))
-    return [share - taken for share, taken in zip(shares, aside, strict=True)]
+    return [share - own for share, own in zip(shares, taken, strict=True)]
 
 
 def divide(budget_bytes: int, needs: Mapping[str, Need], own_bytes: int = 0) -> list[int]:
@@ -195,7 +195,7 @@ class SlotSharing:
     Each keeps the least that it runs with. What those that do not work had beyond that goes to
     those that work, as far as their experts fill it, and comes back when they are asked again. A
     slot is given up before another is made of its bytes. Only the engine whose turn it is moves
-    slots, so that nobody computes meanwhile.
+    slots, so that no model computes meanwhile.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What every request passes: who may ask, how long a body may be, and a line in the log."""
+"""What every request passes: keys and host names, the length of its body, and a line in the log."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from moe_runtime.serving.http.server import Asked, Server
 _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 """What says nothing of anybody's text."""
 _BODIES_AT_ONCE = 4
-"""Bodies of the greatest length that are read at a time; more of them would take memory that
-nobody set aside."""
+"""Bodies of the greatest length that are read at a time; no memory is reserved for more."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:[0-9]*)?")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
@@ -51,7 +50,7 @@ class RequestGate:
         started_s = time.perf_counter()
         request = Request(scope, receive)
         origin = self._shared_origin(request)
-        status = 499  # where nobody is left to answer
+        status = 499  # the client disconnected
         end_s = asyncio.get_running_loop().time() + self._server.limits.seconds
         asked = scope["asked"] = Asked(request_id=_request_id(request), deadline_s=end_s)
 

@@ -89,7 +89,7 @@ class LimitedProcess:
             answer = self._exchange(text)
             if answer is None:
                 self._end()
-                self.start()  # ready again before somebody asks
+                self.start()  # ready before the next request
         if answer is None:
             raise LimitError(
                 f"takes more than {cpu_s:g} seconds of a processor or {format_bytes(memory_bytes)}"

@@ -17,7 +17,7 @@ from moe_runtime.serving.http.generating import Generation
 from moe_runtime.serving.http.server import Asked
 
 CLIENT_CLOSED_REQUEST = 499
-"""What the log says where nobody waited for the response."""
+"""Status in the log of a request whose client disconnected."""
 
 
 def client_went_away() -> ApiError:

@@ -60,7 +60,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """Who may ask.
+    """Which requests are accepted.
 
     Attributes:
         keys: one of them must come with a request; everybody may ask where there is none.
@@ -120,7 +120,7 @@ class Server:
     Attributes:
         models: by name; the first answers requests that name none.
         limits: of a request.
-        access: who may ask.
+        access: which requests are accepted.
         log: takes one event for each request.
         is_draining: takes no more requests.
         has_ended: what is not answered by now is not answered.
@@ -202,8 +202,8 @@ class Server:
     ) -> ValueT:
         """Runs what takes a while in the thread for texts, or in that for grammars.
 
-        Clients take turns: whoever asks for much keeps others waiting for one piece of work only.
-        Work that has begun goes on behind the deadline, and nobody hears of it.
+        Clients take turns: a client with many requests delays others by one piece of work only.
+        Work that has begun continues after the deadline; its result is dropped.
 
         Raises:
             ApiError: the time is over, or the server ends.

@@ -76,10 +76,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def accept_clients(listening: socket.socket, backlog: int) -> None:
-    """Whoever calls from now on waits for an answer instead of being refused.
+    """Accepts connections; they wait until the server answers.
 
     Raises:
-        AddressError: somebody else answers there since.
+        AddressError: another process listens there by now.
     """
     host, port = listening.getsockname()[:2]
     try:
@@ -94,7 +94,7 @@ def _bind(unbound: socket.socket, address: tuple[Any, ...]) -> None:
     """Takes an address for itself, so that a second server is refused while this one loads.
 
     Connections of a server that was there before may linger; then, and only then, it has to be
-    shared, and who listens first has it.
+    shared, and the first process that listens gets it.
     """
     try:
         unbound.bind(address)
@@ -232,7 +232,7 @@ def serve(
                 end_s = clock()
             await asyncio.sleep(_LOOK_S)
         server.shut_down()
-        # Without an end of its own, it is clients who do not take the rest that are waited for.
+        # Without a limit, only clients that do not read their answers are waited for.
         left_s = _GOODBYE_S if drain_s is None else max(round(end_s - clock()), 1)
         config.timeout_graceful_shutdown = left_s
         running.should_exit = True
@@ -257,7 +257,7 @@ def _collect_garbage() -> None:
     """Frees what waits for the garbage collector, then pages that are free.
 
     Cycles of requests that came to nothing keep blocks all over the heap. What was there before
-    the first request is passed over, so that nobody waits.
+    the first request is passed over, so that no request waits.
     """
     if gc.get_freeze_count():
         gc.collect()
@@ -348,7 +348,7 @@ class ServeSettings:
         loading: options of ``moe_runtime.load``; the budget is that of all models together.
         engine: how work is divided.
         limits: what one request may ask for.
-        access: who may ask.
+        access: keys and host names.
         drain_s: seconds for taken requests once the server stops; None for as long as they take.
         prefix_disk_bytes: of prefixes in the user's cache; None for none.
         adapter_bytes: of a model's adapters that are in memory at a time; None for that of all.
@@ -473,7 +473,7 @@ def run_server(
             access=settings.access,
             log=log,
         )
-        # Who calls from now on is answered, if a moment later.
+        # Connections from now on are answered, if a moment later.
         accept_clients(listening, _BACKLOG)
         on_ready(Ready(address_of(listening), models, adapters, all_loaded))
         serve(
