@@ -14,6 +14,7 @@ from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.answer_sections import (
     HARMONY_MARKS,
+    AnswerSections,
     HarmonySections,
     Kind,
     is_harmony,
@@ -162,8 +163,7 @@ class Conversation:
     ) -> tuple[str, Turn]:
         decoded = IncrementalText.of(self._tokenizer, self._shown)
         text, reason = AnswerText(decoded, self._stops, self._end_ids), None
-        answer = _Answer(on_text, HarmonySections() if self._is_harmony else None)
-
+        answer = _Answer(on_text, is_harmony=self._is_harmony)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         started_s = time.perf_counter()
         times_s: list[float] = []
@@ -201,29 +201,23 @@ class Conversation:
 
 
 class _Answer:
-    """Shows an answer as it comes, and keeps what is to be remembered of it."""
+    """Shows an answer as it comes, and keeps the part that the conversation remembers."""
 
-    def __init__(self, on_text: Callable[[str], None], sections: HarmonySections | None) -> None:
+    def __init__(self, on_text: Callable[[str], None], *, is_harmony: bool) -> None:
         self._on_text = on_text
-        self._sections = sections
+        self._sections = HarmonySections() if is_harmony else AnswerSections(None, None)
         self._was_thought = False
         self.content = ""
 
     def show(self, piece: Piece) -> FinishReason | None:
         """Takes a piece; gives why the answer ends, if it does."""
-        sections = self._sections
-        if sections is None:
-            self._say("content", piece.text)
-            return piece.finish
-        # Without tools no part is a call.
-        parts = [*sections.add(piece.text), *(sections.end() if piece.finish else ())]
-        for kind, text in (part for part in parts if isinstance(part, tuple)):
-            self._say(kind, text)
+        parts = [*self._sections.add(piece.text), *(self._sections.end() if piece.finish else ())]
+        for part in parts:
+            if isinstance(part, tuple):  # without tools no part is a call
+                self._say(*part)
         return piece.finish
 
     def _say(self, kind: Kind, text: str) -> None:
-        if not text:
-            return
         if kind == "content":
             gap = "\n\n" if self._was_thought else ""
             self._was_thought = False

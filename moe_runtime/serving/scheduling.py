@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from operator import attrgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moe_runtime.serving.kv_account import PIECE, KVAccount, rounded_up
 from moe_runtime.serving.requests import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import DynamicCache
 
+    from moe_runtime.serving.adapters import Adapters
     from moe_runtime.serving.sampling import Sampler
 
 
@@ -228,17 +229,6 @@ def beside_prompts(
     return [sequence for sequence in decoding if not sequence.is_alone]
 
 
-class AdapterRoom(Protocol):
-    """The room for adapters, see `Adapters`."""
-
-    def reserve(self, sequence: Hashable, name: str | None) -> bool:
-        """Gives a sequence's adapter its memory, if it can be had."""
-        ...
-
-    def release(self, sequence: Hashable) -> None:
-        """A sequence has no adapter any more."""
-
-
 class Scheduler:
     """Sequences that wait and run, each list in the order of priority, turn and arrival.
 
@@ -261,7 +251,7 @@ class Scheduler:
         account: KVAccount[Any],
         *,
         most_running: int,
-        adapters: AdapterRoom | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Begins empty; without ``adapters`` no request has one."""
         self.account = account

@@ -18,7 +18,7 @@ from moe_runtime.serving.http.answer_sections import (
 )
 from moe_runtime.serving.http.answer_text import AnswerToken, Piece
 from moe_runtime.serving.http.answering import Answers, chat_logprobs
-from moe_runtime.serving.http.api_errors import FieldError
+from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.asking import (
     check_choices,
     check_messages,
@@ -26,7 +26,7 @@ from moe_runtime.serving.http.asking import (
     encode_prompt,
 )
 from moe_runtime.serving.http.call_readers import ParsedCall
-from moe_runtime.serving.http.chat_template import ChatTemplate, without_template
+from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.schema import (
     ChatBody,
@@ -84,24 +84,14 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = 
             asked for.
     """
     check_choices(body, 1, most_choices)
-    template = model.template
-    if template is None:
-        raise without_template(model.parent or model.name)
+    template = template_of(model)
     _check_combinations(body)
     tools = _tools_in_use(body)
     if tools and template.tools is None and not template.is_harmony:
         raise FieldError(
             "tools", "this model's way of calling them is not known", code="unsupported_parameter"
         )
-    check_messages(body.messages, model)
-    continues = bool(body.continue_final_message)
-    prompt = template.render(
-        body.messages,
-        tools,
-        add_generation_prompt=not continues and body.add_generation_prompt is not False,
-        continue_final_message=continues,
-        variables=_variables(body, template),
-    )
+    prompt = prompt_of(body, body.messages, tools, model, _variables(body, template))
     ids = encode_prompt(prompt, model, "messages", add_special_tokens=False)
     opens_reasoning = template.opens_reasoning(prompt)
     functions = [tool.function for tool in tools]
@@ -125,7 +115,7 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = 
         matcher=grammar and model.grammars.compile(*grammar, owner),
         shown_tokens=_shown_tokens(template, tokens, how),
     )
-    if continues:
+    if body.continue_final_message:
         for choice in choices:
             choice.text.follow(ids, is_whole=True)
     return ChatPlan(choices, functions, template, prompt, opens_reasoning, how)
@@ -149,19 +139,50 @@ def _check_combinations(body: ChatBody) -> None:
         raise FieldError("max_tokens", "is the old name of max_completion_tokens; give one")
     if body.tool_choice not in (None, "none") and not body.tools:
         raise FieldError("tool_choice", "needs tools")
-    check_continuation(body, body.messages)
 
 
-def check_continuation(body: ChatBody | TokenizeBody, messages: Sequence[Message]) -> None:
-    """Refuses to continue a final message that cannot be continued.
+def template_of(model: ServedModel) -> ChatTemplate:
+    """The chat template of a model.
 
     Raises:
-        FieldError: there is a generation prompt too, or it is not the assistant's.
+        ApiError: it has none.
     """
-    if body.continue_final_message and body.add_generation_prompt:
+    if model.template is None:
+        name = model.parent or model.name
+        raise ApiError(
+            f"model: {name} has no chat template; use /v1/completions, or give serve a model that "
+            "was trained for conversations",
+            param="model",
+            code="unsupported_model",
+        )
+    return model.template
+
+
+def prompt_of(
+    body: ChatBody | TokenizeBody,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    model: ServedModel,
+    variables: Mapping[str, Any] | None,
+) -> str:
+    """A conversation as the model's chat template writes it.
+
+    Raises:
+        ApiError: it has too many messages, or a final one that cannot be continued as is asked.
+    """
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
         raise FieldError("continue_final_message", "excludes add_generation_prompt")
-    if body.continue_final_message and messages[-1].role != "assistant":
+    if continues and messages[-1].role != "assistant":
         raise FieldError("continue_final_message", "needs a last message of the assistant")
+    check_messages(messages, model)
+    return template_of(model).render(
+        messages,
+        tools,
+        add_generation_prompt=not continues and body.add_generation_prompt is not False,
+        continue_final_message=continues,
+        variables=variables,
+    )
 
 
 def _tools_in_use(body: ChatBody) -> list[Tool]:

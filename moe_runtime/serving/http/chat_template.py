@@ -163,13 +163,3 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FieldError(where, f"expected a JSON object as text, got {text[:200]!r}")
     return value
-
-
-def without_template(name: str) -> ApiError:
-    """What is said of a model that has no chat template."""
-    return ApiError(
-        f"model: {name} has no chat template; use /v1/completions, or give serve a model that "
-        "was trained for conversations",
-        param="model",
-        code="unsupported_model",
-    )

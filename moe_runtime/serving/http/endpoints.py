@@ -18,8 +18,7 @@ import moe_runtime
 from moe_runtime.serving.http import chat, completions
 from moe_runtime.serving.http.answering import Plan
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, internal_error
-from moe_runtime.serving.http.asking import check_messages, check_tokens, encode_text
-from moe_runtime.serving.http.chat_template import without_template
+from moe_runtime.serving.http.asking import check_tokens, encode_text
 from moe_runtime.serving.http.gate import RequestGate
 from moe_runtime.serving.http.responding import (
     EventStream,
@@ -227,18 +226,8 @@ def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
                 raise FieldError(name, "needs messages")
         adds = body.add_special_tokens is not False
         return encode_text(body.prompt or "", model, "prompt", add_special_tokens=adds)
-    if model.template is None:
-        raise without_template(model.name)
-    chat.check_continuation(body, body.messages)
-    check_messages(body.messages, model)
-    continues = bool(body.continue_final_message)
-    prompt = model.template.render(
-        body.messages,
-        body.tools or (),
-        add_generation_prompt=not continues and body.add_generation_prompt is not False,
-        continue_final_message=continues,
-        variables=body.chat_template_kwargs,
-    )
+    variables = body.chat_template_kwargs
+    prompt = chat.prompt_of(body, body.messages, body.tools or (), model, variables)
     adds = bool(body.add_special_tokens)
     return encode_text(prompt, model, "messages", add_special_tokens=adds)
 
