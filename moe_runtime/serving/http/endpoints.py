@@ -72,15 +72,11 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         """Continues a conversation."""
-        body = await self._body(request, ChatBody)
-        has_grammar = body.response_format is not None or bool(body.tools)
-        return await self._answer(request, body, chat.prepare, has_grammar=has_grammar)
+        return await self._answer(request, ChatBody, chat.prepare)
 
     async def complete(self, request: Request) -> Response:
         """Continues texts or tokens."""
-        body = await self._body(request, CompletionBody)
-        has_grammar = body.response_format is not None
-        return await self._answer(request, body, completions.prepare, has_grammar=has_grammar)
+        return await self._answer(request, CompletionBody, completions.prepare)
 
     async def models(self, request: Request) -> Response:
         """All models."""
@@ -166,20 +162,20 @@ class Endpoints:
     async def _answer(
         self,
         request: Request,
-        body: ChatBody | CompletionBody,
+        kind: type[ChatBody] | type[CompletionBody],
         prepare: Callable[..., Plan],
-        *,
-        has_grammar: bool,
     ) -> Response:
+        body = await self._body(request, kind)
         asked, model = Asked.of(request.scope), self._server.model(body.model)
         most = self._server.limits.choices
         plan = await self._server.prepare(
-            asked, prepare, body, model, most, asked.owner, has_grammar=has_grammar
+            asked, prepare, body, model, most, asked.owner, has_grammar=body.may_have_grammar
         )
         if not (body.stays_large or any(one.request.constraint for one in plan.choices)):
             self._server.forget_body(asked)
         generation = self._server.begin(asked, model, plan.choices)
-        answer = plan.answer(body.without_texts(), generation)
+        body = body.without_texts()  # the whole body goes while the answer is made
+        answer = plan.answer(body, generation)
         if body.stream:
             return EventStream(generation, answer.chunks())
         return await whole(request, generation, answer.whole())
@@ -206,10 +202,11 @@ class Endpoints:
             body = parse_body(kind, raw)
         else:
             body = await self._server.prepare(asked, parse_body, kind, raw)
-        if isinstance(body, GenerationFields):
-            asked.user = (body.user or body.safety_identifier or "")[:_MOST_USER]
-            options = body.stream_options
-            if options is not None and not body.stream:
+        fields = body if isinstance(body, GenerationFields) else None
+        if fields is not None:
+            asked.user = (fields.user or fields.safety_identifier or "")[:_MOST_USER]
+            options = fields.stream_options
+            if options is not None and not fields.stream:
                 raise FieldError("stream_options", "needs stream: true")
             if options is not None and options.continuous_usage_stats and not options.include_usage:
                 field = "stream_options.continuous_usage_stats"

@@ -199,6 +199,11 @@ class GenerationFields(_Body):
         """Whether more may stay of it while it is answered than the tokens of its prompts."""
         return bool(self.response_format or self.logit_bias or self.stop_token_ids)
 
+    @property
+    def may_have_grammar(self) -> bool:
+        """Whether a grammar may have to be compiled for it."""
+        return self.response_format is not None
+
     def without_texts(self) -> Self:
         """What is needed of it while it is answered; the rest is as if it were not given."""
         return self.model_construct(**{name: value for name, value in self if name in _ANSWERED})
@@ -309,6 +314,11 @@ class ChatBody(GenerationFields):
     def stays_large(self) -> bool:
         """Schemas of tools too: calls are read by them."""
         return bool(self.tools) or super().stays_large
+
+    @property
+    def may_have_grammar(self) -> bool:
+        """Calls of tools have one too."""
+        return bool(self.tools) or super().may_have_grammar
 
 
 class TokenizeBody(_Body):

@@ -13,8 +13,6 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from starlette.types import Scope
-
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
@@ -108,7 +106,7 @@ class Asked:
     is_stream: bool = False
 
     @staticmethod
-    def of(scope: Scope) -> Asked:
+    def of(scope: Mapping[str, Any]) -> Asked:
         """That of a connection."""
         return scope["asked"]
 
