@@ -92,11 +92,7 @@ def run(
     experts between them and print the text once.
     """
     with joined_processes(ctx.obj) as group:
-        texts: list[str] = json.loads(
-            from_first(
-                group, "prompts", lambda: json.dumps(read_prompts(prompt, prompt_file, prompts))
-            )
-        )
+        texts = from_first(group, "prompts", lambda: read_prompts(prompt, prompt_file, prompts))
         from moe_runtime.checkpoints.model_files import find_checkpoint
 
         with loading_bar() as progress:
@@ -105,8 +101,7 @@ def run(
             chosen, seed = find_sampling(ctx, model, sampling), sampling.seed
             if group is not None and chosen["temperature"] > 0 and seed is None:
                 # Every process samples, and all must draw the same tokens.
-                drawn = from_first(group, "seed", lambda: str(secrets.randbelow(2**63)))
-                seed = int(drawn)
+                seed = from_first(group, "seed", lambda: secrets.randbelow(2**63))
             tokenizer = load_tokenizer(model)
             room = _room_for(model, tokenizer, texts, max_new_tokens, max_tokens, chat=chat)
             import moe_runtime
