@@ -123,6 +123,18 @@ def test_options_without_effect_are_refused(
             "--storage-dir is for experts that are trained",
         ),
         ([*run, "--predictor", "running-counts"], "--predictor has no effect: give --prefetch"),
+        *(
+            (
+                [command, "m", *rest, "--prefetch", "off", "--predictor", "next-gate"],
+                "--predictor has no effect: give --prefetch",
+            )
+            for command, rest in (
+                ("run", ["-p", "x"]),
+                ("chat", []),
+                ("serve", []),
+                ("generate", ["--prompts", "x", "-o", str(tmp_path / "out")]),
+            )
+        ),
         (["replay", trace, "--train", trace], "--train has nothing to train"),
     ):
         assert main(words) == 2

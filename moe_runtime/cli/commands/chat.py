@@ -80,7 +80,7 @@ def chat(
     from moe_runtime.inference.token_limit import known_positions
     from moe_runtime.serving.requests import SamplingOptions
 
-    chosen = find_sampling(ctx, model, sampling)
+    chosen = find_sampling(ctx, model, sampling, is_engine=True)
     tokenizer = load_tokenizer(model)
     known = known_positions(read_config(find_checkpoint(model, weights=False)))
     if max_tokens is not None and known is not None and max_tokens > known:

@@ -206,7 +206,7 @@ def serve(
     quiet_transformers(ctx.obj)
     from moe_runtime.allocator import use_one_heap
     from moe_runtime.serving.engine_options import EngineOptions
-    from moe_runtime.serving.http.models.dividing import is_on_cpu
+    from moe_runtime.serving.http.dividing import is_on_cpu
     from moe_runtime.serving.http.server import Access, Limits
     from moe_runtime.serving.http.starting import ServeSettings, run_server
 

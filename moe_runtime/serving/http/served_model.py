@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_runtime.inference.generation import end_token_ids, stop_strings_of
+from moe_runtime.inference.generation import end_token_ids, stop_strings_of, warn_of_unused
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.grammars import Grammars
-from moe_runtime.serving.http.limited_process import LimitedProcess
-from moe_runtime.serving.http.models.chat_template import ChatTemplate
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
-from moe_runtime.serving.requests import TokenEngine
+from moe_runtime.serving.http.limits import LimitedProcess
+from moe_runtime.serving.http.vocabulary import Vocabulary
 
 _OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -33,7 +33,7 @@ class ServedModel:
     """
 
     name: str
-    engine: TokenEngine
+    engine: Engine
     vocabulary: Vocabulary
     template: ChatTemplate | None
     grammars: Grammars
@@ -44,33 +44,25 @@ class ServedModel:
 
 def serve_model(
     name: str,
-    engine: TokenEngine,
+    engine: Engine,
     tokenizer: Any,
     model: Any,
     templates: LimitedProcess,
     grammars: LimitedProcess,
 ) -> ServedModel:
-    """Puts together what the server needs of a loaded model.
-
-    Args:
-        name: by which requests ask for it.
-        engine: answers them.
-        tokenizer: of `transformers`.
-        model: a loaded model; its configurations are read.
-        templates: where conversations are rendered.
-        grammars: where grammars are tried.
-    """
+    """Puts together what the server needs of a loaded model."""
     settings = model.generation_config
+    warn_of_unused(settings, is_engine=True)
     size = model.config.get_text_config().vocab_size
-    vocabulary = Vocabulary(
-        tokenizer, size, end_token_ids(model, tokenizer), stop_strings_of(settings)
-    )
+    template = None if tokenizer.chat_template is None else ChatTemplate(tokenizer, templates)
+    ends = end_token_ids(model, tokenizer, template and template.write)
+    vocabulary = Vocabulary(tokenizer, size, ends, stop_strings_of(settings))
     found = {option: getattr(settings, option, None) for option in _OPENAI}
     return ServedModel(
         name=name,
         engine=engine,
         vocabulary=vocabulary,
-        template=None if tokenizer.chat_template is None else ChatTemplate(tokenizer, templates),
+        template=template,
         grammars=Grammars(vocabulary, grammars),
         defaults=_OPENAI | {name: value for name, value in found.items() if value is not None},
     )

@@ -38,15 +38,7 @@ class RowMemory:
     def __init__(
         self, config: Any, device: Device, like: DynamicCache, num_rows: int, num_tokens: int
     ) -> None:
-        """Allocates the rows.
-
-        Args:
-            config: of the model.
-            device: of its experts.
-            like: a cache of the model's with a token in it, of keys and values alone.
-            num_rows: rows.
-            num_tokens: places of a row.
-        """
+        """Allocates the rows."""
         self.num_tokens = num_tokens
         self._config, self._device = config, device
         filled: list[Any] = [*like.layers]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from moe_runtime.serving.http.answers.call_readers import (
+from moe_runtime.serving.http.call_readers import (
     BARE_JSON_CALLS,
     BARE_PYTHON_CALLS,
     GEMMA_CALLS,
@@ -43,6 +43,7 @@ class ArgumentWriting:
         opens_text: stands before a text.
         ends_text: a text has no escapes and goes up to this; None where it is a JSON string.
         between: stands between two arguments.
+        any_key: what the name may be where the schema names none.
     """
 
     before_key: str
@@ -51,6 +52,7 @@ class ArgumentWriting:
     opens_text: str = ""
     ends_text: str | None = None
     between: str = ""
+    any_key: str = r"/[^<>\s\"][^<>\r\n\"]*/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ def _pair_writing(call: str, prefix: str = "", **around: Any) -> CallWriting:
 
 
 def _python_writing(ends: str) -> CallWriting:
-    argument = ArgumentWriting("", '"="', between='", "')
+    argument = ArgumentWriting("", '"="', between='", "', any_key="/[A-Za-z_][A-Za-z0-9_]*/")
     call = 'NAME "(" ARGUMENTS ")"'
     return CallWriting(call, begins='"["', again='", "', ends=ends, argument=argument)
 
@@ -320,7 +322,12 @@ TOOL_FORMATS = (
             '"call:" NAME "{" ARGUMENTS "}" "<tool_call|>"',
             again='"<|tool_call>"',
             argument=ArgumentWriting(
-                "", '":"', opens_text='"<|\\"|>"', ends_text='<|"|>', between='","'
+                "",
+                '":"',
+                opens_text='"<|\\"|>"',
+                ends_text='<|"|>',
+                between='","',
+                any_key=r"/[^\s{}\[\],:\"<]+/",
             ),
         ),
         ('<|"|>',),

@@ -11,11 +11,7 @@ from moe_runtime.serving.requests import FinishReason, NewToken
 
 
 class MarkSearch:
-    """Lets text through up to the first of some marks, and holds back what may begin one.
-
-    Args:
-        marks: strings, none of them empty.
-    """
+    """Lets text through up to the first of some marks, and holds back what may begin one."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = tuple(marks)
@@ -59,11 +55,7 @@ class MarkSearch:
 
 
 class JsonMarkSearch(MarkSearch):
-    """As `MarkSearch` for marks behind JSON: within its strings a mark is text.
-
-    Args:
-        marks: begin with what JSON has in strings alone.
-    """
+    """As `MarkSearch` for marks behind JSON: within its strings a mark is text."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         super().__init__(marks)

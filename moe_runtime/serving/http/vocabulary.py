@@ -45,7 +45,6 @@ class Vocabulary:
         self.size = size
         self.end_ids = frozenset(end_ids)
         self.stop_strings = tuple(stop_strings)
-        self.special_ids = frozenset(tokenizer.all_special_ids)
         added = tokenizer.added_tokens_decoder.items()
         special = self.end_ids.union(at for at, token in added if token.special)
         self.plain_tokens = {at: token.content for at, token in added if at not in special}
@@ -105,13 +104,7 @@ class Vocabulary:
     def offsets_of_text(
         self, text: str, ids: Sequence[int], *, add_special_tokens: bool
     ) -> list[int]:
-        """Where in a text each of its tokens begins, spaces before a word included.
-
-        Args:
-            text: that was encoded.
-            ids: its tokens.
-            add_special_tokens: whether it was encoded with them; they have no place of their own.
-        """
+        """Where in a text each of its tokens begins, spaces before a word included."""
         if not self.tokenizer.is_fast:
             # Nothing but the tokens says where they come from.
             return [min(at, len(text)) for at in self._offsets(ids, self.incremental())]
@@ -138,13 +131,9 @@ class Vocabulary:
         return offsets
 
     def incremental(self, shown: Sequence[str] = ()) -> IncrementalText:
-        """Decodes an answer token by token.
-
-        Args:
-            shown: special tokens that are part of the text all the same.
-        """
+        """Decodes an answer token by token."""
         kept = {self._ids_by_token[token] for token in shown if token in self._ids_by_token}
-        return IncrementalText(self.decode, self.special_ids - kept)
+        return IncrementalText.of(self.tokenizer, kept)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, in UTF-8; part of a character for some."""

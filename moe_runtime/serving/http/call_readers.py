@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -248,7 +249,9 @@ def _python_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCa
         yield from _json_calls(text, functions)
         return
     try:
-        body = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes such as "\d", which are none
+            body = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, MemoryError):  # the latter where brackets nest too deep
         raise ValueError("expected a list of calls") from None
     calls = body.elts if isinstance(body, ast.List) and body.elts else [body]

@@ -1,19 +1,22 @@
-"""Who has how many tokens of the memory for keys and values: running sequences and known prefixes.
+"""Room for keys and values: of running sequences, and of known beginnings of texts.
 
 Nothing here holds a tensor or knows one: what a prefix keeps is the caller's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import hashlib
+import itertools
+import secrets
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
-
-from moe_runtime.serving.caches.prefix_index import PrefixIndex
 
 PIECE = 16
 """Sequences get room for a multiple of so many tokens."""
 SLACK_SHARE = 16
-"""A sequence that grows gets room for a sixteenth of its tokens beyond, while nobody lacks it."""
+"""A sequence that grows gets room for a sixteenth of its tokens beyond, while memory is free."""
+_DIGEST_BYTES = 16
 
 T = TypeVar("T")
 
@@ -26,12 +29,14 @@ def rounded_up(num_tokens: int) -> int:
 class KVAccount(Generic[T]):
     """Divides room for tokens between sequences and prefixes; sequences take it from prefixes.
 
-    A prefix is known by all its tokens, in blocks: two prompts of one root share the blocks that
-    are equal from the beginning. The prefixes used last stay longest.
+    A prefix is known by a digest of all its tokens, block by block: two prompts of one root share
+    the blocks that are equal from the beginning. Digests have 128 bits under a key of this
+    account's own, so clients cannot construct two texts with one digest. The prefixes used last
+    stay longest, and of one prefix its beginning.
     """
 
     def __init__(self, capacity: int, *, block_tokens: int, least_tokens: int = 0) -> None:
-        """An account in which nobody has anything.
+        """An empty account.
 
         Args:
             capacity: tokens in all.
@@ -43,9 +48,8 @@ class KVAccount(Generic[T]):
         self._least_tokens = min(least_tokens, capacity // PIECE * PIECE)
         self._rooms: dict[Hashable, int] = {}
         self._held = 0
-        self._prefixes: PrefixIndex[T] | None = None
-        if block_tokens:
-            self._prefixes = PrefixIndex(capacity // block_tokens, block_tokens)
+        self._secret = secrets.token_bytes(_DIGEST_BYTES)
+        self._prefixes: dict[bytes, T] = {}  # of each block, the one used longest ago first
 
     @property
     def sequence_tokens(self) -> int:
@@ -55,7 +59,7 @@ class KVAccount(Generic[T]):
     @property
     def prefix_tokens(self) -> int:
         """Tokens that prefixes keep."""
-        return 0 if self._prefixes is None else len(self._prefixes) * self.block_tokens
+        return len(self._prefixes) * self.block_tokens
 
     @property
     def available(self) -> int:
@@ -81,8 +85,7 @@ class KVAccount(Generic[T]):
             return False
         ample = rounded_up(num_tokens + num_tokens // SLACK_SHARE) - held
         added = ample if held and ample <= self._free() else least
-        while self._prefixes is not None and self._free() < added:
-            self._prefixes.forget_oldest()
+        self._make_free(added)
         self._rooms[sequence] = held + added
         self._held += added
         return True
@@ -93,7 +96,9 @@ class KVAccount(Generic[T]):
 
     def find(self, tokens: Sequence[int], root: str = "") -> list[T]:
         """What is kept of the longest known beginning of some tokens, block by block."""
-        return [] if self._prefixes is None else self._prefixes.find(tokens, root)
+        path = list(itertools.takewhile(self._prefixes.__contains__, self._digests(tokens, root)))
+        self._use(path)
+        return [self._prefixes[digest] for digest in path]
 
     def keep(self, tokens: Sequence[int], make: Callable[[int], T], root: str = "") -> int:
         """Keeps the whole blocks of some tokens, as far as prefixes used longer ago give way.
@@ -106,17 +111,24 @@ class KVAccount(Generic[T]):
         Returns:
             Blocks of these tokens that are kept now.
         """
-        if self._prefixes is None:
+        if not self.block_tokens:
             return 0
-        return self._prefixes.keep(tokens, root, make, self._make_place_beside)
+        path = list(self._digests(tokens, root))
+        known = sum(1 for _ in itertools.takewhile(self._prefixes.__contains__, path))
+        self._use(path[:known])
+        self._make_free((len(path) - known) * self.block_tokens, most=len(self._prefixes) - known)
+        del path[known + self._free() // self.block_tokens :]
+        for index in range(known, len(path)):
+            self._prefixes[path[index]] = make(index)
+        self._use(path)
+        return len(path)
 
     def forget(self) -> None:
         """Gives up all prefixes."""
-        while self._prefixes is not None and len(self._prefixes):
-            self._prefixes.forget_oldest()
+        self._prefixes.clear()
 
     def check(self) -> None:
-        """Proves that what is had adds up, and that no prefix outlives those it continues.
+        """Proves that what is had adds up.
 
         Raises:
             AssertionError: it does not.
@@ -124,17 +136,28 @@ class KVAccount(Generic[T]):
         assert self._held == sum(self._rooms.values())
         assert all(room > 0 and room % PIECE == 0 for room in self._rooms.values())
         assert 0 <= self._held + self.prefix_tokens <= self.capacity
-        if self._prefixes is not None:
-            self._prefixes.check()
 
     def _free(self) -> int:
         return self.capacity - self._held - self.prefix_tokens
 
-    def _make_place_beside(self, num_blocks: int) -> bool:
-        """Makes place for one block more, without giving up so many that were used last."""
-        assert self._prefixes is not None
-        while self._free() < self.block_tokens:
-            if len(self._prefixes) <= num_blocks:
-                return False
-            self._prefixes.forget_oldest()
-        return True
+    def _make_free(self, num_tokens: int, most: int | None = None) -> None:
+        """Gives up prefixes for so many tokens, at most a number of blocks."""
+        if (lacking := num_tokens - self._free()) > 0 and self.block_tokens:
+            num_blocks = -(-lacking // self.block_tokens)
+            num_blocks = num_blocks if most is None else min(num_blocks, most)
+            for digest in list(itertools.islice(self._prefixes, num_blocks)):
+                del self._prefixes[digest]
+
+    def _digests(self, tokens: Sequence[int], root: str) -> Iterator[bytes]:
+        """Of the whole blocks, each with all before it."""
+        size, digest = self.block_tokens, root.encode()
+        if size:
+            for first in range(0, len(tokens) - size + 1, size):
+                block = array("q", tokens[first : first + size]).tobytes()
+                found = hashlib.blake2b(digest + block, digest_size=_DIGEST_BYTES, key=self._secret)
+                yield (digest := found.digest())
+
+    def _use(self, path: Sequence[bytes]) -> None:
+        """The last block first, so that beginnings stay longest."""
+        for digest in reversed(path):
+            self._prefixes[digest] = self._prefixes.pop(digest)

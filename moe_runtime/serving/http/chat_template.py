@@ -10,12 +10,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.errors import blamed_on
-from moe_runtime.serving.http.answers.answer_sections import reasoning_marks_of
-from moe_runtime.serving.http.answers.harmony import is_harmony
-from moe_runtime.serving.http.answers.tool_formats import tool_format_of
+from moe_runtime.serving.http.answer_sections import is_harmony, reasoning_marks_of
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.limited_process import LimitedProcess, LimitError
+from moe_runtime.serving.http.limits import LimitedProcess, LimitError
 from moe_runtime.serving.http.schema import Message, TextPart, Tool
+from moe_runtime.serving.http.tool_formats import tool_format_of
 
 _OWN_VARIABLES = frozenset(
     {
@@ -99,23 +98,25 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        if self._process is not None:
-            return self._rendered(self._process, conversation, given)
-        with blamed_on("messages: this model's chat template refuses them", ApiError):
-            return self._tokenizer.apply_chat_template(conversation, tokenize=False, **given)
+        return self.write(conversation, **given)
 
-    def _rendered(
-        self, process: LimitedProcess, conversation: list[dict[str, Any]], given: dict[str, Any]
-    ) -> str:
-        """As the tokenizer itself does it, elsewhere."""
+    def write(self, conversation: list[dict[str, Any]], **given: Any) -> str:
+        """A conversation as the template writes it, within the limits of the process.
+
+        Raises:
+            ApiError: the template refuses it, or takes too much.
+        """
+        if self._process is None:
+            with blamed_on("messages: this model's chat template refuses them", ApiError):
+                return self._tokenizer.apply_chat_template(conversation, tokenize=False, **given)
         work = {
             "conversations": [conversation],
-            "chat_template": self._tokenizer.get_chat_template(tools=given["tools"]),
+            "chat_template": self._tokenizer.get_chat_template(tools=given.get("tools")),
             **self._tokenizer.special_tokens_map,
             **given,
         }
         try:
-            found = process.ask(work, cpu_s=_RENDER_S, memory_bytes=_RENDER_BYTES)
+            found = self._process.ask(work, cpu_s=_RENDER_S, memory_bytes=_RENDER_BYTES)
         except LimitError as error:
             message = f"messages: this model's chat template {error} for them"
             raise ApiError(message, param="messages", code="template_limit") from None
@@ -162,13 +163,3 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FieldError(where, f"expected a JSON object as text, got {text[:200]!r}")
     return value
-
-
-def without_template(name: str) -> ApiError:
-    """What is said of a model that has no chat template."""
-    return ApiError(
-        f"model: {name} has no chat template; use /v1/completions, or give serve a model that "
-        "was trained for conversations",
-        param="model",
-        code="unsupported_model",
-    )
