@@ -61,7 +61,6 @@ from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.layout import ExpertLayout
-from moe_runtime.memory.prefault import touched_meanwhile
 from moe_runtime.memory.slab import Slab, touched_meanwhile
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.memory.store import ExpertStore
