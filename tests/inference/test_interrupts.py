@@ -26,7 +26,7 @@ SLOTS = 4
 EVERY_PASS = (
     "inference/cpu/fused_attention.py",
     "inference/cpu/small_batch.py",
-    "inference/expert_gradients.py",
+    "inference/expert_layer.py",
     "inference/expert_layer.py",
     "inference/steps.py",
     "inference/token_limit.py",
