@@ -45,8 +45,7 @@ from moe_runtime.inference.cpu.attention import use_single_query_attention
 from moe_runtime.inference.cpu.fused_attention import fuse_attention_layers
 from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
 from moe_runtime.inference.cpu.threads import rest_torch_threads
-from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.expert_weights import bind_slots
+from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.handle import LoadedFacts, RuntimeHandle
 from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
@@ -183,7 +182,7 @@ def load(
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
     if misses != "device":
-        from moe_runtime.inference.cpu_misses.option import check_misses
+        from moe_runtime.inference.device.misses import check_misses
 
         check_misses(misses, place, is_alone=group is None and placement is None)
     transport = None
@@ -274,7 +273,7 @@ def load(
         module.store, module.share, module.listeners = store, share, listeners
         module.list_parameters(checkpoint.dtype, place)
     if misses != "device":
-        from moe_runtime.inference.cpu_misses.computing import open_misses
+        from moe_runtime.inference.device.misses import open_misses
 
         open_misses(misses, modules, store, host_store, bind_slots(cached["host"]))
     as_loaded_model(model, folder, source.versions(), steps, max_tokens)
