@@ -17,8 +17,7 @@ from traces import trace_of
 from moe_runtime.cli.main import main
 from moe_runtime.lab.replay.timed import Machine
 from moe_runtime.lab.report.findings import ReportSettings, find
-from moe_runtime.lab.report.page import Page, Section, render
-from moe_runtime.lab.report.style import SERIES
+from moe_runtime.lab.report.page import SERIES, Page, Section, render
 from moe_runtime.lab.report.trace_page import trace_page
 from moe_runtime.lab.traces import read_trace, write_trace
 from moe_runtime.policies.prediction import Shape

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_runtime.lab.report.training_reuse import training_reuse
+from moe_runtime.lab.report.findings import training_reuse
 from moe_runtime.lab.traces import Trace
 from moe_runtime.planning.record_tiers import (
     TIER_CHANGE_MARGIN,

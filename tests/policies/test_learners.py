@@ -10,8 +10,7 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.lab.traces.workload import workload_of
-from moe_runtime.policies.eviction.learned import ActivationMatrices
-from moe_runtime.policies.eviction.rules.reuse import ReuseEstimator
+from moe_runtime.policies.eviction.learned import ActivationMatrices, ReuseEstimator
 from moe_runtime.policies.prediction import (
     EamCollection,
     LayerRouted,
@@ -85,7 +84,7 @@ def test_damaged_arrays_are_refused(name: str) -> None:
 
 def test_recorded_requests_teach_what_watching_them_does() -> None:
     fitted = ActivationMatrices(SHAPE)
-    fitted.fit(ROUTES)
+    fitted.collection.fit(ROUTES)
     watched = watch(ActivationMatrices(SHAPE), ROUTES)
     np.testing.assert_array_equal(fitted.learned()["matrices"], watched.learned()["matrices"])
 

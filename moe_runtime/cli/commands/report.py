@@ -118,8 +118,7 @@ def report(
 
 
 def _page_of_run(source: Path) -> "Page":
-    from moe_runtime.lab.report.run_page import run_page
-    from moe_runtime.lab.report.run_stats import read_run_stats
+    from moe_runtime.lab.report.run_page import read_run_stats, run_page
 
     return run_page(read_run_stats(source), source.name)
 

@@ -6,14 +6,17 @@ from moe_runtime.config import format_bytes
 from moe_runtime.lab.replay.experiment import Row
 from moe_runtime.lab.replay.timed import LayerCounts
 from moe_runtime.lab.report import charts
-from moe_runtime.lab.report.findings import TraceFindings
+from moe_runtime.lab.report.findings import TraceFindings, TrainingReuse
 from moe_runtime.lab.report.page import Page, Section, Table
-from moe_runtime.lab.report.training_section import training_section
+from moe_runtime.planning.record_tiers import TIER_CHANGE_MARGIN, TIER_CHANGE_STEPS
 
 _COLD = (
     "Replayed from an empty cache, every layer with an equal share of the slots; each miss is "
     "loaded when it is asked for."
 )
+
+
+_WAYS = {"spread": "spread evenly", "by_use": "exchanged by use", "best": "best fixed ones"}
 
 
 def trace_page(found: TraceFindings, name: str) -> Page:
@@ -23,7 +26,7 @@ def trace_page(found: TraceFindings, name: str) -> Page:
     sections += [_hit_section(found), _recall_section(found)]
     sections += [_traffic_section(found), _timeline_section(found)]
     if found.training is not None:
-        sections.insert(0, training_section(found.training))
+        sections.insert(0, _training_section(found.training))
     facts = [
         (f"{found.num_tokens:,}", f"tokens in {found.num_requests:,} requests"),
         (
@@ -296,6 +299,64 @@ def _timeline_section(found: TraceFindings) -> Section:
         how="The first steps of the same replay. `run --timeline` records the real one.",
         figure=charts.timeline(found),
         alt="Time of each step, computing and waiting, without and with prefetch.",
+    )
+
+
+def _training_section(found: TrainingReuse) -> Section:
+    """Lays out what micro-batches and steps had in common."""
+    return Section(
+        name="tiers",
+        title="What training uses again, and where experts should live",
+        lesson=f"{_grouping(found)} {_returning(found)} {_tier_words(found)}",
+        how=(
+            "A step's experts, each once. The experts in memory are spread evenly at first; after "
+            f"every {TIER_CHANGE_STEPS} steps, experts used in at least {TIER_CHANGE_MARGIN:.0%} "
+            "more of them "
+            "change places with those in memory used least, which is what training does. An expert "
+            "that is not in memory costs a step its weights twice and its moments once from the "
+            "disk, and all three back."
+        ),
+        figure=charts.training_tiers(found, _WAYS),
+        alt="Share of a step's experts found in memory, over the share of all experts kept there.",
+        table=Table(
+            header=("experts in memory", *_WAYS.values(), "exchanges"),
+            rows=[
+                (
+                    f"{share:.1%}",
+                    *(f"{getattr(tiers, way) / max(1, tiers.uses):.1%}" for way in _WAYS),
+                    f"{tiers.exchanges:,}",
+                )
+                for share, tiers in found.tiers.items()
+            ],
+        ),
+    )
+
+
+def _grouping(found: TrainingReuse) -> str:
+    share = f"A micro-batch asks for {found.pass_share:.0%} of the experts"
+    if found.num_passes == found.num_steps:
+        return f"{share}; a step has one micro-batch."
+    times = found.asked / max(1, found.fetched)
+    return (
+        f"{share}, a step of {found.num_passes / found.num_steps:.3g} micro-batches for "
+        f"{found.step_share:.0%}: fetched once for all of them, experts cross the link "
+        f"{times:.2f} times less often than micro-batch by micro-batch."
+    )
+
+
+def _returning(found: TrainingReuse) -> str:
+    if np.isnan(found.returning):
+        return "There is one step, so nothing comes back."
+    return f"{found.returning:.0%} of a step's experts were asked for by the step before."
+
+
+def _tier_words(found: TrainingReuse) -> str:
+    share, tiers = next(iter(found.tiers.items()))
+    at = {way: getattr(tiers, way) / max(1, tiers.uses) for way in _WAYS}
+    return (
+        f"With {share:.1%} of the experts in memory, an even spread finds {at['spread']:.1%} of "
+        f"what steps ask for, tiers chosen by use {at['by_use']:.1%} "
+        f"({tiers.exchanges:,} exchanges), the best fixed choice {at['best']:.1%}."
     )
 
 
