@@ -303,7 +303,7 @@ class RoundRobinTopK(SoftmaxTopK):
 class CosineTopK(SoftmaxTopK):
     """`logits = cos(P x, m_e) * exp(min(t, log 100))`, then top-k softmax.
 
-    Chi et al. 2022; Tutel's `cosine_top`. Scores do not depend on the length of a token, which keeps
+    Chi et al. 2022; Tutel's `cosine_top`. Scores do not depend on the length of a token. That keeps
     representations from collapsing onto the experts' directions.
 
     Args:
