@@ -368,7 +368,6 @@ class DenseToSparse(Gate):
 
     @property
     def tau(self) -> Tensor:
-        """The present temperature, a scalar."""
         progress = (self.num_steps / self.anneal_steps).clamp(max=1.0)
         return self.tau_start + (self.tau_end - self.tau_start) * progress
 

@@ -81,7 +81,6 @@ class LinkModel:
         self._free_at = max(self._free_at, now_s)
 
     def prefetch(self, key: ExpertKey) -> None:
-        """Queues a transfer behind all others."""
         self._queue[key] = self._transfer_s
 
     def has_begun(self, key: ExpertKey) -> bool:
@@ -89,12 +88,10 @@ class LinkModel:
         return self._queue.get(key, self._transfer_s) < self._transfer_s
 
     def cancel(self, key: ExpertKey) -> None:
-        """Takes a queued transfer back."""
         self._queue.pop(key, None)
         self._arrived.discard(key)
 
     def has_arrived(self, key: ExpertKey) -> bool:
-        """Whether a prefetched expert is complete."""
         return key in self._arrived
 
     def demand(self, keys: list[ExpertKey], now_s: float) -> float:
@@ -134,7 +131,6 @@ class LayerCounts:
     stall_s: float = 0.0
 
     def add(self, other: "LayerCounts") -> None:
-        """Adds another layer's counts."""
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
