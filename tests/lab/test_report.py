@@ -217,7 +217,7 @@ def test_a_long_trace_is_cut_and_one_request_is_no_obstacle():
     routes = make_routes(SHAPE, num_sequences=1, length=90)
     found = find(trace_of(routes), settings(max_accesses=30 * 6))
     assert found.replayed_tokens == 30
-    assert found.num_tokens == 90
+    assert found.trace.num_tokens == 90
     assert found.evaluations == []
     assert set(found.timed) == {"off"}
     assert found.timed["off"].num_tokens == 30

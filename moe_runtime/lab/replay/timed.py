@@ -194,9 +194,7 @@ def replay_timed(
         predictor: what to prefetch by; nothing is prefetched without one.
         rules: when a guess is read.
     """
-    return _Replayer(
-        workload, policy, num_slots, machine, predictor, rules or PrefetchRules()
-    ).run()
+    return _Replayer(workload, policy, num_slots, machine, predictor, rules).run()
 
 
 class _Replayer:
@@ -207,7 +205,7 @@ class _Replayer:
         num_slots: int,
         machine: Machine,
         predictor: Predictor | None,
-        rules: PrefetchRules,
+        rules: PrefetchRules | None,
     ) -> None:
         self._workload = workload
         self._policy = policy
@@ -217,7 +215,7 @@ class _Replayer:
         self._link = LinkModel(machine)
         num_layers = workload.trace.signature.num_layers
         self._top_k = workload.trace.signature.top_k
-        self._admission = Admission(rules, num_layers)
+        self._admission = Admission(rules or PrefetchRules(), num_layers)
         self._counts = [LayerCounts() for _ in range(num_layers)]
         self._guesses: dict[ExpertKey, bool] = {}  # prefetched; whether its layer is to come
         self._now_s = 0.0
@@ -282,7 +280,7 @@ class _Replayer:
         return stalled_s
 
     def _keep(self, keys: list[ExpertKey]) -> None:
-        """Settles after the use who of the event's experts stays."""
+        """Decides after the use which of the event's experts stay."""
         policy = self._policy
         for key in keys:
             self._guesses.pop(key, None)

@@ -22,7 +22,7 @@ _LONGEST_TIMELINE = 240
 def heat_map(found: TraceFindings) -> "Figure":
     """Loads of all experts, layer by layer, as multiples of an even load."""
     num_layers, num_experts = found.loads.shape
-    relative = found.loads * num_experts / found.signature.top_k
+    relative = found.loads * num_experts / found.trace.signature.top_k
     height = min(9.0, max(3.0, 1.4 + 0.17 * num_layers))
     with drawing() as new_figure:
         figure = new_figure(figsize=(WIDE[0], height))

@@ -21,7 +21,7 @@ from moe_runtime.lab.traces.workload import Workload, workload_of
 from moe_runtime.planning.record_tiers import TierReplay, replay_tiers
 from moe_runtime.policies.prediction import make_estimator
 from moe_runtime.policies.prediction.base import Routes
-from moe_runtime.types import ExpertKey, ModelSignature
+from moe_runtime.types import ExpertKey
 
 CAPACITIES = (0.125, 0.25, 0.375, 0.5, 0.75)
 DISTANCES = (1, 2, 4)
@@ -85,8 +85,7 @@ class TraceFindings:
     """Everything that is drawn of a trace.
 
     Attributes:
-        signature: the model.
-        num_tokens, num_requests, num_steps: how much was recorded.
+        trace: what was recorded.
         loads: ``[L, E]`` share of the tokens that visit each expert.
         popularity: ``[L, E + 1]`` share of the visits to the n most visited experts.
         overlap: ``[L]`` share of experts that the token before visited as well.
@@ -102,10 +101,7 @@ class TraceFindings:
         settings: what was asked for.
     """
 
-    signature: ModelSignature
-    num_tokens: int
-    num_requests: int
-    num_steps: int
+    trace: Trace
     loads: np.ndarray
     popularity: np.ndarray
     overlap: np.ndarray
@@ -152,10 +148,7 @@ def find(
     on_progress("replaying in modelled time")
     timed_workload, timed = _replay_in_time(trace, settings)
     return TraceFindings(
-        signature=trace.signature,
-        num_tokens=trace.num_tokens,
-        num_requests=len(np.unique(trace.token_request)),
-        num_steps=trace.num_steps,
+        trace=trace,
         loads=loads,
         popularity=popularity_curves(loads),
         overlap=token_overlap(trace),

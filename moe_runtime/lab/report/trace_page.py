@@ -21,14 +21,15 @@ _WAYS = {"spread": "spread evenly", "by_use": "exchanged by use", "best": "best 
 
 def trace_page(found: TraceFindings, name: str) -> Page:
     """Lays out the findings of one trace."""
-    signature = found.signature
+    signature = found.trace.signature
+    num_requests = len(np.unique(found.trace.token_request))
     sections = [_load_section(found), _popularity_section(found), _reuse_section(found)]
     sections += [_hit_section(found), _recall_section(found)]
     sections += [_traffic_section(found), _timeline_section(found)]
     if found.training is not None:
         sections.insert(0, _training_section(found.training))
     facts = [
-        (f"{found.num_tokens:,}", f"tokens in {found.num_requests:,} requests"),
+        (f"{found.trace.num_tokens:,}", f"tokens in {num_requests:,} requests"),
         (
             f"{signature.num_layers} × {signature.num_experts}",
             f"layers × experts, {signature.top_k} for each token",
@@ -53,7 +54,7 @@ def trace_page(found: TraceFindings, name: str) -> Page:
 
 
 def _load_section(found: TraceFindings) -> Section:
-    relative = found.loads * found.loads.shape[1] / found.signature.top_k
+    relative = found.loads * found.loads.shape[1] / found.trace.signature.top_k
     layer, expert = np.unravel_index(int(relative.argmax()), relative.shape)
     idle = int((found.loads == 0).sum())
     return Section(
@@ -65,7 +66,10 @@ def _load_section(found: TraceFindings) -> Section:
             + (f"{idle} of {relative.size} experts never." if idle else "every expert is used.")
             + " Bright spots are what a cache should keep; dark ones are cheap to leave on disk."
         ),
-        how=f"All {found.num_tokens:,} recorded tokens. The scale ends at the 99.5th percentile.",
+        how=(
+            f"All {found.trace.num_tokens:,} recorded tokens. The scale ends at the 99.5th "
+            "percentile."
+        ),
         figure=charts.heat_map(found),
         alt="Heat map of expert loads, one row for each layer and one column for each expert.",
         table=Table(
@@ -208,7 +212,7 @@ def _recall_section(found: TraceFindings) -> Section:
     near, far = best.recalls[0], best.recalls[-1]
     lesson = (
         f"{best.name} names {near.mean_at_2k:.1%} of the visited experts among its "
-        f"{2 * found.signature.top_k} likeliest of the next layer"
+        f"{2 * found.trace.signature.top_k} likeliest of the next layer"
     )
     if far is not near:
         lesson += f", and {far.mean_at_2k:.1%} {far.distance} layers ahead"
@@ -219,8 +223,8 @@ def _recall_section(found: TraceFindings) -> Section:
         how=(
             f"Trained and measured on different requests ({found.test_sequences} held out, "
             f"{best.num_tokens:,} tokens, repeated prompts left out); K is "
-            f"{found.signature.top_k}. The control knows the answer and must read 100 %. Layers "
-            "with no known layer so far back are predicted from the tokens alone."
+            f"{found.trace.signature.top_k}. The control knows the answer and must read 100 %. "
+            "Layers with no known layer so far back are predicted from the tokens alone."
         ),
         figure=charts.recall(found),
         alt="Recall at 2K by layer for each predictor, one panel for each look-ahead distance.",
