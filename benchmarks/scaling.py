@@ -44,7 +44,7 @@ from moe_runtime.parallel import (
     dispatch,
     expert_parallel,
 )
-from moe_runtime.planning.cluster import Cluster, Link, fit_link
+from moe_runtime.parallel.cluster import Cluster, Link, fit_link
 from moe_runtime.policies.placement import Devices, RoutingProfile, place_experts
 from moe_runtime.routing import Routing
 

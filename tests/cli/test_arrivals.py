@@ -128,7 +128,7 @@ CASES = {
         },
     ),
     "doctor": Case(
-        ("moe_runtime.cli.machine.examine",),
+        ("moe_runtime.cli.commands.doctor.examine",),
         ("models",),
         {"path": ("", Path("models")), "read_size": ("--read-size 5MiB", 5 * MIB)},
     ),

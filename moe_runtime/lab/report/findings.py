@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_runtime.lab.record_tiers import TierReplay, replay_tiers
 from moe_runtime.lab.replay.evaluation import Evaluation, evaluate
 from moe_runtime.lab.replay.experiment import Experiment, Row, run_experiment
 from moe_runtime.lab.replay.timed import Machine, TimedReplay
 from moe_runtime.lab.traces.format import Trace
 from moe_runtime.lab.traces.routes import routes_of, split_sequences, without_repeats
 from moe_runtime.lab.traces.workload import Workload, workload_of
-from moe_runtime.planning.record_tiers import TierReplay, replay_tiers
 from moe_runtime.policies.prediction import make_estimator
 from moe_runtime.policies.prediction.base import Routes
 from moe_runtime.types import ExpertKey

@@ -3,12 +3,12 @@
 import numpy as np
 
 from moe_runtime.config import format_bytes
+from moe_runtime.lab.record_tiers import TIER_CHANGE_MARGIN, TIER_CHANGE_STEPS
 from moe_runtime.lab.replay.experiment import Row
 from moe_runtime.lab.replay.timed import LayerCounts
 from moe_runtime.lab.report import charts
 from moe_runtime.lab.report.findings import TraceFindings, TrainingReuse
 from moe_runtime.lab.report.page import Page, Section, Table
-from moe_runtime.planning.record_tiers import TIER_CHANGE_MARGIN, TIER_CHANGE_STEPS
 
 _COLD = (
     "Replayed from an empty cache, every layer with an equal share of the slots; each miss is "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from moe_runtime.planning.cluster import Cluster, Link
+from moe_runtime.parallel.cluster import Cluster, Link
 
 FREE = -1
 """The resource of tasks that occupy none: joins, delays."""

@@ -18,7 +18,7 @@ from moe_runtime.lab.simulate.layer_simulation import (
     LayerWorkload,
     predict_layer,
 )
-from moe_runtime.planning.cluster import Cluster, Link
+from moe_runtime.parallel.cluster import Cluster, Link
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile, place_experts
 
 ASSUMED = Cluster(
