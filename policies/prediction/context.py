@@ -59,7 +59,6 @@ class Contexts:
         return len(self.token_ids)
 
     def rows(self, index: np.ndarray | slice) -> "Contexts":
-        """Some of the rows."""
         columns = {name: getattr(self, name)[index] for name in _COLUMNS}
         hidden = None if self.hidden is None else self.hidden[index]
         return replace(self, **columns, hidden=hidden, memo={})
