@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     )
     from moe_runtime.inference.loading import load as load
     from moe_runtime.layer import MoELayer as MoELayer
+    from moe_runtime.training.offload.adamw import AdamW as AdamW
     from moe_runtime.training.offload.offloading import offload_training as offload_training
-    from moe_runtime.training.offload.optimizers.adamw import AdamW as AdamW
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -34,7 +34,7 @@ else:
             ".inference.loading": "load",
             ".layer": "MoELayer",
             ".training.offload.offloading": "offload_training",
-            ".training.offload.optimizers.adamw": "AdamW",
+            ".training.offload.adamw": "AdamW",
         },
     )
 

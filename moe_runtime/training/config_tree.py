@@ -50,7 +50,6 @@ def build_tree(cls: type[_Config], values: Mapping[str, Any], *, where: str = ""
     """Builds a dataclass from a mapping; the counterpart of `dataclasses.asdict`.
 
     Args:
-        cls: the dataclass.
         values: its fields by name, nested mappings for nested dataclasses.
         where: the dotted name of this table, for messages.
 

@@ -33,7 +33,6 @@ class Pipeline:
     over the stages is that of the whole model.
 
     Args:
-        module: This process's stage.
         group: The processes of all stages, in their order.
         schedule: When which micro-batch is computed: `1f1b` or `gpipe`.
         loss_scale: Factor of the cross-entropy that is trained on, as the stages have it for the

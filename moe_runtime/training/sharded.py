@@ -48,8 +48,6 @@ class ShardedCheckpoints:
 
     Args:
         model: the model, spread over the processes or whole.
-        optimizer: of its parameters.
-        ranks: the processes.
         names: of all parameters of the whole model, in the order of the optimizer's state in one
             process (`state_order`).
     """
@@ -191,7 +189,6 @@ def logical_tensors(
     """Parameters, buffers and moments by the names that checkpoints have, in place.
 
     Args:
-        model: spread over processes, or whole.
         moments: states of AdamW by parameter; may be empty.
     """
     tensors: dict[str, Tensor] = {}

@@ -16,9 +16,8 @@ from offloaded_models import batches, offloaded, rate_of, save, stack
 
 import moe_runtime
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
-from moe_runtime.training.offload import OffloadedTraining
-from moe_runtime.training.offload.states import disk
-from moe_runtime.training.offload.states.record_file import RecordFile
+from moe_runtime.training.offload import OffloadedTraining, disk
+from moe_runtime.training.offload.disk import RecordFile
 
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1)
 STEPS = 8

@@ -25,10 +25,11 @@ from torch import nn
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.training.offload.execution import activation_swap
-from moe_runtime.training.offload.execution.activation_swap import ActivationSwap
-from moe_runtime.training.offload.optimizers.adamw import bytes_of_step
-from moe_runtime.training.offload.states.records import Sections
+from moe_runtime.research.zeroth_order import offload_zeroth_order
+from moe_runtime.training.offload import activations as activation_swap
+from moe_runtime.training.offload.activations import ActivationSwap
+from moe_runtime.training.offload.adamw import bytes_of_step
+from moe_runtime.training.offload.records import Sections
 
 MIXTRAL = next(family for family in FAMILIES if family.folder == "mixtral")
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1)
@@ -232,11 +233,11 @@ def test_a_model_of_transformers_may_be_a_part_of_another() -> None:
             moe_runtime.offload_training(dense, host_memory="64MiB")
 
 
-@pytest.mark.parametrize("offload", ["offload_training", "offload_zeroth_order"])
-def test_a_model_without_anything_to_train_is_refused(offload: str) -> None:
+@pytest.mark.parametrize("offload", [moe_runtime.offload_training, offload_zeroth_order])
+def test_a_model_without_anything_to_train_is_refused(offload: Callable[..., object]) -> None:
     model = stack().requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
-        getattr(moe_runtime, offload)(model, host_memory="64MiB")
+        offload(model, host_memory="64MiB")
     assert "layers.0.experts.down_proj" in model.state_dict()
 
 

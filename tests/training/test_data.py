@@ -12,14 +12,17 @@ from tokenizers.processors import TemplateProcessing
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.models.lm.tokenizer import train_tokenizer
-from moe_runtime.training.data.batches import (
+from moe_runtime.training.data import (
     Batches,
+    Corpus,
     WindowStream,
+    encode_corpus,
     held_out_windows,
+    load_tokenizer,
+    read_corpus,
+    save_tokenizer,
     shorten,
 )
-from moe_runtime.training.data.text import Corpus, read_corpus
-from moe_runtime.training.data.tokens import encode_corpus, load_tokenizer, save_tokenizer
 from moe_runtime.training.run_config import DataConfig, SourceConfig
 
 

@@ -41,8 +41,8 @@ from moe_runtime.lab.traces import read_trace
 from moe_runtime.training.checkpoint import checkpoints_in, write_content
 from moe_runtime.training.finetune import memory
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
-from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW
-from moe_runtime.training.schedule import learning_rate
+from moe_runtime.training.loop import learning_rate
+from moe_runtime.training.offload.dense_adamw import DenseAdamW
 
 
 def in_memory(

@@ -47,8 +47,8 @@ from moe_runtime.training.checkpoint import (
     write_content,
 )
 from moe_runtime.training.config_tree import read_tree
-from moe_runtime.training.data.prepared import run_folder
-from moe_runtime.training.offload.optimizers.dense_adamw import state_order
+from moe_runtime.training.offload.dense_adamw import state_order
+from moe_runtime.training.prepared import run_folder
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.session import Preparation, prepare, start
@@ -325,7 +325,7 @@ def test_each_file_of_a_run(
     names = [n for n in files_of(stored.folder, other.folder) if n.startswith(tuple(kinds))]
     assert len(names) == len(kinds)
     # the text is encoded anew where its cache is damaged: with a warning that names the file
-    monkeypatch.setattr("moe_runtime.training.data.tokens.warnings.warn", lambda *_, **__: None)
+    monkeypatch.setattr("moe_runtime.training.data.warnings.warn", lambda *_, **__: None)
     assert_each_file_is_right_or_named(stored, other, names, tmp_path)
 
 

@@ -184,7 +184,7 @@ def finetune(
         refuse_given(ctx, ("reschedule",), "changes a run that goes on; give --resume too")
     settings = build_tree(config_class, tree)
     quiet_transformers(ctx.obj)
-    from moe_runtime.training.data.prepared import run_folder
+    from moe_runtime.training.prepared import run_folder
 
     with run_folder(settings.run.output, settings.run.storage_dir, is_used=not dry_run):
         preparation = _prepare(settings, has_steps=steps is not None, keeps_text=not dry_run)

@@ -73,7 +73,7 @@ def train(
     if reschedule and not resume:
         raise ValueError("--reschedule changes a run that goes on: give --resume too")
     from moe_runtime.training.config_tree import read_tree
-    from moe_runtime.training.data.prepared import run_folder
+    from moe_runtime.training.prepared import run_folder
     from moe_runtime.training.run_config import TrainConfig
 
     with joined_processes(ctx.obj) as group, contextlib.ExitStack() as stack:

@@ -28,8 +28,6 @@ def plan_copies(
     Args:
         loads_E: Expected tokens of each expert, for example the mean of the last five iterations.
         owner_E: The device that owns each expert.
-        num_devices: Devices.
-        devices_per_node: Consecutive devices that share a node.
         max_experts: Experts whose copying hides behind the computation before the layer.
         slots_per_device: Copies that a device has room for.
 
@@ -80,7 +78,6 @@ def calibrate(
         loads_E: Tokens of each expert.
         owner_E: The device that owns each expert.
         copies: What is copied already, for each device.
-        devices_per_node: As in `plan_copies`.
         slots_per_device: Copies that a device has room for, those in `copies` included.
         token_s: Seconds to compute one token, in all passes.
         expert_s: Seconds to copy one expert and to bring its gradient back.
