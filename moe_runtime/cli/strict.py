@@ -13,7 +13,6 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from moe_runtime.checkpoints.model_files import files_of
 from moe_runtime.cli.console import launched_rank
 from moe_runtime.config import nearest
 from moe_runtime.files import (
@@ -271,4 +270,9 @@ def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
     for one in value if isinstance(value, list | tuple) else [value]:
         if isinstance(one, str | Path) and one:
             path = Path(at_home(one)) if isinstance(one, str) else one
-            yield from files_of(path) if os.path.isdir(path) else [path]
+            if os.path.isdir(path):
+                from moe_runtime.checkpoints.model_files import files_of
+
+                yield from files_of(path)
+            else:
+                yield path
