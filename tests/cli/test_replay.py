@@ -67,7 +67,7 @@ def test_a_table_for_people(trace, capsys):
     out = capsys.readouterr().out
     assert "belady-bypass" in out
     assert "modelled time" in out
-    assert "* told the whole trace" in out
+    assert "* trained on the replayed trace" in out
     assert "static*" in out
 
 

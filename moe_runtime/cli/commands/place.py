@@ -112,7 +112,7 @@ def place(
     from moe_runtime.policies.placement.scoring import random_score, score_placement, split_window
     from moe_runtime.research.placement_solvers import SEARCHING, check_algorithm, place_experts
 
-    told = PlacementOptions(
+    asked = PlacementOptions(
         num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
     )
     check_algorithm(algorithm)
@@ -133,7 +133,7 @@ def place(
         profile = RoutingProfile.from_ids(past, signature.num_experts)
         limit = f", {time_limit:g} s at most" if algorithm in SEARCHING else ""
         say(f"placing by {algorithm}{limit}")
-        placement = place_experts(algorithm, profile, devices, num_replicas=replicas, options=told)
+        placement = place_experts(algorithm, profile, devices, num_replicas=replicas, options=asked)
         new = PlacementMap(
             signature=signature, devices=devices, placement=placement, algorithm=algorithm
         )

@@ -365,7 +365,7 @@ def _print(path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row
     )
     print_table(title, columns, cells)
     if any("*" in row[0] for row in cells):
-        print("* told the whole trace beforehand; --train gives it another one to learn from")
+        print("* trained on the replayed trace itself; --train gives it another one to learn from")
     if experiment.machine is not None:
         _print_timing(experiment.machine.expert_bytes, rows)
 

@@ -252,16 +252,16 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def budget_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The budget of each memory and what of it is set aside, for people."""
+    """The budget of each memory and its reserves, for people."""
     host, device = (found[f"{name}_budget_bytes"] for name in ("host", "device"))
-    aside = (
+    reserves = (
         f"{format_bytes(found['dense_bytes'])} of it for everything but experts, "
         f"{format_bytes(found['activation_bytes'])} for activations"
     )
     if device is None:
-        return [("host memory", f"{format_bytes(host)}, {aside}")]
+        return [("host memory", f"{format_bytes(host)}, {reserves}")]
     experts = f"{format_bytes(host)}, {format_bytes(found['slot_bytes'])} of it for experts"
-    return [("host memory", experts), ("device memory", f"{format_bytes(device)}, {aside}")]
+    return [("host memory", experts), ("device memory", f"{format_bytes(device)}, {reserves}")]
 
 
 def offload_row(found: dict[str, Any]) -> str:
