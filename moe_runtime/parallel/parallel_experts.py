@@ -320,7 +320,7 @@ class ParallelExperts(nn.Module):
                 "ignored_params, and call reduce_expert_gradients of LayoutGroups before a step",
             )
 
-    def _require_same_experts(self, group: dist.ProcessGroup, reason: str) -> None:
+    def _require_same_experts(self, group: dist.ProcessGroup | None, reason: str) -> None:
         here = (self._slice, self.experts_here)
         held = [here] * dist.get_world_size(group)
         dist.all_gather_object(held, here, group=group)
