@@ -1,7 +1,7 @@
 """What the GPU scripts share: checkpoints drawn on the GPU, what the hardware allows, decoding,
 profiles, and results that are written row by row.
 
-Outputs of attention and experts are not scaled down as in `family_plans`: what experts compute
+Outputs of attention and experts are not scaled down as in `model_shapes`: what experts compute
 reaches the logits, so that outputs can be compared. Embeddings still outweigh what few layers add,
 so routing depends on the token, and it is even.
 """
@@ -33,14 +33,15 @@ from moe_runtime.benchmarks.harness.scripting import RESULTS, write_systems
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.benchmarks.suite.runner import MeasuredSystem, middle
 from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
-from moe_runtime.benchmarks.synthetic.drawn_tensors import TensorPlan
-from moe_runtime.benchmarks.synthetic.family_plans import SMALL_STD, WEIGHT_STD
 from moe_runtime.benchmarks.synthetic.model_shapes import (
     BF16_BYTES,
     QWEN3_30B_BF16,
     SHAPES,
+    SMALL_STD,
+    WEIGHT_STD,
     ModelShape,
     Qwen3Shape,
+    TensorPlan,
 )
 from moe_runtime.files import check_output_path
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
