@@ -35,8 +35,8 @@ from moe_runtime import AdamW, MoELayer, offload_training
 from moe_runtime.benchmarks.harness.scripting import positive, present_folder, save_results
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.files import write_atomically
-from moe_runtime.training.offload.states import disk
-from moe_runtime.training.offload.states.record_file import RecordFile
+from moe_runtime.training.offload import disk
+from moe_runtime.training.offload.disk import RecordFile
 
 STEPS = 12
 COUNTED = ("kills", "power_cuts", "blocks_lost", "runs", "beginnings")

@@ -24,12 +24,9 @@ FLOORS = {
     "allocator": 0,
     "files": 0,
     "folders": 0,
-    "file_names": 0,
-    "places": 0,
     "config": 0,
     "digests": 0,
     "lazy": 0,
-    "reading": 0,
     "types": 0,
     "kernels": 1,
     "policies": 1,
@@ -38,7 +35,7 @@ FLOORS = {
     "planning": 2,
     "checkpoints": 3,
     "parallel": 4,
-    "lab": 4,
+    "lab": 5,
     "layer": 5,
     "models": 6,
     "inference": 7,
@@ -50,8 +47,7 @@ FLOORS = {
     "tests": 12,
 }
 # Floor 0 is one room: files that may use one another.
-GROUND = {"allocator", "errors", "config", "lazy", "types", "files", "folders"}
-GROUND |= {"file_names", "places", "reading", "digests"}
+GROUND = {"allocator", "errors", "config", "lazy", "types", "files", "folders", "digests"}
 LIGHT = sys.stdlib_module_names | {"moe_runtime"}
 # A policy decides over keys and counts; clocks and threads belong to the store.
 NOT_IN_POLICIES = {"torch", "triton", "transformers", "threading", "time"}
@@ -312,17 +308,15 @@ OWN_WRITERS = {
     "moe_runtime/folders.py": "writes atomically",
     "benchmarks/suite/memory_cap.py": "control groups, whose files are the kernel's",
     "benchmarks/cases/dispatch_ranks.py": "logs in a folder that is removed",
-    "moe_runtime/checkpoints/hub.py": "headers in a temporary folder",
-    "moe_runtime/checkpoints/hub_transfer.py": "the hub's cache, as huggingface_hub lays it out",
+    "moe_runtime/checkpoints/hub.py": "the hub's cache as huggingface_hub lays it out; headers",
     "moe_runtime/cli/disk.py": "a file without a name, to measure the disk",
     "moe_runtime/cli/processes.py": "the null device",
-    "moe_runtime/training/offload/states/record_file.py": "records, written over in place",
+    "moe_runtime/training/offload/disk.py": "records, written over in place",
     "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
     "moe_runtime/serving/batches/answer_file.py": "removes its own file, where it stayed empty",
     "moe_runtime/serving/caches/prefix_files.py": "a cache, with a sum in each file",
     # Into a folder that takes its place as a whole:
     "moe_runtime/checkpoints/export.py": "replace_folder",
-    "moe_runtime/checkpoints/packing/staging.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/checkpoints/packing/writer.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
     "benchmarks/synthetic/checkpoint_writer.py": "replace_folder",

@@ -29,8 +29,8 @@ from moe_runtime.benchmarks.suite.runner import (
     run_in_turn,
 )
 from moe_runtime.errors import MoERuntimeError, named_failure
+from moe_runtime.files import read_toml
 from moe_runtime.folders import remove_or_warn
-from moe_runtime.reading import read_toml
 from moe_runtime.training.config_tree import (
     build_tree,
     lay_over,
@@ -40,8 +40,8 @@ from moe_runtime.training.config_tree import (
     toml_value,
 )
 from moe_runtime.training.metrics import EvaluationRecord, Record, StepRecord
+from moe_runtime.training.offload.checkpoint import remove_own_files
 from moe_runtime.training.offload.offloading import expert_parameters, find_sites
-from moe_runtime.training.offload.states.saved import remove_own_files
 from moe_runtime.training.offloaded import offload_plan
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig

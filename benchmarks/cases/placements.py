@@ -21,9 +21,13 @@ from moe_runtime.benchmarks.suite.runner import (
     Rules,
     peer_failures,
 )
-from moe_runtime.planning.placement import PlacementOptions, mean_score, random_placements
-from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
-from moe_runtime.policies.placement.scoring import gpus_of_tokens, score_placement
+from moe_runtime.policies.placement import Devices, Placement, PlacementOptions, RoutingProfile
+from moe_runtime.policies.placement.scoring import (
+    gpus_of_tokens,
+    mean_score,
+    random_placements,
+    score_placement,
+)
 from moe_runtime.research.placement_solvers import ALGORITHMS, SEARCHING, place_experts
 
 RANDOM = "random"

@@ -17,11 +17,11 @@ from typing import Any
 from moe_runtime.benchmarks.suite.results import Metric, measure_systems
 from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import read_bounded
 from moe_runtime.lab.replay.experiment import Experiment, policy_of, run_experiment
 from moe_runtime.lab.replay.untimed import ask_policy, replay_demand
 from moe_runtime.lab.traces.workload import Workload
 from moe_runtime.policies.prediction import Estimator, Routes
-from moe_runtime.reading import read_bounded
 from moe_runtime.types import ExpertKey
 
 _COMPARED_EVENTS = 4096

@@ -16,7 +16,7 @@ from moe_runtime.benchmarks.suite.results import Metric, measure_systems
 from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
 from moe_runtime.lab.replay.evaluation import Evaluation, evaluate
 from moe_runtime.lab.replay.experiment import Experiment, run_experiment
-from moe_runtime.lab.replay.link_model import Machine
+from moe_runtime.lab.replay.timed import Machine
 from moe_runtime.lab.traces.workload import Workload
 from moe_runtime.policies.prediction import Estimator, Routes, TrackedPredictor, make_estimator
 

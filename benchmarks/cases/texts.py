@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
 from moe_runtime.benchmarks.suite.results import JOULES, Metric, measure_systems
 from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
-from moe_runtime.lab.energy import EnergyMeter
 
 MEMORY_METRICS = {
     "load_s": Metric("s", is_judged=False),

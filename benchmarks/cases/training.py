@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from moe_runtime.benchmarks.cases.expert_layers import OURS
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
+from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
 from moe_runtime.benchmarks.suite.results import JOULES, Metric, measure_systems
 from moe_runtime.benchmarks.suite.runner import (
@@ -33,7 +34,6 @@ from moe_runtime.benchmarks.suite.runner import (
     peer_failures,
 )
 from moe_runtime.config import format_bytes
-from moe_runtime.lab.energy import EnergyMeter
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel

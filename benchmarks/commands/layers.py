@@ -442,7 +442,7 @@ def parse_dtype(name: str) -> "torch.dtype | None":
     Raises:
         ValueError: there is no such type.
     """
-    from moe_runtime.checkpoints.opening import COMPUTE_DTYPES
+    from moe_runtime.checkpoints.checkpoint import COMPUTE_DTYPES
     from moe_runtime.config import require_known
 
     known = {str(one).removeprefix("torch."): one for one in COMPUTE_DTYPES}

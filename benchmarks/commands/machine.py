@@ -30,7 +30,7 @@ from moe_runtime.cli.console import (
 )
 from moe_runtime.cli.processes import joined_processes
 from moe_runtime.config import format_bytes, require_known
-from moe_runtime.reading import require_not_read
+from moe_runtime.files import require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.grouped_gemm.tuner import LayerBatch, Measured
@@ -394,7 +394,7 @@ def bench_ablation(
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.ablation import measure_ablation, read_variants
     from moe_runtime.benchmarks.suite.runner import Rules
-    from moe_runtime.training.data.text import text_files
+    from moe_runtime.training.data import text_files
 
     def steps_of(configured: int) -> int:
         return steps or max(1, configured // 10)

@@ -24,8 +24,7 @@ from moe_runtime.cli.console import (
     say_line,
 )
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
-from moe_runtime.files import check_output_path
-from moe_runtime.reading import require_not_read
+from moe_runtime.files import check_output_path, require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.benchmarks.suite.peers import PeerProgram

@@ -29,8 +29,7 @@ from moe_runtime.cli.console import (
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import parse_budget
-from moe_runtime.file_names import at_home
-from moe_runtime.reading import require_not_read
+from moe_runtime.files import at_home, require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.benchmarks.cases.texts import Ids, TextPlan

@@ -53,10 +53,10 @@ from moe_runtime.cli.commands.replay import (
 from moe_runtime.cli.console import print_table, say_line
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
-    from moe_runtime.lab.replay.link_model import Machine
+    from moe_runtime.lab.replay.timed import Machine
     from moe_runtime.types import ModelSignature
 
 _QUICK_POLICIES = ("lru", "lfu", "belady-bypass")
@@ -141,7 +141,7 @@ def bench_policies(
     )
     from moe_runtime.inference.prediction.predictors import is_file_name
     from moe_runtime.lab.replay.experiment import usual_capacities
-    from moe_runtime.lab.traces.predictor_file import read_predictor
+    from moe_runtime.lab.traces.learned import read_predictor
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.prediction import make_estimator
 
@@ -270,7 +270,7 @@ def bench_predictors(
         trace_of_routes,
         unrepeated,
     )
-    from moe_runtime.lab.traces.side_by_side import side_by_side as serve_side_by_side
+    from moe_runtime.lab.traces.routes import side_by_side as serve_side_by_side
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.prediction import PREDICTORS
 
@@ -398,9 +398,9 @@ def bench_placements(
     """
     devices = devices_of(gpus, nodes)
     from moe_runtime.benchmarks.cases.placements import PlacementsPlan, measure_placements
-    from moe_runtime.planning.placement import PlacementOptions, split_window
-    from moe_runtime.policies.placement import RoutingProfile
+    from moe_runtime.policies.placement import PlacementOptions, RoutingProfile
     from moe_runtime.policies.placement.base import slots_needed
+    from moe_runtime.policies.placement.scoring import split_window
 
     recorded = read_trace_to_replay(trace, num_experts, None)
     signature = recorded.signature

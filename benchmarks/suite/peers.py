@@ -24,7 +24,7 @@ from typing import Any
 from moe_runtime.benchmarks.suite.memory_cap import MemoryCap, forget, memory_cap
 from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.config import format_bytes, require_known
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 
 _HOST = Path(__file__).resolve().parents[1] / "peers" / "host.py"
 _SHOWN = 300

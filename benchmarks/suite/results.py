@@ -23,9 +23,8 @@ from moe_runtime.benchmarks.suite.runner import (
     run_in_turn,
 )
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import write_text
+from moe_runtime.files import read_bounded, write_text
 from moe_runtime.lab.this_machine import describe_machine, package_commit, versions
-from moe_runtime.reading import read_bounded
 
 FORMAT, VERSION = "moe-runtime-bench", 1
 _MAX_BYTES = 256 << 20

@@ -18,7 +18,7 @@ from moe_runtime.checkpoints.settings_check import check_config
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, blamed_on
-from moe_runtime.reading import read_bounded
+from moe_runtime.files import read_bounded
 
 _MAX_BYTES = 1 << 20
 _LEAST_VOCABULARY = 257

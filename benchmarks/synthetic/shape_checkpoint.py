@@ -22,8 +22,13 @@ from moe_runtime.benchmarks.synthetic.gguf_files import require_copy, write_gguf
 from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
-from moe_runtime.file_names import partial_name
-from moe_runtime.files import check_output_folder, held, make_folders, remove_abandoned
+from moe_runtime.files import (
+    check_output_folder,
+    held,
+    make_folders,
+    partial_name,
+    remove_abandoned,
+)
 from moe_runtime.folders import new_held_folder, remove_or_warn, replace_folder
 
 # What stays free of the disk, and never more than the files themselves.

@@ -16,8 +16,7 @@ from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.planning.placement import PlacementOptions
-from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
+from moe_runtime.policies.placement import Devices, Placement, PlacementOptions, RoutingProfile
 from moe_runtime.policies.prediction import Shape
 from moe_runtime.research.placement_solvers import ALGORITHMS, place_experts
 

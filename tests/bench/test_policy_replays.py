@@ -28,8 +28,7 @@ from moe_runtime.lab.replay.experiment import Experiment, run_experiment
 from moe_runtime.lab.replay.untimed import DemandReplay
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.lab.traces.routes import routes_of
-from moe_runtime.lab.traces.side_by_side import side_by_side
+from moe_runtime.lab.traces.routes import routes_of, side_by_side
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.prediction import Shape
 from moe_runtime.types import ExpertKey

@@ -22,8 +22,7 @@ from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 from moe_runtime.lab.replay.evaluation import Evaluation
-from moe_runtime.lab.replay.link_model import Machine
-from moe_runtime.lab.replay.timed import replay_timed
+from moe_runtime.lab.replay.timed import Machine, replay_timed
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.format import Trace
 from moe_runtime.lab.traces.routes import routes_of, split_sequences, trace_of_routes

@@ -19,7 +19,7 @@ from moe_runtime.benchmarks.serve_soak import (
     is_error,
     metric,
 )
-from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.types import ExpertKey
 

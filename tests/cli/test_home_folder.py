@@ -15,7 +15,7 @@ from moe_runtime.checkpoints.model_files import find_checkpoint
 from moe_runtime.cli.commands.finetune import _pattern
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.policies.prediction import Shape
 from moe_runtime.serving.http.models.naming import adapters_of

@@ -367,10 +367,11 @@ def test_several_lines_that_are_pasted_are_one_message() -> None:
         os.execve(sys.executable, [sys.executable, "-P", "-c", program], environment)
     with open(terminal, "r+b", buffering=0) as screen:
         shown = b""
-        while b"> " not in shown:
+        while not shown.endswith(b"> "):
             shown += screen.read(64)
         screen.write(b"\x1b[200~one\n/quit\x1b[201~\r")
-        while b"'one\\n/quit'" not in shown:
+        # the end of input is understood only where the next prompt stands
+        while b"'one\\n/quit'" not in shown or not shown.endswith(b"> "):
             shown += screen.read(64)
         screen.write(b"\x04")
         os.waitpid(child, 0)

@@ -7,6 +7,7 @@ that is, copies between the two are counted, and so is whatever makes the host w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -175,6 +176,16 @@ class _Module:
 
     def current_device(self) -> int:
         return 0
+
+    def current_stream(self, device: object = NAME) -> _Module:
+        """The one there is. Sharded checkpoints ask for it, also where they hold no such tensor."""
+        return self
+
+    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
 
     def manual_seed_all(self, seed: int) -> None:
         """Numbers are the host's."""

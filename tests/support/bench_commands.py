@@ -195,7 +195,7 @@ BENCH_CASES = {
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
             "moe_runtime.lab.traces.routes.split_numbers",
-            "moe_runtime.lab.traces.side_by_side.side_by_side",
+            "moe_runtime.lab.traces.routes.side_by_side",
             "moe_runtime.benchmarks.cases.predictors.measure_predictors",
         ),
         ("t.npz", "--bandwidth", "2GB"),
@@ -222,7 +222,7 @@ BENCH_CASES = {
     "bench placements": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
-            "moe_runtime.planning.placement.split_window",
+            "moe_runtime.policies.placement.scoring.split_window",
             "moe_runtime.benchmarks.cases.placements.measure_placements",
         ),
         ("t.npz",),

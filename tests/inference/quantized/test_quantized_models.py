@@ -45,6 +45,8 @@ from moe_runtime.types import ExpertKey
 # Both sides compute in fp32 from the same values and differ only in how sums are ordered, as in
 # test_families. A wrong scale anywhere leaves 1e-2.
 MAX_RELATIVE_ERROR = 1e-5
+# Linear attention carries states over the prompt: transformers' own fp32 is 2.1e-5 from fp64 here.
+MAX_ERROR_OF_STATES = 4 * MAX_RELATIVE_ERROR
 MAX_GRADIENT_ERROR = 1e-3
 
 SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
@@ -157,8 +159,9 @@ def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written: W
         logits = tiny_checkpoints.prompt_and_step_logits(starved, family)
         starved.moe.check()
         assert starved.moe.stats().expert_slots == 2
+    most = MAX_ERROR_OF_STATES if family.folder == "qwen3_5_moe" else MAX_RELATIVE_ERROR
     for found, wanted in zip(logits, expected, strict=True):
-        assert (found - wanted).abs().max() < MAX_RELATIVE_ERROR * wanted.abs().max()
+        assert (found - wanted).abs().max() < most * wanted.abs().max()
     resident = load(written)
     with resident.moe:
         again = tiny_checkpoints.prompt_and_step_logits(resident, family)
@@ -244,7 +247,7 @@ def test_what_is_said_of_bytes_is_what_is_in_the_files(written: Written) -> None
         entry.num_bytes
         for name, weight in checkpoint.packed.items()
         if ".experts." in name
-        for entry in weight.entries
+        for entry in weight.parts.values()
     ]
     biases = [e for n, e in checkpoint.entries.items() if ".experts." in n and n.endswith("_bias")]
     unused = [  # ends of rows that fill no word
