@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -46,7 +44,6 @@ from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.training.checkpoint import TrainingState, named_checkpoint
 from moe_runtime.training.data import (
-    Batches,
     TokenStreams,
     encode_corpus,
     load_tokenizer,
@@ -67,7 +64,7 @@ from moe_runtime.training.finetune.checkpoint_model import (
 )
 from moe_runtime.training.finetune.memory import divide_budget, slots_plan
 from moe_runtime.training.finetune.settings import FinetuneConfig
-from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.loop import Trainer
 from moe_runtime.training.offload.frozen import (
     AdapterTraining,
     ExpertAdapters,
@@ -82,16 +79,11 @@ from moe_runtime.training.offloaded import optimizer_settings, plan_of
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.prepared import (
     BASE_FILES,
-    CHECKPOINTS,
     DATA,
     EXPERTS,
+    PreparedRun,
     check_inputs_stay,
     check_outputs,
-    find_state,
-    mixture,
-    open_sinks,
-    settings_of,
-    write_summary,
 )
 from moe_runtime.training.tracing import TrainingTrace, open_trace
 from moe_runtime.types import ExpertKey, ModelSignature
@@ -200,40 +192,29 @@ _SAMPLES, _SAMPLE_BYTES = 17, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetunePreparation:
-    """Everything that a run needs before weights are read.
+class FinetunePreparation(PreparedRun):
+    """A run of a checkpoint, before weights are read.
 
     Attributes:
+        config: with the number of steps.
+        model: on the meta device.
+        experts: where its experts lie.
         exporter: writes checkpoints like it; None where adapters alone are written.
-        device: where everything but the experts lies, and what computes.
+        sites: the experts, as training sees them.
+        memory: how the budgets are divided.
     """
 
     config: FinetuneConfig
-    output: Path
-    storage: Path
-    streams: Mapping[str, TokenStreams]
-    batches: Batches
-    held_out: Mapping[str, npt.NDArray[np.int64]]
     checkpoint: Checkpoint
     model: PreTrainedModel
     experts: ExpertMap
     exporter: LikeCheckpoint | None
     sites: list[ExpertsModuleSpec]
     memory: TrainingMemory | FrozenMemory
-    device: torch.device
-    num_parameters: int
-    num_active_parameters: int
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
-        return self.output / CHECKPOINTS
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same when the run goes on, by dotted name."""
-        own = {BASE_FILES: _fingerprint(self.checkpoint)}
-        return settings_of(self.config, self.streams) | own
+        return super().settings | {BASE_FILES: _fingerprint(self.checkpoint)}
 
 
 def prepare(
@@ -340,7 +321,7 @@ def start(
     config, model = preparation.config, preparation.model
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    last, state = find_state(preparation, resume=resume, reschedule=reschedule)
+    last, state = preparation.find_state(resume=resume, reschedule=reschedule)
     place = preparation.device
     load_around_experts(model, preparation.checkpoint, preparation.experts, place, progress)
     model.train()
@@ -350,19 +331,11 @@ def start(
     optimizer = _optimizer(preparation, resumes=state is not None)
     first_step = 0 if state is None else state.step
     trainer = Trainer(
-        TrainingRun(
-            config=config,
-            model=CheckpointModel(model),
-            optimizer=optimizer,
-            batches=preparation.batches,
-            held_out=preparation.held_out,
-            held_out_weights=mixture(preparation),
-            device=place,
-            checkpoints=preparation.checkpoints,
-            settings=preparation.settings,
-            sinks=open_sinks(preparation, state),
-            trace=_open_trace(preparation, first_step),
-        )
+        preparation,
+        CheckpointModel(model),
+        optimizer,
+        sinks=preparation.open_sinks(state),
+        trace=_open_trace(preparation, first_step),
     )
     if last is not None and state is not None:
         with named_checkpoint(last):
@@ -394,7 +367,7 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
         assert config.lora is not None
         adapters = output / "adapters"
         write_adapters(adapters, preparation.model, preparation.sites, config.lora, config.model)
-    return write_summary(preparation, trainer, model, adapters=adapters)
+    return trainer.write_summary(model, adapters=adapters)
 
 
 def plan(preparation: FinetunePreparation) -> dict[str, Any]:
