@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     )
     from moe_runtime.inference.loading import load as load
     from moe_runtime.layer import MoELayer as MoELayer
-    from moe_runtime.research.zeroth_order.training import ZerothOrder as ZerothOrder
-    from moe_runtime.research.zeroth_order.training import (
-        offload_zeroth_order as offload_zeroth_order,
-    )
-    from moe_runtime.training.offload.adamw import AdamW as AdamW
     from moe_runtime.training.offload.offloading import offload_training as offload_training
 
 __version__ = "0.1.0"
@@ -39,11 +34,12 @@ _MODULES = {
     "MoERuntimeError": "moe_runtime.errors",
     "UnsupportedModelError": "moe_runtime.errors",
     "UnsupportedUseError": "moe_runtime.errors",
-    "ZerothOrder": "moe_runtime.research.zeroth_order.training",
     "register_with_transformers": "moe_runtime.inference.hugging_face.backend",
     "load": "moe_runtime.inference.loading",
     "offload_training": "moe_runtime.training.offload.offloading",
-    "offload_zeroth_order": "moe_runtime.research.zeroth_order.training",
+    # of research, found here too
+    "ZerothOrder": "moe_runtime.research.zeroth_order",
+    "offload_zeroth_order": "moe_runtime.research.zeroth_order",
 }
 
 __all__ = [
@@ -54,10 +50,8 @@ __all__ = [
     "MoERuntimeError",
     "UnsupportedModelError",
     "UnsupportedUseError",
-    "ZerothOrder",
     "load",
     "offload_training",
-    "offload_zeroth_order",
     "register_with_transformers",
 ]
 

@@ -1,10 +1,6 @@
-"""The learning rate over the steps: linear warm-up, then a cosine.
+"""The training loop: batches in, steps, records and checkpoints out.
 
-Source: Loshchilov and Hutter, "SGDR" (2017), without restarts.
-
-When a run has diverged: losses that are no numbers, and gradients that stay infinite.
-
-The training loop: batches in, steps, records and checkpoints out.
+Source of the learning rate's course: Loshchilov and Hutter, "SGDR" (2017), without restarts.
 """
 
 from __future__ import annotations
@@ -134,25 +130,15 @@ class TrainableModel(Protocol):
         """Losses of token ids `[B, C]` and the tokens after them."""
         ...
 
-    def after_step(self, *, skipped: bool = False) -> None:
-        """Called after every optimizer step, and after one that changed nothing as `skipped`."""
-        ...
+    def after_step(self, *, skipped: bool = False) -> None: ...
 
-    def train(self) -> object:
-        """Before training."""
-        ...
+    def train(self) -> object: ...
 
-    def eval(self) -> object:
-        """Before measuring."""
-        ...
+    def eval(self) -> object: ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Takes up what `state_dict` gave."""
-        ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
 class Trainer:

@@ -186,28 +186,6 @@ def test_adapters_as_in_memory(tmp_path: Path, family: Family) -> None:
             assert bound < 0.2 * (reference - old).norm()
 
 
-def test_adapters_do_not_depend_on_the_budget(tmp_path: Path) -> None:
-    """The smallest budget, everything resident, and a run that was stopped in between."""
-    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
-    results = []
-    for name, change in (("small", smallest), ("large", lambda config: config)):
-        lora = {"rank": 2}
-        config = config_of(folder, tmp_path, lora=lora, run={"output": str(tmp_path / name)})
-        results.append(finetuned(change(config)))
-    config = config_of(folder, tmp_path, lora={"rank": 2})
-    trainer = start(prepare(config), resume=False)
-    losses = train(trainer, stop_after=2)
-    trainer.close()
-    trainer = start(prepare(config), resume=True)
-    losses += train(trainer)
-    trainer.close()
-    assert results[0][0] == results[1][0] == losses
-    weights = [(Path(s["model"]) / "model.safetensors").read_bytes() for _, s in results]
-    assert weights[0] == weights[1]
-    reads = [summary["offload"]["read_bytes"] for _, summary in results]
-    assert reads[0] > reads[1]
-
-
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     kept = {"LICENSE", "modeling_own.py", "retrieval.json", "chat_template.jinja"}

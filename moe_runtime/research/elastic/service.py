@@ -1,6 +1,4 @@
-"""What rank 0 decides: who generates what, and who holds which experts from when on.
-
-A generation service whose ranks come and go while it generates.
+"""A generation service whose ranks come and go while it generates.
 
 Rank 0 lives in the process that makes the service: it takes the requests, gives them to ranks, and
 decides on placements. The other ranks are processes that run ``run_worker`` with its address, on

@@ -1,8 +1,4 @@
-"""What of fine-tuning can be computed on a device, and what it may take there.
-
-The stores that frozen experts are computed from: those that serve inference.
-
-Fine-tuning of a transformers checkpoint whose experts do not fit.
+"""Fine-tuning of a transformers checkpoint whose experts do not fit.
 
 With all parameters trained, the experts are read from the checkpoint once and live with their
 optimizer states where `offload_training` puts them. With adapters (LoRA), the experts are read from
@@ -14,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +51,6 @@ from moe_runtime.training.finetune.checkpoint_model import (
     CheckpointModel,
     MergedAdapters,
     add_attention_adapters,
-    exporter_for,
     float_parameters,
     load_around_experts,
     require_exportable,
@@ -76,7 +71,6 @@ from moe_runtime.training.offload.memory import FrozenMemory, TrainingMemory, de
 from moe_runtime.training.offload.offloading import find_sites, layouts_of
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offloaded import optimizer_settings, plan_of
-from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.prepared import (
     BASE_FILES,
     DATA,
@@ -90,6 +84,11 @@ from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAMPLES, _SAMPLE_BYTES = 17, 4096
+"""Of each weight file, at equal distances: another training of the same model changes them all."""
 
 
 def device_of(config: FinetuneConfig) -> torch.device:
@@ -117,19 +116,6 @@ def device_of(config: FinetuneConfig) -> torch.device:
     return place
 
 
-def memory_of(
-    config: FinetuneConfig, memory: TrainingMemory, place: torch.device
-) -> dict[str, Any]:
-    """The budgets of `TrainingMethod.offload`, which only asks for a device where there is one."""
-    budgets: dict[str, Any] = {
-        "host_memory": memory.budget_bytes,
-        "activation_memory": memory.activation_bytes,
-    }
-    if place.type != "cpu":
-        budgets["device_memory"] = config.run.device_memory
-    return budgets
-
-
 def open_frozen(
     experts: ExpertMap, signature: ModelSignature, memory: FrozenMemory, place: torch.device
 ) -> tuple[ExpertMap, list[ExpertStore[Tensor]]]:
@@ -144,37 +130,8 @@ def open_frozen(
         ValueError: the device is none that experts can be computed on.
     """
     host, there = memory.host, memory.device
-    policy_of = _policies(signature)
-    with contextlib.ExitStack() as opened:
-        source = ExpertSource(experts.layouts)
-        opened.callback(source.close)
-        slab = Slab(host.num_slots, host.slot_bytes)
-        if there is None:
-            store = ExpertStore(
-                source, slab, policy_of(host), _filled, stream_slots=host.stream_slots()
-            )
-            opened.pop_all()
-            return experts, [store]
-        device = open_device(place)
-        slots = Slab(there.num_slots, there.slot_bytes, allocate=device.allocate)
-        on_device = experts_on_device(experts)
-        stores = open_tiers(
-            source, slab, slots, {"device": there, "host": host}, policy_of,
-            {"device": on_device, "host": experts}, (None, None), device, _filled,
-        )  # fmt: skip
-        if not any(on_device.packings):  # kernels have no gradients through codes
-            stores[0].stacks = DeviceStacks(device, slots, on_device)
-        opened.pop_all()
-        return on_device, [*stores]
 
-
-def _filled(_: ExpertKey, slot: Tensor) -> Tensor:
-    """The slot as it is: values are written out anew whenever an expert is used."""
-    return slot
-
-
-def _policies(signature: ModelSignature) -> Callable[[MemoryPlan], LayerShares]:
-    def of(plan: MemoryPlan) -> LayerShares:
+    def policy_of(plan: MemoryPlan) -> LayerShares:
         return make_policy(
             "lru",
             num_slots=plan.num_slots,
@@ -183,12 +140,30 @@ def _policies(signature: ModelSignature) -> Callable[[MemoryPlan], LayerShares]:
             reserve=plan.stream_slots(),
         )
 
-    return of
+    def filled(_: ExpertKey, slot: Tensor) -> Tensor:
+        return slot  # values are written out anew whenever an expert is used
 
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SAMPLES, _SAMPLE_BYTES = 17, 4096
-"""Of each weight file, at equal distances: another training of the same model changes them all."""
+    with contextlib.ExitStack() as opened:
+        source = ExpertSource(experts.layouts)
+        opened.callback(source.close)
+        slab = Slab(host.num_slots, host.slot_bytes)
+        if there is None:
+            store = ExpertStore(
+                source, slab, policy_of(host), filled, stream_slots=host.stream_slots()
+            )
+            opened.pop_all()
+            return experts, [store]
+        device = open_device(place)
+        slots = Slab(there.num_slots, there.slot_bytes, allocate=device.allocate)
+        on_device = experts_on_device(experts)
+        stores = open_tiers(
+            source, slab, slots, {"device": there, "host": host}, policy_of,
+            {"device": on_device, "host": experts}, (None, None), device, filled,
+        )  # fmt: skip
+        if not any(on_device.packings):  # kernels have no gradients through codes
+            stores[0].stacks = DeviceStacks(device, slots, on_device)
+        opened.pop_all()
+        return on_device, [*stores]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +252,9 @@ def prepare(
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps))
     total = sum(parameter.numel() for parameter in model.parameters())
     signature = signature_of(checkpoint, experts)
-    in_experts = sum(p.numel() for m in experts.modules for p in _parameters(m))
+    in_experts = sum(
+        m.module.get_parameter(name).numel() for m in experts.modules for name in m.parameters
+    )
     idle = 1 - signature.top_k / signature.num_experts
     return FinetunePreparation(
         config=config,
@@ -289,7 +266,7 @@ def prepare(
         checkpoint=checkpoint,
         model=model,
         experts=experts,
-        exporter=exporter_for(model, checkpoint, experts),
+        exporter=LikeCheckpoint(model, checkpoint, experts) if checkpoint.is_plain else None,
         sites=sites,
         memory=memory,
         device=device,
@@ -328,7 +305,10 @@ def start(
     if config.run.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(config.run.seed)
-    optimizer = _optimizer(preparation, resumes=state is not None)
+    if config.lora is not None:
+        optimizer = _frozen(preparation)
+    else:
+        optimizer = _offloaded(preparation, resumes=state is not None)
     first_step = 0 if state is None else state.step
     trainer = Trainer(
         preparation,
@@ -359,7 +339,7 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
     if export and preparation.exporter is not None:
         model = output / "model"
         optimizer = trainer.optimizer
-        assert not isinstance(optimizer, Optimizer)
+        assert isinstance(optimizer, ExpertTraining | AdapterTraining)
         dtype = None if config.export_dtype == "auto" else DTYPES[config.export_dtype]
         with MergedAdapters(preparation.model) as state:
             preparation.exporter.write(model, state, optimizer.expert, dtype=dtype)
@@ -387,14 +367,6 @@ def plan(preparation: FinetunePreparation) -> dict[str, Any]:
     return plan_of(memory, layouts, settings, device_bytes)
 
 
-def _optimizer(
-    preparation: FinetunePreparation, *, resumes: bool
-) -> ExpertTraining | AdapterTraining:
-    if preparation.config.lora is not None:
-        return _frozen(preparation)
-    return _offloaded(preparation, resumes=resumes)
-
-
 def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTraining:
     """All parameters are trained; experts begin with what the checkpoint has."""
     config, memory = preparation.config, preparation.memory
@@ -403,13 +375,19 @@ def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTrai
         parameter.requires_grad_()
     if config.run.storage_dir is None:
         make_folders(preparation.storage)
-    with _reading(preparation) as source:
+    places: dict[str, Any] = {}
+    if preparation.device.type != "cpu":  # methods that compute on the CPU alone do not ask
+        places["device_memory"] = config.run.device_memory
+    names = [site.parameter_names for site in preparation.sites]
+    with closing(CheckpointExperts(preparation.experts, names, torch.float32)) as source:
         return config.method.offload(
             preparation.model,
-            **memory_of(config, memory, preparation.device),
+            host_memory=memory.budget_bytes,
+            activation_memory=memory.activation_bytes,
             storage_dir=preparation.storage,
             initial=source.tensors_of,
             resumes=resumes,
+            **places,
         )
 
 
@@ -426,16 +404,6 @@ def _open_trace(preparation: FinetunePreparation, first_step: int) -> TrainingTr
         num_steps=run.trace_steps,
         expert_bytes=max(own.tensor_bytes for own in preparation.experts.layouts.values()),
     )
-
-
-@contextmanager
-def _reading(preparation: FinetunePreparation) -> Iterator[CheckpointExperts]:
-    names = [site.parameter_names for site in preparation.sites]
-    source = CheckpointExperts(preparation.experts, names, torch.float32)
-    try:
-        yield source
-    finally:
-        source.close()
 
 
 def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
@@ -461,10 +429,6 @@ def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
         )
         opened.pop_all()
     return training
-
-
-def _parameters(module: Any) -> list[torch.nn.Parameter]:
-    return [module.module.get_parameter(name) for name in module.parameters]
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:

@@ -1,7 +1,7 @@
 """What becomes of each layer's activations between forward and backward: kept, recomputed, swapped.
 
-Kept activations take memory, recomputed ones time of the backward pass, swapped ones time of the
-disk, which hides behind computation as far as that goes:
+The bits are the same in any case. Kept activations take memory, recomputed ones time of the
+backward pass, swapped ones time of the disk, which hides behind computation as far as that goes:
 
     T = max(forward, disk + swapped / write speed)
       + max(backward + recomputed, disk + swapped / read speed)
@@ -11,16 +11,6 @@ the best plan within a budget of memory is a small integer programme.
 
 Source: Liao et al., "Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a Single
 GPU" (Fuyou, 2024); its model, solved exactly instead of by a sweep.
-
-Activations that wait for the backward pass on the disk.
-
-A tensor that is packed is copied to page-aligned memory and written from there while the forward
-pass goes on; what is unpacked is read, and so are the ones packed before it, which the backward
-pass wants next. Buffers under way are bounded: who packs waits for earlier ones to be written.
-
-What becomes of the activations of layers with experts between forward and backward pass.
-
-The bits are the same in any case: what is computed again is computed as before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Settings of the optimizer of offloaded training, and the scale of its losses.
-
-Steps of AdamW on one expert's record: with a gradient, or those that it missed.
+"""AdamW of offloaded training: its settings, and steps on one expert's record.
 
 An expert without tokens has the gradient zero, and ordinary AdamW still moves it: moments decay,
 the weights follow the first moment and decay. Those steps depend on nothing but the record and the

@@ -1,22 +1,17 @@
-"""Experts that a checkpoint names, read from wherever they were written.
-
-A checkpoint knows experts by logical names; each row says in whose files the expert lies. So any
-number of processes finds its experts in it, under any budget, and so does a run in memory.
-
-Checkpoints of offloaded training: a small file that names the versions of the experts.
+"""Checkpoints of offloaded training: a small file that names the versions of the experts.
 
 Experts lie on the disk already, and a version that a checkpoint names is not overwritten before the
 next checkpoint is durable. So a checkpoint costs the experts that live in memory and changed since
 the last one, the dense parameters, and one flush; training goes on meanwhile. The file is written
 beside its place, flushed and renamed: a kill or a power cut at any instant leaves a whole one.
 
-Where several processes train together, the first one writes the file, once all have said which
-versions of their experts lie on the disk, and all go on naming the one before until it is there. So
-there is one file or none, whoever is killed when.
+A checkpoint knows experts by logical names; each row says in whose files the expert lies. So any
+number of processes goes on from it, under any budget. Where several train together, the first one
+writes the file, once all have said which versions of their experts lie on the disk, and all go on
+naming the one before until it is there. So there is one file or none, whoever is killed when.
 
 Sources: DataStates-LLM (2024) for writing while the next step computes; Universal Checkpointing
-(2024) for logical names: the file knows experts, not tiers, budgets, or numbers of threads and
-processes.
+(2024) for logical names.
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
-"""Experts' weights on their way to a device that computes, and their gradients on the way back.
+"""Experts' weights on their way to where products are computed, and gradients on the way back.
 
-Records lie in locked host memory. Weights cross on the tier's copy streams, from the record itself
-where products have its type, else from locked buffers in which they got the type of the products.
-Gradients come back on a stream of their own. The host goes on meanwhile: while the device computes
-with one expert, the next one's weights cross, and the gradients of the one before are taken into
-its record, where the CPU updates it. Nothing is read, written or given up before its event.
+Records hold weights in fp32 in locked host memory. Products want them on a device, or in another
+type: then a copy crosses the link in the type of the products, and the gradient crosses it back.
+Weights cross on the tier's copy streams, from the record itself where products have its type, else
+from locked buffers. While the device computes with one expert, the next one's weights cross, and
+the gradients of the one before are taken into its record, where the CPU updates it. Nothing is
+read, written or given up before its event.
 
-Experts' parameters where they are computed with: what crosses the link, and what stays there.
-
-Records hold weights in fp32 in host memory. Products want them on a device, or in another type:
-then a copy crosses the link in the type of the products, and the gradient crosses it back. Some
-experts keep their copy on the device from one pass to the next; theirs is made anew only after
+Some experts keep their copy on the device from one pass to the next; theirs is made anew only after
 their weights have changed. Where all do, products are in bf16 and every expert gets tokens, a step
-moves four bytes a parameter: its weights there, its gradient back. The copy is that of the same
-weights, so who keeps one changes no bit.
+moves four bytes a parameter: its weights there, its gradient back. No copy changes a bit.
 
 Sources: Ren et al., "ZeRO-Offload" (2021) for this cut between what crosses and what does not;
-Hecate (2025) for who keeps a copy: the experts used most, chosen again as loads drift.
+Hecate (2025) for the choice of copies: the experts used most, chosen again as loads drift.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What trainings of experts with records have in common: checkpoints, counters, the end.
-
-Training of a model whose routed experts live in host memory and on the disk.
-"""
+"""Training of a model whose routed experts live in host memory and on the disk."""
 
 from __future__ import annotations
 
@@ -84,7 +81,7 @@ class OffloadStats:
         }
 
 
-class ExpertTraining(StepOptimizer):
+class ExpertTraining(StepOptimizer, abc.ABC):
     """Training of experts that have records of their own, of which a checkpoint names versions.
 
     Attributes:

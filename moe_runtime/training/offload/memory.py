@@ -1,7 +1,4 @@
-"""How a budget of host memory is divided between what stays and what passes through.
-
-The device that computes for experts in host memory: which it is, and who has its memory.
-"""
+"""How the budgets of the host and of the device that computes are divided."""
 
 from __future__ import annotations
 

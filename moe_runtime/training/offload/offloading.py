@@ -1,7 +1,4 @@
-"""Saves of a model whose experts are with its optimizer: whole, or not at all.
-
-`offload_training`: the experts of a model go where there is room, and are trained there.
-"""
+"""`offload_training`: the experts of a model go where there is room, and are trained there."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from moe_runtime.models.lm.parallel import divide_sequences, shard_dense, spread
 from moe_runtime.models.lm.stages import Stage, StageModule
 from moe_runtime.parallel import LayoutGroups, ParallelLayout
 from moe_runtime.parallel.logical import copy_part
-from moe_runtime.training.pipelined import Pipeline
+from moe_runtime.training.ranks import Pipeline
 from moe_runtime.training.sharded import logical_tensors
 
 CONTEXT, VOCAB = 16, 40
