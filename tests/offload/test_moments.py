@@ -21,15 +21,13 @@ import moe_runtime
 from moe_runtime.errors import CheckpointError
 from moe_runtime.training.offload.adamw import bytes_of_step, leading_vectors
 from moe_runtime.training.offload.dense_adamw import DenseAdamW
-from moe_runtime.training.offload.moments import (
-    CHUNK_ELEMENTS,
-    MomentCodec,
-    moment_codec,
-)
 from moe_runtime.training.offload.records import (
+    CHUNK_ELEMENTS,
     ExpertTensor,
+    MomentCodec,
     RecordLayout,
     Sections,
+    moment_codec,
 )
 
 BLOCK = 4096

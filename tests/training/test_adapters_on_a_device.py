@@ -31,7 +31,6 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, MoERuntimeError
 from moe_runtime.training.data import DataPosition
 from moe_runtime.training.finetune import checkpoint_model, finetuning
-from moe_runtime.training.finetune import memory as frozen_memory
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
@@ -238,7 +237,7 @@ def test_the_budget_of_the_device_holds(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what tensors take there, without what is set aside for libraries; and it is not idle."""
-    for module in (checkpoint_model, frozen_memory):
+    for module in (checkpoint_model, finetuning):
         monkeypatch.setattr(module, "SPARE_BYTES", 0)
     folder = folder_of(kind, tmp_path)
     precision = "bfloat16" if kind == "planes" else "float32"

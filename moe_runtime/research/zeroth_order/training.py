@@ -57,9 +57,8 @@ from moe_runtime.training.offload.offloading import (
     stacked_parameters,
 )
 from moe_runtime.training.offload.passes import LayerInput
-from moe_runtime.training.offload.processes import processes_of
 from moe_runtime.training.offload.records import Sections, StateFormat
-from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.site import ExpertsModuleSpec, processes_of
 from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 

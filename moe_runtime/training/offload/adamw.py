@@ -29,10 +29,11 @@ from torch import Tensor
 from moe_runtime.config import nearest, require_types
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, require_kinds
 from moe_runtime.training.offload.dense_adamw import DenseAdamW
-from moe_runtime.training.offload.moments import CHUNK_ELEMENTS, MomentStorage
 from moe_runtime.training.offload.records import (
+    CHUNK_ELEMENTS,
     ExpertTensor,
     MomentSpan,
+    MomentStorage,
     RecordLayout,
     Sections,
     StateFormat,

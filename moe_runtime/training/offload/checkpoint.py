@@ -36,7 +36,6 @@ from moe_runtime.training.checkpoint import (
     require_kinds,
     shown,
 )
-from moe_runtime.training.offload.processes import OneProcess
 from moe_runtime.training.offload.records import (
     RecordLayout,
     StateFormat,
@@ -44,7 +43,7 @@ from moe_runtime.training.offload.records import (
     check_digest,
     records_path,
 )
-from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
 from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 

@@ -31,9 +31,8 @@ from moe_runtime.training.offload.offloaded_experts import (
 )
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.passes import LayerExecutor
-from moe_runtime.training.offload.processes import OneProcess
 from moe_runtime.training.offload.records import RecordLayout, Sections, Traffic
-from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
 from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 

@@ -44,9 +44,13 @@ from moe_runtime.training.offload.memory import (
     open_link,
     saved_bytes,
 )
-from moe_runtime.training.offload.processes import OneProcess, processes_of
 from moe_runtime.training.offload.records import RecordLayout, StateFormat
-from moe_runtime.training.offload.site import ExpertsModuleSpec, layer_sites
+from moe_runtime.training.offload.site import (
+    ExpertsModuleSpec,
+    OneProcess,
+    layer_sites,
+    processes_of,
+)
 from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 
