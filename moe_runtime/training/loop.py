@@ -103,7 +103,7 @@ class SkippedSteps:
             )
         if not has_loss and step == last:
             raise ValueError(f"the loss of the last step, {last}, is no number; {LOWER}")
-        # who goes on with a run whose last steps overflow has steps that were taken
+        # a resumed run whose last steps overflow has taken steps before
         most = min(MOST_SKIPPED, last) if first == 1 else MOST_SKIPPED
         if self.in_a_row >= most:
             raise ValueError(
@@ -199,7 +199,7 @@ class Trainer:
     def train(
         self, *, should_stop: Callable[[], bool], on_record: Callable[[Record], None]
     ) -> bool:
-        """Takes steps until the run is complete or somebody wants it to stop.
+        """Takes steps until the run is complete or asked to stop.
 
         Either way a checkpoint of the last step is left behind.
 

@@ -244,7 +244,7 @@ class OneRank:
         """Gives every parameter the gradient of the whole step's loss."""
 
     def gradient_norm(self, named: Mapping[str, Tensor]) -> float:
-        """The 2-norm over all parameters of the model, whoever holds them."""
+        """The 2-norm over all parameters of the model, on all processes."""
         gradients = [p.grad for p in named.values() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
@@ -259,7 +259,7 @@ class OneRank:
         return None
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A block in which torch exchanges something: who is missing there is named."""
+        """A block in which torch exchanges something: a missing process is named."""
         del what
         return contextlib.nullcontext()
 

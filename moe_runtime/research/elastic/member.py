@@ -234,7 +234,7 @@ class Member:
         """Generates until this rank has left the group or the service ends.
 
         Args:
-            orders: who gives the orders, on rank 0; None on the others.
+            orders: their source on rank 0; None on the others.
 
         Raises:
             RankFailureError: another rank died or stalled.

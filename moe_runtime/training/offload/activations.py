@@ -148,11 +148,11 @@ SLOT_BYTES = 2**20
 
 
 class Swapped:
-    """A tensor that was packed; its place in the file is free when nobody holds it any more.
+    """A tensor that was packed; its place in the file is free when it is not referred to any more.
 
     Attributes:
         buffer: its bytes, while they are in memory.
-        is_read: whether `buffer` holds them for who unpacks.
+        is_read: whether `buffer` holds them, to be unpacked.
     """
 
     def __init__(self, tensor: Tensor, slots: list[int], release: Callable[[list[int]], None]):
@@ -280,7 +280,7 @@ class ActivationSwap:
             self._writing_bytes -= size
             self.written_bytes += size
             held.is_written = True
-            # who wants it already takes it from memory
+            # what is wanted already is taken from memory
             if not held.is_read:
                 held.buffer = None
             self._changed.notify_all()

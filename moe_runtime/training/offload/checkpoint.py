@@ -8,7 +8,7 @@ beside its place, flushed and renamed: a kill or a power cut at any instant leav
 A checkpoint knows experts by logical names; each row says in whose files the expert lies. So any
 number of processes goes on from it, under any budget. Where several train together, the first one
 writes the file, once all have said which versions of their experts lie on the disk, and all go on
-naming the one before until it is there. So there is one file or none, whoever is killed when.
+naming the one before until it is there. So there is one file or none, whatever is killed when.
 
 Sources: DataStates-LLM (2024) for writing while the next step computes; Universal Checkpointing
 (2024) for logical names.
@@ -181,7 +181,7 @@ class ExpertCheckpoints:
     """Saves the experts' versions, one checkpoint at a time, beside the training.
 
     Args:
-        processes: who trains together; this process alone when omitted.
+        processes: that train together; this process alone when omitted.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class ExpertCheckpoints:
             rows = self._together(lambda: self._durable_rows(versions))
             whole = {name: row for part in rows for name, row in part.items()}
             self._together(lambda: write_whole(whole))
-            self._let_go(versions)
+            self._release(versions)
 
         self._under_way = self._thread.submit(save)
 
@@ -333,7 +333,7 @@ class ExpertCheckpoints:
                 raise CheckpointError(f"rank {rank} could not save its part: {reason}")
         return [found for _, found in answers]
 
-    def _let_go(self, versions: dict[ExpertKey, Version]) -> None:
+    def _release(self, versions: dict[ExpertKey, Version]) -> None:
         """The checkpoint is durable: what only the one before named is free."""
         assert self._states.disk is not None
         self._states.drop_versions(self._kept)

@@ -77,7 +77,7 @@ class DeviceLink:
     """Both directions between records and a device, for one expert after another.
 
     An expert's weights are brought, work is queued with them, its gradients are sent back, and
-    `let_go` ends its turn.
+    `release` ends its turn.
 
     Args:
         section_bytes: of the largest expert's parameters in the type of its record.
@@ -119,8 +119,8 @@ class DeviceLink:
         """Queues the copy of an expert's weights; the current stream goes on behind it.
 
         Args:
-            tensors: in the record, which must not change before `let_go` calls its action.
-            into: memory of `keep`; a buffer that is given up by `let_go` if omitted.
+            tensors: in the record, which must not change before `release` calls its action.
+            into: memory of `keep`; a buffer that is given up by `release` if omitted.
         """
         self.device.compute_here()
         if into is None:
@@ -162,7 +162,7 @@ class DeviceLink:
         """Queues the way back of gradients, behind what computes them.
 
         Args:
-            targets: in the record; they have the gradients when `let_go` calls its action.
+            targets: in the record; they have the gradients when `release` calls its action.
             adds: to what they hold; else it is replaced.
         """
         arrivals = list(targets)
@@ -183,7 +183,7 @@ class DeviceLink:
         self._jobs.append(_Job(event, take, crosses=True, ends=False))
         self._num_crossing += 1
 
-    def let_go(self, action: Callable[[], object]) -> None:
+    def release(self, action: Callable[[], object]) -> None:
         """All work with an expert is queued: its buffer may be filled behind that.
 
         Args:
@@ -342,13 +342,13 @@ class ComputeCopies:
             ours.copy_(theirs)
         return list(into)
 
-    def let_go(self, action: Callable[[], object]) -> None:
+    def release(self, action: Callable[[], object]) -> None:
         """All work with the last weights is queued; calls what gives their record up, once the
         device needs it no more: soon."""
         if self.link is None:
             action()
         else:
-            self.link.let_go(action)
+            self.link.release(action)
 
     def finish(self) -> None:
         """Returns when every record has been given up."""
@@ -361,7 +361,7 @@ class ComputeCopies:
         self.traffic.from_device_bytes += sum(sizes)
 
     def after_step(self) -> None:
-        """Counts who was used; the experts used most get the room of those used least."""
+        """Counts uses; the experts used most get the room of those used least."""
         tiers = self._tiers
         if tiers is None:
             return

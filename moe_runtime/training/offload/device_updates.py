@@ -195,7 +195,7 @@ def measure_speeds(device: torch.device) -> UpdateSpeeds:
         to_host_bytes_per_s=size / seconds(lambda: record.copy_(away, non_blocking=True)),
         bytes_in=_STATE_BYTES + _GRADIENT_BYTES,
         bytes_out=_STATE_BYTES,
-        # what the device computes with is brought by the next forward pass, whoever updated it
+        # what the device computes with is brought by the next forward pass, wherever it was updated
         host_bytes_in=0,
         buffers=1,
     )

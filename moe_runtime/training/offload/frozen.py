@@ -283,8 +283,8 @@ class ExpertAdapters(nn.Module):
 class FrozenPasses:
     """Computes layers whose experts come out of a store, expert by expert.
 
-    In ascending order of experts in either direction, so sums do not depend on who was resident.
-    On a GPU, experts that are plain are computed by kernels that take whoever is in a slot.
+    In ascending order of experts in either direction, so sums do not depend on what was resident.
+    On a GPU, experts that are plain are computed by kernels that take what is in a slot.
 
     Args:
         experts: how they lie in the slots of the store.

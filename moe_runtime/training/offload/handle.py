@@ -322,7 +322,7 @@ class OffloadedTraining(ExpertTraining):
             rate: learning rate; must be that of `backward`.
 
         Returns:
-            The norm of the gradients, and who had some that were not finite: then the step is not
+            The norm of the gradients, and those that were not finite: then the step is not
             taken, and what the backward pass had updated is taken back.
 
         Raises:

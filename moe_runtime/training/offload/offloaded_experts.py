@@ -60,7 +60,7 @@ class MicroBatchBarrier(Generic[T]):
     """Runs micro-batches until all are done.
 
     Args:
-        model: the `aux` of its `MoELayer`s belongs to whoever runs.
+        model: the `aux` of its `MoELayer`s belongs to the part that runs.
         parts: one function for each micro-batch: its forward and backward pass.
         on_turn: called with a part's number whenever it goes on.
     """

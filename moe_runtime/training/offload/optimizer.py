@@ -42,7 +42,7 @@ class ExpertOptimizer:
 
     Args:
         device_updates: takes some of the updates to a GPU; none when omitted.
-        processes: who trains together; this process alone when omitted.
+        processes: that train together; this process alone when omitted.
 
     Attributes:
         step: steps taken, skipped ones not counted.

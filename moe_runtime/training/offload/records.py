@@ -604,7 +604,7 @@ class Traffic:
             "written_bytes": self.written_bytes,
         }
 
-    def mend(self, fresh_bytes: int) -> None:
+    def recount(self, fresh_bytes: int) -> None:
         """Has the counters add up again after an exception between two of them.
 
         Args:

@@ -80,13 +80,13 @@ class ExpertStates:
         self._entries: OrderedDict[ExpertKey, RingEntry] = OrderedDict()
         self._expected: deque[Need] = deque()
         self._changed = Changes()
-        self._changed.mend = self._mend
+        self._changed.mend = self._recover
         self._failure: MoERuntimeError | None = None
         self.traffic = Traffic()
 
     @property
     def slab(self) -> Slab:
-        """All slots, for who locks them in place."""
+        """All slots, to be locked in place."""
         return self._slab
 
     def expect(self, needs: Iterable[Need]) -> None:
@@ -176,7 +176,7 @@ class ExpertStates:
     def _fill_now(
         self, key: ExpertKey, expert: ExpertState, version: Version, record: Tensor
     ) -> None:
-        """Reads a version into a record that nobody uses, and waits for it."""
+        """Reads a version into an unused record, and waits for it."""
         is_done = threading.Event()
 
         def finish(read: Read) -> None:
@@ -274,12 +274,12 @@ class ExpertStates:
                     entry.forget(Sections.STATE)
                     entry.step = self.experts[key].step
                     entry.pins = 0
-            self.traffic.mend(self._fresh_bytes())
+            self.traffic.recount(self._fresh_bytes())
 
     def capture(self, keys: Iterable[ExpertKey]) -> None:
         """Starts to write records whose tier is memory to the disk, as new versions.
 
-        Computation may go on; who wants to change one of them waits for that one's write.
+        Computation may go on; a change of one of them waits for its write.
         """
         with self._changed:
             for key in keys:
@@ -393,7 +393,7 @@ class ExpertStates:
 
     # What follows is called with the lock held.
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """After an exception: what was not started does not come, and free slots are free.
 
         New versions that were not written are taken back; `abandon` takes pins back.
@@ -417,7 +417,7 @@ class ExpertStates:
             if self._take_back(expert) and entry is not None:
                 entry.forget(Sections.STATE)
                 entry.step = expert.step
-        self.traffic.mend(self._fresh_bytes())
+        self.traffic.recount(self._fresh_bytes())
 
     def _not_started(self, transfers: Iterable[Read]) -> list[Read]:
         return [one for one in transfers if not self._on_disk.is_under_way(one)]
@@ -494,7 +494,7 @@ class ExpertStates:
             missing |= Sections.STATE
             entry.step = expert.step
         read = Read(priority, partial(self._arrive, entry))
-        entry.reads[read] = missing  # first: `_mend` takes back what is not started
+        entry.reads[read] = missing  # first: `_recover` takes back what is not started
         entry.have |= missing
         entry.fresh |= missing
         self.traffic.read_bytes += self._bytes(key, missing)
@@ -530,7 +530,7 @@ class ExpertStates:
             self._end(write)
 
     def _end(self, transfer: Read) -> None:
-        """A transfer has ended: others may begin; what fails now fails whoever waits."""
+        """A transfer has ended: others may begin; what fails now fails the operations that wait."""
         self._failure = self._failure or transfer.error
         try:
             self._read_ahead()
