@@ -140,7 +140,7 @@ def offload_training(
 
     The experts' parameters leave the model: weights, moments and gradients live in records in host
     memory as far as the budget goes, the others in files. Everything else of the model stays. The
-    numbers do not depend on the budget, on where experts live or on the number of threads. What does
+    numbers do not depend on the budget, on the experts' places or on the number of threads. What does
     not require gradients when this is called is not trained, experts or whole stacks of them too.
 
     Args:
