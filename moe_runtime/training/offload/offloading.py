@@ -140,8 +140,9 @@ def offload_training(
 
     The experts' parameters leave the model: weights, moments and gradients live in records in host
     memory as far as the budget goes, the others in files. Everything else of the model stays. The
-    numbers do not depend on the budget, on the experts' places or on the number of threads. What does
-    not require gradients when this is called is not trained, experts or whole stacks of them too.
+    numbers depend neither on the budget nor on the experts' places nor on the number of threads.
+    What does not require gradients when this is called is not trained, experts or whole stacks of
+    them too.
 
     Args:
         model: with `MoELayer`s, or of a family of transformers with its experts interface, or with
