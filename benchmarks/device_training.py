@@ -35,7 +35,7 @@ from moe_runtime.benchmarks.harness.drawn_checkpoints import drawn_checkpoint, s
 from moe_runtime.benchmarks.harness.interrupts import run_script
 from moe_runtime.benchmarks.harness.profiled import profiled
 from moe_runtime.benchmarks.suite.results import Metric
-from moe_runtime.benchmarks.suite.texts import language_reference
+from moe_runtime.benchmarks.synthetic.texts import language_reference
 from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text
 from moe_runtime.training.config_tree import build_tree

@@ -12,6 +12,11 @@ from types import TracebackType
 
 _LONGEST_REASON = 500
 
+CLOSED = "the model's experts were closed; load it again"
+FORKED = (
+    "this model was loaded before the process forked; start children with 'spawn' and load it there"
+)
+
 
 class MoERuntimeError(Exception):
     """Base of all errors that the runtime raises about the state of the world."""

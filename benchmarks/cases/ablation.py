@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from moe_runtime.benchmarks.suite.results import Metric, describe_own_systems, make_results
+from moe_runtime.benchmarks.suite.results import Metric, describe_compared, make_results
 from moe_runtime.benchmarks.suite.runner import (
+    BenchSystem,
     Number,
     PeerFailedError,
     Rules,
@@ -169,14 +170,11 @@ def _blamed(name: str, path: Path | None = None) -> Iterator[None]:
         raise ValueError(f"{file}{variant}{error}") from None
 
 
-class TrainedVariant:
-    """A variant under training.
+class TrainedVariant(BenchSystem):
+    """A variant under training; losses are compared with those of the configuration as it is.
 
     Attributes:
-        name: the variant's.
         losses: of every step, for each seed.
-        compared, equal: losses beside those of the configuration as it is, and how many are the
-            same to the last bit.
     """
 
     def __init__(
@@ -202,9 +200,9 @@ class TrainedVariant:
             ValueError: it cannot be trained; the message names the variant.
             OSError: a file cannot be read or written.
         """
-        self.name, self._variant, self._place = variant.name, variant, place
+        super().__init__(variant.name)
+        self._variant, self._place = variant, place
         self.losses: list[list[float | None]] = []
-        self.compared = self.equal = 0
         self._output, self._storage, self._is_stopping = output, storage, is_stopping
         self._num_threads = num_threads
         with _blamed(self.name):
@@ -327,36 +325,25 @@ def _systems(
 
 
 def measure_ablation(
-    variants: Sequence[Variant],
-    place: Path,
-    seeds: int,
-    clock: Callable[[], float],
-    *,
-    settings: Mapping[str, Any],
-    on_repetition: Callable[[str, int], None] = lambda name, number: None,
-    is_stopping: Callable[[], bool] = lambda: False,
+    variants: Sequence[Variant], place: Path, rules: Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Trains every variant with every seed; the content of a results file.
 
     Args:
         variants: the configuration as it is comes first.
         place: folder that their relative paths start from.
-        seeds: how many: the configuration's own, and those after it.
-        clock: seconds, from any beginning.
+        rules: ``most`` is how many seeds: the configuration's own, and those after it. A training
+            that is stopped has no numbers.
         settings: what the results depend on beside the variants.
-        on_repetition: called with a variant's name and how many seeds it has.
-        is_stopping: asked after every step; a training that it ends has no numbers.
 
     Raises:
         ValueError: a variant cannot be trained; the message names it, and nothing was trained.
         OSError: a file cannot be read or written.
     """
     # Every seed is wanted, however near to each other the losses are.
-    rules = Rules(judged=("loss",), least=seeds, most=seeds, precision=0.0, max_s=math.inf)
-    with _systems(variants, place, is_stopping) as systems:
-        found, ended = run_in_turn(
-            systems, rules, clock, on_repetition=on_repetition, is_stopping=is_stopping
-        )
+    rules = replace(rules, least=rules.most, precision=0.0, max_s=math.inf)
+    with _systems(variants, place, rules.is_stopping) as systems:
+        found, ended = run_in_turn(systems, rules)
     for one in systems[1:]:
         one.compare(systems[0])
     config = variants[0].config
@@ -364,11 +351,11 @@ def measure_ablation(
         "steps": config.run.steps,
         "sequences": config.data.sequences_per_step,
         "context": config.data.context,
-        "seeds": [config.run.seed + number for number in range(seeds)],
+        "seeds": [config.run.seed + number for number in range(rules.most)],
         "device": str(systems[0].device),
         "num_threads": config.run.threads or torch.get_num_threads(),
         "configuration": _kept(dataclasses.asdict(config)),
         "variants": {one.name: _kept(one.changes) for one in variants[1:]},
     }
-    measured = describe_own_systems(systems, found, METRICS)
+    measured = [describe_compared(one, found[one.name], METRICS) for one in systems]
     return make_results("ablation", {**settings, **about}, ended, measured)

@@ -25,8 +25,7 @@ from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from moe_runtime.benchmarks.cases.dispatch_rounds import DispatchBenchPlan, measure_dispatch
-from moe_runtime.benchmarks.cases.padded_exchange import ExchangeShape
+from moe_runtime.benchmarks.cases.dispatch import DispatchBenchPlan, ExchangeShape, measure_dispatch
 from moe_runtime.benchmarks.suite.memory_cap import INTERRUPTIONS, interruptions_held
 from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.errors import RankFailureError
@@ -141,7 +140,7 @@ def follow(rank: int, num_ranks: int, store: str) -> None:
     first = said["first"]
     join(rank, num_ranks, store, _JOINING_S, lambda: [0] if os.getppid() != first else [])
     plan = DispatchBenchPlan(shapes=shapes, rounds=said["rounds"])
-    measure_dispatch(plan, Rules(judged=()), time.monotonic, settings={})
+    measure_dispatch(plan, Rules(judged=()), {})
     dist.destroy_process_group()
 
 

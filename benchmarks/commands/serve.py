@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import cap_bytes, keep_results
-from moe_runtime.benchmarks.commands.tables import JOULE_ROWS, MEMORY_ROWS
+from moe_runtime.benchmarks.commands.shared import (
+    JOULE_ROWS,
+    MEMORY_ROWS,
+    CaseRun,
+    cap_bytes,
+    case,
+    columns,
+    keep_results,
+)
 from moe_runtime.benchmarks.suite.figures import figure, unit_for
-from moe_runtime.cli import options
 from moe_runtime.cli.commands.serve import read_keys
-from moe_runtime.cli.console import Session, print_json, print_table, say_line
+from moe_runtime.cli.console import print_json, print_table, say_line
 from moe_runtime.cli.prompts import read_prompts
-from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     from moe_runtime.benchmarks.load.client import TimedAnswer
@@ -38,7 +42,6 @@ _LINES = 10
 _MOST_CLIENTS = 4096
 _START_S = 900.0
 _ASKED = ("requests", "prompt_tokens", "output_tokens", "chat", "ignore_eos", "goodput")
-_STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
 _SPREADS = {
     "first token": "time_to_first_token_s",
     "between tokens": "inter_token_s",
@@ -111,16 +114,11 @@ Goodput = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of words, lengths and arrivals.")]
 Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", help="Write everything measured, single requests too, to this file."
-    ),
-]
 
 
+@case(seconds=None, output="Write everything measured, single requests too, to this file.")
 def bench_serve(
-    ctx: typer.Context,
+    run: CaseRun,
     url: Url = "http://127.0.0.1:8000",
     start: Start = None,
     cap: Cap = None,
@@ -138,17 +136,12 @@ def bench_serve(
     goodput: Goodput = None,
     seed: Seed = 0,
     timeout: Timeout = 600.0,
-    output: Output = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Press a server of OpenAI's API with requests, and measure what its clients wait for.
 
     Two small requests come first: they show that it answers, and how many tokens it makes of words.
     Answers are streamed and greedy. Ctrl-C shows what was measured so far.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     if importlib.util.find_spec("httpx2") is None:
         raise UnsupportedModelError(
             "bench serve needs httpx2; install it with pip install 'moe-runtime[serve]'"
@@ -165,7 +158,7 @@ def bench_serve(
     if cap is not None and start is None:
         raise ValueError("--cap holds a server that --start begins; give its command")
     if prompts is not None:
-        refuse_given(ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
+        refuse_given(run.ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
     address_of(url)
     clients = _numbers(concurrency or "1", "--concurrency", whole=True)
     rates = [] if rate is None else _numbers(rate, "--rate", whole=False)
@@ -186,8 +179,6 @@ def bench_serve(
         texts=() if prompts is None else read_prompts(None, None, prompts),
         seed=seed,
     )
-    if output is not None:
-        check_output_path(output, "results")
 
     def on_answer(level: "Level", answers: "Sequence[TimedAnswer]") -> None:
         done = len(answers)
@@ -195,7 +186,7 @@ def bench_serve(
             say_line(f"{name_of(level)}: {done} of {requests} requests")
 
     limit = cap_bytes(cap)
-    with stop_on_signals(_STOPPING) as stop, ExitStack() as running:
+    with run.stopping() as stop, ExitStack() as running:
         meters: list[Meter] = []
         if start is not None:
             server = started_server(
@@ -220,19 +211,18 @@ def bench_serve(
             "model": name,
             "seed": seed,
             "cap_bytes": limit,
-            **{one: ctx.params[one] for one in asked},
+            **{one: run.ctx.params[one] for one in asked},
         },
         is_interrupted=stop.is_set,
     )
-    unwritten = keep_results(results, output)
-    if as_json:
+    unwritten = keep_results(results, run.output)
+    if run.as_json:
         print_json({**facts, "levels": rows})
     elif rows:
         _show(f"{name} at {url}", [name_of(one.level) for one in found], rows)
     if unwritten is not None:
         say_line(unwritten)
-    if stop.is_set:
-        raise typer.Exit(stop.exit_code)
+    run.exit_if_stopped()
     if unwritten is not None or not any(row["answered"] for row in rows):
         raise typer.Exit(2)
 
@@ -289,7 +279,7 @@ def _show(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> N
         good = (_number(row["goodput"]["requests_per_s"]) for row in rows)
         lines.append(["within bounds, requests/s", *good])
     if any(row["answered"] for row in rows):
-        print_table(title, [("", "left"), *((name, "right") for name in names)], lines)
+        print_table(title, columns("", *names), lines)
     for name, row in zip(names, rows, strict=True):
         for kind, errors in row["errors"].items():
             say_line(f"{name}: {errors['count']} failed: {kind}: {errors['first']}")

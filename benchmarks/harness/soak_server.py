@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.budget import resident_bytes
-from moe_runtime.memory.io_queue import Read
+from moe_runtime.memory.reads import Read
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.serving.http import starting
 from moe_runtime.types import ExpertKey

@@ -24,7 +24,7 @@ from moe_runtime.benchmarks.load.workload import (
     draw_words,
     make_requests,
 )
-from moe_runtime.lab.energy import EnergyMeter
+from moe_runtime.benchmarks.suite.energy import EnergyMeter
 
 _LOOK_S = 0.05
 _PROBE_WORDS = (16, 48)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
+from moe_runtime.benchmarks.suite.comparing import heading_words
 from moe_runtime.benchmarks.suite.figures import figure, unit_for
-from moe_runtime.benchmarks.suite.measured_work import heading_words
 from moe_runtime.lab.report.page import Page, Section, Table
 from moe_runtime.lab.report.style import INK, SERIES, SURFACE, drawing
 

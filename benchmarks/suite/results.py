@@ -1,7 +1,9 @@
 """Results files: one versioned format for every case, written and read here.
 
 What a file holds besides numbers is what they depend on: machine, versions, commit, command,
-settings. ``schema.json`` says it all; a file that differs from it is neither written nor read.
+settings. ``schema.json`` says it all; a file that differs from it is neither written nor read. Of
+JSON Schema the keywords that it uses are known here; another one is an error, so that nothing in it
+goes unchecked.
 """
 
 import json
@@ -10,17 +12,36 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Any
 
-from moe_runtime.benchmarks.suite.intervals import mean_interval, percentile
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem
-from moe_runtime.benchmarks.suite.schema import read_schema, require_valid
+from moe_runtime.benchmarks.suite.runner import (
+    BenchSystem,
+    MeasuredSystem,
+    Rules,
+    mean_interval,
+    percentile,
+    run_in_turn,
+)
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import read_bounded, write_text
 from moe_runtime.lab.this_machine import describe_machine, package_commit, versions
 
 FORMAT, VERSION = "moe-runtime-bench", 1
 _MAX_BYTES = 256 << 20
+_TYPES: dict[str, Any] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "number": (int, float),
+    "integer": int,
+    "boolean": bool,
+    "null": type(None),
+}
+_LARGEST = 1e100  # room to multiply and divide
+_KNOWN = {
+    *("$schema", "$id", "title", "type", "const", "enum", "minimum", "required"),
+    *("properties", "additionalProperties", "items"),
+}
 
 
 @dataclass(frozen=True)
@@ -66,21 +87,6 @@ def summarize_measured(
     return summary
 
 
-class ComparedSystem(Protocol):
-    """A system whose answers were held against a reference."""
-
-    name: str
-    compared: int
-    equal: int
-
-
-def quality_of(system: ComparedSystem) -> dict[str, int] | None:
-    """How many answers were compared, and how many were equal; None where none were."""
-    if not system.compared:
-        return None
-    return {"compared": system.compared, "equal": system.equal}
-
-
 def describe_system(
     name: str,
     measured: MeasuredSystem,
@@ -100,22 +106,39 @@ def describe_system(
     }
 
 
-def describe_own_systems(
-    systems: Sequence[ComparedSystem],
-    found: Mapping[str, MeasuredSystem],
+def describe_compared(
+    one: BenchSystem, measured: MeasuredSystem, metrics: Mapping[str, Metric]
+) -> dict[str, Any]:
+    """As ``describe_system``, of one whose answers were compared, or of none that were."""
+    quality = {"compared": one.compared, "equal": one.equal} if one.compared else None
+    return describe_system(
+        one.name, measured, metrics, system_versions=one.versions, quality=quality
+    )
+
+
+def measure_systems(
+    case: str,
+    systems: Sequence[BenchSystem],
     metrics: Mapping[str, Metric],
-) -> list[dict[str, Any]]:
-    """As ``describe_system``, of systems that ran with this process's packages."""
-    return [
-        describe_system(
-            one.name,
-            found[one.name],
-            metrics,
-            system_versions=versions(),
-            quality=quality_of(one),
-        )
-        for one in systems
-    ]
+    rules: Rules,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Measures systems in turn.
+
+    Args:
+        case: what is measured.
+        systems: under different names.
+        metrics: what their numbers mean.
+        rules: when to end.
+        settings: what the numbers depend on besides systems and machine.
+
+    Returns:
+        The content of a results file.
+    """
+    found, ended = run_in_turn(systems, rules)
+    rows = [describe_compared(one, found[one.name], metrics) for one in systems]
+    gpu = next((one.gpu for one in systems if one.gpu), None)
+    return make_results(case, settings, ended, rows, gpu=gpu)
 
 
 def make_results(
@@ -194,3 +217,71 @@ def _as_list(value: Any) -> list[float]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
+
+
+def read_schema() -> dict[str, Any]:
+    """The JSON Schema of results files."""
+    return json.loads(Path(__file__).with_name("schema.json").read_text("utf-8"))
+
+
+def require_valid(value: Any, schema: dict[str, Any], place: str = "results") -> None:
+    """Checks a value read from JSON.
+
+    Args:
+        value: any value of JSON.
+        schema: what it must be.
+        place: where it lies, for the message.
+
+    Raises:
+        ValueError: it is something else; the message says where and what was expected.
+        NotImplementedError: the schema has a keyword that is not known here.
+    """
+    if unknown := schema.keys() - _KNOWN:
+        raise NotImplementedError(f"{place}: keywords of JSON Schema not known: {sorted(unknown)}")
+    _require_kind(value, schema, place)
+    if isinstance(value, dict):
+        _require_properties(value, schema, place)
+    elif isinstance(value, list) and "items" in schema:
+        for number, item in enumerate(value):
+            require_valid(item, schema["items"], f"{place}[{number}]")
+
+
+def _require_kind(value: Any, schema: dict[str, Any], place: str) -> None:
+    kinds = schema.get("type", list(_TYPES))
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    # For Python true is a number, for JSON it is not.
+    fits = (
+        isinstance(value, _TYPES[kind]) and isinstance(value, bool) <= (kind == "boolean")
+        for kind in kinds
+    )
+    if not any(fits):
+        raise ValueError(f"{place}: expected {' or '.join(kinds)}, got {_shown(value)}")
+    allowed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if allowed is not None and value not in allowed:
+        raise ValueError(
+            f"{place}: expected {' or '.join(map(repr, allowed))}, got {_shown(value)}"
+        )
+    if isinstance(value, int | float) and not abs(value) <= _LARGEST:
+        raise ValueError(f"{place}: expected a number up to {_LARGEST:g}, got {_shown(value)}")
+    if "minimum" in schema and value < schema["minimum"]:
+        raise ValueError(f"{place}: expected at least {schema['minimum']}, got {_shown(value)}")
+
+
+def _require_properties(value: dict[str, Any], schema: dict[str, Any], place: str) -> None:
+    if missing := [name for name in schema.get("required", ()) if name not in value]:
+        raise ValueError(f"{place}: lacks {', '.join(missing)}")
+    known, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
+    for name, item in value.items():
+        if name in known:
+            require_valid(item, known[name], f"{place}.{name}")
+        elif rest is False:
+            raise ValueError(
+                f"{place}: has {_shown(name)}, which is unknown; known are {', '.join(known)}"
+            )
+        elif isinstance(rest, dict):
+            require_valid(item, rest, f"{place}.{name}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.synthetic.byte_pairs import TOKENIZER_NAME, write_tokenizer
 from moe_runtime.benchmarks.synthetic.config_shape import ConfigShape
 from moe_runtime.benchmarks.synthetic.drawn_tensors import (
     ITEM_BYTES,
@@ -22,6 +21,7 @@ from moe_runtime.benchmarks.synthetic.drawn_tensors import (
 from moe_runtime.benchmarks.synthetic.family_plans import config_of, plan_tensors
 from moe_runtime.benchmarks.synthetic.gguf_shape import GgufShape
 from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
+from moe_runtime.benchmarks.synthetic.texts import TOKENIZER_NAME, write_tokenizer
 
 OwnShape = ConfigShape | GgufShape
 """Shapes that write their files themselves."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.synthetic.byte_pairs import TOKENIZER_NAME, write_tokenizer
+from moe_runtime.benchmarks.synthetic.texts import TOKENIZER_NAME, write_tokenizer
 from moe_runtime.checkpoints.expert_map import find_experts
 from moe_runtime.checkpoints.families import give_experts_interface
 from moe_runtime.checkpoints.settings_check import check_config

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moe_runtime.benchmarks.synthetic.byte_pairs import TOKENIZER_NAME
 from moe_runtime.benchmarks.synthetic.family_plans import MAX_POSITIONS, config_of
 from moe_runtime.benchmarks.synthetic.gguf_shape import add_vocabulary, require_gguf
 from moe_runtime.benchmarks.synthetic.model_shapes import (
@@ -32,6 +31,7 @@ from moe_runtime.benchmarks.synthetic.model_shapes import (
     Qwen3Shape,
 )
 from moe_runtime.benchmarks.synthetic.tensor_places import TensorPlace, locate_tensors
+from moe_runtime.benchmarks.synthetic.texts import TOKENIZER_NAME
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import write_atomically
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_runtime.benchmarks.synthetic.byte_pairs import END_OF_TEXT, TOKENIZER_NAME, write_tokenizer
 from moe_runtime.benchmarks.synthetic.model_shapes import with_layers
+from moe_runtime.benchmarks.synthetic.texts import END_OF_TEXT, TOKENIZER_NAME, write_tokenizer
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.files import write_atomically
 

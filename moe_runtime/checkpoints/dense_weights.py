@@ -69,7 +69,7 @@ class DenseReader:
         self._dtype = dtype
         self._files: dict[Path, CheckpointFile] = {}
         for entry in entries:
-            parts = [entry] if isinstance(entry, TensorEntry) else entry.entries
+            parts = [entry] if isinstance(entry, TensorEntry) else entry.parts.values()
             for part in parts:
                 if part.file not in self._files:
                     self._files[part.file] = CheckpointFile(part.file)

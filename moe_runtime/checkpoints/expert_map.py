@@ -103,7 +103,7 @@ class ExpertMap:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that are copied aside while an expert is put in order that was read."""
+        """Bytes that are copied to scratch memory while an expert is put in order that was read."""
         steps = (step for layout in self.layouts.values() for step in layout.steps)
         return max((order.scratch_bytes for order, *_ in steps), default=0)
 
@@ -220,7 +220,7 @@ def _is_beside(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str]) -> None:
-    """Names weights that no part of the model takes, which `transformers` leaves aside, too.
+    """Names weights that no part of the model takes, which `transformers` ignores, too.
 
     Raises:
         UnsupportedModelError: those of a GGUF file, whose writer had another model in mind.
@@ -322,7 +322,7 @@ def _convert(
     dtype: torch.dtype,
     codes_dense: bool,
 ) -> dict[str, tuple[torch.Tensor | str, set[str]]]:
-    """Runs the conversion of all expert tensors on stand-ins; what is dense goes to the map.
+    """Runs the conversion of all expert tensors on placeholders; what is dense goes to the map.
 
     Returns:
         For each parameter what came of it, or why nothing, and the weights it is made of.
@@ -363,8 +363,8 @@ def _convert(
                 if pattern is None
                 else deepcopy(by_pattern[pattern])
             )
-        stand_in = _stand_in(index, entry, provenance, dtype)
-        job.add_tensor(name, entry.name, pattern or entry.name, cast(Any, stand_in))
+        placeholder = _placeholder(index, entry, provenance, dtype)
+        job.add_tensor(name, entry.name, pattern or entry.name, cast(Any, placeholder))
     converted: dict[str, tuple[torch.Tensor | str, set[str]]] = {}
     for name, job in jobs.items():
         try:
@@ -382,14 +382,14 @@ def _convert(
     return converted
 
 
-def _stand_in(
+def _placeholder(
     index: int, entry: Weight, provenance: Provenance, dtype: torch.dtype
 ) -> torch.Tensor:
     """A tensor of the weight's sizes whose elements are its own."""
     if isinstance(entry, TensorEntry):
         return provenance.source(index, entry.shape, _value_dtype(entry, dtype))
     sizes = (*entry.lead, entry.num_rows, entry.num_cols)
-    return entry.stand_in(provenance.source(index, sizes, dtype))
+    return entry.as_model_has(provenance.source(index, sizes, dtype))
 
 
 def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:

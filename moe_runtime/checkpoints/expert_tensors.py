@@ -178,7 +178,7 @@ def verify_weights(
             values = reader.read(entry)
             may_be_infinite = name in experts.buffers  # a bound, of clipping for example
             if values.isnan().any() or not (may_be_infinite or values.isfinite().all()):
-                parts = getattr(entry, "entries", [entry])
+                parts = [entry] if isinstance(entry, TensorEntry) else entry.parts.values()
                 _refuse_values(" with ".join(part.name for part in parts), values)
     finally:
         reader.close()

@@ -44,7 +44,6 @@ from moe_runtime.checkpoints.safetensors_index import (
 )
 from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
 from moe_runtime.folders import replace_folder
-from moe_runtime.memory.layout import TensorRange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -159,7 +158,7 @@ class LikeCheckpoint:
         """Writes the files of tensors of a model whose experts are as the checkpoint has them.
 
         Args:
-            folder: where to; nobody else's.
+            folder: where to; used by this call alone.
             state: everything but the experts, under the names that the model has for it. Written
                 in its own dtypes and shapes; experts and what is quantised keep the bytes that
                 they have.
@@ -252,28 +251,22 @@ class LikeCheckpoint:
                     _write_tensor(files[output.path], content, offset)
                 elif name in copied:
                     copy_tensor(entry, files[output.path], offset)
-            if tensors_of is not None:
-                for place, content in self._expert_matrices(place_of, tensors_of):
-                    place.write(files[place.file], content)
+            for key, layout in self._experts.layouts.items() if tensors_of is not None else ():
+                module = self._experts.modules[key.layer].module
+                matrices = matrices_of(module, tensors_of(key))
+                names = self._experts.matrices[key.layer]
+                for name, found in zip(names, layout.tensors, strict=True):
+                    entry = self._finder.entry_of(found)
+                    output = place_of[entry.name]
+                    dtype = output.dtypes[entry.name]
+                    assert dtype is not None, "experts have a dtype to compute with"
+                    first = (found.offset - entry.offset) // found.dtype.itemsize
+                    start = output.offsets[entry.name] + first * dtype.itemsize
+                    content = matrices[name].to("cpu", dtype)
+                    _write_matrix(files[output.path], content, start, found.stride)
         finally:
             for descriptor in files.values():
                 os.close(descriptor)
-
-    def _expert_matrices(
-        self, place_of: Mapping[str, _Output], tensors_of: TensorsOf
-    ) -> Iterator[tuple[_Place, Tensor]]:
-        """Every matrix of every expert, and where it goes."""
-        for key, layout in self._experts.layouts.items():
-            module = self._experts.modules[key.layer].module
-            matrices = matrices_of(module, tensors_of(key))
-            for name, found in zip(self._experts.matrices[key.layer], layout.tensors, strict=True):
-                entry = self._finder.entry_of(found)
-                output = place_of[entry.name]
-                dtype = output.dtypes[entry.name]
-                assert dtype is not None, "experts have a dtype to compute with"
-                first = (found.offset - entry.offset) // found.dtype.itemsize
-                start = output.offsets[entry.name] + first * dtype.itemsize
-                yield _Place(output.path, start, found, dtype), matrices[name].to("cpu", dtype)
 
     def _write_rest(
         self, folder: Path, outputs: Mapping[str, _Output], dtype: torch.dtype | None
@@ -318,34 +311,18 @@ class LikeCheckpoint:
         return self._finder.of_experts(self._experts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where one matrix of one expert goes.
-
-    Attributes:
-        file: of the new checkpoint.
-        start: first byte.
-        found: shape and strides.
-        dtype: of the new one.
-    """
-
-    file: Path
-    start: int
-    found: TensorRange
-    dtype: torch.dtype
-
-    def write(self, descriptor: int, content: Tensor) -> None:
-        """Writes the elements one after another, or between those of other matrices."""
-        shape, stride = self.found.shape, self.found.stride
-        if torch.empty(shape, device="meta").stride() == stride:
-            _write_tensor(descriptor, content.contiguous(), self.start)
-            return
-        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        begin = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        lead, size = self.start - begin, (last + 1) * self.dtype.itemsize
-        memory = mmap.mmap(descriptor, lead + size, offset=begin)
-        flat = torch.frombuffer(memory, dtype=torch.uint8)[lead : lead + size].view(self.dtype)
-        flat.as_strided(shape, stride, flat.storage_offset()).copy_(content)
+def _write_matrix(descriptor: int, content: Tensor, start: int, stride: tuple[int, ...]) -> None:
+    """Writes a matrix's elements one after another, or between those of other matrices."""
+    shape = content.shape
+    if torch.empty(shape, device="meta").stride() == stride:
+        _write_tensor(descriptor, content.contiguous(), start)
+        return
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    begin = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    lead, size = start - begin, (last + 1) * content.element_size()
+    memory = mmap.mmap(descriptor, lead + size, offset=begin)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)[lead : lead + size].view(content.dtype)
+    flat.as_strided(shape, stride, flat.storage_offset()).copy_(content)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class Transfer:
         """Notes bytes that arrived.
 
         Raises:
-            InterruptedError: nobody waits for more.
+            InterruptedError: the download was ended.
         """
         if self._is_over.is_set():
             raise InterruptedError("the download was ended")
@@ -225,7 +225,7 @@ class RemoteBeginning:
     Args:
         file: the remote file.
         local: the local one, open to write and read.
-        count: is told how many bytes arrived.
+        count: called with the bytes that arrived.
     """
 
     def __init__(self, file: HubFile, local: IO[bytes], count: Callable[[int], None]) -> None:
@@ -530,7 +530,7 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
                     length = int.from_bytes(beginning.read(8), "little")
                     beginning.read(min(length, MAX_HEADER_BYTES))
 
-        with _told(name, f"{name.repository}: "), _shown(progress) as show:
+        with _explained(name, f"{name.repository}: "), _shown(progress) as show:
             transfer = Transfer(0, show)
             transfer.run("headers", [*missing], read)
         yield folder / chosen[0] if is_gguf else folder
@@ -555,7 +555,7 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
             "make room, or name another folder in HF_HOME"
         )
 
-    with _told(name := found.name, f"{name.repository}: "), _shown(progress) as show:
+    with _explained(name := found.name, f"{name.repository}: "), _shown(progress) as show:
         transfer = Transfer(num_bytes, show)
 
         def fetch(file: str) -> None:
@@ -592,7 +592,7 @@ def _ask(name: HubName) -> _Repository:
     cache = Path(constants.HF_HUB_CACHE)
     place = cache / repo_folder_name(repo_id=name.repository, repo_type="model")
     try:
-        with _told(name, ""):
+        with _explained(name, ""):
             info = HfApi().model_info(
                 name.repository,
                 revision=name.revision,
@@ -633,7 +633,7 @@ def _ask(name: HubName) -> _Repository:
 
 
 @contextmanager
-def _told(name: HubName, lead: str) -> Iterator[None]:
+def _explained(name: HubName, lead: str) -> Iterator[None]:
     """Says in our words, after some others, why the hub did not give what was asked for."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (

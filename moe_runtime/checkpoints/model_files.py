@@ -1,6 +1,6 @@
 """The small files of a checkpoint: where its folder is, its configuration, tokenizer and settings.
 
-Nobody vouches for them. They are judged as far as the runtime relies on them before transformers
+They are not trusted. They are judged as far as the runtime relies on them before transformers
 sees them, and whatever transformers raises over the rest is blamed on the file.
 """
 

@@ -120,17 +120,17 @@ def _of_used(
 
 
 def _judged(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors but for those that `transformers` leaves aside, as further predicting layers."""
+    """The tensors that `transformers` does not ignore, as layers that predict further tokens."""
     patterns = _model_class(config)._keys_to_ignore_on_load_unexpected or ()
-    left_aside = re.compile("|".join(map("({})".format, patterns)) or r"(?!)")
+    ignored = re.compile("|".join(map("({})".format, patterns)) or r"(?!)")
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
 
-    def is_left_aside(name: str) -> bool:
+    def is_ignored(name: str) -> bool:
         layer = re.search(r"layers\.(\d+)\.", name)
         is_own = layer is not None and "mtp" not in name and int(layer[1]) < num_layers
-        return left_aside.search(name) is not None and not is_own
+        return ignored.search(name) is not None and not is_own
 
-    return {name: entry for name, entry in entries.items() if not is_left_aside(name)}
+    return {name: entry for name, entry in entries.items() if not is_ignored(name)}
 
 
 def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 
@@ -29,7 +29,7 @@ from moe_runtime.kernels.lossless.reference import (
     coded_row_bytes,
     num_groups,
 )
-from moe_runtime.memory.layout import BLOCK_BYTES, ExpertLayout, TensorRange, lay_out
+from moe_runtime.memory.layout import BLOCK_BYTES, TensorRange, lay_out
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
@@ -247,15 +247,12 @@ class PlanesPacking:
 class PackedExpertIndex:
     """The experts of a packed checkpoint, each of which lies in one run of bytes.
 
-    Args:
-        folder: of the checkpoint.
-        entries: all its tensors.
-
     Raises:
-        CheckpointError: what it says of itself and its files do not belong together.
+        CheckpointError: what the folder says of itself cannot be read.
     """
 
     def __init__(self, folder: Path, entries: Mapping[str, TensorEntry]) -> None:
+        """Takes the folder of the checkpoint and all its tensors."""
         self.manifest: Manifest = read_manifest(folder)
         self._folder = folder
         self._entries = entries
@@ -274,64 +271,44 @@ class PackedExpertIndex:
         Raises:
             CheckpointError: these are not the experts of the model, or not where they should be.
         """
-        layers = self.manifest.layers
+        layers, code = self.manifest.layers, self.manifest.code
         if len(layers) != len(experts.modules):
-            raise CheckpointError(
-                f"{self._folder}: expected {len(experts.modules)} layers of experts, found "
-                f"{len(layers)}"
-            )
+            self._refuse(f"{len(experts.modules)} layers of experts", str(len(layers)))
         for layer, (found, module) in enumerate(zip(layers, experts.modules, strict=True)):
             parameters = {name: module.module.get_parameter(name) for name in module.parameters}
             rows = dict(expert_rows(module.module, parameters))
             shapes = {name: _shape_of(rows[name], parameters) for name in MATRICES if name in rows}
-            self._require_layer(found, module.name, module.num_experts, shapes)
-            experts.matrices.append(tuple(part.name for part in self._parts(layer, 0)[0]))
-            experts.packings.append({**self._packings(found)})
-            for expert, layout in enumerate(self._layouts(layer)):
-                experts.layouts[ExpertKey(layer, expert)] = layout
+            forms = {form.name: form.shape for form in found.matrices}
+            own = (module.name, module.num_experts, shapes)
+            if (found.module, len(found.rooms), forms) != own:
+                self._refuse(
+                    f"{module.num_experts} experts of {module.name} with matrices {shapes}",
+                    f"{len(found.rooms)} of {found.module} with {forms}",
+                )
+            coded = (form for form in found.matrices if form.is_coded(code))
+            experts.packings.append({form.name: PlanesPacking(form.shape[1]) for form in coded})
+            for expert in range(len(found.rooms)):
+                parts, num_bytes = found.parts(expert, code)
+                if not expert:
+                    experts.matrices.append(tuple(part.name for part in parts))
+                entry = self._entry(tensor_name(layer, expert), num_bytes)
+                ranges = [_range_of(entry, part) for part in parts]
+                experts.layouts[ExpertKey(layer, expert)] = lay_out(ranges)
 
-    def _require_layer(
-        self,
-        found: PackedLayer,
-        module: str,
-        num_experts: int,
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        forms = {form.name: form.shape for form in found.matrices}
-        if (found.module, len(found.rooms), forms) != (module, num_experts, dict(shapes)):
+    def _entry(self, name: str, num_bytes: int) -> TensorEntry:
+        entry = self._entries.get(name)
+        if entry is None or (entry.dtype, entry.num_bytes) != ("U8", num_bytes):
+            found = "no such tensor" if entry is None else f"{entry.num_bytes} of {entry.dtype}"
+            self._refuse(f"{name} with {num_bytes} bytes", found)
+        if entry.offset % MATRIX_ALIGNMENT:
             raise CheckpointError(
-                f"{self._folder}: expected {num_experts} experts of {module} with matrices "
-                f"{dict(shapes)}, found {len(found.rooms)} of {found.module} with {forms}"
+                f"{entry.file}: {name} begins at byte {entry.offset}, which is no multiple of "
+                f"{MATRIX_ALIGNMENT}; pack the checkpoint again"
             )
+        return entry
 
-    def _packings(self, layer: PackedLayer) -> dict[str, PlanesPacking]:
-        """How those matrices that are coded are written."""
-        coded = (form for form in layer.matrices if form.is_coded(self.manifest.code))
-        return {form.name: PlanesPacking(form.shape[1]) for form in coded}
-
-    def _layouts(self, layer: int) -> Iterator[ExpertLayout]:
-        """How to read each expert of a layer.
-
-        Raises:
-            CheckpointError: an expert is not where its files should have it.
-        """
-        for expert in range(len(self.manifest.layers[layer].rooms)):
-            name, (parts, num_bytes) = tensor_name(layer, expert), self._parts(layer, expert)
-            entry = self._entries.get(name)
-            if entry is None or (entry.dtype, entry.num_bytes) != ("U8", num_bytes):
-                found = "no such tensor" if entry is None else f"{entry.num_bytes} of {entry.dtype}"
-                raise CheckpointError(
-                    f"{self._folder}: expected {name} with {num_bytes} bytes, found {found}"
-                )
-            if entry.offset % MATRIX_ALIGNMENT:
-                raise CheckpointError(
-                    f"{entry.file}: {name} begins at byte {entry.offset}, which is no multiple of "
-                    f"{MATRIX_ALIGNMENT}; pack the checkpoint again"
-                )
-            yield lay_out([_range_of(entry, part) for part in parts])
-
-    def _parts(self, layer: int, expert: int) -> tuple[list[Part], int]:
-        return self.manifest.layers[layer].parts(expert, self.manifest.code)
+    def _refuse(self, expected: str, found: str) -> NoReturn:
+        raise CheckpointError(f"{self._folder}: expected {expected}, found {found}")
 
 
 def _range_of(entry: TensorEntry, part: Part) -> TensorRange:

@@ -100,7 +100,7 @@ def read_values(reader: DenseReader, weight: PackedWeight, dtype: torch.dtype) -
     for rows, cols, packing, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
         matrix = packing.matrix(_parts(reader, weight, ranges))
         values_RK[rows, cols] = matrix.dequantize(dtype)
-    return weight.stand_in(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
+    return weight.as_model_has(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
 
 
 def _parts(
@@ -184,7 +184,7 @@ class PackedTensor(AbsentTensor):
         if func is nn.functional.linear and _is_weight(args):
             return _multiply(*args, **kwargs)
         if cls.describes(func, args, kwargs):
-            # torch's own way to leave subclasses aside: no exception can leave it switched on
+            # torch's own way to disable subclasses: no exception can leave it switched on
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         own = args[0] if args else None
         if isinstance(own, PackedTensor):
@@ -333,7 +333,7 @@ def keep_packed(
 
     Raises:
         CheckpointError: one cannot be read.
-        CapacityError: one in bf16 takes more bytes in the lossless code than were set aside.
+        CapacityError: one in bf16 takes more bytes in the lossless code than were reserved.
     """
     for entry_name, name in experts.packed_dense.items():
         weight = experts.dense_entries[entry_name]

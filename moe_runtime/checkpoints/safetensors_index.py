@@ -49,7 +49,7 @@ TORCH_DTYPES = {
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_FILE_NAME = "model.safetensors.index.json"
 PACKED_INDEX_NAME = "packed.safetensors.index.json"
-"""The index of a packed checkpoint: who cannot read it finds no weights, and makes none up."""
+"""The index of a packed checkpoint: readers that do not know it find no weights."""
 
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 

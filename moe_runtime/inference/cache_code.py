@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,13 +33,12 @@ from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes_into
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
 from moe_runtime.memory.entries import StoreListener
-from moe_runtime.memory.io_queue import Read
 from moe_runtime.memory.layout import ExpertLayout, Extent, TensorRange
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.reads import Read
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
-from moe_runtime.memory.tier_fetcher import COPY_THREADS, TierFetcher
-from moe_runtime.memory.tiers import TierStore
+from moe_runtime.memory.store import ExpertStore
+from moe_runtime.memory.tiers import COPY_THREADS, TierFetcher, TierStore
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 
@@ -104,18 +104,7 @@ def open_coded_stores(
     bind: Callable[[ExpertKey, Tensor], ExpertWeights],
     listeners: Sequence[StoreListener | None],
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
-    """The store that experts are computed from, and that of the landing slots below it.
-
-    Args:
-        source: the files.
-        slab: slots for coded experts.
-        experts: as they lie in the files.
-        coded: as they lie in the slab's slots.
-        plan: of the slab.
-        new_policy: makes the policy of a tier.
-        bind: turns a slot of the slab into an expert's weights.
-        listeners: of the two stores.
-    """
+    """The store that experts are computed from, and that of the landing slots below it."""
     landing = replace(plan, num_slots=LANDING_SLOTS, slot_bytes=experts.slot_bytes)
     below: ExpertStore[Tensor] = ExpertStore(
         source,
@@ -168,13 +157,10 @@ class CodingFetcher(TierFetcher):
         super().fetch(key, slot, read)
 
     def _move(self, key: ExpertKey, source: Tensor, slot: Tensor) -> None:
-        is_done = False
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._spare.pop, slot.data_ptr(), None)
             self._encode(key, source, slot)
-            is_done = True
-        finally:
-            if not is_done:
-                self._spare.pop(slot.data_ptr(), None)
+            undo.pop_all()
 
     def _encode(self, key: ExpertKey, source: Tensor, slot: Tensor) -> None:
         views = self._experts.layouts[key].views(source)

@@ -92,7 +92,7 @@ class _Experts(torch.autograd.Function):
                 found = _gradients(ctx.experts, hidden_TD, ids_TK, weights_TK, parameters, grad_TD)
         finally:
             if not found:  # here, since torch may run this on a thread of its own
-                ctx.experts.let_go()
+                ctx.experts.end_leases()
         grad_hidden_TD, grad_weights_TK, *rest = found
         return None, grad_hidden_TD, None, grad_weights_TK, *rest
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from moe_runtime.inference.steps import Listener, Step
 from moe_runtime.lab.traces.timeline import Timeline, expert_name
-from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.types import ExpertKey
 
 _KINDS = {Priority.DEMAND: "demand", Priority.READAHEAD: "prefetch"}
@@ -27,6 +27,10 @@ class StepTimes(Listener):
         self.timeline = timeline
         self._begun: list[tuple[float, str, int]] = []
         self._dense_since_s: float | None = None
+
+    def of_tier(self, tier: int) -> StoreTimes:
+        """Notes what a store does: 0 for the one that layers compute from, 1 for that below."""
+        return StoreTimes(self, tier)
 
     def begin(self, step: Step) -> None:
         """A step begins."""
@@ -59,12 +63,7 @@ class StoreTimes:
     """Notes every read of a store with its expert, and the layers that compute from it."""
 
     def __init__(self, steps: StepTimes, tier: int) -> None:
-        """Joins a store with a timeline.
-
-        Args:
-            steps: notes the steps.
-            tier: 0 for the store that layers compute from, 1 for the one below.
-        """
+        """Joins a store with a timeline."""
         self._steps = steps
         self._timeline = steps.timeline
         self._tier = tier
@@ -86,8 +85,8 @@ class StoreTimes:
         """Writes a read that was taken back, if one was."""
         self._write(key, "taken back", 0, time.perf_counter())
 
-    def mended(self, arriving: Collection[ExpertKey]) -> None:
-        """Forgets reads that never began."""
+    def was_reset(self, arriving: Collection[ExpertKey]) -> None:
+        """Forgets reads that are under way no more."""
         self._begun = {key: self._begun[key] for key in self._begun.keys() & set(arriving)}
 
     def lease(self) -> LayerTimes | None:

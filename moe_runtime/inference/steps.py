@@ -17,10 +17,8 @@ import numpy as np
 import torch
 
 from moe_runtime.checkpoints.transformers_private import cache_of
-from moe_runtime.errors import MoERuntimeError
-from moe_runtime.memory.changes import FORKED
-from moe_runtime.memory.io_queue import CLOSED
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.errors import CLOSED, FORKED, MoERuntimeError
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.types import ExpertKey
 
 
@@ -179,9 +177,6 @@ class Listeners:
     def begin(self, inputs: Mapping[str, Any]) -> None:
         """Reads a pass that is asked for, and tells all of it.
 
-        Args:
-            inputs: what ``forward`` is called with, by name.
-
         Raises:
             MoERuntimeError: one of the listeners refuses it.
         """
@@ -230,12 +225,7 @@ class Steps:
     """
 
     def __init__(self, stores: Sequence[ExpertStore[Any]], names: Sequence[str] = ()) -> None:
-        """Makes passes of a model safe.
-
-        Args:
-            stores: where its experts lie.
-            names: of the arguments of its ``forward``, in their order.
-        """
+        """Makes passes of a model safe."""
         self.listeners = Listeners()
         self._names = tuple(names)
         self._stores = list(stores)
@@ -288,8 +278,9 @@ class Steps:
         if before.num_threads and torch.get_num_threads() != before.num_threads:
             torch.set_num_threads(before.num_threads)
         if not is_done:
-            for store in self._stores:
-                store.let_go()
+            if not before.is_inner:
+                for store in self._stores:
+                    store.end_leases()
             self.listeners.forget()
         while not before.is_inner and self._turn._is_owned():
             self._turn.release()

@@ -1,16 +1,21 @@
-"""What an expert store works with: where experts come from, and its entries."""
+"""What an expert store works with: its entries, what fills it, and the link to what lies below."""
 
+from __future__ import annotations
+
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.reads import Monitor, Priority, Read
 from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")
+
+FORGET = 0.98
+"""What a finished transfer leaves of the weight of those before it: the last fifty or so count."""
 
 
 class Fetcher(Protocol):
@@ -21,10 +26,10 @@ class Fetcher(Protocol):
             held, ``close`` excepted.
     """
 
-    changed: Changes
+    changed: Monitor
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
-        """Starts to fill a slot; the read is told later, when that ended."""
+        """Starts to fill a slot; the end of the read is announced later."""
         ...
 
     def promote(self, key: ExpertKey, read: Read) -> None:
@@ -36,15 +41,11 @@ class Fetcher(Protocol):
         ...
 
     def is_under_way(self, read: Read) -> bool:
-        """Whether a read was started and its end is still to be told."""
-        ...
-
-    def let_go(self) -> None:
-        """Gives up the locks, other than ``changed``, that an exception left to this thread."""
+        """Whether a read was started and its end is still to be announced."""
         ...
 
     def close(self) -> None:
-        """Ends what is under way: every read is told, with its data or an error."""
+        """Ends what is under way: every read ends, with its data or an error."""
         ...
 
 
@@ -78,28 +79,116 @@ class StoreListener(Protocol):
         ...
 
     def read_ended(self, key: ExpertKey, read: Read) -> None:
-        """The read ended, with data or an error; it may be told twice."""
+        """The read ended, with data or an error."""
         ...
 
     def dropped(self, key: ExpertKey) -> None:
         """An expert gave up its slot, perhaps before its read began."""
         ...
 
-    def mended(self, arriving: Collection[ExpertKey]) -> None:
-        """After an exception these are being read, and no others."""
+    def was_reset(self, arriving: Collection[ExpertKey]) -> None:
+        """The store was emptied; these are still being read, and no others."""
         ...
 
     def lease(self) -> LeaseListener | None:
-        """Who hears of a lease that is about to be entered."""
+        """The listener of a lease that is about to be entered."""
         ...
+
+
+class LinkState(NamedTuple):
+    """A look at the link between a tier and the one below.
+
+    Attributes:
+        transfer_s: seconds that one expert takes on an idle link, as a running mean; 0 before
+            anything arrived.
+        stall_s: seconds that computation waited since the counters were reset.
+        demand_s: seconds in which a demand was under way, since the store was opened.
+        num_missing: experts that were not there when they were asked for, since the counters were
+            reset.
+        came_true: guesses that were asked for, since the counters were reset.
+    """
+
+    transfer_s: float
+    stall_s: float
+    demand_s: float
+    num_missing: int
+    came_true: int
+
+
+class LinkMeter:
+    """Running mean of the throughput over the time in which transfers were under way.
+
+    Attributes:
+        under_way: transfers that were asked for and have not ended.
+        beside: those of them that take another way.
+    """
+
+    def __init__(self) -> None:
+        self.under_way = self.beside = 0
+        self._since_s = 0.0
+        self._busy_s = 0.0
+        self._bytes = 0.0
+        self._demands = 0
+        self._demands_since_s = 0.0
+        self._demand_s = 0.0
+
+    def seconds_for(self, num_bytes: int) -> float:
+        """What so many bytes take on an idle link; 0 before the first transfer ended."""
+        return num_bytes * self._busy_s / self._bytes if self._bytes > 0 else 0.0
+
+    @property
+    def demand_s(self) -> float:
+        """Seconds so far in which at least one demand was under way."""
+        running_s = time.perf_counter() - self._demands_since_s if self._demands else 0.0
+        return self._demand_s + running_s
+
+    def begin(self, *, is_demand: bool) -> None:
+        """A transfer was asked for."""
+        if self.under_way == self.beside:
+            self._since_s = time.perf_counter()
+        self.under_way += 1
+        if is_demand:
+            self.begin_demand()
+
+    def begin_demand(self) -> None:
+        """A transfer that is under way is waited for from now on."""
+        if self._demands == 0:
+            self._demands_since_s = time.perf_counter()
+        self._demands += 1
+
+    def end(self, num_bytes: int, *, is_demand: bool, now_s: float) -> None:
+        """A transfer ended at some time, or was taken back (with 0 bytes)."""
+        self.under_way -= 1
+        if is_demand:
+            self._demands -= 1
+            if self._demands == 0:
+                self._demand_s += max(0.0, now_s - self._demands_since_s)
+        if num_bytes:
+            self._busy_s = FORGET * self._busy_s + max(0.0, now_s - self._since_s)
+            self._bytes = FORGET * self._bytes + num_bytes
+            self._since_s = now_s
+
+    def recount(self, under_way: int, demands: int) -> None:
+        """So many transfers are under way, and so many of them demands, whatever was counted."""
+        now_s = time.perf_counter()
+        self._demand_s = self.demand_s
+        self.under_way, self._demands = under_way, demands
+        self._since_s = self._demands_since_s = now_s
 
 
 @dataclass(slots=True)
 class Entry(Generic[W]):
     """One occupied slot.
 
-    ``expected``: read ahead, and its layer has not come yet. ``guessed``: prefetched and not used
-    since; it stays when its layer did not want it, as the first to give up its slot.
+    Attributes:
+        slot: its number.
+        read: what fills it.
+        expected: read ahead, and its layer has not come yet.
+        guessed: prefetched and not used since; it stays when its layer did not want it, as the
+            first to give up its slot.
+        pins: leases that hold it.
+        arrived: whether the read has ended.
+        weights: what the slot was bound to, once it was used.
     """
 
     slot: int
@@ -109,3 +198,8 @@ class Entry(Generic[W]):
     pins: int = 0
     arrived: bool = False
     weights: W | None = None
+
+
+def is_resident(entry: Entry[W] | None) -> bool:
+    """Whether an expert is in its slot; without the lock, this may be outdated."""
+    return entry is not None and entry.arrived and entry.read.error is None

@@ -1,16 +1,20 @@
-"""A tier's memory: one allocation, cut into equal slots."""
+"""A tier's memory: one allocation, cut into equal slots, and touched before it is used."""
 
+import contextlib
 import mmap
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import CapacityError, MoERuntimeError
-from moe_runtime.memory.io_queue import CLOSED
+from moe_runtime.errors import CLOSED, CapacityError, MoERuntimeError
+from moe_runtime.kernels.native.pages import madvise, populate
 
 HUGE_PAGE_BYTES = 2 * 2**20
+PART_BYTES = 16 * 2**20
+"""Of slots that are touched at once: more would keep who is done waiting, less make many calls."""
 
 
 class Slab:
@@ -54,7 +58,7 @@ class Slab:
         return self._slots[index]
 
     def close(self) -> None:
-        """Lets go of the memory, which lives on as long as somebody has a view of it."""
+        """Gives the memory up; it lives on as long as there is a view of it."""
         self._slots, self.bytes = [], self.bytes.new_empty(0)
 
     def parts(self, num_bytes: int) -> Iterator[torch.Tensor]:
@@ -89,3 +93,38 @@ def host_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous ``uint8`` host tensor, to read into."""
     array: Any = tensor.numpy()
     return memoryview(array)
+
+
+@contextlib.contextmanager
+def touched_meanwhile(slab: Slab) -> Iterator[None]:
+    """Takes memory for a host slab's slots, in the order of their use, while something else runs.
+
+    The first write to a page of fresh memory waits for the system to find and clear it, which in a
+    virtual machine may take longer than reading a page's worth from a disk. When the block ends,
+    however it ends, no more is taken.
+    """
+    stop = threading.Event()
+    thread = threading.Thread(target=_touch, args=(slab, stop), name="moe-touch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _touch(slab: Slab, stop: threading.Event) -> None:
+    for part in slab.parts(PART_BYTES):
+        if stop.is_set() or not populate(part):
+            return
+
+
+def give_back(memory: torch.Tensor) -> None:
+    """Gives whole pages back to the system; they hold zeros when they are read again."""
+    advise = madvise()
+    if advise is None:
+        return
+    first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        advise(first, last - first, mmap.MADV_DONTNEED)

@@ -11,10 +11,17 @@ import torch
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.native.library import native_library
-from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
 from moe_runtime.memory.layout import ExpertLayout
-from moe_runtime.memory.native_io_queue import NativeReadQueue, ReadEnd, pack_blocks, pack_steps
+from moe_runtime.memory.reads import (
+    Monitor,
+    NativeReadQueue,
+    Priority,
+    Read,
+    ReadEnd,
+    ReadQueue,
+    pack_blocks,
+    pack_steps,
+)
 from moe_runtime.memory.slab import host_view
 from moe_runtime.types import ExpertKey
 
@@ -156,17 +163,6 @@ class CheckpointFile:
         return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Block:
-    """One positional read of an expert, and its place in the slot."""
-
-    file: Path
-    offset: int
-    place: int
-    size: int
-    needed: int
-
-
 class ExpertSource:
     """The slowest tier: the experts of a checkpoint, read by byte range from its original files.
 
@@ -194,7 +190,7 @@ class ExpertSource:
         self._files: dict[Path, CheckpointFile] = {}
         self._native = library and NativeReadQueue(library, io_threads, self._files)
         self._queue = None if self._native else ReadQueue(io_threads)
-        self.changed: Changes = self._native.changed if self._native else Changes()
+        self.changed: Monitor = self._native or Monitor()
         self._packed: dict[ExpertKey, tuple[bytes, ReadEnd, bytes]] = {}
         try:
             for path in sorted(paths):
@@ -206,22 +202,24 @@ class ExpertSource:
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         """Starts to read an expert into a slot.
 
-        Threads of the interpreter tell the read of its end themselves; native ones leave that to
-        whoever takes ``changed`` next.
+        Threads of the interpreter announce its end themselves; that of native ones is delivered by
+        the next operation under ``changed``.
         """
         if self._native:
             packed = self._packed.get(key)
             if packed is None:
                 assert self._layouts[key].slot_bytes <= slot.nbytes
+                files = self._files
+                blocks = pack_blocks([(files[f].fileno, *rest) for f, *rest in self._blocks(key)])
                 steps = pack_steps(order.step(*at) for order, *at in self._layouts[key].steps)
-                packed = self._packed[key] = self._pack(key), partial(self._judge, key), steps
+                packed = self._packed[key] = blocks, partial(self._judge, key), steps
             blocks, judge, steps = packed
             self._native.submit(blocks, slot.data_ptr(), read, judge, steps)
             return
         assert self._queue is not None
         buffer = host_view(slot)
         blocks = [
-            partial(self._read_block, key, number, block, buffer)
+            partial(self._read_block, key, number, *block, buffer)
             for number, block in enumerate(self._blocks(key))
         ]
         if self._layouts[key].steps:
@@ -262,13 +260,8 @@ class ExpertSource:
         return self._threads.cancel(read)
 
     def is_under_way(self, read: Read) -> bool:
-        """Whether a read was started and its end is still to be told."""
+        """Whether a read was started and its end is still to be announced."""
         return self._threads.is_under_way(read)
-
-    def let_go(self) -> None:
-        """Gives up what an exception left to this thread; native threads share ``changed``."""
-        if self._queue is not None:
-            self._queue.let_go()
 
     def close(self) -> None:
         """Ends the reading threads and closes the files."""
@@ -282,32 +275,34 @@ class ExpertSource:
         assert threads is not None
         return threads
 
-    def _blocks(self, key: ExpertKey) -> list[_Block]:
+    def _blocks(self, key: ExpertKey) -> list[tuple[Path, int, int, int, int]]:
+        """Positional reads: file, offset there, place in the slot, bytes, how many must come."""
         return [
-            _Block(
-                file=extent.file,
-                offset=extent.offset + begin,
-                place=extent.slot_offset + begin,
-                size=min(READ_BYTES, extent.num_bytes - begin),
-                needed=max(0, min(READ_BYTES, extent.needed_bytes - begin)),
+            (
+                extent.file,
+                extent.offset + begin,
+                extent.slot_offset + begin,
+                min(READ_BYTES, extent.num_bytes - begin),
+                max(0, min(READ_BYTES, extent.needed_bytes - begin)),
             )
             for extent in self._layouts[key].extents
             for begin in range(0, extent.num_bytes, READ_BYTES)
         ]
 
-    def _pack(self, key: ExpertKey) -> bytes:
-        return pack_blocks(
-            [
-                (self._files[b.file].fileno, b.offset, b.place, b.size, b.needed)
-                for b in self._blocks(key)
-            ]
-        )
-
-    def _read_block(self, key: ExpertKey, number: int, block: _Block, buffer: memoryview) -> int:
-        into = buffer[block.place : block.place + block.size]
-        file = self._files[block.file]
+    def _read_block(
+        self,
+        key: ExpertKey,
+        number: int,
+        path: Path,
+        offset: int,
+        place: int,
+        size: int,
+        needed: int,
+        buffer: memoryview,
+    ) -> int:
+        file = self._files[path]
         try:
-            num_bytes = file.read(block.offset, into, block.needed)
+            num_bytes = file.read(offset, buffer[place : place + size], needed)
         except (OSError, EOFError) as error:
             raise self._fault(key, number, error) from None
         file.require_unchanged()
@@ -342,5 +337,5 @@ class ExpertSource:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         return CheckpointError(
             f"cannot read expert {key.expert} of MoE layer {key.layer} "
-            f"from {self._blocks(key)[number].file.name}: {reason}"
+            f"from {self._blocks(key)[number][0].name}: {reason}"
         )

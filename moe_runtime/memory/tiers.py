@@ -1,34 +1,368 @@
-"""A store whose slots are filled from the tier below."""
+"""One tier filled from another: experts copied from host slots to the slots above, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar, cast
 
-from moe_runtime.memory.io_queue import Read
-from moe_runtime.memory.lease import Lease
-from moe_runtime.memory.residency import ExpertStore
-from moe_runtime.memory.tier_fetcher import TierFetcher
+import torch
+
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.memory.device.device import Copy, Device, Event
+from moe_runtime.memory.device.device_layout import CopyPart
+from moe_runtime.memory.entries import Fetcher, is_resident
+from moe_runtime.memory.reads import Monitor, OnDone, Priority, Read, ReadQueue
+from moe_runtime.memory.store import ExpertStore, Lease, LeaseEndedError
 from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")
 
+COPY_THREADS = 2
+"""Threads that only copy what is demanded: one waits for its expert to be read while another uses
+the link. As many more also read ahead."""
 
-class TierLease(Lease[W]):
-    """A hold on experts of a tier over another.
+FORGET = 0.9
+"""What a copy leaves of the weight of those before it: the last ten or so count."""
 
-    The garbage collector may end it on any thread, in the midst of an operation of the tier below:
-    then nothing is waited for, and the next operation of the store gives back what it held.
+MOST_AHEAD = 4
+"""Experts that are read at a time without being asked for."""
+
+
+class CopySpeed:
+    """Running mean of what a byte takes on the link alone, by the copies' own events.
+
+    What a copy waits for is left out: a read, products that still use the slot, other copies.
+
+    Attributes:
+        seconds_per_byte: 0 before the first copy ended.
     """
 
-    _store: TierStore[W]
+    def __init__(self) -> None:
+        self.seconds_per_byte = 0.0
+        self._last: Copy | None = None
 
-    def _leave(self) -> None:
-        if self._store.fetcher.is_within_lower():
-            self.is_whole = False
-            self._store._changed.disturb()
-        else:
-            super()._leave()
+    def ended(self, num_bytes: int, copy: Copy) -> None:
+        """A copy ended."""
+        found = copy.seconds_after(self._last) / max(1, num_bytes)
+        before = self.seconds_per_byte or found
+        self._last, self.seconds_per_byte = copy, before + (found - before) * (1 - FORGET)
+
+
+class _Copy:
+    """A copy that is queued on a device, and whether a lease has handed its slot out."""
+
+    __slots__ = ("event", "has_users")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.has_users = False
+
+
+class TierFetcher:
+    """Fills the slots of a tier from the store of the tier below, which it owns.
+
+    An expert is leased below for the time of its copy, so it cannot be evicted half-way. What is
+    read ahead here is read ahead there, what only passes through here passes through there, and a
+    demand waits for neither: it has threads that copy nothing else, and one slot below that no
+    read-ahead takes.
+
+    Copies to a device run behind the computation that was queued when the slot was given up, and
+    beside all other. A demand for what is resident below is queued at once, by the thread that
+    asks. A thread waits for each copy, so a read has ended when its bytes are there, and with the
+    error if there was one. The thread that waits for what was queued at once waits for nothing
+    else: the other threads may need the slots below that it gives back. Work may be queued behind a
+    copy's event before that (``DeviceLease``); until then the slot is not given up.
+
+    Attributes:
+        lower: the store of the tier below.
+        speed: of copies to a device.
+        queued: copies that the device has not finished, as far as is known; changed with the lock
+            ``changed`` held.
+    """
+
+    def __init__(
+        self,
+        lower: ExpertStore[torch.Tensor],
+        device: Device | None = None,
+        moves: Callable[[ExpertKey], Sequence[CopyPart]] | None = None,
+    ) -> None:
+        """Takes the tier below.
+
+        Args:
+            lower: see above.
+            device: whose slots are filled; None for those of the host.
+            moves: where the bytes of an expert go in a slot of the device; as they lie if omitted.
+        """
+        self.lower = lower
+        self._moves = moves
+        self.changed = Monitor()
+        num_ahead = max(1, min(COPY_THREADS, lower.num_slots - COPY_THREADS))
+        self._copies = ReadQueue(num_ahead, num_for_demands=COPY_THREADS)
+        self._ends = ReadQueue(1)
+        self._device = device
+        self.speed = CopySpeed()
+        self.queued: dict[Read, _Copy] = {}
+        self._has_sleeping_end = False
+        self._failure: BaseException | None = None
+
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+        """Starts to copy an expert into a slot; it is read first if it is not resident below."""
+        is_demand = self._device and read.priority is Priority.DEMAND
+        if not is_demand or not self.copy_resident({key: slot}, read):
+            after = self.vacate(slot) if self._device else ()
+            self._copies.submit([partial(self._copy, key, slot, read, after)], read)
+
+    def give_back(self, key: ExpertKey, slot: torch.Tensor) -> None:
+        """An expert leaves its slot of the device, and goes to the tier below if that wants it."""
+        if isinstance(self.lower, LowerStore):
+            self.lower.take_back(key, slot, self.moves_of(key, slot))
+
+    def has_arrived(self, key: ExpertKey) -> None:
+        """An expert is here, so that the tier below may do without it."""
+        if isinstance(self.lower, LowerStore):
+            self.lower.spares[key] = None
+
+    def expect(self, keys: Collection[ExpertKey]) -> None:
+        """These are about to be copied: they leave the tier below last."""
+        if isinstance(self.lower, LowerStore):
+            self.lower.asked = keys
+
+    def vacate(self, *slots: torch.Tensor) -> Sequence[Any]:
+        """As ``Device.vacate``, also behind what is on its way back from these slots."""
+        assert self._device is not None
+        still = self.lower.leaving(slots) if isinstance(self.lower, LowerStore) else ()
+        return self._device.vacate(*slots, still=still)
+
+    def promote(self, key: ExpertKey, read: Read) -> None:
+        """Serves a copy before all read-aheads, here and below."""
+        self._copies.promote(read)  # first: the thread that has begun it looks at its priority
+        self.lower.promote(key)
+
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read that has not begun; says whether it could be."""
+        return self._copies.cancel(read)
+
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a copy was started and its end is still to be announced."""
+        return self._copies.is_under_way(read) or self._ends.is_under_way(read)
+
+    def can_hasten(self, read: Read) -> bool:
+        """Whether a copy is one of its own, which ``promote`` reaches: not one of several experts,
+        which the device does already."""
+        return self._copies.is_under_way(read)
+
+    def close(self) -> None:
+        """Ends the tier below, and with it what waits for that; then the copies."""
+        self._ends.close()  # no copy is queued at once any more
+        if self._device and not self.changed.is_forked:
+            self._device.drain()  # copies may still read from slots below
+        self.lower.close()
+        self._copies.close()
+
+    def _copy(self, key: ExpertKey, slot: torch.Tensor, read: Read, after: Sequence[Any]) -> int:
+        """Returns the bytes of an expert, when it is there; begins anew where the tier below was
+        emptied meanwhile."""
+        num_bytes = len(slot)
+        while True:
+            try:
+                with self.lower.lease([key], streaming=read.passes, above=read) as lease:
+                    for group in lease:
+                        for key, source in group:
+                            if self._device:
+                                num_bytes = self._send(key, source, slot, after, read, lease)
+                            else:
+                                self._move(key, source, slot)
+                return num_bytes
+            except LeaseEndedError:
+                continue
+
+    def _move(self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor) -> None:
+        slot.copy_(source[: len(slot)])
+
+    def resident_below(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
+        """Those that lie in the tier below: without its lock, so ``copy_resident`` looks again."""
+        return [key for key in keys if is_resident(self.lower._entries.get(key))]
+
+    def copy_resident(self, slots: Mapping[ExpertKey, torch.Tensor], read: Read) -> bool:
+        """Queues one copy of experts that are resident below, on the thread that asks for it.
+
+        A thread waits for its end, once ``wake_ends`` was called. Handing over the copy itself, or
+        each expert by itself, would take longer than the link takes for it.
+
+        Args:
+            slots: where the experts of one layer go.
+            read: ends when all are there; its bytes are those of one of them, on average.
+
+        Returns:
+            Whether it is queued: not where one is absent, or the device refuses.
+        """
+        assert self._device is not None
+        lease = self.lower.lease([*slots], streaming=read.passes, above=read)
+        try:
+            with ExitStack() as undo:
+                undo.callback(lease.__exit__)
+                sources = _entered(lease)
+                if sources is None:
+                    return False
+                undo.callback(self._device.drain)
+                undo.callback(self.queued.pop, read, None)
+                after, parts = self.vacate(*slots.values()), []
+                for key, source in sources.items():
+                    parts += self._parts(key, source, slots[key])
+                copied = self._device.copy(parts, after, read.priority)
+                if not lease.is_open:  # later, the tier below waits for this copy to be emptied
+                    return False
+                self.queued[read] = _Copy(copied)
+                finish = partial(self._finish, lease, read, copied, _num_bytes(parts), len(slots))
+                lease.hand_over()
+                self._ends.submit([finish], read, wakes=False)
+                self._has_sleeping_end = True
+                undo.pop_all()
+                return True
+        except (MemoryError, OSError, RuntimeError):
+            # unless it is queued nevertheless, a thread tries again, and tells of what fails there
+            return self._ends.is_under_way(read)
+
+    def wake_ends(self) -> None:
+        """Has a thread wait for the ends of copies that were queued by the thread that asked.
+
+        To be called when all is queued that goes on behind these copies: waking a thread takes
+        longer than queueing a copy. Otherwise the thread finds them within a second.
+        """
+        if self._has_sleeping_end:
+            self._has_sleeping_end = False
+            self._ends.wake()
+
+    def _finish(
+        self, lease: Lease[torch.Tensor], read: Read, copied: Copy, num_bytes: int, count: int
+    ) -> int:
+        """Returns an expert's part of the bytes of a copy that was queued, when all are there."""
+        try:
+            self._wait(read, copied, num_bytes)
+        finally:
+            lease.__exit__()
+        return num_bytes // count
+
+    def _parts(
+        self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What is copied where."""
+        return [
+            (
+                _part(source, move.source, move.num_bytes),
+                _part(slot, move.place, move.num_bytes),
+            )
+            for move in self.moves_of(key, slot)
+        ]
+
+    def moves_of(self, key: ExpertKey, slot: torch.Tensor) -> Sequence[CopyPart]:
+        """Where the bytes of an expert go in a slot of the device."""
+        return [CopyPart(0, 0, len(slot))] if self._moves is None else self._moves(key)
+
+    def _send(
+        self,
+        key: ExpertKey,
+        source: torch.Tensor,
+        slot: torch.Tensor,
+        after: Sequence[Any],
+        read: Read,
+        lease: Lease[torch.Tensor],
+    ) -> int:
+        """Returns the bytes that were copied, when they are there."""
+        assert self._device is not None
+        parts = self._parts(key, source, slot)
+        num_bytes, copied = _num_bytes(parts), None
+        try:
+            copied = self._device.copy(parts, after, read.priority)
+            if not lease.is_open:  # later, the tier below waits for this copy to be emptied
+                raise LeaseEndedError
+            with self.changed:
+                self.queued[read] = _Copy(copied)
+                self.changed.notify_all()
+        finally:
+            if read not in self.queued:
+                self._wait(read, None, num_bytes)
+        self._wait(read, copied, num_bytes)
+        return num_bytes
+
+    def _wait(self, read: Read, copied: Copy | None, num_bytes: int) -> None:
+        """Returns when a copy has ended; without one, when none writes any more."""
+        assert self._device is not None
+        has_ended = False
+        try:
+            if copied is not None:
+                copied.synchronize()
+                has_ended = True
+                self.speed.ended(num_bytes, copied)
+        finally:
+            try:
+                if not has_ended:
+                    # it may still read from a slot, and write to one, that are given up
+                    self._device.drain()
+            finally:
+                self._forget(read, sys.exc_info()[1])
+
+    def _forget(self, read: Read, error: BaseException | None) -> None:
+        """A copy has ended; an error is kept if its slot was handed out before."""
+        with self.changed:
+            copy = self.queued.get(read)
+            if copy is not None and copy.has_users:
+                self._failure = self._failure or error
+            self.queued.pop(read, None)
+            self.changed.notify_all()
+
+    def finish_used(self) -> None:
+        """Returns when no work is queued behind a copy that may still fail.
+
+        Raises:
+            MoERuntimeError: one has failed.
+        """
+        self.wake_ends()
+        with self.changed:
+            while any(
+                copy.has_users and self.is_under_way(read) for read, copy in self.queued.items()
+            ):
+                self.changed.wait()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Tells once of a copy that failed behind the back of work that was queued behind it.
+
+        Raises:
+            MoERuntimeError: there was one.
+        """
+        if self._failure is not None:
+            error, self._failure = self._failure, None
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise MoERuntimeError(
+                f"a copy to the device failed with {reason}; what was computed meanwhile is void"
+            ) from error
+
+
+def _part(memory: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
+    is_all = len(memory) == num_bytes
+    return memory if is_all else memory.narrow(0, start, num_bytes)
+
+
+def _num_bytes(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    return sum(len(source) for source, _ in parts)
+
+
+def _entered(lease: Lease[torch.Tensor]) -> dict[ExpertKey, torch.Tensor] | None:
+    """Enters a lease if all its experts are resident, and returns their slots; else None."""
+    store = lease._store
+    with store._changed:
+        if not all(is_resident(store._entries.get(key)) for key in lease._keys):
+            return None
+        lease.__enter__()
+        held = lease._held = [*lease._resident]
+        lease._resident.clear()
+        if lease._listener is not None:
+            lease._listener.given(held, waited=False)
+        return dict(lease._bind_held())
 
 
 class TierStore(ExpertStore[W]):
@@ -43,13 +377,231 @@ class TierStore(ExpertStore[W]):
         super().__init__(fetcher, *args, **kwargs)
         self.fetcher = fetcher
 
-    def lease(
-        self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Read | None = None
-    ) -> Lease[W]:
-        """As ``ExpertStore.lease``."""
-        return TierLease(self, keys, streaming=streaming, above=above)
+    def end_leases(self) -> None:
+        """As ``ExpertStore.end_leases``, here and below."""
+        super().end_leases()
+        if not self.is_forked:
+            self.fetcher.wake_ends()
+            self.fetcher.lower.end_leases()
 
-    def let_go(self) -> None:
-        """As ``ExpertStore.let_go``."""
-        if not self.fetcher.is_within_lower():
-            super().let_go()
+
+class Return(Read):
+    """An expert on its way back from a device; none of its bytes count as read.
+
+    Attributes:
+        offer: its slot of the device, which is overwritten behind ``leaving`` only, and where its
+            bytes lie there, as places, and in the host's slot, as sources; None once it was taken.
+    """
+
+    __slots__ = ("offer",)
+
+    def __init__(self, on_done: OnDone, memory: torch.Tensor, moves: Sequence[CopyPart]) -> None:
+        super().__init__(Priority.READAHEAD, on_done)
+        self.offer: tuple[torch.Tensor, Sequence[CopyPart]] | None = (memory, moves)
+
+
+class ReturningSource:
+    """Fills slots of the host from the files of a checkpoint, or with what a device gives back.
+
+    An expert that cannot be copied back is read.
+
+    Attributes:
+        changed: as of ``Fetcher``.
+        device: the device above.
+        kernels: events behind which no kernel of the device reads the host's slots any more.
+    """
+
+    def __init__(self, source: Fetcher, device: Device) -> None:
+        """Takes over the source."""
+        self.changed = source.changed
+        self.device = device
+        self._source = source
+        self._returns = ReadQueue(1)
+        self._leaving: dict[int, Event] = {}  # by addresses of slots of the device
+        self.kernels: Sequence[Event] = ()
+
+    def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
+        """As ``Fetcher.fetch``."""
+        offer = None
+        if isinstance(read, Return):
+            offer, read.offer = read.offer, None  # the device's memory is not held by it any more
+        if offer is None or not self._copy_back(*offer, slot, read):
+            self._wait_for_kernels()
+            self._source.fetch(key, slot, read)
+
+    def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
+        """Events behind which these slots of the device are not read for the host any more."""
+        found = (self._leaving.get(slot.data_ptr()) for slot in slots)
+        return [event for event in found if event is not None and not event.query()]
+
+    def promote(self, key: ExpertKey, read: Read) -> None:
+        """As ``Fetcher.promote``."""
+        if self._returns.is_under_way(read):
+            self._returns.promote(read)
+        else:
+            self._source.promote(key, read)
+
+    def cancel(self, read: Read) -> bool:
+        """As ``Fetcher.cancel``: what comes back is on its way."""
+        return not self._returns.is_under_way(read) and self._source.cancel(read)
+
+    def is_under_way(self, read: Read) -> bool:
+        """As ``Fetcher.is_under_way``."""
+        return self._returns.is_under_way(read) or self._source.is_under_way(read)
+
+    def close(self) -> None:
+        """As ``Fetcher.close``."""
+        if not self.changed.is_forked:
+            self._wait_for_kernels()
+        self._returns.close()
+        self._source.close()
+
+    def _wait_for_kernels(self) -> None:
+        for event in self.kernels:
+            event.synchronize()
+        self.kernels = ()
+
+    def _copy_back(
+        self, memory: torch.Tensor, moves: Sequence[CopyPart], slot: torch.Tensor, read: Read
+    ) -> bool:
+        """Queues the copy from a slot of the device; a thread waits for its end."""
+        parts = [
+            (memory.narrow(0, m.place, m.num_bytes), slot.narrow(0, m.source, m.num_bytes))
+            for m in moves
+        ]
+        try:
+            with ExitStack() as undo:
+                undo.callback(self.device.drain)  # it may be queued nevertheless
+                event = self._leaving[memory.data_ptr()] = self.device.copy_back(parts)
+                self._returns.submit([partial(_wait, event)], read)
+                undo.pop_all()
+                return True
+        except (MemoryError, OSError, RuntimeError):
+            return self._returns.is_under_way(read)
+
+
+class LowerStore(ExpertStore[torch.Tensor]):
+    """The store of the host's memory below a device, to which experts return that leave it.
+
+    A device's experts need no second copy in the host's memory, where another expert can lie
+    instead: the two tiers hold as many as both have slots. What leaves the device is copied back,
+    over the direction of the link that is idle otherwise, rather than read from the disk anew when
+    it is wanted again (exclusive caching: Wong and Wilkes, "My Cache or Yours?", USENIX ATC 2002).
+
+    Attributes:
+        is_above: whether an expert lies on the device, so that it leaves the host first.
+        spares: experts that were copied there from here, some of which may have left either tier.
+        asked: experts that the device is about to copy; others leave before them.
+        moved_layers: those of which an expert came or went, until tables are brought up to date.
+    """
+
+    _fetcher: ReturningSource
+
+    def __init__(self, source: ReturningSource, *args: object, **options: object) -> None:
+        """Takes what ``ExpertStore`` takes."""
+        super().__init__(source, *args, **options)  # type: ignore[arg-type]
+        self.is_above: Callable[[ExpertKey], bool] = lambda _: False
+        self.spares: dict[ExpertKey, None] = {}
+        self.asked: Collection[ExpertKey] = ()
+        self.moved_layers: set[int] = set()
+
+    def has(self, key: ExpertKey) -> bool:
+        """Whether an expert is in a slot."""
+        return is_resident(self._entries.get(key))
+
+    def is_read_by(self, kernels: Sequence[Event]) -> None:
+        """Slots are overwritten only behind kernels that read them; called with the lock held.
+
+        Args:
+            kernels: behind these events all have ended that were queued so far.
+        """
+        self._fetcher.kernels = kernels
+
+    def has_spare(self, layer: int) -> bool:
+        """Whether an expert of a layer can come without one leaving both memories."""
+        return bool(self._free) or any(
+            key.layer == layer and self.has(key) and self.is_above(key) and self._is_idle(key)
+            for key in self.spares
+        )
+
+    def take_back(self, key: ExpertKey, memory: torch.Tensor, moves: Sequence[CopyPart]) -> None:
+        """Keeps an expert that leaves the device, if it is not here and the policy has room for it.
+
+        A policy that decides after a use is not asked: it gets nothing.
+
+        Args:
+            key: the expert.
+            memory: as of ``Return.offer``.
+            moves: see there.
+        """
+        with self._changed:
+            if key in self._entries or self.is_closed or self.decides_later:
+                return
+            slot = self._take_slot(key, keep=True)
+            if slot is not None:
+                read = Return(partial(self._arrive, key), memory, moves)
+                self._enter(key, slot, read, keep=True)
+                self._link.beside += 1
+                self._fetcher.fetch(key, self._slab.slot(slot), read)
+
+    def read_spare(self, key: ExpertKey) -> bool:
+        """Begins to read an expert behind all demands, if that takes no other one's only slot.
+
+        Returns:
+            Whether it is here or on its way.
+        """
+        with self._changed:
+            if key in self._entries:
+                return True
+            if self._link.under_way >= MOST_AHEAD or not self.has_spare(key.layer):
+                return False
+            slot = self._take_slot(key, keep=True)
+            if slot is not None:
+                self._start(key, slot, keep=True, priority=Priority.READAHEAD)
+            return slot is not None
+
+    def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
+        """As ``ReturningSource.leaving``."""
+        return self._fetcher.leaving(slots)
+
+    def reset(self) -> None:
+        """As ``ExpertStore.reset``, behind all copies and kernels that may read the slots."""
+        self.moved_layers |= {*range(len(self._policy.layers))}
+        if not self.is_closed:
+            self._fetcher.kernels = self._fetcher.device.vacate()
+            self._fetcher.device.drain()
+        super().reset()
+        reads = (entry.read for entry in self._entries.values())
+        self._link.beside = sum(isinstance(read, Return) for read in reads)
+
+    def _victim(self, incoming: ExpertKey) -> ExpertKey | None:
+        for key in [key for key in tuple(self.spares) if key.layer == incoming.layer]:
+            if key not in self._entries or not self.is_above(key):
+                self.spares.pop(key, None)
+            elif self._is_idle(key):
+                return key
+        is_evictable = self._is_idle_and_not_asked
+        return cast(ExpertKey | None, self._policy.victim(is_evictable, incoming)) or (
+            super()._victim(incoming)
+        )
+
+    def _is_idle_and_not_asked(self, key: Hashable) -> bool:
+        return self._is_idle(key) and key not in self.asked
+
+    def _arrive(self, key: ExpertKey, read: Read) -> None:
+        with self._changed:
+            entry = self._entries.get(key)
+            if isinstance(read, Return) and entry is not None and entry.read is read:
+                self._link.beside -= not entry.arrived
+            super()._arrive(key, read)
+            self.moved_layers.add(key.layer)
+
+    def _drop(self, key: ExpertKey) -> None:
+        super()._drop(key)
+        self.moved_layers.add(key.layer)
+
+
+def _wait(event: Event) -> int:
+    """Returns the bytes that were read: none."""
+    event.synchronize()
+    return 0

@@ -27,9 +27,14 @@ from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.logical import as_slices, logical_views
-from moe_runtime.parallel.panels import PanelExperts, StackedPanels
 from moe_runtime.parallel.parallel_layout import ParallelLayout
-from moe_runtime.parallel.pipeline import ExpertsFn, Overlap, expert_parallel
+from moe_runtime.parallel.pipeline import (
+    ExpertsFn,
+    Overlap,
+    PanelExperts,
+    StackedPanels,
+    expert_parallel,
+)
 from moe_runtime.parallel.replicas import ExpertMove, sum_replica_gradients
 from moe_runtime.parallel.slices import one_expert, slice_experts
 from moe_runtime.parallel.slots import ExpertSlots

@@ -30,7 +30,7 @@ from moe_runtime.training.run_config import PipelineSchedule, TrainConfig
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from moe_runtime.models.lm.stages import StageModule
+    from moe_runtime.models.lm.parallel import StageModule
     from moe_runtime.parallel import LayoutGroups
 
 
@@ -337,7 +337,7 @@ class SeveralRanks(OneRank):
         stages = self.groups.group("dense", "pp")
         if stages is None:
             return None
-        from moe_runtime.models.lm.stages import Stage, StageModule
+        from moe_runtime.models.lm.parallel import Stage, StageModule
 
         scale = self.loss_share * self.num_data_ranks / self._config.data.micro_batches
         device = next(model.parameters()).device.type
@@ -422,8 +422,7 @@ def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
     Raises:
         ValueError: the configuration asks for it.
     """
-    from moe_runtime.models.lm.parallel import check_layout
-    from moe_runtime.models.lm.stages import check_stages
+    from moe_runtime.models.lm.parallel import check_layout, check_stages
 
     data, own = config.data, config.parallel
     if data.micro_batches % num_data_ranks:

@@ -19,8 +19,7 @@ from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.files import make_folders
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.models.lm.blocks import check_experts
-from moe_runtime.models.lm.export import export_hugging_face
-from moe_runtime.models.lm.initial import import_hugging_face
+from moe_runtime.models.lm.export import export_hugging_face, import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.checkpoint import (
     Progress,

@@ -9,7 +9,7 @@ import quantized_checkpoints
 import torch
 from text_checkpoint import save_text_checkpoint
 
-from moe_runtime.benchmarks.cases.disk_reads import PlainReads, ReadPlan, make_read_systems
+from moe_runtime.benchmarks.cases.io import PlainReads, ReadPlan, make_read_systems
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.checkpoints.expert_map import map_experts
@@ -26,7 +26,7 @@ def plan_of(folder: Path, num_experts: int, in_flight: int) -> ReadPlan:
 
 
 class WrongReads(PlainReads):
-    """Changes a bit of an expert that it read."""
+    """Monitor a bit of an expert that it read."""
 
     def read(self, keys: Sequence[ExpertKey]) -> tuple[dict[ExpertKey, torch.Tensor], list[float]]:
         lies, took_s = super().read(keys)

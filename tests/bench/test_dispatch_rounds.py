@@ -14,9 +14,13 @@ import torch
 from warm_python import warm_python
 
 from moe_runtime.benchmarks.cases import dispatch_ranks
+from moe_runtime.benchmarks.cases.dispatch import (
+    LOADS,
+    DispatchBenchPlan,
+    DispatchSide,
+    ExchangeShape,
+)
 from moe_runtime.benchmarks.cases.dispatch_ranks import join, ranks_here
-from moe_runtime.benchmarks.cases.dispatch_rounds import DispatchBenchPlan, DispatchSide
-from moe_runtime.benchmarks.cases.padded_exchange import LOADS, ExchangeShape
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.benchmarks.suite.peer_files import find_peer
-from moe_runtime.benchmarks.suite.peer_process import started
+from moe_runtime.benchmarks.suite.peers import find_peer, started
 from moe_runtime.benchmarks.suite.runner import PeerFailedError
 
 PEER = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.benchmarks.suite.judging import judge
+from moe_runtime.benchmarks.suite.comparing import judge
 from moe_runtime.benchmarks.suite.results import (
     Metric,
     describe_system,

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from moe_runtime.benchmarks.commands.shared import end_case
-from moe_runtime.benchmarks.suite.measured_work import (
+from moe_runtime.benchmarks.suite.comparing import (
     model_words,
     require_same_work,
     work_of,
@@ -23,7 +21,6 @@ from moe_runtime.benchmarks.suite.results import (
 )
 from moe_runtime.benchmarks.suite.runner import MeasuredSystem
 from moe_runtime.cli.main import main
-from moe_runtime.cli.stopping import StopRequest
 
 LATENCY = {
     "model": "olmoe-1b-7b",
@@ -167,21 +164,6 @@ def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> No
     assert main(["bench", "report", *words]) == 0
     found = (tmp_path / "t.csv").read_text()
     assert all(found.count(f"one ({file})") == 1 for file in files)
-
-
-def test_a_run_stopped_before_its_first_number_leaves_older_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    older = Path(put(tmp_path / "r.json"))
-    before = older.read_bytes()
-    one = describe_system("one", MeasuredSystem(), {}, system_versions={}, quality=None)
-    results, stop = make_results("latency", LATENCY, "interrupted", [one]), StopRequest()
-    stop.signal_number = 2
-    with pytest.raises(typer.Exit) as ended:
-        end_case(results, older, stop, lambda found: None, as_json=False)
-    assert ended.value.exit_code == 130
-    assert older.read_bytes() == before
-    assert f"nothing was measured, and {older} is left as it was" in capsys.readouterr().err
 
 
 def test_results_are_shown_where_their_file_cannot_be_written(

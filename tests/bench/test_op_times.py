@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.benchmarks.cases import op_times
-from moe_runtime.benchmarks.cases.op_times import OpCall, OpsPlan, OpSystem, draw_weights, op_calls
-from moe_runtime.benchmarks.experts.layers import LayerSizes
+from moe_runtime.benchmarks.cases import ops
+from moe_runtime.benchmarks.cases.expert_layers import LayerSizes
+from moe_runtime.benchmarks.cases.ops import OpCall, OpsPlan, OpSystem, draw_weights, op_calls
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
@@ -54,7 +54,7 @@ def test_an_op_that_is_wrong_has_no_numbers(excess: float) -> None:
 def test_the_command_measures_ops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(op_times, "SIZES", SIZES)
+    monkeypatch.setattr(ops, "SIZES", SIZES)
     path = tmp_path / "r.json"
     words = ["--tokens", "3,5", "--training", "--quick", "--time", "1", "--threads", "1"]
     words += ["--precision", "1", "-o", str(path)]

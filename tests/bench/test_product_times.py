@@ -22,7 +22,7 @@ from moe_runtime.kernels.grouped_gemm.tile import Tile
 from moe_runtime.kernels.grouped_gemm.tuner import LayerBatch, Problem
 
 TILE = Tile(64, 64, 64, 4, 3)
-CASE = "moe_runtime.benchmarks.commands.kernels"
+CASE = "moe_runtime.benchmarks.commands.machine"
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moe_runtime.benchmarks.commands.asked_model import AskedModel
-from moe_runtime.benchmarks.suite.peer_files import find_peers
+from moe_runtime.benchmarks.commands.texts import AskedModel
+from moe_runtime.benchmarks.suite.peers import find_peers
 from moe_runtime.benchmarks.synthetic import shape_checkpoint as module
 from moe_runtime.benchmarks.synthetic.checkpoint_writer import INDEX_NAME
 from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape, shape_of_name
@@ -252,7 +252,7 @@ def test_fewer_layers_have_a_name_of_their_own() -> None:
 def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path: Path) -> None:
     (tmp_path / "own.gguf").write_bytes(b"")
     asked = AskedModel(
-        "checkpoint", [], tmp_path, {}, tmp_path / "shape.gguf", {"llama_cpp": "no reason"}
+        "checkpoint", [], tmp_path, {}, {"llama_cpp": "no reason"}, tmp_path / "shape.gguf"
     )
     words = ["transformers", "llama_cpp", f"llama_cpp={tmp_path / 'own.gguf'}"]
     given = find_peers(words, {"model": "checkpoint", "num_threads": 1})

@@ -100,16 +100,14 @@ def official(content: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...]
     return {name: (t["dtype"], tuple(t["shape"]), bytes(t["data"])) for name, t in listed}
 
 
-def check(content: bytes, scratch: Path, *, sound: bool = False) -> None:
+def check(content: bytes, scratch: Path) -> None:
     path = scratch / "model.safetensors"
     path.write_bytes(content)
     expected = official(content, path)
-    assert expected is not None or not sound
     try:
         entries = read_header(path)
     except CheckpointError as error:
         message = str(error)
-        assert not sound, message
         assert message.isprintable()
         assert message.startswith(str(path))
         assert len(message) < 2000
@@ -123,15 +121,6 @@ def describe(entry: TensorEntry, content: bytes) -> tuple[str, tuple[int, ...], 
     assert all(type(size) is int for size in entry.shape)
     data = content[entry.offset : entry.offset + entry.num_bytes]
     return entry.dtype, entry.shape, data
-
-
-@FUZZ
-@given(headers(), st.booleans(), st.sampled_from([None, 1]))
-def test_sound_headers_are_read(
-    scratch: Path, header: tuple[dict[str, Any], bytes], ascii_only: bool, indent: int | None
-) -> None:
-    text = json.dumps(header[0], ensure_ascii=ascii_only, indent=indent)
-    check(pack(text, header[1]), scratch, sound=True)
 
 
 @FUZZ
@@ -170,26 +159,6 @@ def test_changed_header_text(
         end = data.draw(st.integers(begin, min(len(text), begin + 12)))
         text = text[:begin] + data.draw(TOKENS | st.just(text[begin:end] * 2)) + text[end:]
     check(pack(text, header[1]), scratch)
-
-
-@FUZZ
-@given(headers(), st.data())
-def test_changed_bytes(
-    scratch: Path, header: tuple[dict[str, Any], bytes], data: st.DataObject
-) -> None:
-    content = bytearray(pack(json.dumps(header[0], ensure_ascii=False), header[1]))
-    for _ in range(data.draw(st.integers(1, 4))):
-        # Half of the changes go to the length, where they would be rare by chance.
-        place = data.draw(st.integers(0, 8) | st.integers(0, len(content)))
-        change = data.draw(st.sampled_from(["flip", "set", "insert", "cut"]))
-        if change == "cut":
-            del content[place:]
-        elif change == "insert":
-            content[place:place] = data.draw(st.binary(max_size=4))
-        elif place < len(content):
-            byte = data.draw(st.integers(0, 255))
-            content[place] = byte if change == "set" else content[place] ^ (1 << byte % 8)
-    check(bytes(content), scratch)
 
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -239,14 +208,3 @@ def check_index(text: bytes, folder: Path) -> None:
 def test_changed_weight_map(checkpoint: Path, weight_map: dict[str, Any], metadata: Any) -> None:
     index = {"metadata": metadata, "weight_map": weight_map}
     check_index(json.dumps(index).encode(), checkpoint)
-
-
-@FUZZ
-@given(st.data())
-def test_changed_index_text(checkpoint: Path, data: st.DataObject) -> None:
-    text = json.dumps({"metadata": {}, "weight_map": {"a": SHARDS[0], "b": SHARDS[1]}})
-    for _ in range(data.draw(st.integers(0, 3))):
-        begin = data.draw(st.integers(0, len(text)))
-        end = data.draw(st.integers(begin, min(len(text), begin + 12)))
-        text = text[:begin] + data.draw(TOKENS | SHARD_NAMES) + text[end:]
-    check_index(text.encode("utf-8", "surrogatepass"), checkpoint)

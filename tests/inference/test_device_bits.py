@@ -22,7 +22,7 @@ from tiny_checkpoints import PROMPT, save, tiny_model
 from triton_interpreter import repair_interpreter
 
 from moe_runtime.inference.steps import LayerRouting, Listener
-from moe_runtime.memory.prefetch_slots import Guesses
+from moe_runtime.memory.prefetcher import Guesses
 from moe_runtime.policies.prefetch import Admission, PrefetchRules
 from moe_runtime.types import ExpertKey
 

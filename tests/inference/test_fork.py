@@ -7,7 +7,7 @@ import tiny_checkpoints
 from moe_families import Family
 from warm_python import warm_python
 
-from moe_runtime.memory.changes import FORKED
+from moe_runtime.errors import FORKED
 
 SCRIPT = """
 import os, sys, torch

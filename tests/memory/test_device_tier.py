@@ -11,13 +11,12 @@ import torch
 from device_tiers import Interrupted, Tiers
 from emulated_device import POISON, EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, keys
-from injection import lines_of, raise_on
+from injection import calls_of, raise_on
 
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
-from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice
-from moe_runtime.memory.device.cuda_runtime import pin_in_parts
+from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice, pin_in_parts
 from moe_runtime.memory.device.device import Device
-from moe_runtime.memory.io_queue import Priority
+from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.slab import Slab, aligned_bytes
 
 DEMAND, AHEAD = Priority.DEMAND, Priority.READAHEAD
@@ -374,7 +373,7 @@ def test_what_strikes_while_slots_are_taken_for_a_batch_is_told_and_loses_none()
 
     tiers = ready()
     names = {"start_together", "_take_slot", "_enter"}
-    sites = lines_of(partial(tiers.use, wanted, streaming=False))
+    sites = calls_of(partial(tiers.use, wanted, streaming=False))
     tiers.close()
     struck = [site for site in sites if site.code.co_name in names]
     assert {site.code.co_name for site in struck} == names
@@ -382,6 +381,7 @@ def test_what_strikes_while_slots_are_taken_for_a_batch_is_told_and_loses_none()
         tiers = ready()
         begin = partial(tiers.use, wanted, streaming=False)
         assert raise_on(site, min(2, sites[site]), MemoryError, begin), site
+        tiers.store.end_leases()
         tiers.check()
         tiers.use(wanted, streaming=False)
         tiers.close()

@@ -9,8 +9,7 @@ import torch
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError
 from moe_runtime.kernels.native import native_library
-from moe_runtime.memory.io_queue import Priority, Read
-from moe_runtime.memory.native_io_queue import NativeReadQueue, pack_blocks
+from moe_runtime.memory.reads import NativeReadQueue, Priority, Read, pack_blocks
 
 pytestmark = pytest.mark.skipif(
     native_library() is None, reason="the native CPU library was not built (needs gcc)"
@@ -42,7 +41,7 @@ class Pipes:
         packed = pack_blocks([(end[0], -1, SIZE * i, SIZE, SIZE) for i, end in enumerate(ends)])
         priority = Priority.READAHEAD if ahead else Priority.DEMAND
         address = self._slots[name].data_ptr()
-        with self.queue.changed:
+        with self.queue:
             read = Read(priority, lambda _: self.ended.append(name))
             self.queue.submit(packed, address, read, fault)
             return read
@@ -54,9 +53,9 @@ class Pipes:
             os.write(end, bytes([number + 1]) * (SIZE // 2))
 
     def wait_for(self, *names: str) -> None:
-        with self.queue.changed:
+        with self.queue:
             while not set(names) <= set(self.ended):
-                self.queue.changed.wait()
+                self.queue.wait()
 
     def content(self, name: str) -> list[int]:
         return self._slots[name].view(-1, SIZE).tolist()
@@ -90,7 +89,7 @@ def test_demands_go_first_and_a_promoted_read_is_one(pipes: Pipes) -> None:
     pipes.submit("busy")
     ahead, late = pipes.submit("ahead", ahead=True), pipes.submit("late", ahead=True)
     pipes.submit("demand")
-    with pipes.queue.changed:
+    with pipes.queue:
         pipes.queue.promote(late)
         pipes.queue.promote(late)  # once is enough
     for name in ("ahead", "late", "demand", "busy"):
@@ -104,14 +103,14 @@ def test_only_what_has_not_begun_is_taken_back(pipes: Pipes) -> None:
     first = pipes.submit("first", blocks=2)
     second = pipes.submit("second", ahead=True)
     third = pipes.submit("third", ahead=True)
-    with pipes.queue.changed:
+    with pipes.queue:
         assert pipes.queue.cancel(second)
         assert not pipes.queue.cancel(second)
     pipes.answer("first")
     pipes.wait_for("first")
     pipes.answer("third")
     pipes.wait_for("third")
-    with pipes.queue.changed:
+    with pipes.queue:
         assert not pipes.queue.cancel(first)
         assert not pipes.queue.cancel(third)
     assert pipes.ended == ["first", "third"]
@@ -119,7 +118,7 @@ def test_only_what_has_not_begun_is_taken_back(pipes: Pipes) -> None:
 
 
 def test_a_read_that_fails_says_which_block(pipes: Pipes) -> None:
-    with pipes.queue.changed:
+    with pipes.queue:
         slot = torch.zeros(SIZE, dtype=torch.uint8)
         read = Read(Priority.DEMAND, lambda _: pipes.ended.append("bad"))
         packed = pack_blocks([(-1, 0, 0, SIZE, SIZE)])
@@ -138,9 +137,9 @@ def test_all_who_wait_are_woken_by_reads_and_by_others() -> None:
     changes: list[str] = []
 
     def wait(name: str) -> None:
-        with pipes.queue.changed:
+        with pipes.queue:
             while name not in [*pipes.ended, *changes]:
-                pipes.queue.changed.wait()
+                pipes.queue.wait()
 
     waiting = [threading.Thread(target=wait, args=(name,)) for name in ("a", "b", "told")]
     for thread in waiting:
@@ -148,9 +147,9 @@ def test_all_who_wait_are_woken_by_reads_and_by_others() -> None:
     for name in ("a", "b"):
         pipes.submit(name)
         pipes.answer(name)
-    with pipes.queue.changed:
+    with pipes.queue:
         changes.append("told")
-        pipes.queue.changed.notify_all()
+        pipes.queue.notify_all()
     for thread in waiting:
         thread.join(120)
         assert not thread.is_alive()
@@ -164,5 +163,5 @@ def test_a_closed_queue_refuses(pipes: Pipes) -> None:
     pipes.queue.close()  # once is enough
     with pytest.raises(MoERuntimeError, match="closed"):
         pipes.submit("later")
-    with pipes.queue.changed, pytest.raises(MoERuntimeError, match="closed"):
-        pipes.queue.changed.wait()
+    with pipes.queue, pytest.raises(MoERuntimeError, match="closed"):
+        pipes.queue.wait()

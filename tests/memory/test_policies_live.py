@@ -9,7 +9,7 @@ import torch
 from fake_tier import open_store
 from synthetic_routes import make_routes
 
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LIVE_POLICIES, Setting, make_policy
 from moe_runtime.policies.prediction import (
     LayerRouted,

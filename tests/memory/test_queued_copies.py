@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.memory.device.cuda_runtime import is_mapped, queue_copies
+from moe_runtime.memory.device.cuda_device import is_mapped, queue_copies
 
 
 class RefusingRuntime:

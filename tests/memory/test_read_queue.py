@@ -6,19 +6,19 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
-from injection import Site
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError
 from moe_runtime.kernels.native import native_library
-from moe_runtime.memory import changes
-from moe_runtime.memory.io_queue import Priority, Read, ReadQueue, _Attempt
-from moe_runtime.memory.native_io_queue import NativeReadQueue, pack_blocks
+from moe_runtime.memory.reads import (
+    NativeReadQueue,
+    Priority,
+    Read,
+    ReadQueue,
+    pack_blocks,
+)
 
 PATIENCE_S = 600  # a test that fails waits so long; one that passes never does
 
@@ -80,70 +80,22 @@ def test_an_error_of_the_runtime_stays_what_it_is() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_end_that_could_not_be_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "PATIENCE_S", 0.001)
-    queue, ends, told = ReadQueue(1), Ends(), threading.Event()
-    read = Read(Priority.DEMAND, lambda _: told.set() if ends.ended else fail())
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_an_end_that_cannot_be_announced_ends_no_thread(num_failures: int) -> None:
+    queue, ends, calls = ReadQueue(1), Ends(), list[Read]()
 
-    def fail() -> None:
-        raise RuntimeError("as asked")
-
-    queue.submit([lambda: 1], read)
-    queue.submit([lambda: 1], ends.read())  # the only thread goes on meanwhile
-    assert ends.wait().error is None
-    assert told.wait(PATIENCE_S)
-    queue.close()
-    assert (read.error, read.num_bytes) == (None, 1)
-    assert not queue.is_under_way(read)
-
-
-def _lines(function: Callable[..., Any]) -> list[Site]:
-    code = function.__code__
-    lines = {line for *_, line in code.co_lines() if line and line != code.co_firstlineno}
-    return [Site(code, line) for line in sorted(lines)]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(
-    "site",
-    [
-        site
-        for function in (*vars(ReadQueue).values(), *vars(Read).values(), *vars(_Attempt).values())
-        if getattr(function, "__name__", "") in ("_take", "_move", "_tell", "end", "__exit__")
-        for site in _lines(function)
-    ],
-    ids=str,
-)
-def test_a_read_ends_whatever_line_of_a_reading_thread_is_struck(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(changes, "PATIENCE_S", 0.001)
-    is_armed = False
-
-    def strike(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal is_armed
-        if is_armed and event == "line" and frame.f_lineno == site.line:
-            is_armed = False
+    def fail(read: Read) -> None:
+        calls.append(read)
+        if len(calls) <= num_failures:
             raise MemoryError("as asked")
-        return strike
 
-    threading.settrace(lambda frame, *_: strike if frame.f_code is site.code else None)
-    try:
-        queue = ReadQueue(1)
-    finally:
-        threading.settrace(None)  # type: ignore[arg-type]
-    ends = Ends()
-    is_armed = True
-    reads = [ends.read() for _ in range(3)]
-    for read in reads:
-        queue.submit([lambda: 3, lambda: 4], read)
-    ends.wait_for(len(reads))
-    while any(map(queue.is_under_way, reads)):
-        assert all(thread.is_alive() for thread in queue._threads)
+    read = Read(Priority.DEMAND, fail)
+    queue.submit([lambda: 1], read)
+    queue.submit([lambda: 1], ends.read())
+    assert ends.wait().error is None
+    assert calls == [read, read]
+    assert not queue.is_under_way(read)
     queue.close()
-    assert set(ends.ended) == set(reads)
-    for read in reads:  # what strikes a block is the error of its read
-        assert read.num_bytes == 7 if read.error is None else "MemoryError" in str(read.error)
 
 
 def test_a_read_of_nothing_ends_too() -> None:
@@ -199,20 +151,20 @@ def test_closing_native_threads_ends_what_waits_with_an_error() -> None:
         return reason and CheckpointError(str(reason))
 
     reads = [ends.read() for _ in slots]
-    with queue.changed:
+    with queue:
         for read, (end, _), slot in zip(reads, pipes, slots, strict=True):
             queue.submit(pack_blocks([(end, -1, 0, 8, 8)]), slot.data_ptr(), read, fault)
     os.write(pipes[0][1], bytes(8))
-    with queue.changed:
+    with queue:
         while not reads[0].ended_s:
-            queue.changed.wait()
+            queue.wait()
     os.write(pipes[1][1], bytes(4))
     while unread_bytes(pipes[1][0]):  # until the thread is in the second read
         time.sleep(0.001)
-    events = queue.changed.events.value
+    events = queue.events.value
     closing = threading.Thread(target=queue.close)
     closing.start()
-    while queue.changed.events.value == events:  # closing is an event
+    while queue.events.value == events:  # closing is an event
         closing.join(0.001)
     # the second read is let finish; the third has not begun
     os.write(pipes[1][1], bytes(4))

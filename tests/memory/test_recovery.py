@@ -1,15 +1,19 @@
-"""What an exception, or who never came back, leaves behind: nothing that lasts."""
+"""A store after exceptions: Ctrl-C waits for the end of an operation, anything else empties it."""
 
+import contextlib
 import os
+import signal
 import threading
+import time
+from collections.abc import Iterator
 
 import pytest
-import torch
-from fake_tier import FakeTier, keys, make_store, use
+from fake_tier import FakeTier, content, keys, make_store, use
+from injection import KINDS, calls_of, raise_on
 
-from moe_runtime.errors import CheckpointError
-from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.errors import CheckpointError, MoERuntimeError
+from moe_runtime.memory import reads
+from moe_runtime.memory.reads import Monitor
 from moe_runtime.types import ExpertKey
 
 
@@ -40,63 +44,164 @@ def test_a_failed_submit_leaves_nothing_behind(monkeypatch, kind):
         use(store, keys(layer, 0, 1, 2))
 
 
-def test_a_lease_in_a_generator_that_is_dropped_gives_everything_back():
-    store = make_store(FakeTier(), 3)
+def test_an_exception_in_any_call_of_an_operation_leaves_nothing_behind():
+    def work() -> None:
+        store.read_ahead(keys(1, 0, 1))
+        use(store, keys(0, 0, 1, 2, 3), streaming=True)
+        use(store, keys(1, 0, 4))
+        store.resize(4, shared_slots=4, stream_slots=2)
+        store.resize(5, shared_slots=5, stream_slots=2)
+        use(store, keys(2, 5))
 
-    def slots():
-        with store.lease(keys(0, 0, 1, 2)) as lease:
-            for group in lease:
-                yield from group
+    def new_store():
+        made = make_store(FakeTier(), 5)
+        use(made, keys(2, 0, 1))
+        return made
 
-    walk = slots()
-    next(walk)
-    assert sum(entry.pins for entry in store._entries.values()) > 0
-    del walk
-    store.check()
-    use(store, keys(0, 3, 4, 5))
+    store = new_store()
+    sites = [site for site in calls_of(work) if str(site).startswith(("memory/", "policies/"))]
+    assert len(sites) > 40
+    for number, site in enumerate(sites):
+        for occurrence in (1, 2):
+            store = new_store()
+            raise_on(site, occurrence, KINDS[number % len(KINDS)], work)
+            store.end_leases()
+            store.check()
+            for layer in range(3):
+                use(store, keys(layer, 1, 3, 5))
+            assert not store._leases
 
 
-def test_a_lease_that_was_never_left_gives_everything_back():
-    """As when an exception strikes between entering and the block."""
+def test_an_operation_that_fails_empties_the_store_and_ends_the_leases_of_others():
     tier = FakeTier()
-    store = make_store(tier, 3)
-    lease = store.lease(keys(0, 0, 1, 2))
-    lease.__enter__()
-    del lease
+    store = make_store(tier, 6)
+    use(store, keys(0, 0, 1))
+    tier.at_once = False
+    store.read_ahead(keys(1, 0))
+    with store.lease(keys(0, 0, 1)) as lease:
+        groups = iter(lease)
+        next(groups)
+        with pytest.raises(MemoryError), store._changed:
+            raise MemoryError
+        store.check()
+        assert [*store._entries] == keys(1, 0)  # it is being read, and then leaves
+        tier.finish()
+        assert not store._entries
+        with pytest.raises(MoERuntimeError, match="has ended; ask for the experts again"):
+            next(groups)
+    tier.at_once = True
+    use(store, keys(0, 0, 1))
+
+
+def test_a_failed_use_of_residents_empties_nothing():
+    store = make_store(FakeTier(), 6)
+    use(store, keys(0, 0, 1))
+
+    def fail(_) -> None:
+        raise ValueError("as asked")
+
+    with pytest.raises(ValueError, match="as asked"):
+        store.use_resident(keys(0, 0, 1), fail)
+    assert store.use_resident(keys(0, 0, 1), len) == 2
+
+
+def test_leases_that_an_exception_left_open_end_for_their_thread_alone():
+    store = make_store(FakeTier(), 4)
+    with store.lease(keys(1, 0)) as other:
+        thread = threading.Thread(target=lambda: store.lease(keys(0, 0, 1)).__enter__())
+        thread.start()
+        thread.join()
+        store.lease(keys(0, 2)).__enter__()
+        assert len(store._leases) == 3
+        store.end_leases()
+        assert len(store._leases) == 1  # that of the thread
+        assert not other.is_open
+    for lease in [*store._leases]:
+        lease.__exit__()
+    store.check()
     use(store, keys(0, 3, 4, 5))
 
 
-def test_a_wait_for_slots_that_a_lost_lease_holds_comes_to_an_end():
-    """Nobody is woken when the garbage collector finds a lease: who waits looks now and then."""
-    store = make_store(FakeTier(), 2)
-    lost = [store.lease(keys(0, 0, 1))]
-    lost[0].__enter__()
-    waiting = threading.Thread(target=use, args=(store, keys(0, 2, 3)))
-    waiting.start()
-    lost.clear()
-    waiting.join(120)
-    assert not waiting.is_alive()
-    store.check()
+@contextlib.contextmanager
+def interrupted(pauses_s: float) -> Iterator[None]:
+    """Presses Ctrl-C again and again while a block runs."""
+    stop = threading.Event()
+
+    def press() -> None:
+        while not stop.wait(pauses_s):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    try:
+        yield
+    finally:
+        while pressing.is_alive():
+            with contextlib.suppress(KeyboardInterrupt):
+                stop.set()
+                pressing.join()
 
 
-def test_a_lock_that_an_exception_left_held_is_found_and_given_up():
-    store = make_store(FakeTier(), 3)
-    use(store, keys(0, 0))
-    _take_and_leave(store)
-    with pytest.raises(AssertionError, match="left held"):
-        store.check()
-    store.let_go()
+def test_ctrl_c_at_any_time_keeps_the_cache_and_leaves_nothing_behind():
+    store, num_struck = make_store(FakeTier(), 7), 0
+    resets, reset = [], store._changed.reset
+    store._changed.reset = lambda: (resets.append(1), reset())
+    handler = signal.getsignal(signal.SIGINT)
+    ends_s = time.monotonic() + 2.0
+    with interrupted(0.002):
+        number = 0
+        while time.monotonic() < ends_s:
+            number += 1
+            try:
+                wanted = keys(number % 3, *{number % 5, number % 4, number // 3 % 6})
+                with store.lease(wanted, streaming=number % 7 == 0) as lease:
+                    for group in lease:
+                        for key, slot in group:
+                            assert (slot == content(key)).all()
+            except KeyboardInterrupt:
+                num_struck += 1
+                while True:
+                    try:
+                        store.end_leases()
+                        break
+                    except KeyboardInterrupt:
+                        continue
+    assert num_struck > 20
+    assert not resets
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not any(entry.pins for entry in store._entries.values())
     store.check()
-    _take_and_leave(store)
-    use(store, keys(0, 0, 1))  # the next operation of the thread finds it too
     other = threading.Thread(target=use, args=(store, keys(0, 0, 1)))
     other.start()
-    other.join(120)
+    other.join(60)
     assert not other.is_alive()
 
 
-def _take_and_leave(store: ExpertStore[torch.Tensor]) -> None:
-    store._changed.__enter__()
+def test_ctrl_c_ends_a_wait_for_a_read():
+    tier = FakeTier(at_once=False)
+    store = make_store(tier, 3)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        use(store, keys(0, 0))
+    store.check()
+    assert [*store._entries] == keys(0, 0)  # its read goes on
+    tier.finish()
+    use(store, keys(0, 0))
+    assert store.stats().hits == 1
+
+
+def test_a_handler_of_the_application_is_called_once_the_operation_has_ended():
+    monitor, seen = Monitor(), []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(monitor._lock._is_owned()))
+    try:
+        with monitor:
+            signal.raise_signal(signal.SIGINT)
+            assert not seen
+            with Monitor(), monitor:
+                signal.raise_signal(signal.SIGINT)
+        assert seen == [False]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_pins_of_nobody_are_seen():
@@ -117,9 +222,9 @@ def test_a_read_that_nobody_will_end_is_seen():
         store.check()
 
 
-def test_locks_that_come_and_go_leave_no_handler_of_forks(monkeypatch):
+def test_monitors_that_come_and_go_leave_no_handler_of_forks(monkeypatch):
     handlers = []
-    monkeypatch.setattr(os, "register_at_fork", lambda **added: handlers.append(added))
+    monkeypatch.setattr(reads.os, "register_at_fork", lambda **added: handlers.append(added))
     for _ in range(3):
-        Changes()
+        Monitor()
     assert not handlers

@@ -9,16 +9,16 @@ import torch
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, keys, make_store, use
 
 from moe_runtime.errors import CapacityError
-from moe_runtime.memory import resizing
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory import store as store_module
 from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.policies.eviction.shares import AdaptiveShares
 from moe_runtime.types import ExpertKey
 
 
 def resize(store: ExpertStore[Any], num_slots: int) -> int:
-    return resizing.resize(store, num_slots, shared_slots=num_slots, stream_slots=2)
+    return store.resize(num_slots, shared_slots=num_slots, stream_slots=2)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -118,7 +118,7 @@ def test_memory_that_cannot_be_had_leaves_the_store_as_large_as_it_is(
     def refuse(num_bytes: int) -> torch.Tensor:
         raise CapacityError(f"no {num_bytes} bytes")
 
-    monkeypatch.setattr(resizing, "aligned_bytes", refuse)
+    monkeypatch.setattr(store_module, "aligned_bytes", refuse)
     assert resize(store, 9) == 4
     store.check()
     use(store, keys(0, 0, 1, 2))

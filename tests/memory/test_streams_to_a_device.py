@@ -10,7 +10,7 @@ from unittest.mock import patch
 from device_tiers import Tiers
 from fake_tier import keys
 
-from moe_runtime.memory.io_queue import Priority
+from moe_runtime.memory.reads import Priority
 from moe_runtime.types import ExpertKey
 
 

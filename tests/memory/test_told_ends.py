@@ -15,7 +15,7 @@ import torch
 from device_tiers import Interrupted, Tiers
 from fake_tier import NUM_LAYERS
 
-from moe_runtime.memory import changes
+from moe_runtime.memory import reads
 from moe_runtime.types import ExpertKey
 
 RESIDENT_BELOW = [ExpertKey(0, expert) for expert in range(3)]
@@ -25,7 +25,7 @@ PATIENCE_S = 20
 
 @pytest.fixture
 def tiers() -> Iterator[Tiers]:
-    with patch.object(changes, "PATIENCE_S", None):  # who is not woken sleeps for ever
+    with patch.object(reads, "PATIENCE_S", None):  # who is not woken sleeps for ever
         tiers = Tiers()
         with tiers.host.lease(RESIDENT_BELOW) as lease:
             assert sum(map(len, lease)) == len(RESIDENT_BELOW)
@@ -70,8 +70,8 @@ def test_who_tells_of_ends_while_another_thread_queues_a_copy_loses_none(tiers: 
     submit = ends.submit
 
     def submit_later(*given: Any, **options: Any) -> None:
-        assert returns(tiers.store.fetcher.tell_ends)
-        while len(ends._changed._told._waiters) < len(ends._threads):
+        assert returns(tiers.store.fetcher.wake_ends)
+        while len(ends._changed._condition._waiters) < len(ends._threads):
             time.sleep(1e-4)
         submit(*given, **options)
 

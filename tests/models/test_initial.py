@@ -11,8 +11,7 @@ from language_models import EXPORTED, VOCAB, build, experts, shape
 from safetensors.torch import load_file, save_file
 
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.models.lm.export import export_hugging_face
-from moe_runtime.models.lm.initial import import_hugging_face
+from moe_runtime.models.lm.export import export_hugging_face, import_hugging_face
 
 IDS = torch.arange(2 * 31).reshape(2, 31) % VOCAB
 

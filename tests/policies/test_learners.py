@@ -10,8 +10,7 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.lab.traces.workload import workload_of
-from moe_runtime.policies.eviction.learned import ActivationMatrices
-from moe_runtime.policies.eviction.rules.reuse import ReuseEstimator
+from moe_runtime.policies.eviction.learned import ActivationMatrices, ReuseEstimator
 from moe_runtime.policies.prediction import (
     EamCollection,
     LayerRouted,

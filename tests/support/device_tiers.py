@@ -10,11 +10,9 @@ import torch
 from emulated_device import POISON, EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content
 
-from moe_runtime.memory.device.arrivals import use_arriving
-from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.memory.device.returning import LowerStore, ReturningSource
+from moe_runtime.memory.device.device_store import DeviceStore, use_arriving
 from moe_runtime.memory.slab import Slab
-from moe_runtime.memory.tier_fetcher import TierFetcher
+from moe_runtime.memory.tiers import LowerStore, ReturningSource, TierFetcher
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.types import ExpertKey
 
@@ -63,22 +61,16 @@ class Tiers:
 
     def use(self, wanted: Sequence[ExpertKey], *, streaming: bool, cut_at: int = -1) -> None:
         """Queues work on each expert, which reads it when the device gets there."""
-        is_done, given = False, list[ExpertKey]()
-        lease = self.store.lease(wanted, streaming=streaming)
-        try:
-            with lease:
-                for group in lease:
-                    for key, slot in group:
-                        given.append(key)
-                        self.device.compute(partial(self._look, key, slot))
-                        cut_at -= 1
-                        if not cut_at:
-                            raise Interrupted
-            assert sorted(given) == sorted(wanted)
-            is_done = True
-        finally:
-            if not is_done:
-                self.store.give_up(lease)
+        given = list[ExpertKey]()
+        with self.store.lease(wanted, streaming=streaming) as lease:
+            for group in lease:
+                for key, slot in group:
+                    given.append(key)
+                    self.device.compute(partial(self._look, key, slot))
+                    cut_at -= 1
+                    if not cut_at:
+                        raise Interrupted
+        assert sorted(given) == sorted(wanted)
 
     def use_residents(self, layer: int) -> None:
         """Queues work on whoever is in a slot now."""
@@ -103,17 +95,11 @@ class Tiers:
                 if is_cut:
                     raise Interrupted
 
-        is_done = False
-        try:
-            found = store.with_residents(
-                wanted[0].layer,
-                lambda found: queue([key for key in wanted if key.expert in found.experts]),
-            )
-            left = [*use_arriving(store, wanted, found, queue)]
-            is_done = True
-        finally:
-            if not is_done:
-                store.let_go()
+        found = store.with_residents(
+            wanted[0].layer,
+            lambda found: queue([key for key in wanted if key.expert in found.experts]),
+        )
+        left = [*use_arriving(store, wanted, found, queue)]
         if left:
             self.use(left, streaming=False)
         return left

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from emulated_graphs import EmulatedRecorder
 
-from moe_runtime.memory.io_queue import Priority
+from moe_runtime.memory.reads import Priority
 
 POISON = 0xFF
 """The byte of memory whose content is not there yet: floating-point numbers of it are NaN."""

@@ -6,10 +6,9 @@ from collections.abc import Callable
 import torch
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.io_queue import Priority, Read
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.reads import Monitor, Priority, Read
 from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.types import ExpertKey
 
@@ -28,7 +27,7 @@ class FakeTier:
 
     def __init__(self, *, at_once: bool = True) -> None:
         self.at_once = at_once
-        self.changed = Changes()
+        self.changed = Monitor()
         self.under_way: set[Read] = set()
         self.waiting: list[tuple[ExpertKey, Callable[[], None]]] = []
         self.fetched: list[ExpertKey] = []
@@ -62,9 +61,6 @@ class FakeTier:
 
     def is_under_way(self, read: Read) -> bool:
         return read in self.under_way
-
-    def let_go(self) -> None:
-        pass
 
     def close(self) -> None:
         pass
@@ -109,7 +105,7 @@ class PromptTier:
     """Fills a slot with its key at once, and says so from another thread."""
 
     def __init__(self) -> None:
-        self.changed = Changes()
+        self.changed = Monitor()
         self.under_way: set[Read] = set()
         self.threads: list[threading.Thread] = []
 
@@ -131,9 +127,6 @@ class PromptTier:
 
     def is_under_way(self, read: Read) -> bool:
         return read in self.under_way
-
-    def let_go(self) -> None:
-        pass
 
     def promote(self, key: ExpertKey, read: Read) -> None:
         pass

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_runtime.errors import MoERuntimeError
-from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.io_queue import CLOSED, Priority, Read
+from moe_runtime.errors import CLOSED, MoERuntimeError
+from moe_runtime.memory.reads import Monitor, Priority, Read
 from moe_runtime.types import ExpertKey
 
 
@@ -19,7 +18,7 @@ class SlowReader:
     promoted: list[ExpertKey] = field(default_factory=list)
     begun: set[ExpertKey] = field(default_factory=set)
     is_closed: bool = False
-    changed: Changes = field(default_factory=Changes)
+    changed: Monitor = field(default_factory=Monitor)
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Read) -> None:
         if self.is_closed:
@@ -40,9 +39,6 @@ class SlowReader:
 
     def is_under_way(self, read: Read) -> bool:
         return any(waiting is read for waiting, _ in self.waiting.values())
-
-    def let_go(self) -> None:
-        pass
 
     def close(self) -> None:
         self.is_closed = True

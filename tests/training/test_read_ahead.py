@@ -13,7 +13,7 @@ from finetuning_runs import MIXTRAL, SIZES, config_of, with_run
 from text_checkpoint import tiny_tokenizer
 from tiny_checkpoints import save, tiny_model
 
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.data import DataPosition
 from moe_runtime.training.finetune.finetuning import prepare, start
 from moe_runtime.training.offload.memory import FrozenMemory

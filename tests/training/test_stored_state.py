@@ -28,8 +28,12 @@ from moe_runtime.cli.main import describe
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import locked
-from moe_runtime.lab.traces.learned import keep_learned, restore_learned
-from moe_runtime.lab.traces.predictor_file import read_predictor, write_predictor
+from moe_runtime.lab.traces.learned import (
+    keep_learned,
+    read_predictor,
+    restore_learned,
+    write_predictor,
+)
 from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
 from moe_runtime.policies.eviction.learned import ActivationMatrices
 from moe_runtime.policies.placement import EPLB, Devices, RoutingProfile

@@ -19,7 +19,7 @@ from moe_runtime.checkpoints.formats.packed_weight import (
     PartOrder,
     by_columns,
     codes_shape,
-    companion,
+    part_of,
 )
 from moe_runtime.checkpoints.formats.settings import Contents, Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
@@ -53,7 +53,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             for suffix in (".qzeros", ".scales"):
                 if name.endswith(suffix):
                     module = name.removesuffix(suffix)
-                    companion(entries, module, [_CODES], f"the codes of {name}")
+                    part_of(entries, module, [_CODES], f"the codes of {name}")
             if not name.endswith(_CODES):
                 continue
             module = name.removesuffix(_CODES)

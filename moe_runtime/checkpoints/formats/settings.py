@@ -1,4 +1,4 @@
-"""The quantisation part of `config.json`, as formats ask it: nobody vouches for what is in it."""
+"""The quantisation part of `config.json`, which is checked as it is read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata, and where its tensors lie.
 
-Nobody vouches for it: a length is compared with what is left of the file before anything is read or
-made of it, and every tensor must lie within the file, apart from the others.
+No part of it is trusted: a length is compared with what is left of the file before it is used, and
+every tensor must lie within the file, apart from the others.
 """
 
 from __future__ import annotations

@@ -347,7 +347,7 @@ class _Growing:
                 if zlib.crc32(view[begin - first : end]) != digest:
                     raise CheckpointError(
                         f"{self._staging / written.file}: what was read back is not what was "
-                        "written; the disk is faulty, or somebody else writes to it"
+                        "written; the disk is faulty, or another program writes to it"
                     )
 
     def _files(self) -> Iterator[list[ExpertKey]]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_runtime.inference.known_classes import RECURRENT_LAYERS, class_name, is_theirs
 from moe_runtime.kernels.native import DTYPE_CODES, needs_torch
 from moe_runtime.kernels.recurrent_step import conv_step, delta_rule_step
 
@@ -35,7 +36,8 @@ def use_recurrent_steps(layer: torch.nn.Module) -> None:
 
     Its code is the layer's own. A layer that takes such steps by no known function is left alone.
     """
-    if "forward" not in vars(layer) and _with_steps(type(layer).forward) is not None:
+    is_known = class_name(layer) in RECURRENT_LAYERS and "forward" not in vars(layer)
+    if is_known and _with_steps(type(layer).forward) is not None:
         vars(layer)["forward"] = _Forward(layer)
 
 
@@ -80,7 +82,7 @@ class _Forward:
 
 
 class _Globals(dict[str, Any]):
-    """Those of a module as they are now, with our steps for the functions that were compared."""
+    """Those of a module as they are now, with our steps for the functions that they stand for."""
 
     def __init__(self, own: dict[str, Any], steps: dict[str, functools.partial[Any]]) -> None:
         super().__init__()
@@ -95,21 +97,15 @@ class _Globals(dict[str, Any]):
 def _with_steps(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """A class's own function, which finds our steps under the names it calls them by.
 
-    None where there are none, or where somebody else than transformers has wrapped it.
+    None where there are none, or where a program has wrapped it.
     """
-    function: Any = forward
-    while hasattr(function, "__wrapped__"):
-        if not function.__globals__["__name__"].startswith("transformers."):
-            return None
-        function = function.__wrapped__
-    if not inspect.isfunction(function):
+    if not is_theirs(forward):
         return None
+    function: Any = inspect.unwrap(forward)
     names = _STEPS.keys() & function.__code__.co_names & function.__globals__.keys()
     theirs = {name: function.__globals__[name] for name in names}
     steps = {
-        name: functools.partial(_STEPS[name][0], own)
-        for name, own in theirs.items()
-        if _compute_the_same(own, *_STEPS[name])
+        name: functools.partial(_STEPS[name], own) for name, own in theirs.items() if is_theirs(own)
     }
     if not steps:
         return None
@@ -228,65 +224,6 @@ def _causal_conv(
     return (out_BC if activation is None else F.silu(out_BC))[..., None]
 
 
-def _compute_the_same(
-    theirs: Callable[..., Any], step: Callable[..., Any], sample: Callable[[], dict[str, Tensor]]
-) -> bool:
-    """Whether a family's function differs from ours by roundings alone."""
-    results = []
-    for function in (inspect.unwrap(theirs), functools.partial(step, None)):
-        arguments = sample()
-        try:
-            result = function(**arguments)
-        except TypeError:  # it takes other arguments, or ours asks for it
-            return False
-        changed = [arguments[name] for name in ("state", "conv_state") if name in arguments]
-        results.append(result if isinstance(result, tuple) else (result, *changed))
-    return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in zip(*results, strict=True))
-
-
-def _random() -> Callable[..., Tensor]:
-    """Numbers of the type that states have, whatever torch's default is."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    return functools.partial(torch.rand, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def _delta_sample(*, by_channel: bool) -> dict[str, Any]:
-    """Arguments of ``_delta_rule``, with a key so short that it shows how its length is taken."""
-    random = _random()
-    shape = (2, 1, 3, 4)
-    query, key, value = random(3, *shape)
-    key[0] *= NORM_EPS**0.5
-    return {
-        **{"query": query, "key": key, "value": value, "initial_state": random(2, 3, 4, 4)},
-        **{"g": -random(shape if by_channel else shape[:3]), "beta": random(shape[:3])},
-        **{"output_final_state": True, "use_qk_l2norm_in_kernel": True},
-    }
-
-
-def _mamba2_sample() -> dict[str, Any]:
-    """Arguments of ``_mamba2``."""
-    random = _random()
-    batch, heads, groups, dim, num_states = 2, 4, 2, 3, 8
-    return {
-        **{"state": random(batch, heads, dim, num_states), "hidden_states": random(2, heads, dim)},
-        "dt": random(batch, heads, 1).expand(-1, -1, dim),
-        "A": (-random(heads))[:, None, None].expand(-1, dim, num_states),
-        **{"B": random(batch, groups, num_states), "C": random(batch, groups, num_states)},
-        "D": random(heads)[:, None].expand(-1, dim),
-        "dt_bias": random(heads)[:, None].expand(-1, dim),
-        **{"dt_softplus": True, "z": random(batch, heads, dim)},
-    }
-
-
-def _conv_sample() -> dict[str, Any]:
-    """Arguments of ``_causal_conv``."""
-    random = _random()
-    return {
-        **{"hidden_states": random(2, 3, 1), "conv_state": random(2, 3, 4)},
-        **{"weight": random(3, 4), "bias": random(3), "activation": "silu"},
-    }
-
-
 def _mamba2_scan(
     theirs: Callable[..., Any], hidden_states: Tensor, *args: Any, chunk_size: int, **options: Any
 ) -> Any:
@@ -301,19 +238,13 @@ def _mamba2_scan(
 
 
 _SCAN = "mamba2_chunk_scan"
-_STEPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
-    "torch_recurrent_gated_delta_rule": (
-        _delta_rule,
-        functools.partial(_delta_sample, by_channel=False),
-    ),
-    "recurrent_kimi_delta_attention": (
-        _delta_rule,
-        functools.partial(_delta_sample, by_channel=True),
-    ),
-    "mamba2_selective_state_update": (_mamba2, _mamba2_sample),
-    "causal_conv1d_update": (_causal_conv, _conv_sample),
+_STEPS: dict[str, Callable[..., Any]] = {
+    "torch_recurrent_gated_delta_rule": _delta_rule,
+    "recurrent_kimi_delta_attention": _delta_rule,
+    "mamba2_selective_state_update": _mamba2,
+    "causal_conv1d_update": _causal_conv,
 }
-"""What stands for transformers' functions, by their names, and arguments to compare both with."""
+"""What stands for transformers' functions, by their names."""
 
 
 def _are_packed(options: dict[str, Any]) -> bool:

@@ -15,8 +15,8 @@ import torch
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
 from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.memory.prefetch_slots import Guesses
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.prefetcher import Guesses
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.planning.hybrid import MissPlan
 from moe_runtime.planning.miss_speeds import MissSpeeds
 from moe_runtime.types import ExpertKey
@@ -142,16 +142,9 @@ class HostPart:
         """
         if not self._left:
             return
-        store, is_done = self._misses.lower, False
-        lease = store.lease(self._left)
-        try:
-            with lease:
-                for group in lease:
-                    self._compute(group)
-            is_done = True
-        finally:
-            if not is_done:
-                store.give_up(lease)
+        with self._misses.lower.lease(self._left) as lease:
+            for group in lease:
+                self._compute(group)
         self._left.clear()
 
     def _compute(self, group: Sequence[tuple[ExpertKey, torch.Tensor]]) -> None:

@@ -13,7 +13,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,9 +38,13 @@ Forward = Callable[..., Any]
 class RecordedStep:
     """One step of a model, to be replayed with other tokens.
 
+    A server has one for each number of sequences that decode together, and `generate` one of its
+    own. They go together: an expert that one of them relied on, and that has left, was there for
+    the others.
+
     Attributes:
         key: of the calls that it stands for.
-        others: as of `CacheRecording`.
+        others: by their caches, those beside it, for as long as the caches live.
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class RecordedStep:
 
     @property
     def cache(self) -> Any:
-        """As of `CacheRecording`."""
+        """Its cache; None where that is gone."""
         return self._cache()
 
     def replay(self, call: StepCall) -> Any:
@@ -239,14 +243,7 @@ class DecodeGraphs:
 
     def count_one(self) -> bool:
         """As ``DeviceStore.count_one``, between calls of the model."""
-        is_done = False
-        try:
-            was_told = self._store.count_one()
-            is_done = True
-            return was_told
-        finally:
-            if not is_done:
-                self._store.let_go()
+        return self._store.count_one()
 
     @property
     def device(self) -> Device:
@@ -295,12 +292,7 @@ class StepCall(NamedTuple):
 
 
 def read_step(model: Any, kwargs: Mapping[str, Any]) -> StepCall | None:
-    """A call that can be recorded, or None.
-
-    Args:
-        model: that is called.
-        kwargs: its arguments by name.
-    """
+    """A call that can be recorded, or None."""
     ids_B1, config = kwargs.get("input_ids"), model.config
     cache = cache_of(kwargs)
     if (
@@ -414,36 +406,12 @@ def is_own(code: Any) -> bool:
 _MOST_OTHERS = 16
 
 
-class CacheRecording(Protocol):
-    """A recorded step.
-
-    Attributes:
-        others: by their caches, those beside it, for as long as the caches live.
-    """
-
-    others: WeakKeyDictionary[Any, Any]
-
-    @property
-    def cache(self) -> Any:
-        """Its cache; None where that is gone."""
-        ...
-
-    def keeps_other(self, cache: Any, caches: StaticCaches) -> bool:
-        """Whether it alone holds the memory of another cache than this one, beside it."""
-        ...
-
-
 def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> Any:
     """The recording of a cache, the store's from then on; None where there is none.
 
     Those go that alone hold another cache, and those whose cache is gone.
-
-    Args:
-        store: whose slots they are of.
-        cache: that the model is called with, of any kind.
-        caches: of `generate`.
     """
-    first: CacheRecording | None = store.recorded
+    first: RecordedStep | None = store.recorded
     if first is None or (not first.others and first.cache is cache):
         return first
     there = [*first.others.values(), first]
@@ -459,9 +427,9 @@ def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> A
     return None
 
 
-def put_first(store: DeviceStore[Any], recorded: CacheRecording) -> None:
+def put_first(store: DeviceStore[Any], recorded: RecordedStep) -> None:
     """Makes a recording the store's; the one before it stays beside it."""
-    before: CacheRecording | None = store.recorded
+    before: RecordedStep | None = store.recorded
     if before is recorded:
         return
     store.recorded, recorded.others = recorded, WeakKeyDictionary()

@@ -26,9 +26,11 @@ from moe_runtime.inference.cpu.small_batch import (
 )
 from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, is_own
-from moe_runtime.inference.device.device_attention import fuse_device_attention
-from moe_runtime.inference.device.residuals import fuse_residuals
-from moe_runtime.inference.device.router_choice import fuse_routers
+from moe_runtime.inference.device.fused_layers import (
+    fuse_device_attention,
+    fuse_residuals,
+    fuse_routers,
+)
 from moe_runtime.inference.device.static_caches import (
     StaticCaches,
     grown,
@@ -37,7 +39,6 @@ from moe_runtime.inference.device.static_caches import (
     static_cache,
 )
 from moe_runtime.inference.generation import NOT_FINITE, FiniteLogits
-from moe_runtime.kernels.rms_norm import NormForm
 
 if TYPE_CHECKING:
     from transformers import (
@@ -61,12 +62,7 @@ _WITHOUT_POSITIONS = frozenset({*CACHE_NAMES, "use_cache", "logits_to_keep", "po
 
 
 def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
-    """Has the decode steps of a loaded model recorded as CUDA graphs.
-
-    Args:
-        model: the model; its class becomes a subclass of its own.
-        modules: its `DeviceExperts`.
-    """
+    """Has the decode steps of a loaded model recorded as CUDA graphs."""
     if model.device.type == "cuda":
         fuse_steps(model)
         # Torch's threads spin after each of its operations on the host, beside the one that queues
@@ -95,12 +91,11 @@ def _fuse_layers(model: torch.nn.Module) -> None:
 
     Each stays in the mode, of training or not, of what it replaces.
     """
-    known: dict[tuple[Any, ...], NormForm | None] = {}
     for module in [*model.modules()]:
         for name, child in [*module.named_children()]:
             if is_plain_linear(child):
                 setattr(module, name, SmallBatchLinear(child).train(child.training))
-            elif (norm := as_rms_norm(child, known)) is not None:
+            elif (norm := as_rms_norm(child)) is not None:
                 setattr(module, name, norm.train(child.training))
 
 

@@ -17,10 +17,8 @@ from moe_runtime.inference.expert_layer import OffloadedExperts, is_kernels
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
-from moe_runtime.memory.device.arrivals import use_arriving
 from moe_runtime.memory.device.device import Event, Told
-from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.memory.device.residents import Residents
+from moe_runtime.memory.device.device_store import DeviceStore, Residents, use_arriving
 from moe_runtime.types import ExpertKey
 
 _FEW_CHOICES = 64
@@ -153,29 +151,16 @@ class DeviceExperts(OffloadedExperts):
         routed: Routed,
         launch: Callable[[], tuple[Residents, Found]],
     ) -> None:
-        """Queues everything that the sums of these tokens lack.
-
-        Args:
-            products: of the tokens.
-            routed: what the layer was called with.
-            launch: queues the residents; returns them, and what the host will know.
-        """
+        """Queues everything that the sums of these tokens lack."""
         store = self.store
         assert isinstance(store, DeviceStore)
-        is_done = False
-        try:
-            residents, found = launch()
-            if self.misses is not None:
-                self.misses.goes_on(self.layer)
-            listens = self.listeners.routed or self.listeners.demanded
-            if residents.are_all and not listens and store.listener is None:
-                store.count_later(found.copied, found.used)
-                is_done = True
-                return
-            is_done = True
-        finally:
-            if not is_done:
-                store.let_go()
+        residents, found = launch()
+        if self.misses is not None:
+            self.misses.goes_on(self.layer)
+        listens = self.listeners.routed or self.listeners.demanded
+        if residents.are_all and not listens and store.listener is None:
+            store.count_later(found.copied, found.used)
+            return
         while not found.copied.query() and store.count_one():
             """The host has nothing better to do."""
         found.copied.synchronize()

@@ -22,15 +22,13 @@ from moe_runtime.memory.device.device_layout import (
     lay_out_on_device,
     stack_slots,
 )
-from moe_runtime.memory.device.device_store import DeviceStore
+from moe_runtime.memory.device.device_store import DeviceStore, Slots
 from moe_runtime.memory.device.host_tables import has_room
-from moe_runtime.memory.device.residents import Slots
-from moe_runtime.memory.device.returning import LowerStore, ReturningSource
 from moe_runtime.memory.entries import StoreListener
-from moe_runtime.memory.residency import ExpertStore
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
-from moe_runtime.memory.tier_fetcher import TierFetcher
+from moe_runtime.memory.store import ExpertStore
+from moe_runtime.memory.tiers import LowerStore, ReturningSource, TierFetcher
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 
@@ -86,15 +84,6 @@ def open_device_stores(
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
     """The store that experts are computed from, and that of the host's memory below it.
 
-    Args:
-        source: the files.
-        slab: slots in the host's memory, which are locked there.
-        plans: of the device and of the host.
-        new_policy: makes the policy of a tier.
-        experts: where they lie in slots of the device and of the host.
-        listeners: of the two stores.
-        device: whose slots experts are computed from.
-
     Raises:
         CapacityError: memory cannot be had, or not be locked.
     """
@@ -119,11 +108,6 @@ def open_tiers(
     bind: Callable[[ExpertKey, Tensor], W],
 ) -> tuple[DeviceStore[W], ExpertStore[Tensor]]:
     """A store of experts in slots of a device, and that of the host's memory below it.
-
-    Args:
-        source, slab, plans, new_policy, experts, listeners, device: as of `open_device_stores`.
-        slots: of the device.
-        bind: a filled slot of it as what leases yield.
 
     Raises:
         CapacityError: the host's memory cannot be locked.
@@ -158,7 +142,7 @@ def open_tiers(
 
 
 class DeviceStacks:
-    """As `memory.device.residents.SlotStacks`; layers without a stack are computed by expert."""
+    """As `memory.device.device_store.SlotStacks`; layers without a stack are computed by expert."""
 
     def __init__(self, device: Device, slab: Slab, experts: ExpertMap) -> None:
         """Takes the slots and how experts lie in them."""

@@ -170,12 +170,7 @@ class RowCache(StaticCache):
     """
 
     def __init__(self, config: Any, layers: Sequence[RowLayer]) -> None:
-        """Takes layers.
-
-        Args:
-            config: of the model.
-            layers: one for each that it has.
-        """
+        """Takes layers."""
         super().__init__(config, max_cache_len=1)
         self.layers[:] = layers
         self.num_cached = 0

@@ -12,7 +12,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +20,13 @@ import torch
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
 from moe_runtime.kernels.expert_fetch import fetch_experts
 from moe_runtime.memory.device.device import Graph, GraphRecorder
-from moe_runtime.memory.device.device_store import DeviceStore
+from moe_runtime.memory.device.device_store import DeviceStore, Residents
 from moe_runtime.memory.device.host_tables import (
     HostTables,
     open_host_tables,
     read_rest,
     tiers_have_room,
 )
-from moe_runtime.memory.device.residents import Residents
 from moe_runtime.types import ExpertKey
 
 MOST_REFUSED = 8
@@ -35,35 +34,32 @@ MOST_REFUSED = 8
 many of these it is looked whether all are there."""
 
 
-class StepExperts(Protocol):
+class StepExperts(ABC):
     """The experts of one step.
 
     Attributes:
         is_over: whether the next step is to be recorded anew.
+        is_one_graph: whether the host has probably nothing to do in the midst of the next step.
     """
 
-    is_over: bool
+    is_over = False
+    is_one_graph = True
 
-    @property
-    def is_one_graph(self) -> bool:
-        """Whether the host has probably nothing to do in the midst of the next step."""
-        ...
-
+    @abstractmethod
     def record(self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder) -> Any:
         """The sums of a layer's experts ``[T, D]``, which are computed in a replay."""
-        ...
 
+    @abstractmethod
     def end(self) -> None:
         """All layers are recorded, the last graph is not ended yet."""
-        ...
 
+    @abstractmethod
     def replay(self, last: Graph) -> bool:
         """Queues the step, whose last graph this is.
 
         Returns:
             Whether it is queued: not where experts are not where they have to be.
         """
-        ...
 
 
 def experts_of_step(
@@ -74,15 +70,7 @@ def experts_of_step(
     *,
     reads_ahead: bool,
 ) -> StepExperts:
-    """How a step is to be recorded now.
-
-    Args:
-        store: of the experts.
-        modules: all layers.
-        num_choices: experts of a token.
-        num_tokens: of the step.
-        reads_ahead: whether experts may be read that nobody has asked for.
-    """
+    """How a step is to be recorded now."""
     # their stacks are made now: not what is recorded
     found = {m.layer: store.with_residents(m.layer, lambda r: r.stack) for m in modules}
     if all(map(_is_quiet, modules)) and all(each.are_all for each in found.values()):
@@ -132,51 +120,36 @@ def _is_quiet(experts: DeviceExperts) -> bool:
     return not listens and experts.store is not None and experts.store.listener is None
 
 
-class _OneGraph(ABC):
+class _OneGraph(StepExperts):
     """What has nothing to ask the host within a step, which hears of the choices afterwards."""
-
-    is_over = False
 
     def __init__(self, store: DeviceStore[Any], modules: Sequence[DeviceExperts]) -> None:
         self._store, self._modules = store, modules
         self._ids: list[torch.Tensor] = []
         self._ids_LTK: torch.Tensor | None = None
 
-    @property
-    def is_one_graph(self) -> bool:
-        """As ``StepExperts.is_one_graph``."""
-        return True
-
     def end(self) -> None:
-        """As ``StepExperts.end``."""
         self._ids_LTK = torch.stack(self._ids) if self._ids else None
 
     def replay(self, last: Graph) -> bool:
-        """As ``StepExperts.replay``."""
         if not all(map(_is_quiet, self._modules)):
             self.is_over = True
             return False
-        is_done = False
-        try:
-            found = self._launch(last)
-            if found is not None and self._ids_LTK is not None:
-                ids_LTK = self._ids_LTK.to(torch.int32, copy=True)
-                ids_LTK, copied = self._store.device.download(ids_LTK, is_kept=True)
-                self._store.count_later(copied, self._counting(found, ids_LTK))
-            is_done = True
-        finally:
-            if not is_done:
-                self._store.let_go()
-        return found is not None
+        count = self._launch(last)
+        if count is not None and self._ids_LTK is not None:
+            ids_LTK = self._ids_LTK.to(torch.int32, copy=True)
+            ids_LTK, copied = self._store.device.download(ids_LTK, is_kept=True)
+            self._store.count_later(copied, partial(count, ids_LTK))
+        return count is not None
 
     @abstractmethod
-    def _launch(self, last: Graph) -> Any:
-        """Queues the step; None where it cannot be."""
+    def _launch(self, last: Graph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
+        """Queues the step; None where it cannot be.
 
-    @abstractmethod
-    def _counting(self, found: Any, ids_LTK: torch.Tensor) -> Callable[[], Sequence[ExpertKey]]:
-        """As ``used`` of ``DeviceStore.count_later``, without this recording, whose memory may be
-        given up before."""
+        Returns:
+            What ``used`` of ``DeviceStore.count_later`` is of the choices ``[L, T, K]``, without
+            this recording, whose memory may be given up before.
+        """
 
 
 class ResidentExperts(_OneGraph):
@@ -194,19 +167,14 @@ class ResidentExperts(_OneGraph):
     def record(
         self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder
     ) -> torch.Tensor:
-        """As ``StepExperts.record``."""
         products = experts.products(routed)
         products.add(self._residents[experts.layer].stack)
         self._ids.append(routed.ids_TK)
         return products.sums()
 
-    def _launch(self, last: Graph) -> Any:
-        is_queued = self._store.with_same_residents(self._residents, last.replay)
-        self.is_over = not is_queued
-        return True if is_queued else None
-
-    def _counting(self, found: Any, ids_LTK: torch.Tensor) -> Callable[[], Sequence[ExpertKey]]:
-        return partial(_used, self._modules, ids_LTK)
+    def _launch(self, last: Graph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
+        self.is_over = not self._store.with_same_residents(self._residents, last.replay)
+        return None if self.is_over else partial(_used, self._modules)
 
 
 class FetchedExperts(_OneGraph):
@@ -224,15 +192,9 @@ class FetchedExperts(_OneGraph):
         self._tables, self._reads_ahead = tables, reads_ahead
         self._num_refused = 0
 
-    @property
-    def is_one_graph(self) -> bool:
-        """As ``StepExperts.is_one_graph``: not while experts are found in neither memory."""
-        return self._num_refused == 0
-
     def record(
         self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder
     ) -> torch.Tensor:
-        """As ``StepExperts.record``."""
         assert self._store.stacks is not None, "the layer has a stack"
         places, products = self._tables.layers[experts.layer], experts.products(routed)
         slots_E = self._tables.slots_E[: experts.num_experts]
@@ -246,22 +208,22 @@ class FetchedExperts(_OneGraph):
         self._ids.append(routed.ids_TK)
         return products.sums()
 
-    def _launch(self, last: Graph) -> Mapping[int, Residents] | None:
+    def _launch(self, last: Graph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
         found = self._tables.launch(last.replay)
         self._num_refused = 0 if found is not None else self._num_refused + 1
+        self.is_one_graph = found is not None
         self.is_over = self._num_refused >= MOST_REFUSED
         if found is None and self._reads_ahead:
             read_rest(self._store, _all_keys(self._modules))
-        return found
+        return (
+            None if found is None else partial(_count_fetched, self._tables, self._modules, found)
+        )
 
-    def _counting(self, found: Any, ids_LTK: torch.Tensor) -> Callable[[], Sequence[ExpertKey]]:
-        return partial(_count_fetched, self._tables, self._modules, found, ids_LTK)
 
-
-class ExpertsInParts:
+class ExpertsInParts(StepExperts):
     """What a layer lacks is queued between two graphs."""
 
-    is_over = False
+    is_one_graph = False
 
     def __init__(
         self,
@@ -282,23 +244,15 @@ class ExpertsInParts:
     def record(
         self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder
     ) -> torch.Tensor:
-        """As ``StepExperts.record``."""
         tables_2E = self._tables[experts.layer]
         self._layers.append(RecordedLayer(experts, routed, recorder, tables_2E))
         return self._layers[-1].sums()
 
-    @property
-    def is_one_graph(self) -> bool:
-        """As ``StepExperts.is_one_graph``."""
-        return False
-
     def end(self) -> None:
-        """As ``StepExperts.end``."""
         for layer, following in itertools.pairwise(self._layers):
             layer.following = following
 
     def replay(self, last: Graph) -> bool:
-        """As ``StepExperts.replay``."""
         self._layers[0].prepare()
         are_all = [layer.replay() for layer in self._layers]
         last.replay()

@@ -41,13 +41,6 @@ def as_loaded_model(
     """Makes a model with offloaded experts one that knows what cannot be asked of it.
 
     Its class becomes a subclass of its own class, under the same name.
-
-    Args:
-        model: the model.
-        folder: the checkpoint that its experts are in.
-        versions: of the files that its experts are read from.
-        steps: what holds around its forward passes.
-        max_tokens: tokens that memory was set aside for.
     """
     kind = type(model)
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}

@@ -174,12 +174,7 @@ def _exporter_for(
 
 
 def _copy_quantization(source: Path, folder: Path) -> None:
-    """Says of quantised weights in one folder what is said in another.
-
-    Args:
-        source: a checkpoint.
-        folder: with a configuration of the same model.
-    """
+    """Says of quantised weights in one folder what is said in another."""
     files = source / "config.json", folder / "config.json"
     said, config = (parse_object(file.read_bytes(), has_infinity=True) for file in files)
     for name in QUANTIZATION_NAMES:

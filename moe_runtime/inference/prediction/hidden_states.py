@@ -26,11 +26,6 @@ def record_hidden(
 ) -> tuple[Routes, np.ndarray]:
     """Runs a model that ``load`` returned over texts and keeps what each layer's gate was given.
 
-    Args:
-        model: the model.
-        windows: token ids; each is a sequence of its own.
-        progress: called with the number of windows done.
-
     Returns:
         The routes, and ``[T, L, D]`` float16.
     """

@@ -11,7 +11,6 @@ import torch
 
 from moe_runtime.config import nearest
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.inference import options
 from moe_runtime.policies.prediction import NEED_TRAINING, PREDICTORS, make_estimator
 from moe_runtime.policies.prediction.base import Shape, shape_of
 from moe_runtime.types import ModelSignature
@@ -33,7 +32,9 @@ def check_predictor(predictor: str | Path) -> None:
         ValueError: no predictor has this name, or the one that has it must be trained first.
     """
     if is_file_name(predictor):
-        options.read_predictor_signature(predictor)
+        from moe_runtime.lab.traces.learned import read_predictor_signature
+
+        read_predictor_signature(predictor)
     elif predictor not in PREDICTORS:
         raise ValueError(
             f"unknown predictor {predictor!r}: {nearest(str(predictor), PREDICTORS)}; "
@@ -49,16 +50,14 @@ def check_predictor(predictor: str | Path) -> None:
 def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Estimator:
     """The estimator that a caller named: trained, from a file, or one that needs no training.
 
-    Args:
-        predictor: a predictor's name, or the file of a trained one.
-        signature: what a trained predictor must have been trained for.
-
     Raises:
         CheckpointError: the file cannot be used, or belongs to another model.
         ValueError: no predictor has this name.
     """
     if is_file_name(predictor):
-        return options.read_predictor(predictor, signature)
+        from moe_runtime.lab.traces.learned import read_predictor
+
+        return read_predictor(predictor, signature)
     return make_estimator(str(predictor), shape_of(signature))
 
 

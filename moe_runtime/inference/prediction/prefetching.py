@@ -14,9 +14,8 @@ from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.inference.prediction.predictors import as_numpy, find_gate
 from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
 from moe_runtime.kernels.gate_ranking import MOST_TOKENS, GateRanking, NativeLookAhead
-from moe_runtime.memory.prefetch_slots import Guesses
-from moe_runtime.memory.prefetcher import Prefetcher
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.prefetcher import Guesses, Prefetcher
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.prediction import (
     Estimator,
     Guess,
@@ -32,7 +31,7 @@ from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
     from moe_runtime.inference.expert_partition import ExpertPartition
-    from moe_runtime.inference.kept_learning import KeptLearning
+    from moe_runtime.inference.learning import KeptLearning
 
 
 def _bind_ranker(
@@ -82,14 +81,7 @@ class PrefetchListener(Listener):
         needs_weights: bool,
         needs_hidden: bool,
     ) -> None:
-        """Joins steps with a prefetcher.
-
-        Args:
-            prefetcher: who is told.
-            look_ahead: the quicker predictor of steps of a few tokens that it was given.
-            needs_weights: whether its predictor looks at gate weights.
-            needs_hidden: whether it looks at hidden states.
-        """
+        """Joins steps with a prefetcher."""
         self._prefetcher = prefetcher
         self._look_ahead = look_ahead
         self._needs_weights = needs_weights
@@ -136,17 +128,6 @@ def open_prefetcher(
     learning: KeptLearning | None = None,
 ) -> Prefetcher:
     """Lets a prefetcher listen to every forward pass of a model from now on.
-
-    Args:
-        model: the model.
-        listeners: of the model.
-        block_names: of its layers' blocks.
-        store: where its experts lie.
-        estimator: who guesses.
-        mode: how far guesses go.
-        place: where the model computes.
-        share: which experts this process computes; all of them by default.
-        learning: what the estimator begins with, and who keeps what it learns.
 
     Raises:
         UnsupportedModelError: the predictor needs the gates, and they are not where gates are.

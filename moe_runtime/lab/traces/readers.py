@@ -23,9 +23,9 @@ from moe_runtime.lab.traces.format import (
     absent_id,
     check_weights,
     expert_dtype,
+    is_journal,
     read_trace,
 )
-from moe_runtime.lab.traces.journal import is_journal
 from moe_runtime.lab.traces.routes import UNKNOWN_MODEL
 from moe_runtime.types import ModelSignature
 

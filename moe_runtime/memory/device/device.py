@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_runtime.memory.io_queue import Priority
+from moe_runtime.memory.reads import Priority
 
 NOT_TOLD = -(2**31)
 """In place of a number that a graph has yet to tell."""

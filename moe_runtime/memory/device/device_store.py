@@ -1,31 +1,194 @@
-"""The store of experts in slots of a device."""
+"""The store of experts in slots of a device, its leases, and what kernels take of it."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from moe_runtime.memory.device.arrivals import Planned
 from moe_runtime.memory.device.device import Device, Event
-from moe_runtime.memory.device.device_lease import DeviceLease
-from moe_runtime.memory.device.residents import Residents, Slots, SlotStacks, is_resident
-from moe_runtime.memory.device.returning import LowerStore
-from moe_runtime.memory.entries import Entry
-from moe_runtime.memory.io_queue import Priority, Read
-from moe_runtime.memory.tier_fetcher import TierFetcher
-from moe_runtime.memory.tiers import TierStore
+from moe_runtime.memory.entries import Entry, is_resident
+from moe_runtime.memory.reads import Priority, Read
+from moe_runtime.memory.store import Lease
+from moe_runtime.memory.tiers import LowerStore, TierFetcher, TierStore
 from moe_runtime.types import ExpertKey, StoreStats
 
 W = TypeVar("W")
 R = TypeVar("R")
+
 _MOST_UNCOUNTED = 64
 """Uses of residents that wait to be counted, of a layer or of a whole step each."""
+
+Slots = npt.NDArray[np.int32]
+"""``[E]``: of each expert of a layer, below 0 for none."""
+
+
+class SlotStacks(Protocol):
+    """How kernels take the experts of a layer where they lie in the slots of a device."""
+
+    def takes(self, layer: int, dtype: torch.dtype) -> bool:
+        """Whether kernels take the slots of a layer as one stack, for rows of this type."""
+        ...
+
+    def num_experts(self, layer: int) -> int:
+        """Experts of the layer."""
+        ...
+
+    def stack(self, layer: int, slots: Slots, into: torch.Tensor | None = None) -> Any:
+        """All slots, and for each expert of the layer the one that it lies in, below 0 for none.
+
+        For work that is queued on the caller's current stream.
+
+        Args:
+            layer: of the experts.
+            slots: of each expert of the layer.
+            into: memory of the device for them, ``[E]`` int32, over which a stack was made before
+                and none is now; new memory if omitted.
+        """
+        ...
+
+    def stack_over(self, layer: int, table: torch.Tensor) -> Any:
+        """As ``stack``, with slots that are found in a table of the device: ``[E]`` int32."""
+        ...
+
+
+class Residents:
+    """The experts of a layer that are in slots of a device.
+
+    Attributes:
+        slots: of each expert of the layer, below 0 for those that are not there.
+        experts: who is there.
+        are_all: whether they are the whole layer, kept by the policy.
+        stream: on whose stream kernels may take them.
+    """
+
+    def __init__(
+        self, layer: int, slots: Slots, stacks: SlotStacks, stream: int, *, are_kept: bool
+    ) -> None:
+        """Takes what the attributes are made of."""
+        self.slots, self.stream = slots, stream
+        self.experts = frozenset(np.flatnonzero(slots >= 0).tolist())
+        self.are_all = are_kept and len(self.experts) == len(slots)
+        self._make_stack = partial(stacks.stack, layer, slots)
+
+    @cached_property
+    def stack(self) -> Any:
+        """What kernels take; None where there is nobody."""
+        return self._make_stack() if self.experts else None
+
+
+class Planned(NamedTuple):
+    """Misses of a layer whose copies may be under way still.
+
+    Attributes:
+        seconds: predicted.
+        begun_s: when the copies were asked for.
+        host_s: when the CPU had done its part.
+        reads: the copies.
+    """
+
+    seconds: float
+    begun_s: float
+    host_s: float
+    reads: Sequence[Read]
+
+
+class DeviceLease(Lease[W]):
+    """A hold on experts of a device, which are handed out when their copies are queued.
+
+    The caller's current stream waits for the copies of what is handed out, the host for none. A
+    policy that decides after the use whether to keep an expert is asked once it has arrived, so
+    then the host waits too.
+    """
+
+    _store: DeviceStore[W]  # pyright: ignore[reportIncompatibleVariableOverride]
+    _awaited: Read | None = None  # what the current stream waits for already, of this group
+
+    def _next_group(self) -> list[tuple[ExpertKey, W]]:
+        if self._held and not self._arriving:  # the caller has queued what it does with all
+            self._store.fetcher.wake_ends()
+        group = super()._next_group()
+        if group:
+            self._store.fetcher.raise_failure()
+        return group
+
+    def __exit__(self, *_: object) -> None:
+        self._store.fetcher.wake_ends()
+        super().__exit__()
+
+    @property
+    def _batch_size(self) -> int:
+        """Experts of one copy and of one launch."""
+        return self._store.stream_batch if self._streaming else len(self._keys)
+
+    def _admit(self) -> None:
+        """What is resident below is copied together, but what only passes through the tier."""
+        if self._wanted:
+            self._store.fetcher.expect(frozenset(self._wanted))
+        while len(self._wanted) > 1 and self._above is None:
+            batch = [
+                self._wanted.popleft() for _ in range(min(self._batch_size, len(self._wanted)))
+            ]
+            others, self._wanted = self._wanted, deque(self._start_together(batch))
+            super()._admit()
+            is_full = bool(self._wanted)
+            self._wanted.extend(others)
+            if is_full:
+                return
+        super()._admit()
+
+    def _start_together(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
+        """Demands what is resident below; returns the rest."""
+        store = self._store
+        absent = [key for key in keys if key not in store._entries]
+        started = store.start_together(absent, self._keep, passes=self._streaming)
+        for key in started:
+            store._entries[key].pins += 1
+            self._arriving.append(key)
+        return [key for key in keys if key not in set(started)]
+
+    def _take_ready(self) -> list[ExpertKey]:
+        """What is there goes first, then those whose copies are queued.
+
+        These come together, and are computed together once they have all arrived, where a few
+        tokens want few experts; of a stream those of one copy, so that the device computes them
+        while the next ones are copied.
+        """
+        found = super()._take_ready()
+        while self._streaming and self._resident and 0 < len(found) < self._batch_size:
+            found.append(self._resident.popleft())
+        if not found and not self._decides_later:
+            found = self._take_queued()
+        if not found:  # they are waited for
+            self._store.fetcher.wake_ends()
+        return found
+
+    def _take_queued(self) -> list[ExpertKey]:
+        queued, entries = self._store.fetcher.queued, self._store._entries
+        found = [key for key in self._arriving if entries[key].read in queued]
+        if self._streaming and found:
+            first = entries[found[0]].read
+            found = [key for key in found if entries[key].read is first]
+        for key in found:
+            queued[entries[key].read].has_users = True
+            self._arriving.remove(key)
+        return found
+
+    def _bind_held(self) -> list[tuple[ExpertKey, W]]:
+        store = self._store
+        for key in self._held:
+            read = store._entries[key].read
+            copy = store.fetcher.queued.get(read)
+            if copy is not None and read is not self._awaited:
+                store.device.wait_here(copy.event)
+                self._awaited = read
+        return super()._bind_held()
 
 
 class DeviceStore(TierStore[W]):
@@ -107,7 +270,7 @@ class DeviceStore(TierStore[W]):
                 for key in self.start_together(batch, (), passes=True, priority=Priority.READAHEAD):
                     self._entries[key].expected = True
             super().read_ahead(keys)
-        self.fetcher.tell_ends()
+        self.fetcher.wake_ends()
 
     def has_stack(self, layer: int, dtype: torch.dtype) -> bool:
         """Whether kernels take the experts of a layer as one stack, for rows of this type."""
@@ -136,6 +299,7 @@ class DeviceStore(TierStore[W]):
             found = self._residents.get(layer)
             if found is None or found.stream != stream:
                 found = self._residents[layer] = self._find_residents(layer, stream)
+            self._changed.is_whole = True
             queue(found)
             return found
 
@@ -153,6 +317,7 @@ class DeviceStore(TierStore[W]):
             for layer, found in expected.items():
                 if self._residents.get(layer) is not found or found.stream != stream:
                     return False
+            self._changed.is_whole = True
             queue()
             return True
 
@@ -388,7 +553,74 @@ class DeviceStore(TierStore[W]):
         super()._drop(key)
         self._note(key)
 
-    def _mend(self) -> None:
+    def reset(self) -> None:
+        """As ``ExpertStore.reset``."""
         self._residents.clear()
         self._slots.clear()
-        super()._mend()
+        super().reset()
+
+
+def use_arriving(
+    store: DeviceStore[Any],
+    keys: Sequence[ExpertKey],
+    residents: Residents,
+    launch: Callable[[Sequence[ExpertKey]], object],
+) -> Sequence[ExpertKey]:
+    """Copies the missing experts of a layer, and queues work on them behind the copy.
+
+    A lease is several operations, between which other threads may take slots. Here all is one,
+    which takes the host less time: who takes a slot after it fills it behind the work that is
+    queued now.
+
+    Args:
+        store: of the experts; nobody listens to it.
+        keys: the experts of the step, those wanted most last.
+        residents: of the layer, with which work is queued already.
+        launch: queues work on experts, which are in their slots by then; it must not wait.
+
+    Returns:
+        Those that are still to be leased: all where one is on its way or lies on the disk, or
+        where the policy decides after the use, and those for which there are no slots now.
+
+    Raises:
+        MoERuntimeError: a copy failed that earlier work was queued behind.
+    """
+    fetcher = store.fetcher
+    fetcher.raise_failure()
+    store.device.compute_here()
+    with store._changed:
+        entries = store._entries
+        missing = [key for key in keys if key.expert not in residents.experts]
+        if (
+            store._streamed
+            or store.listener is not None
+            or store.decides_later
+            or any(key in entries for key in missing)
+            or len(fetcher.resident_below(missing)) < len(missing)
+        ):
+            return keys
+        used = [key for key in keys if key.expert in residents.experts]
+        for key in used:
+            store._count_use(key)
+        if not missing:
+            return ()
+        held = [entries[key] for key in used if is_resident(entries.get(key))]
+        for entry in held:
+            entry.pins += 1
+        fetcher.expect(frozenset(missing))
+        started = store.start_together(missing, missing)
+        for entry in held:
+            entry.pins -= 1
+        # one read, or of each its own where the device refused the copy of all
+        reads = {entries[key].read: None for key in started}
+        copies = [fetcher.queued[read] for read in reads if read in fetcher.queued]
+        if not started or len(copies) < len(reads):  # slots are lacking, or threads copy
+            return missing
+        store._counters.misses += len(started)
+        for copy in copies:
+            copy.has_users = True
+            store.device.wait_here(copy.event)
+        store._changed.is_whole = True
+        launch(started)
+    fetcher.wake_ends()
+    return [key for key in missing if key not in started]

@@ -19,15 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import CLOSED, MoERuntimeError
 from moe_runtime.kernels.expert_fetch import FetchTables
 from moe_runtime.memory.device.device import Event
 from moe_runtime.memory.device.device_layout import CopyPart, parts_alike
-from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.memory.device.residents import Residents, is_resident
-from moe_runtime.memory.device.returning import LowerStore
-from moe_runtime.memory.io_queue import CLOSED, Priority
-from moe_runtime.memory.resizing import divide
+from moe_runtime.memory.device.device_store import DeviceStore, Residents
+from moe_runtime.memory.entries import is_resident
+from moe_runtime.memory.reads import Priority
+from moe_runtime.memory.store import divide
+from moe_runtime.memory.tiers import LowerStore
 from moe_runtime.types import ExpertKey
 
 DECAY, MARGIN = 0.98, 2.0
@@ -106,6 +106,7 @@ class HostTables:
                 self._stream = stream
             if not all(self._list(layer, stream) for layer in self.layers):
                 return None
+            store._changed.is_whole = lower._changed.is_whole = True
             try:
                 queue()
             finally:
@@ -209,7 +210,7 @@ def open_host_tables(
         or not store.device.reads_host(lower._slab.bytes)
     ):
         return None
-    slot, find = store._slab.slot(0), store.fetcher._moves_of
+    slot, find = store._slab.slot(0), store.fetcher.moves_of
     # at once: slots that are neither free nor closed nor an expert's are lost
     with store._changed, lower._changed:  # who takes the lower one hears of what has been read
         if not all(store.has(key) or lower.has(key) for keys in layers.values() for key in keys):
@@ -228,7 +229,7 @@ def open_host_tables(
         if len(landing) < num_choices:
             store._free += landing
             return None
-        for event in store.fetcher._vacate(*map(store._slab.slot, landing)):
+        for event in store.fetcher.vacate(*map(store._slab.slot, landing)):
             event.synchronize()
         places = {n: _places(store, keys, moves[n], landing) for n, keys in layers.items()}
         slots_E = store.device.upload(np.full(max(map(len, layers.values())), -1, np.int32))

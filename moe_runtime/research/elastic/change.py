@@ -19,7 +19,7 @@ import torch.distributed as dist
 from moe_runtime.errors import MoERuntimeError, RankFailureError
 from moe_runtime.parallel import Transport
 from moe_runtime.parallel.communication.membership import Store, open_group, open_transport
-from moe_runtime.planning.remap import moves_between
+from moe_runtime.parallel.remap import moves_between
 from moe_runtime.policies.placement import Devices, Placement
 from moe_runtime.research.elastic.paged_experts import Epoch, ExpertPages, keys_of
 from moe_runtime.types import ExpertKey

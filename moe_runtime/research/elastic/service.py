@@ -27,7 +27,7 @@ from moe_runtime.inference.generation import check_length
 from moe_runtime.parallel.communication.membership import Store, open_store
 from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S
 from moe_runtime.parallel.placement_map import PlacementMap
-from moe_runtime.planning.remap import keep_in_place, resize
+from moe_runtime.parallel.remap import keep_in_place, resize
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
 from moe_runtime.research.elastic.change import Change, decide
 from moe_runtime.research.elastic.member import POLL_S, ElasticRequest, Member

@@ -77,7 +77,7 @@ def hidden_experts(compute_s: float, bytes_per_s: float, expert_bytes: int) -> i
     """Experts whose copying takes no longer than the computation before a layer.
 
     Args:
-        bytes_per_s: Of the slowest link that copies take, as `planning.cluster.fit_link` makes it
+        bytes_per_s: Of the slowest link that copies take, as `parallel.cluster.fit_link` makes it
             of `time_exchanges`.
     """
     return int(compute_s * bytes_per_s / expert_bytes)

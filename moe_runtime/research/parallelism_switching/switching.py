@@ -23,6 +23,7 @@ from torch import Tensor
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.kernels.operands.activation import Activation
+from moe_runtime.parallel.cluster import Link
 from moe_runtime.parallel.communication.measure import measure_link
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups
@@ -31,7 +32,6 @@ from moe_runtime.parallel.pipeline import Overlap, expert_parallel
 from moe_runtime.parallel.slices import replace_tensors
 from moe_runtime.parallel.slot_exchange import SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
-from moe_runtime.planning.cluster import Link
 from moe_runtime.routing import Routing
 
 

@@ -31,8 +31,7 @@ from torch import Tensor
 from moe_runtime.config import nearest
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.lab.programme import Programme
-from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
+from moe_runtime.memory.reads import Monitor, Priority, Read, ReadQueue
 from moe_runtime.memory.slab import aligned_bytes, host_view
 from moe_runtime.training.offload.disk import RecordFile
 
@@ -190,7 +189,7 @@ class ActivationSwap:
             opened.callback(self._remove)
             self._queue = ReadQueue(io_threads)
             opened.pop_all()
-        self._changed = Changes()
+        self._changed = Monitor()
         self.buffer_bytes = buffer_bytes
         self._smallest_bytes = smallest_bytes
         self._writing_bytes = self._reading_bytes = 0

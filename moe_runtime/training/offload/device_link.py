@@ -28,7 +28,7 @@ from torch import Tensor
 from moe_runtime.lab.record_tiers import UseCounts, spread
 from moe_runtime.memory.device.device import Device, Event
 from moe_runtime.memory.device.device_layout import ALIGNMENT
-from moe_runtime.memory.io_queue import Priority
+from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.slab import Slab, aligned_bytes
 from moe_runtime.types import ExpertKey
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
-from moe_runtime.memory.io_queue import Block, Read, ReadQueue
+from moe_runtime.memory.reads import Block, Read, ReadQueue
 from moe_runtime.memory.slab import host_view
 from moe_runtime.memory.source import READ_BYTES, CheckpointFile
 from moe_runtime.training.offload.records import (

@@ -33,7 +33,7 @@ from moe_runtime.kernels.expert_mlp.implementations.paths import resolve_path
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.kernels.operands.activation import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.dense_adamw import StepOptimizer, StepOutcome
 from moe_runtime.training.offload.device_link import LinkTraffic
@@ -180,13 +180,7 @@ class SlottedPasses:
         become free."""
         store = self._store
         assert isinstance(store, DeviceStore), "the layer has a stack"
-        is_done = False
-        try:
-            residents = store.launch_residents(layer, add).experts
-            is_done = True
-        finally:
-            if not is_done:
-                store.let_go()
+        residents = store.launch_residents(layer, add).experts
         keys = keys_of()
         then = keys if then is None else then
         if not keys:

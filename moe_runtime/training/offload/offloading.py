@@ -19,7 +19,7 @@ from moe_runtime.checkpoints.transformers_private import gate_of, has_adapters
 from moe_runtime.config import MemorySize, parse_budget, require_types
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, UnsupportedUseError
 from moe_runtime.inference.budget import available_host_bytes, resolve_budget
-from moe_runtime.inference.hugging_face.gate_formulas import recognise_activation
+from moe_runtime.inference.known_classes import recognise_activation
 from moe_runtime.parallel import LayoutGroups
 from moe_runtime.training.offload.activations import (
     SLOT_BYTES,

@@ -23,8 +23,7 @@ from itertools import islice
 from torch import Tensor
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.memory.changes import Changes
-from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.reads import Monitor, Priority, Read
 from moe_runtime.memory.slab import Slab
 from moe_runtime.training.offload.disk import Disk
 from moe_runtime.training.offload.records import (
@@ -79,8 +78,7 @@ class ExpertStates:
         self._free = list(range(ring_slots))
         self._entries: OrderedDict[ExpertKey, RingEntry] = OrderedDict()
         self._expected: deque[Need] = deque()
-        self._changed = Changes()
-        self._changed.mend = self._recover
+        self._changed = Monitor(self._reset)
         self._failure: MoERuntimeError | None = None
         self.traffic = Traffic()
 
@@ -393,7 +391,7 @@ class ExpertStates:
 
     # What follows is called with the lock held.
 
-    def _recover(self) -> None:
+    def _reset(self) -> None:
         """After an exception: what was not started does not come, and free slots are free.
 
         New versions that were not written are taken back; `abandon` takes pins back.
@@ -494,7 +492,7 @@ class ExpertStates:
             missing |= Sections.STATE
             entry.step = expert.step
         read = Read(priority, partial(self._arrive, entry))
-        entry.reads[read] = missing  # first: `_recover` takes back what is not started
+        entry.reads[read] = missing  # first: `_reset` takes back what is not started
         entry.have |= missing
         entry.fresh |= missing
         self.traffic.read_bytes += self._bytes(key, missing)

@@ -40,7 +40,7 @@ from moe_runtime.kernels.lossless import encode_planes
 from moe_runtime.kernels.lossless.reference import TAIL_BYTES
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
-from moe_runtime.memory.io_queue import Priority, Read
+from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.types import ExpertKey
 

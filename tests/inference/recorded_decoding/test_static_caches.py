@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from moe_runtime.inference.device.decoding_model import _TokenSelection
 from moe_runtime.inference.device.static_caches import StaticCaches
-from moe_runtime.memory.changes import Changes
+from moe_runtime.memory.reads import Monitor
 
 pytest.importorskip("triton")
 NUM_EXPERTS = 6
@@ -228,7 +228,7 @@ def test_two_threads_never_take_one_cache(checkpoint: Path) -> None:
 @emulated
 def test_ctrl_c_while_a_token_is_waited_for_leaves_no_lock_held(checkpoint: Path) -> None:
     """Uses are counted meanwhile, outside of the model's own calls."""
-    lines, first = inspect.getsourcelines(Changes.__exit__)
+    lines, first = inspect.getsourcelines(Monitor.__exit__)
     last = first + max(n for n, line in enumerate(lines) if "lock.release()" in line)
     struck = list[int]()
 
@@ -243,7 +243,7 @@ def test_ctrl_c_while_a_token_is_waited_for_leaves_no_lock_held(checkpoint: Path
         while (caller := frame if not callers else callers[-1].f_back) is not None:
             callers.append(caller)
         codes = [caller.f_code for caller in callers]
-        is_met = codes[0] is Changes.__exit__.__code__ and _TokenSelection.wait.__code__ in codes
+        is_met = codes[0] is Monitor.__exit__.__code__ and _TokenSelection.wait.__code__ in codes
         return local if is_met else None
 
     with loaded(checkpoint, NUM_EXPERTS) as model:

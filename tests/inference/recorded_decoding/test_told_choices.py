@@ -20,7 +20,7 @@ from transformers import StaticCache
 
 from moe_runtime.inference.device import device_experts
 from moe_runtime.inference.steps import LayerRouting, Listener
-from moe_runtime.memory.device.arrivals import use_arriving
+from moe_runtime.memory.device.device_store import use_arriving
 
 pytest.importorskip("triton")
 NUM_EXPERTS, STEPS = 6, 5

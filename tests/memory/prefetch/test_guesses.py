@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_reader import SlowReader
 
-from moe_runtime.memory.io_queue import Priority, Read, ReadQueue
-from moe_runtime.memory.prefetch_slots import Guesses
-from moe_runtime.memory.residency import ExpertStore
+from moe_runtime.memory.prefetcher import Guesses
+from moe_runtime.memory.reads import Priority, Read, ReadQueue
 from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction.classic import LRU
 from moe_runtime.policies.eviction.shares import LayerShares
 from moe_runtime.policies.prefetch import Admission, PrefetchRules

@@ -1,4 +1,8 @@
-"""Raises an exception on any line of our files that a call runs through, as Ctrl-C may."""
+"""Raises an exception where a call enters functions of ours, or on their lines.
+
+An operation of a store defers Ctrl-C to its end, so that nothing strikes its monitor: signals that
+are sent while it works prove that (``tests/memory/test_recovery.py``).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from moe_runtime.errors import MoERuntimeError
 
 ROOT = str(Path(moe_runtime.__file__).parent)
 KINDS = (KeyboardInterrupt, MemoryError, OSError, RuntimeError)
+MONITORS = ("Monitor.", "NativeReadQueue.deliver", "NativeReadQueue.sleep", "NativeReadQueue.start")
 
 
 class Site(NamedTuple):
@@ -28,6 +33,11 @@ class Site(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.code.co_filename[len(ROOT) + 1 :]}:{self.line}"
+
+
+def is_ours(code: CodeType) -> bool:
+    """Whether code is one that exceptions strike."""
+    return code.co_filename.startswith(ROOT) and not code.co_qualname.startswith(MONITORS)
 
 
 @contextlib.contextmanager
@@ -45,19 +55,29 @@ def without_collection() -> Iterator[None]:
 def lines_of(call: Callable[[], Any]) -> Counter[Site]:
     """The lines that a call runs through in this thread, and how often."""
     with without_collection():
-        return _traced(call)
+        return traced(call, "line")
 
 
-def _traced(call: Callable[[], Any]) -> Counter[Site]:
+def calls_of(call: Callable[[], Any]) -> Counter[Site]:
+    """The functions that a call enters in this thread, by their first lines, and how often."""
+    with without_collection():
+        return traced(call, "call")
+
+
+def traced(call: Callable[[], Any], what: str) -> Counter[Site]:
+    """Sites of a call: of every ``line``, or of every ``call``."""
     seen: Counter[Site] = Counter()
 
-    def local(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
+    def note(frame: FrameType, event: str, _: Any) -> Any:
+        if event == what:
             seen[Site(frame.f_code, frame.f_lineno)] += 1
-        return local
+        return note
 
-    def enter(frame: FrameType, _event: str, _: Any) -> Any:
-        return local if frame.f_code.co_filename.startswith(ROOT) else None
+    def enter(frame: FrameType, event: str, _: Any) -> Any:
+        if not is_ours(frame.f_code):
+            return None
+        note(frame, event, None)
+        return note if what == "line" else None
 
     sys.settrace(enter)
     try:
@@ -70,24 +90,24 @@ def _traced(call: Callable[[], Any]) -> Counter[Site]:
 def raise_on(
     site: Site, occurrence: int, kind: type[BaseException], call: Callable[[], Any]
 ) -> bool:
-    """Makes a call in which an exception strikes before a line is run, some time.
+    """Makes a call in which an exception strikes at a site, some time.
 
     Returns:
-        Whether it came to that; how often a line is run may depend on how quick the disk is.
+        Whether it came to that; how often a site is passed may depend on how quick the disk is.
     """
     left, struck, is_done, before = occurrence, False, False, _autocast_state()
 
-    def local(frame: FrameType, event: str, _: Any) -> Any:
+    def strike(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left, struck
-        if event == "line" and frame.f_lineno == site.line and not struck:
+        if frame.f_lineno == site.line and event in ("line", "call") and not struck:
             left -= 1
             if left == 0:
                 struck = True
                 raise kind("injected")
-        return local
+        return strike
 
-    def enter(frame: FrameType, _event: str, _: Any) -> Any:
-        return local if frame.f_code is site.code and not struck else None
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        return strike(frame, event, argument) if frame.f_code is site.code and not struck else None
 
     sys.settrace(enter)
     try:
@@ -112,8 +132,8 @@ class StruckThreads:
     """A function that other threads call, in which an exception strikes one of them once.
 
     Attributes:
-        sites: the lines that its calls ran through while they were `listed`.
-        target: the line to strike and with what; None when it has been struck, or none is meant.
+        sites: of functions that its calls entered while they were `listed`.
+        target: the site to strike and with what; None when it has been struck, or none is meant.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -124,7 +144,7 @@ class StruckThreads:
 
     @contextlib.contextmanager
     def listed(self) -> Iterator[None]:
-        """Lists the lines of calls."""
+        """Lists the functions of calls."""
         with without_collection():
             self._lists = True
             yield
@@ -133,19 +153,18 @@ class StruckThreads:
     def __call__(self, *args: Any) -> Any:
         target, results = self.target, []
         if self._lists:
-            self.sites.update(_traced(lambda: results.append(self._function(*args))))
+            self.sites.update(traced(lambda: results.append(self._function(*args)), "call"))
             return results[0]
         if target is None:
             return self._function(*args)
         site, kind = target
 
-        def local(frame: FrameType, event: str, _: Any) -> Any:
-            if event == "line" and frame.f_lineno == site.line and self.target is target:
+        def enter(frame: FrameType, _event: str, _: Any) -> Any:
+            if frame.f_code is site.code and self.target is target:
                 self.target = None
                 raise kind("injected")
-            return local
 
-        sys.settrace(lambda frame, *_: local if frame.f_code is site.code else None)
+        sys.settrace(enter)
         try:
             return self._function(*args)
         finally:

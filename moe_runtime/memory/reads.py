@@ -1,0 +1,628 @@
+"""Reads in flight: the lock of what they fill, and the queues that serve them.
+
+A read is cut into blocks so that several threads share it and a demand overtakes a read-ahead
+between two blocks instead of waiting for a whole expert. Files are read by threads of C where there
+is the native library, and by threads of Python elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import itertools
+import os
+import signal
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from types import TracebackType
+from typing import Any
+
+from moe_runtime.errors import CLOSED, FORKED, CapacityError, MoERuntimeError
+from moe_runtime.kernels.native.library import NativeLibrary
+
+PATIENCE_S = 1.0
+"""A wait returns after this time at the latest, so that what was queued in silence is found."""
+INTERRUPT_S = 0.1
+"""A wait of the main thread looks for Ctrl-C this often."""
+
+_MAIN_THREAD = threading.main_thread().ident
+# signal.signal makes enumerations of what these return, which takes ten times as long
+_get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
+
+_MONITORS: weakref.WeakSet[Monitor] = weakref.WeakSet()
+"""All of the process, for one handler of forks: Python never removes such a handler."""
+
+
+class Monitor:
+    """The lock around state that reading and computing threads share, and a condition to wait for.
+
+    The block of a ``with`` statement is an operation. Ctrl-C is deferred to its end: the signal's
+    handler only takes note, and the exception is raised once the lock is released. Another
+    exception that leaves an operation leaves state that may contradict itself; then ``reset`` is
+    called, with the lock held, before the next operation.
+
+    Attributes:
+        reset: makes the state consistent, whatever it is; set by its owner.
+        events: counts what happened without the lock; an operation first delivers it.
+        seen: the events that were delivered.
+        has_new: whether something was put off until the operation ends.
+        is_whole: whether an exception may leave the operation now without a reset.
+        is_forked: whether the state belongs to the process that this one was forked from.
+    """
+
+    def __init__(self, reset: Callable[[], None] | None = None) -> None:
+        self.reset = reset or _nothing
+        self.events = ctypes.c_int64()
+        self.seen = 0
+        self.has_new = False
+        self.is_whole = True
+        self.is_forked = False
+        self._is_torn = False
+        self._depth = 0
+        self._before: Any = None  # the handler of Ctrl-C while the main thread is in an operation
+        self._is_interrupted = False
+        self._make_lock()
+        _MONITORS.add(self)
+
+    def __enter__(self) -> Monitor:
+        if self.is_forked:
+            raise MoERuntimeError(FORKED)
+        lock = self._lock
+        if lock._is_owned():  # a part of another operation
+            lock.acquire()
+            self._depth += 1
+            return self
+        if threading.get_ident() == _MAIN_THREAD:
+            before = _get_handler(signal.SIGINT)
+            self._before = before if callable(before) else None
+            if self._before is not None:
+                _set_handler(signal.SIGINT, self._note)
+        lock.acquire()
+        self._depth, self.is_whole = 1, False
+        if self._is_torn or self.events.value != self.seen:
+            self._catch_up()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> None:
+        if kind is not None and not self.is_whole:
+            self._is_torn = True
+        if self._depth > 1:
+            self._depth -= 1
+            self._lock.release()
+            return
+        if self.has_new:
+            self.start()
+        self._depth, self.is_whole = 0, True
+        self._lock.release()
+        if threading.get_ident() == _MAIN_THREAD and self._before is not None:
+            before, self._before = self._before, None
+            _set_handler(signal.SIGINT, before)
+            if self._is_interrupted:
+                self._is_interrupted = False
+                before(signal.SIGINT, None)
+
+    def wait(self) -> None:
+        """Releases the lock until something has changed; it may return without a reason.
+
+        To be called by an operation whose state others may see, and which Ctrl-C may leave then.
+        """
+        depth, self.is_whole = self._depth, True
+        self.sleep()
+        self._depth = depth
+        if threading.get_ident() == _MAIN_THREAD and self._is_interrupted:
+            self._is_interrupted = False
+            self._before(signal.SIGINT, None)
+        self.is_whole = False
+        if self._is_torn or self.events.value != self.seen:
+            self._catch_up(is_entering=False)
+
+    def notify_all(self) -> None:
+        """Wakes all who wait; called with the lock held."""
+        self._condition.notify_all()
+
+    def deliver(self) -> None:
+        """Takes note of what happened since ``seen``; called with the lock held."""
+        self.seen = self.events.value
+
+    def start(self) -> None:
+        """Begins what was put off until the operation ends."""
+        self.has_new = False
+
+    def sleep(self) -> None:
+        """Waits without the lock and takes it again."""
+        is_main = threading.get_ident() == _MAIN_THREAD
+        self._condition.wait(INTERRUPT_S if is_main else PATIENCE_S)
+
+    def leave_to_parent(self) -> None:
+        """This process is a fork: neither its reading threads nor the holders of locks exist."""
+        self._make_lock()
+        self.is_forked = True
+
+    def _make_lock(self) -> None:
+        self._lock: Any = threading.RLock()
+        self._condition = threading.Condition(self._lock)
+
+    def _catch_up(self, *, is_entering: bool = True) -> None:
+        """Resets what an exception has torn, and delivers what happened without the lock."""
+        is_done = False
+        try:
+            if self._is_torn:
+                self.reset()
+                self._is_torn = False
+            if self.events.value != self.seen:
+                self.deliver()
+            is_done = True
+        finally:
+            if is_entering and not is_done:
+                self.__exit__(MoERuntimeError, None, None)
+
+    def _note(self, *_: object) -> None:
+        self._is_interrupted = True
+
+
+def _nothing() -> None:
+    """For state that is consistent at any time."""
+
+
+def _leave_all_to_parent() -> None:
+    for monitor in tuple(_MONITORS):
+        monitor.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+Block = Callable[[], int]
+"""Moves one block and returns its number of bytes; what it raises becomes the error of its read."""
+
+OnDone = Callable[["Read"], None]
+"""Called once when a read has ended: from a reading thread, or by an operation of the store."""
+
+
+class Priority(IntEnum):
+    """Order of service; smaller goes first."""
+
+    DEMAND = 0
+    READAHEAD = 1
+
+
+class Read:
+    """One expert on its way into a slot.
+
+    Attributes:
+        priority: what the blocks that are still waiting are served as.
+        passes: the expert is wanted once (a prompt): a tier on its way need not keep it.
+        num_bytes: bytes moved so far.
+        error: why the read failed, if it did.
+        ended_s: when it ended, as ``time.perf_counter`` has it; 0 before.
+        name: a number that the queue gives it.
+    """
+
+    __slots__ = ("_on_done", "ended_s", "error", "name", "num_bytes", "passes", "priority")
+
+    def __init__(self, priority: Priority, on_done: OnDone, *, passes: bool = False) -> None:
+        self.priority = priority
+        self.passes = passes
+        self.num_bytes = 0
+        self.error: MoERuntimeError | None = None
+        self.ended_s = 0.0
+        self.name = 0
+        self._on_done = on_done
+
+    def end(self, ago_s: float = 0.0) -> None:
+        """Tells who submitted it that it has ended, some seconds ago."""
+        self.ended_s = time.perf_counter() - ago_s
+        self._on_done(self)
+
+    def refuse(self) -> None:
+        """Ends it without its data, because the threads that would have read it are gone."""
+        self.error = self.error or MoERuntimeError(CLOSED)
+        self.end()
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """What is left of a read."""
+
+    blocks: deque[Block]  # not begun
+    num_blocks: int
+    unfinished: int
+
+
+class ReadQueue:
+    """Threads that serve the blocks of submitted reads, demands first, in order of submission."""
+
+    def __init__(self, num_threads: int, *, num_for_demands: int = 0) -> None:
+        """Starts the threads, and more of them that serve demands alone.
+
+        Raises:
+            ValueError: there would be no thread.
+        """
+        if num_threads < 1:
+            raise ValueError(f"io_threads must be at least 1, got {num_threads}")
+        self._works: dict[Read, _Work] = {}
+        self._tickets: list[tuple[int, int, Read]] = []
+        self._number = itertools.count()
+        self._changed = Monitor(self._reset)
+        self._closed = False
+        served = [Priority.READAHEAD] * num_threads + [Priority.DEMAND] * num_for_demands
+        self._threads = [
+            threading.Thread(target=self._serve, args=(last,), name=f"moe-read-{i}", daemon=True)
+            for i, last in enumerate(served)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, blocks: Sequence[Block], read: Read, *, wakes: bool = True) -> None:
+        """Queues a read.
+
+        Args:
+            blocks: of the read.
+            read: its end is announced by a thread.
+            wakes: whether a thread is woken; otherwise one finds it after ``wake`` or a while.
+
+        Raises:
+            MoERuntimeError: the queue was closed.
+        """
+        if self._closed:
+            raise MoERuntimeError(CLOSED)
+        with self._changed:
+            waiting = deque(blocks or [_move_nothing])
+            self._works[read] = _Work(waiting, len(waiting), len(waiting))
+            self._push(read, len(waiting), wakes=wakes)
+
+    def wake(self) -> None:
+        """Has the threads look for what was submitted without waking them."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def promote(self, read: Read) -> None:
+        """Serves what is left of a read-ahead as a demand from now on."""
+        with self._changed:
+            if read.priority is not Priority.DEMAND:
+                read.priority = Priority.DEMAND
+                work = self._works.get(read)
+                self._push(read, len(work.blocks) if work else 0)
+
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read of which no block has been begun; its end is never announced.
+
+        Returns:
+            Whether it was taken back. A read under way is finished: its slot is being written to.
+        """
+        with self._changed:
+            work = self._works.get(read)
+            if work is None or len(work.blocks) < work.num_blocks:
+                return False
+            del self._works[read]
+            return True
+
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a read was submitted and its end is still to be announced."""
+        with self._changed:
+            return read in self._works
+
+    def close(self) -> None:
+        """Lets the blocks that are being moved finish, and ends the threads and what waits.
+
+        In a forked child there is nothing to end.
+        """
+        if self._changed.is_forked:
+            return
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for read in list(self._works):
+            read.refuse()
+            self._works.pop(read)
+
+    def _push(self, read: Read, num_blocks: int, *, wakes: bool = True) -> None:
+        for _ in range(num_blocks):
+            heapq.heappush(self._tickets, (read.priority, next(self._number), read))
+        condition, is_demand = self._changed._condition, read.priority is Priority.DEMAND
+        if wakes:  # not all serve read-aheads
+            condition.notify(num_blocks) if is_demand else condition.notify_all()
+
+    def _reset(self) -> None:
+        """A ticket for every block that waits, in the order in which the reads were submitted."""
+        self._tickets.clear()
+        for read, work in self._works.items():
+            self._push(read, len(work.blocks))
+
+    def _serve(self, last: Priority) -> None:
+        while not self._closed:
+            with _Reported():
+                self._serve_block(last)
+
+    def _serve_block(self, last: Priority) -> None:
+        found = self._take(last)
+        if found is not None:
+            self._move(*found)
+
+    def _take(self, last: Priority) -> tuple[Read, _Work, Block] | None:
+        """Waits for the next block to serve; None once the queue is closed."""
+        with self._changed:
+            while not self._closed:
+                while self._tickets and self._tickets[0][0] <= last:
+                    read = heapq.heappop(self._tickets)[2]
+                    # A promoted read has tickets twice; the second ones find nothing to do.
+                    work = self._works.get(read)
+                    if work is not None and work.blocks:
+                        return read, work, work.blocks.popleft()
+                self._changed.wait()
+        return None
+
+    def _move(self, read: Read, work: _Work, block: Block) -> None:
+        attempt = _Attempt()
+        with attempt:
+            attempt.moved = block()
+        with self._changed:
+            read.num_bytes += attempt.moved
+            read.error = read.error or attempt.error
+            work.unfinished -= 1
+            has_ended = work.unfinished == 0
+        if has_ended:
+            for _ in range(2):  # after a failure once more, when its store was reset
+                with _Reported():
+                    read.end()
+                    break
+            self._works.pop(read, None)
+
+
+def _move_nothing() -> int:
+    return 0
+
+
+class _Attempt:
+    """Keeps whatever a block raises: it is the error of a read, not the end of a thread."""
+
+    moved = 0
+    error: MoERuntimeError | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, MoERuntimeError):
+            self.error = error
+        elif error is not None:
+            reason = str(error) or "no reason given"
+            self.error = MoERuntimeError(
+                f"a read failed with {type(error).__name__}: {reason.splitlines()[0]}"
+            )
+            self.error.__cause__ = error
+        return True
+
+
+class _Reported:
+    """Reports what is raised as the end of a thread would, but the thread goes on."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if kind is not None:
+            thread = threading.current_thread()
+            threading.excepthook(threading.ExceptHookArgs((kind, error, trace, thread)))
+        return True
+
+
+_BLOCK, _STEP = struct.Struct("5q"), struct.Struct("7q")
+_FIELDS = 6
+_ROOM = 64
+_FILE_ENDED = -1
+
+ReadEnd = Callable[[int, OSError | EOFError | None], MoERuntimeError | None]
+"""The error of a read that has ended, or None: number of the block that failed, and why it did."""
+
+
+def pack_blocks(blocks: Sequence[tuple[int, int, int, int, int]]) -> bytes:
+    """The blocks of a read as ``reads.c`` takes them.
+
+    Args:
+        blocks: for each the file descriptor, the offset in the file, the place in the slot, the
+            bytes to read and how many of them must arrive.
+    """
+    return b"".join(_BLOCK.pack(*block) for block in blocks)
+
+
+def pack_steps(steps: Iterable[tuple[int, ...]]) -> bytes:
+    """What puts a read in order, as ``reads.c`` takes it: numbers of ``StorageOrder.step``."""
+    return b"".join(_STEP.pack(*step) for step in steps)
+
+
+class NativeReadQueue(Monitor):
+    """``ReadQueue`` for reads of files, by threads that need no interpreter, and its own monitor.
+
+    It is the lock of whoever submits: every method is called with it held. What is submitted begins
+    when the operation ends, all of it at once, since waking a thread takes a tenth of the time of a
+    small read. What ended is delivered by the next operation of any thread: a computing thread is
+    interrupted by nothing, and one that waits is woken by the read itself.
+    """
+
+    def __init__(self, library: NativeLibrary, num_threads: int, keeps: object = None) -> None:
+        """Starts the threads.
+
+        Args:
+            library: whose threads.
+            num_threads: how many reads are served at once.
+            keeps: what must live until the threads have ended: the files that they read.
+
+        Raises:
+            ValueError: there would be no thread.
+            CapacityError: the system gives no thread.
+        """
+        if num_threads < 1:
+            raise ValueError(f"io_threads must be at least 1, got {num_threads}")
+        queue = library.reads_open(num_threads)
+        if not queue:
+            raise CapacityError(f"cannot start {num_threads} reading threads")
+        super().__init__()
+        self._library = library
+        self._queue: int | None = queue
+        # what the threads write into must not be given back before they have ended
+        self._close = weakref.finalize(self, _close_queue, library, queue, keeps)
+        self._close.atexit = False
+        self._names = itertools.count(1)
+        self._running: dict[int, tuple[Read, ReadEnd]] = {}
+        self._ended = (ctypes.c_int64 * (_FIELDS * _ROOM))()
+        self._sleepers = 0
+        self.events = ctypes.c_int64.from_address(library.reads_events(queue))
+
+    def submit(
+        self, blocks: bytes, address: int, read: Read, judge: ReadEnd, steps: bytes = b""
+    ) -> None:
+        """Queues a read.
+
+        Args:
+            blocks: made by ``pack_blocks``.
+            address: of the slot, which must stay where it is until the read has ended.
+            read: it is called when it has ended.
+            judge: gives the error of the read when it has ended, if it has one.
+            steps: made by ``pack_steps``: what is done before the read ends.
+
+        Raises:
+            MoERuntimeError: the queue was closed.
+        """
+        if self._queue is None:
+            raise MoERuntimeError(CLOSED)
+        count = len(steps) // _STEP.size
+        number, is_ahead = len(blocks) // _BLOCK.size, read.priority is not Priority.DEMAND
+        read.name = next(self._names)
+        self._running[read.name] = (read, judge)  # first: no read may be under way that is unknown
+        self.has_new = True
+        if not self._library.reads_submit(
+            self._queue, read.name, blocks, number, steps, count, address, is_ahead
+        ):
+            del self._running[read.name]
+            raise MemoryError("no memory to queue a read")
+
+    def start(self) -> None:
+        """Has the threads serve what was submitted since the last call."""
+        if self.has_new and self._queue is not None:
+            self._library.reads_start(self._queue)
+        self.has_new = False
+
+    def promote(self, read: Read) -> None:
+        """Serves what is left of a read-ahead as a demand from now on."""
+        if read.priority is not Priority.DEMAND:
+            if self._queue is not None:
+                self._library.reads_promote(self._queue, read.name)
+            read.priority = Priority.DEMAND
+
+    def cancel(self, read: Read) -> bool:
+        """Takes back a read of which no block has been begun; its end is never announced.
+
+        Returns:
+            Whether it was taken back. A read under way is finished: its slot is being written to.
+        """
+        if self._queue is None or not self._library.reads_cancel(self._queue, read.name):
+            return False
+        self._running.pop(read.name, None)
+        return True
+
+    def is_under_way(self, read: Read) -> bool:
+        """Whether a read was submitted and its end is still to be announced."""
+        return read.name in self._running
+
+    def close(self) -> None:
+        """Lets the blocks that are being moved finish, and ends the threads and what waits.
+
+        In a forked child there is nothing to end.
+        """
+        if self.is_forked:
+            return
+        with self:
+            if self._queue is not None:
+                self._library.reads_stop(self._queue)
+                self.deliver()
+            self._queue = None
+            self.events = ctypes.c_int64(self.seen)
+            for name, (read, _) in list(self._running.items()):
+                read.refuse()
+                self._running.pop(name, None)
+        if not self._sleepers:  # else whoever wakes up last gives the memory back
+            self._close()
+
+    def deliver(self) -> None:
+        """Announces the reads that have ended; one that this failed for is announced again."""
+        assert self._queue is not None
+        seen, number = self.events.value, _ROOM
+        while number == _ROOM:
+            number = self._library.reads_ended(self._queue, self._ended, _ROOM)
+            for first in range(0, number * _FIELDS, _FIELDS):
+                self._end(*self._ended[first : first + _FIELDS])
+            if number:
+                self._library.reads_forget(self._queue, number)
+        self.seen = seen
+
+    def sleep(self) -> None:
+        """Waits without the lock for something to happen after ``deliver``.
+
+        Raises:
+            MoERuntimeError: nothing will happen any more.
+        """
+        queue, seen = self._queue, self.seen
+        self.start()
+        if queue is None:
+            raise MoERuntimeError(CLOSED)
+        self._sleepers += 1
+        state = self._lock._release_save()
+        try:
+            self._library.reads_wait(queue, seen)
+        finally:
+            self._lock._acquire_restore(state)
+            self._sleepers -= 1
+
+    def notify_all(self) -> None:
+        """Wakes all who wait; closing has woken them already."""
+        if self._sleepers and self._queue is not None:
+            self._library.reads_kick(self._queue)
+
+    def leave_to_parent(self) -> None:
+        """This process is a fork: the threads are the parent's, and so is their memory."""
+        super().leave_to_parent()
+        self._close.detach()
+        self.events = ctypes.c_int64(self.seen)
+        self._queue = None
+
+    def _end(
+        self, name: int, num_bytes: int, error: int, block: int, offset: int, age_ns: int
+    ) -> None:
+        found = self._running.get(name)
+        if found is None:  # announced before an exception cut the delivery short
+            return
+        read, judge = found
+        read.num_bytes = num_bytes
+        reason: OSError | EOFError | None = None
+        if error == _FILE_ENDED:
+            reason = EOFError(f"the file ends before byte {offset}")
+        elif error:
+            reason = OSError(error, os.strerror(error))
+        read.error = judge(block, reason)
+        read.end(1e-9 * age_ns)
+        self._running.pop(name, None)
+
+
+def _close_queue(library: NativeLibrary, queue: int, _keeps: object) -> None:
+    """Ends the threads; only then is what they read from given up."""
+    library.reads_close(queue)

@@ -1,0 +1,753 @@
+"""The expert store: which experts lie in a tier's slots, and the leases that hold them there."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from functools import partial
+from typing import Generic, Never, TypeVar, cast
+
+import torch
+
+from moe_runtime.errors import CLOSED, CapacityError, MoERuntimeError
+from moe_runtime.memory.entries import Entry, Fetcher, LinkMeter, StoreListener
+from moe_runtime.memory.reads import Priority, Read
+from moe_runtime.memory.slab import Slab, aligned_bytes, give_back
+from moe_runtime.policies.eviction import LayerShares, even_shares
+from moe_runtime.policies.eviction.base import Watcher
+from moe_runtime.policies.eviction.shares import AdaptiveShares
+from moe_runtime.policies.prediction.base import Event
+from moe_runtime.types import ExpertKey, StoreStats
+
+W = TypeVar("W")
+R = TypeVar("R")
+
+
+class LeaseEndedError(MoERuntimeError):
+    """A lease ended before its block: another operation failed, and the store was emptied."""
+
+    def __init__(self) -> None:
+        super().__init__("this lease has ended; ask for the experts again")
+
+
+class Lease(Generic[W]):
+    """A hold on some experts of a layer; made by ``ExpertStore.lease`` and used as a context.
+
+    Iterating yields lists of ``(key, weights)``: what is resident first, then what arrives,
+    together as it arrives. When streaming, arrivals go first and residents fill the time between
+    them, so that the slots which the stream passes through are free again as soon as possible. The
+    experts of a list are released when the next list is asked for.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore[W],
+        keys: Sequence[ExpertKey],
+        *,
+        streaming: bool,
+        above: Read | None,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._streaming = streaming
+        self._above = above
+        self._thread: int | None = threading.get_ident()
+        self._resident: deque[ExpertKey] = deque()
+        self._arriving: list[ExpertKey] = []
+        self._wanted: deque[ExpertKey] = deque()
+        self._held: list[ExpertKey] = []
+        self._keep: Collection[ExpertKey] = ()
+        # A policy that may decline an expert is asked when the expert was used.
+        passes = streaming and len(keys) <= store.share(keys[0].layer)
+        self._decides_later = store._policy.may_decline and not passes
+        self._listener = None if store.listener is None else store.listener.lease()
+        self._has_waited = False
+
+    def __enter__(self) -> Lease[W]:
+        store = self._store
+        with store._changed:
+            store._leases.add(self)
+            missing = self._pin_present()
+            if self._listener is not None:
+                self._listener.entered([*self._resident], [*self._arriving], missing)
+            # who streams experts one by one has had those behind it read ahead
+            if store._streamed and not (self._streaming and len(self._keys) == 1):
+                for layer in {key.layer for key in self._keys}:
+                    store._forget_expected(layer)
+            if missing or self._streaming:
+                if self._decides_later:
+                    self._wanted.extend(missing)
+                elif self._streaming:
+                    only_free = self._above is not None
+                    self._keep = store._keep_most_wanted(self._keys, only_free=only_free)
+                    self._wanted.extend(sorted(missing, key=lambda key: key not in self._keep))
+                else:
+                    self._keep = frozenset(missing)
+                    self._wanted.extend(missing)
+                store._counters.misses += len(missing)
+                self._admit()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self in self._store._leases:  # else it was ended already
+            if self._held or self._resident or self._arriving or self._wanted:
+                with self._store._changed:
+                    self.end()
+            else:
+                self._store._leases.discard(self)
+        if self._listener is not None:
+            self._listener.left()
+
+    def end(self) -> None:
+        """Gives everything back; called with the lock held."""
+        if self.is_open:
+            self._release(self.pinned())
+        self._held, self._arriving = [], []
+        self._resident.clear()
+        self._wanted.clear()
+        self._store._leases.discard(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store still knows of the lease: it was not ended, nor the store emptied."""
+        return self in self._store._leases
+
+    def hand_over(self) -> None:
+        """Another thread ends the lease."""
+        self._thread = None
+
+    def pinned(self) -> list[ExpertKey]:
+        """The experts that cannot be evicted because of this lease."""
+        return [*self._held, *self._resident, *self._arriving]
+
+    def __iter__(self) -> Iterator[list[tuple[ExpertKey, W]]]:
+        listener = self._listener
+        while True:
+            if listener is not None:
+                listener.asked(self._held)
+            group = self._next_group()
+            if listener is not None:
+                listener.given([key for key, _ in group], waited=self._has_waited)
+            if not group:
+                return
+            yield group
+
+    @property
+    def all_started(self) -> bool:
+        """Whether every expert of the lease is resident or on its way."""
+        return not self._wanted
+
+    @property
+    def will_wait(self) -> bool:
+        """Whether some experts are there already and others are not: time to think is after the
+        first group, while nothing could be computed anyway."""
+        is_partial = bool(self._resident and (self._wanted or self._arriving))
+        return is_partial and not self._streaming
+
+    def _next_group(self) -> list[tuple[ExpertKey, W]]:
+        """Releases the last group, and waits for the next.
+
+        Raises:
+            LeaseEndedError: the lease has ended.
+            MoERuntimeError: an expert could not be read.
+        """
+        store = self._store
+        monitor, self._has_waited = store._changed, False
+        with monitor:
+            if self in store._leases:
+                self._release(self._held)
+                self._held = []
+            while True:
+                if self not in store._leases:
+                    monitor.is_whole = True
+                    raise LeaseEndedError
+                if self._wanted:
+                    self._admit()
+                self._held = self._take_ready()
+                if self._held or not (self._wanted or self._arriving):
+                    break
+                start, self._has_waited = time.perf_counter(), True
+                monitor.wait()
+                store._counters.stall_s += time.perf_counter() - start
+            return self._bind_held()
+
+    def _bind_held(self) -> list[tuple[ExpertKey, W]]:
+        store, found = self._store, list[tuple[ExpertKey, W]]()
+        for key in self._held:
+            entry = store._entries[key]
+            if entry.weights is None:
+                entry.weights = store._bind(key, store._slab.slot(entry.slot))
+            found.append((key, entry.weights))
+        return found
+
+    def _pin_present(self) -> list[ExpertKey]:
+        """Pins what is there or on its way; returns the others."""
+        store, missing = self._store, list[ExpertKey]()
+        counters, touch = store._counters, store._policy.touch
+        for key in self._keys:
+            entry = store._entries.get(key)
+            if entry is None:
+                missing.append(key)
+                continue
+            entry.pins += 1
+            entry.expected = False
+            if entry.guessed:
+                counters.useful_guesses += entry.arrived
+                counters.late_guesses += not entry.arrived
+                entry.guessed = False
+            if entry.arrived and entry.read.error is None:
+                counters.hits += 1
+                self._resident.append(key)
+            else:
+                counters.late_hits += 1
+                store._hasten(key, entry, self._priority)
+                self._arriving.append(key)
+            if key not in store._streamed:
+                touch(key)
+            elif not self._decides_later and not self._streaming:
+                store._keep(key)
+        return missing
+
+    def _release(self, keys: Sequence[ExpertKey]) -> None:
+        store = self._store
+        for key in keys:
+            store._entries[key].pins -= 1
+        for key in keys:
+            entry = store._entries.get(key)
+            if entry is None:  # it made room for another one of the list
+                continue
+            sound = entry.read.error is None
+            if sound and key not in store._streamed:
+                continue
+            if self._decides_later and store._is_idle(key) and sound:
+                store._keep_or_decline(key)
+            store._drop_if_done(key)
+        if keys:
+            store._changed.notify_all()
+
+    def _admit(self) -> None:
+        """Demands what is missing, as far as there are slots."""
+        store = self._store
+        while self._wanted:
+            key = self._wanted[0]
+            entry = store._entries.get(key)
+            if entry is not None:  # another lease asked for it while this one waited for a slot
+                store._hasten(key, entry, self._priority)
+            else:
+                keep = key in self._keep
+                slot = store._take_slot(key, keep=keep and not self._streaming)
+                if slot is None:
+                    return
+                entry = store._start(
+                    key, slot, keep=keep, priority=self._priority, passes=self._streaming
+                )
+            entry.pins += 1
+            self._arriving.append(self._wanted.popleft())
+
+    @property
+    def _priority(self) -> Priority:
+        """What missing experts are read as: it may have changed while a slot was waited for."""
+        return Priority.DEMAND if self._above is None else self._above.priority
+
+    def _take_ready(self) -> list[ExpertKey]:
+        """What may be computed now, whose experts are no longer among those that are waited for."""
+        arrived: list[ExpertKey] = []
+        if self._arriving:
+            entries, arriving = self._store._entries, list[ExpertKey]()
+            for key in self._arriving:
+                (arrived if entries[key].arrived else arriving).append(key)
+            for key in arrived:
+                error = entries[key].read.error
+                if error is not None:
+                    self._store._changed.is_whole = True
+                    try:
+                        raise error
+                    finally:
+                        del error  # its traceback has this frame: a cycle, which keeps the pass
+            self._arriving = arriving
+        if self._streaming:
+            return arrived or ([self._resident.popleft()] if self._resident else [])
+        ready = [*self._resident, *arrived]
+        self._resident.clear()
+        return ready
+
+
+class ExpertStore(Generic[W]):
+    """Slots of one tier, filled on demand, kept by a policy, held by leases.
+
+    All methods may be called from several threads. What a lease yields is valid until the lease
+    asks for more or ends. The content of a slot never depends on when or why it was read, so the
+    store changes when experts are computed, never what is computed.
+
+    Attributes:
+        listener: hears what the store does; None for nothing.
+        is_closed: whether its memory was given up, so that leases are refused.
+    """
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        slab: Slab,
+        policy: LayerShares,
+        bind: Callable[[ExpertKey, torch.Tensor], W],
+        *,
+        stream_slots: int,
+        listener: StoreListener | None = None,
+    ) -> None:
+        """Takes over the fetcher and the slab.
+
+        Args:
+            fetcher: what fills slots.
+            slab: the slots.
+            policy: decides which expert gives up a slot; must hold no key yet.
+            bind: turns a filled slot (``uint8``) into the expert's weights.
+            stream_slots: slots that experts which only pass through may take from the others.
+            listener: hears what the store does.
+        """
+        self.listener = listener
+        self.is_closed = False
+        self._fetcher = fetcher
+        self._slab = slab
+        self._policy = policy
+        self._bind = bind
+        self._stream_slots = max(1, min(stream_slots, slab.num_slots))
+        self._entries: dict[ExpertKey, Entry[W]] = {}
+        self._streamed: set[ExpertKey] = set()  # they only pass through; the policy knows the rest
+        self._free = list(range(slab.num_slots - 1, -1, -1))
+        self._closed: set[int] = set()  # slots without memory, see `resize`
+        self._leases: set[Lease[W]] = set()  # those that are open
+        self._changed = fetcher.changed
+        self._changed.reset = self.reset
+        self._counters = StoreStats()
+        self._guesses_before = 0  # made before the counters were reset, and not judged by then
+        self._link = LinkMeter()
+
+    @property
+    def num_slots(self) -> int:
+        """Experts that the tier holds."""
+        return self._slab.num_slots - len(self._closed)
+
+    def share(self, layer: int) -> int:
+        """Experts of a layer that the tier may hold before the layer has to evict its own."""
+        return self._policy.share(layer)
+
+    def lease(
+        self,
+        keys: Sequence[ExpertKey],
+        *,
+        streaming: bool = False,
+        above: Read | None = None,
+    ) -> Lease[W]:
+        """Holds experts of one layer in their slots while they are used.
+
+        Misses are demanded at once, as far as there are slots; iterating over the lease yields the
+        experts in groups as they become usable.
+
+        Args:
+            keys: the experts, no one twice, those wanted most last.
+            streaming: missing ones pass through a few slots. Those wanted most fill free room; of a
+                lease of more experts than the layer's share they also take the slots of residents
+                that the lease does not use.
+            above: the read of the tier above that the experts are for; its priority is theirs.
+        """
+        return Lease(self, keys, streaming=streaming, above=above)
+
+    def use_resident(
+        self, keys: Sequence[ExpertKey], use: Callable[[list[W]], R | None]
+    ) -> R | None:
+        """Computes from experts of one layer that are all resident: a lease in short.
+
+        The lock is held meanwhile, so that nothing has to be pinned: what is done with the experts
+        should be short, and it must not wait for another thread that uses the store.
+
+        Args:
+            keys: as of a lease.
+            use: is given the experts in the order of the keys; None says that it did not use them.
+
+        Returns:
+            What ``use`` returns, or None where the experts have to be leased.
+        """
+        with self._changed as monitor:
+            if self._streamed or self.listener is not None:
+                return None
+            found: list[W] = []
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is None or entry.weights is None or entry.read.error is not None:
+                    return None
+                found.append(entry.weights)
+            monitor.is_whole = True
+            result = use(found)
+            monitor.is_whole = False
+            if result is not None:
+                policy = self._policy
+                layer = policy if policy.counts_uses else policy.layers[keys[0].layer]
+                for key in keys:
+                    layer.touch(key)
+                self._counters.hits += len(keys)
+            return result
+
+    def end_leases(self) -> None:
+        """Ends leases of this thread that an exception has left open.
+
+        To be called where an exception leaves the outermost function that uses the store.
+        """
+        if self._leases and not self.is_forked:
+            with self._changed:
+                thread = threading.get_ident()
+                for lease in [one for one in self._leases if one._thread == thread]:
+                    lease.end()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that the store belongs to."""
+        return self._changed.is_forked
+
+    def promote(self, key: ExpertKey) -> None:
+        """Serves an expert's read as a demand from now on, if it is under way."""
+        with self._changed:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._hasten(key, entry, Priority.DEMAND)
+
+    def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
+        """Starts reading experts that will probably be leased next, behind all demands.
+
+        Takes free slots only, and no more of them than streaming may use; the rest is ignored.
+        What was read ahead for another layer and has not been leased is given up.
+        """
+        with self._changed:
+            expected_layers = {key.layer for key in keys}
+            for layer in {key.layer for key in self._streamed} - expected_layers:
+                self._forget_expected(layer)
+            for key in keys:
+                if key in self._entries:
+                    continue
+                if not self._free or len(self._streamed) >= self._stream_slots:
+                    return
+                entry = self._start(
+                    key, self._free.pop(), keep=False, priority=Priority.READAHEAD, passes=True
+                )
+                entry.expected = True
+
+    def observe(self, event: Event) -> None:
+        """Tells the policy of a step or of a layer's routing, if it asks to know."""
+        if self._policy.watcher:
+            with self._changed:
+                self._policy.watcher.observe(event)
+
+    def finish(self, sequence: int) -> None:
+        """Tells the policy that a request ended."""
+        if self._policy.watcher:
+            with self._changed:
+                self._policy.watcher.finish(sequence)
+
+    @property
+    def watchers(self) -> Sequence[Watcher]:
+        """Those of the policy that must be told of routing events."""
+        return self._policy.watchers
+
+    @property
+    def decides_later(self) -> bool:
+        """Whether the policy decides after the use what is kept."""
+        return self._policy.may_decline
+
+    def stats(self) -> StoreStats:
+        """The counters so far."""
+        with self._changed:
+            return dataclasses.replace(
+                self._counters, expert_slots=self.num_slots, slot_bytes=self._slab.slot_bytes
+            )
+
+    def reset_stats(self) -> None:
+        """Sets all counters to zero, as after a warm-up."""
+        with self._changed:
+            self._counters = StoreStats()
+            self._guesses_before = self._num_open_guesses()
+
+    def check(self) -> None:
+        """Proves that free, resident and arriving slots make up the tier, each exactly once; that
+        open leases hold the pins; and that every read will end.
+
+        Raises:
+            AssertionError: the entries contradict each other.
+        """
+        with self._changed:
+            entries = self._entries
+            slots = [*self._free, *self._closed, *(entry.slot for entry in entries.values())]
+            assert sorted(slots) == list(range(self._slab.num_slots))
+            kept = entries.keys() - self._streamed
+            assert self._streamed <= entries.keys()
+            assert len(self._policy) == len(kept)
+            assert all(key in self._policy for key in kept)
+            pins = dict.fromkeys(entries, 0)
+            for lease in self._leases:
+                for key in lease.pinned():
+                    pins[key] += 1
+            assert {key: entry.pins for key, entry in entries.items()} == pins
+            arriving = [entry for entry in entries.values() if not entry.arrived]
+            assert all(self._fetcher.is_under_way(entry.read) for entry in arriving)
+            assert self._link.under_way == len(arriving)
+            judged, made = self._counters.judged_guesses, self._counters.guesses
+            assert made + self._guesses_before == judged + self._num_open_guesses()
+            self._policy.check()
+
+    def resize(self, num_slots: int, *, shared_slots: int, stream_slots: int) -> int:
+        """Gives the store another number of slots, over a slab of host memory that it alone uses.
+
+        Experts that are in use or being read keep their slots, and memory for more may not be had:
+        the number may then be another than was asked for, and may be asked for again.
+
+        Args:
+            num_slots: 1 at least.
+            shared_slots: those of them that the layers divide.
+            stream_slots: those of them that experts which only pass through may take.
+
+        Returns:
+            How many it has now.
+        """
+        with self._changed:
+            divide(self._policy, shared_slots)
+            self._stream_slots = max(1, min(stream_slots, num_slots))
+            while self.num_slots > num_slots and self._close_slot():
+                pass
+            while self.num_slots < num_slots and self._closed:
+                self._free.append(self._closed.pop())
+            if self.num_slots < num_slots:
+                self._extend(num_slots - self.num_slots)
+            self._changed.notify_all()
+            return self.num_slots
+
+    def close(self) -> None:
+        """Ends the reads under way, with their data or an error; experts in use live on."""
+        self.is_closed = True
+        self._fetcher.close()
+        if not self.is_forked:
+            with self._changed:
+                self._slab.close()
+                self._bind = _refuse  # the other one may remember views of slots
+                for entry in self._entries.values():
+                    entry.weights = None
+
+    # What follows is called with the lock held.
+
+    def reset(self) -> None:
+        """Empties the store, after an exception may have left its entries anyhow.
+
+        Open leases end with an error. What is being read keeps its slot until the read has ended.
+        """
+        for lease in tuple(self._leases):
+            self._leases.discard(lease)
+            lease.end()
+        entries = self._entries
+        self._entries = {
+            key: Entry(entry.slot, entry.read)
+            for key, entry in entries.items()
+            if not entry.read.ended_s and self._fetcher.is_under_way(entry.read)
+        }
+        self._streamed = {*self._entries}
+        self._policy.restore(())
+        occupied = self._closed.union(entry.slot for entry in self._entries.values())
+        self._free = [n for n in reversed(range(self._slab.num_slots)) if n not in occupied]
+        reads = [entry.read for entry in self._entries.values()]
+        demands = sum(read.priority is Priority.DEMAND for read in reads)
+        self._link.recount(len(reads), demands)
+        self._counters.guesses, self._guesses_before = self._counters.judged_guesses, 0
+        if self.listener is not None:
+            self.listener.was_reset({*self._entries})
+        self._changed.notify_all()
+
+    def _start(
+        self, key: ExpertKey, slot: int, *, keep: bool, priority: Priority, passes: bool = False
+    ) -> Entry[W]:
+        read = Read(priority, partial(self._arrive, key), passes=passes)
+        entry = self._enter(key, slot, read, keep=keep)
+        self._fetcher.fetch(key, self._slab.slot(slot), read)
+        return entry
+
+    def _enter(self, key: ExpertKey, slot: int, read: Read, *, keep: bool) -> Entry[W]:
+        if self.listener is not None:
+            self.listener.read_began(key, read.priority)
+        entry: Entry[W] = Entry(slot, read)
+        self._entries[key] = entry
+        self._policy.insert(key) if keep else self._streamed.add(key)
+        self._link.begin(is_demand=read.priority is Priority.DEMAND)
+        return entry
+
+    def _hasten(self, key: ExpertKey, entry: Entry[W], priority: Priority) -> None:
+        """What was read ahead is waited for, at that priority."""
+        if priority < entry.read.priority and not entry.arrived:
+            self._link.begin_demand()
+            self._fetcher.promote(key, entry.read)
+
+    def _arrive(self, key: ExpertKey, read: Read) -> None:
+        with self._changed:
+            if self.listener is not None:
+                self.listener.read_ended(key, read)
+            entry, counters = self._entries.get(key), self._counters
+            if entry is None or entry.read is not read or entry.arrived:
+                return  # the store was emptied meanwhile
+            entry.arrived, is_demand = True, read.priority is Priority.DEMAND
+            if is_demand:
+                counters.demand_bytes += read.num_bytes
+            else:
+                counters.readahead_bytes += read.num_bytes
+            self._link.end(read.num_bytes, is_demand=is_demand, now_s=read.ended_s)
+            self._drop_if_done(key)
+            self._changed.notify_all()
+
+    def _take_slot(self, incoming: ExpertKey, *, keep: bool) -> int | None:
+        if self._free:
+            return self._free.pop()
+        victim, idle = None, list[ExpertKey]()
+        if self._streamed:
+            idle = [key for key in self._streamed if self._is_idle(key)]
+            victim = next((key for key in idle if not self._entries[key].expected), None)
+        if victim is None and (keep or len(self._streamed) < self._stream_slots):
+            victim = self._victim(incoming)
+        if victim is None:
+            victim = next(iter(idle), None)
+        if victim is None:
+            return None
+        self._counters.evictions += 1
+        self._drop(victim)
+        return self._free.pop()
+
+    def _victim(self, incoming: ExpertKey) -> ExpertKey | None:
+        return cast(ExpertKey | None, self._policy.victim(self._is_idle, incoming))
+
+    def _keep(self, key: ExpertKey) -> None:
+        self._streamed.remove(key)
+        self._policy.insert(key)
+
+    def _drop(self, key: ExpertKey) -> None:
+        if self.listener is not None:
+            self.listener.dropped(key)
+        self._counters.wasted_guesses += self._entries[key].guessed
+        self._streamed.remove(key) if key in self._streamed else self._policy.remove(key)
+        self._free.append(self._entries.pop(key).slot)
+
+    def _keep_or_decline(self, key: ExpertKey) -> None:
+        """Decides after the use whether the policy keeps an expert that passed through."""
+        if self._policy.room(key.layer) == 0:
+            victim = self._policy.victim(self._is_idle, key)
+            if victim is None or self._policy.declines(key, victim):
+                self._policy.decline(key)
+                return
+            self._counters.evictions += 1
+            self._drop(victim)
+        self._keep(key)
+
+    def _keep_most_wanted(self, keys: Sequence[ExpertKey], *, only_free: bool) -> set[ExpertKey]:
+        """Chooses which experts of a streaming lease the policy shall hold from now on.
+
+        They fill the free room of their layer. Where they are more than its share, they also take
+        the slots of residents that the lease does not use, as far as enough are left to stream
+        through. What makes way for them has left, and those that are there are kept.
+
+        Args:
+            keys: of the lease, those wanted most last; what is there of them is pinned.
+            only_free: leaves alone what the last leases streamed through.
+        """
+        policy, layer = self._policy, keys[0].layer
+        newcomers = [key for key in keys if key not in policy]
+        room = policy.room(layer)
+        num_beyond = len(keys) - self.share(layer)
+        if num_beyond <= 0:
+            num_kept = 0 if only_free and len(self._free) <= self._stream_slots else room
+        else:
+            num_used = len(keys) - len(newcomers)
+            num_unused = len(policy.layers[layer]) - num_used
+            streamed = sum(not self._entries[key].expected for key in self._streamed)
+            spare = len(self._free) + streamed - min(num_beyond, self._stream_slots)
+            num_kept = max(0, min(self.share(layer) - num_used, num_unused + spare))
+            self._evict_unused(keys, num_kept - min(room, spare))
+        kept = newcomers[max(0, len(newcomers) - num_kept) :]
+        for key in self._streamed.intersection(kept):
+            self._keep(key)
+        return set(kept)
+
+    def _evict_unused(self, keys: Sequence[ExpertKey], number: int) -> None:
+        in_use = frozenset(keys)
+        for _ in range(number):
+            victim = self._policy.victim_within(
+                keys[0].layer, lambda key: key not in in_use and self._is_idle(key), keys[-1]
+            )
+            if victim is None:  # other leases hold the rest
+                return
+            self._counters.evictions += 1
+            self._drop(victim)
+
+    def _drop_if_done(self, key: ExpertKey) -> None:
+        entry = self._entries[key]
+        failed = entry.read.error is not None
+        passed = key in self._streamed and not (entry.expected or entry.guessed)
+        if (failed or passed) and entry.arrived and entry.pins == 0:
+            self._drop(key)
+
+    def _forget_expected(self, layer: int) -> None:
+        for key in [key for key in self._streamed if key.layer == layer]:
+            self._entries[key].expected = False
+            self._drop_if_done(key)
+
+    def _is_idle(self, key: Hashable) -> bool:
+        entry = self._entries[cast(ExpertKey, key)]
+        return entry.arrived and entry.pins == 0
+
+    def _num_open_guesses(self) -> int:
+        return sum(entry.guessed for entry in self._entries.values())
+
+    def _close_slot(self) -> bool:
+        """Gives up one slot, that of an expert if none is free; says whether one could be."""
+        if not self._free:
+            victim = self._victim_of_resizing()
+            if victim is None:
+                return False
+            self._counters.evictions += 1
+            self._drop(victim)
+        slot = self._free.pop()
+        self._closed.add(slot)
+        give_back(self._slab.slot(slot))
+        return True
+
+    def _victim_of_resizing(self) -> ExpertKey | None:
+        """One that only passes through, else one of the layer furthest above its share."""
+        victim = next(filter(self._is_idle, self._streamed), None)
+        if victim is not None:
+            return victim
+        kept = [key for key in self._entries if key not in self._streamed]
+        surplus = {key.layer: -self._policy.share(key.layer) for key in kept}
+        for key in kept:
+            surplus[key.layer] += 1
+        for layer in sorted(surplus, key=surplus.__getitem__, reverse=True):
+            some = next(key for key in kept if key.layer == layer)
+            victim = self._policy.victim_within(layer, self._is_idle, some)
+            if victim is not None:
+                return victim
+        return None
+
+    def _extend(self, num_slots: int) -> None:
+        """Slots in memory of their own, if it can be had."""
+        slab = self._slab
+        try:
+            memory = aligned_bytes(num_slots * slab.slot_bytes)
+        except CapacityError:
+            return
+        first = slab.num_slots
+        slab._slots[first:] = memory.split(slab.slot_bytes)
+        slab.num_slots += num_slots
+        self._free.extend(range(slab.num_slots - 1, first - 1, -1))
+
+
+def divide(policy: LayerShares, num_slots: int) -> None:
+    """Divides slots evenly, for a start where shares move; a layer that holds more keeps it."""
+    policy._shares = even_shares(num_slots, len(policy.layers))
+    if isinstance(policy, AdaptiveShares):
+        policy._num_slots = num_slots
+
+
+def _refuse(_: ExpertKey, __: torch.Tensor) -> Never:
+    raise MoERuntimeError(CLOSED)
