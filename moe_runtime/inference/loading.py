@@ -51,7 +51,6 @@ from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
 from moe_runtime.inference.learning import KeptLearning, PolicyListener
 from moe_runtime.inference.prediction.predictors import (
-    check_predictor,
     find_gate,
     learned_bytes,
     make_live_estimator,
@@ -528,6 +527,8 @@ def check_names(
     require_known("cache_code", cache_code, CACHE_CODES)
     require_known("activations", activations, ACTIVATIONS)
     if predictor != AUTO:
+        from moe_runtime.lab.traces.learned import check_predictor
+
         check_predictor(predictor)
 
 

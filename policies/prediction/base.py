@@ -7,6 +7,7 @@ layer, K experts that a token visits, D width of a hidden state. An expert id eq
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -191,6 +192,11 @@ class Routes:
             token_ids=self.token_ids[rows],
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         )
+
+
+def is_file_name(predictor: str | Path) -> bool:
+    """Whether a text means the file of a trained predictor rather than a predictor's name."""
+    return isinstance(predictor, Path) or predictor.endswith(".npz") or "/" in predictor
 
 
 def remembered_tokens_bytes(shape: Shape) -> int:

@@ -10,10 +10,8 @@ import numpy as np
 import torch
 
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.lab.traces.learned import check_predictor as check_predictor
-from moe_runtime.lab.traces.learned import is_file_name, read_predictor
 from moe_runtime.policies.prediction import make_estimator
-from moe_runtime.policies.prediction.base import Shape, shape_of
+from moe_runtime.policies.prediction.base import Shape, is_file_name, shape_of
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
@@ -28,6 +26,8 @@ def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Est
         ValueError: no predictor has this name.
     """
     if is_file_name(predictor):
+        from moe_runtime.lab.traces.learned import read_predictor
+
         return read_predictor(predictor, signature)
     return make_estimator(str(predictor), shape_of(signature))
 

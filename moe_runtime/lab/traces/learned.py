@@ -22,7 +22,7 @@ from moe_runtime.lab.traces.format import parse_signature
 from moe_runtime.lab.traces.recent import cached_path
 from moe_runtime.lab.traces.routes import same_model, shown_model
 from moe_runtime.policies.prediction import NEED_TRAINING, PREDICTORS, Estimator
-from moe_runtime.policies.prediction.base import Learner, most_learned_bytes, shape_of
+from moe_runtime.policies.prediction.base import Learner, is_file_name, most_learned_bytes, shape_of
 from moe_runtime.types import ModelSignature
 
 _MAX_HEADER_BYTES = 1 << 16
@@ -93,11 +93,6 @@ def read_predictor(
         return PREDICTORS[header["predictor"]].from_state(shape_of(found), state)
     except ValueError as error:
         raise CheckpointError(f"{archive.path}: the predictor is damaged: {error}") from error
-
-
-def is_file_name(predictor: str | Path) -> bool:
-    """Whether a caller means the file of a trained predictor rather than a predictor's name."""
-    return isinstance(predictor, Path) or predictor.endswith(".npz") or "/" in predictor
 
 
 def check_predictor(predictor: str | Path) -> None:
