@@ -202,7 +202,8 @@ class Endpoints:
             body = parse_body(kind, raw)
         else:
             body = await self._server.prepare(asked, parse_body, kind, raw)
-        fields = body if isinstance(body, GenerationFields) else None
+        found: object = body
+        fields = found if isinstance(found, GenerationFields) else None
         if fields is not None:
             asked.user = (fields.user or fields.safety_identifier or "")[:_MOST_USER]
             options = fields.stream_options
