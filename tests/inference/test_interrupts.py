@@ -1,4 +1,4 @@
-"""After an exception on any line of a pass the model goes on with the same bits."""
+"""After an exception in any call of a pass the model goes on with the same bits."""
 
 import contextlib
 import random
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_checkpoints
 import torch
-from injection import KINDS, Site, StruckThreads, lines_of, raise_on
+from injection import KINDS, Site, StruckThreads, calls_of, raise_on
 from moe_families import Family
 
 import moe_runtime
@@ -24,8 +24,8 @@ PROMPT = torch.tensor([[5, 70, 11, 13]])
 NEXT_TOKEN = torch.tensor([[43]])
 SLOTS = 4
 """Few enough that most experts are read, evicted and waited for."""
-STRIDE = 7
-"""Of the lines of a pass, how many there are for each that is struck."""
+STRIDE = 3
+"""Of the calls of a pass, how many there are for each that is struck."""
 EVERY_PASS = (
     "inference/cpu/attention.py",
     "inference/cpu/fused_attention.py",
@@ -36,11 +36,12 @@ EVERY_PASS = (
     "inference/steps.py",
     "inference/token_limit.py",
 )
-"""Files whose lines a pass runs at least once if an equal pass does, whichever read is quicker."""
-EVERY_MISS = ("memory/changes.py", "memory/lease.py", "memory/residency.py", "memory/source.py")
-"""Files that have lines which every pass with a miss runs, beside lines for what was slow."""
-EVERY_ARRIVAL = ("memory/tier_fetcher.py", "memory/tiers.py", "inference/cache_code.py")
-"""Files whose lines every arrival of an expert in a code runs on its thread."""
+"""Files whose functions a pass calls at least once if an equal pass does, whichever read is
+quicker."""
+EVERY_MISS = ("memory/store.py", "memory/source.py")
+"""Files that have functions which every pass with a miss calls, beside some for what was slow."""
+EVERY_ARRIVAL = ("memory/tiers.py", "inference/cache_code.py")
+"""Files whose functions every arrival of an expert in a code calls on its thread."""
 
 
 @torch.no_grad()
@@ -89,12 +90,12 @@ class Trial:
         self.model = model
         self.expected = run(model)
         self._begin = _backward if backward else _forward
-        self.sites = lines_of(self._begin(model))
+        self.sites = calls_of(self._begin(model))
         self._other = ThreadPoolExecutor(1)
         self.struck: set[Site] = set()
 
     def strike(self, site: Site, occurrence: int, kind: type[BaseException]) -> None:
-        """The first time where the line is not run so often this time."""
+        """The first time where the function is not called so often this time."""
         for number in dict.fromkeys((occurrence, 1)):
             if raise_on(site, number, kind, self._begin(self.model)):
                 self.struck.add(site)
@@ -115,7 +116,7 @@ class Trial:
         return True
 
     def require_struck(self, sites: Iterable[Site], files: Sequence[str]) -> None:
-        """Every one of these lines was struck that is certain to run, and some of each file."""
+        """Every one of these was struck that is certain to be called, and some of each file."""
         certain = {site for site in sites if str(site).startswith(EVERY_PASS)}
         assert certain
         assert certain <= self.struck, sorted(map(str, certain - self.struck))
@@ -129,7 +130,7 @@ class Trial:
 
 
 def is_stateful(site: Site) -> bool:
-    """Whether a line is one of those that change what later calls find; kernels compute only."""
+    """Whether a function is one that changes what later calls find; kernels compute only."""
     return str(site).startswith(("inference/", "memory/", "policies/", "lab/"))
 
 
@@ -137,10 +138,10 @@ def is_stateful(site: Site) -> bool:
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, STRIDE))]
 )
-def test_an_exception_on_every_seventh_line_leaves_nothing_behind(
+def test_an_exception_in_every_third_call_leaves_nothing_behind(
     checkpoint: Path, first: int
 ) -> None:
-    """Lines of all parts; `make test-long` strikes those between them too."""
+    """Of all parts; `make test-long` strikes those between them too."""
     trial = Trial(load(checkpoint, prefetch="enforce"))
     sites = [site for site in trial.sites if is_stateful(site)][first::STRIDE]
     generator = random.Random(first)
@@ -155,24 +156,24 @@ def test_an_exception_on_every_seventh_line_leaves_nothing_behind(
 def test_an_exception_in_a_layer_whose_experts_are_resident_leaves_nothing_behind(
     checkpoint: Path,
 ) -> None:
-    """Where experts are used without being leased, on every second line and in every way."""
+    """Where experts are used without being leased, in every call and in every way."""
     trial = Trial(moe_runtime.load(checkpoint, device="cpu", host_memory="1GiB", max_tokens=64))
     holding = ("inference/expert_layer.py", "memory/", "policies/eviction/")
     sites = [site for site in trial.sites if str(site).startswith(holding)]
     if native_library() is not None:
-        assert not any(str(site).startswith("memory/lease.py") for site in sites)
-    for number, site in enumerate(sites[::2]):
+        assert not any(site.code.co_qualname.startswith("Lease.") for site in sites)
+    for number, site in enumerate(sites):
         trial.strike(site, 1 + number % trial.sites[site], KINDS[number % len(KINDS)])
-    assert trial.struck == set(sites[::2])
+    assert trial.struck == set(sites)
     trial.close()
 
 
 @pytest.mark.usefixtures("_two_threads")
 def test_an_exception_in_a_backward_pass_leaves_nothing_behind(checkpoint: Path) -> None:
-    """A third of the lines where experts are held and let go of; `make test-long` strikes all."""
+    """Where experts are held and released; `make test-long` strikes all."""
     trial = Trial(load(checkpoint), backward=True)
-    holding = ("inference/expert_", "memory/lease.py", "memory/changes.py")
-    sites = [site for site in trial.sites if str(site).startswith(holding)][::3]
+    holding = ("inference/expert_", "memory/store.py")
+    sites = [site for site in trial.sites if str(site).startswith(holding)]
     generator = random.Random(0)
     for number, site in enumerate(sites):
         times = trial.sites[site]
@@ -194,7 +195,7 @@ def coded(tmp_path: Path) -> Any:
 
 
 def strike_arrivals(model: Any, places: tuple[str, ...]) -> None:
-    """Strikes lines of these files on the threads that encode arrivals, each some time."""
+    """Strikes calls of these files on the threads that encode arrivals, each some time."""
     fetcher = model.moe._store._fetcher
     fetcher._copy = copy = StruckThreads(fetcher._copy)
     with copy.listed():
@@ -221,14 +222,14 @@ def test_exceptions_where_experts_are_encoded_on_their_way(coded: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_two_threads")
-def test_exceptions_on_any_line_of_an_arrival_that_is_encoded(coded: Any) -> None:
+def test_exceptions_in_any_call_of_an_arrival_that_is_encoded(coded: Any) -> None:
     strike_arrivals(coded, ("",))
 
 
 @pytest.mark.usefixtures("_two_threads")
 def test_an_exception_where_two_tiers_are_asked_leaves_nothing_behind(coded: Any) -> None:
     trial = Trial(coded)
-    sites = [site for site in trial.sites if str(site).startswith("memory/tier_fetcher.py")]
+    sites = [site for site in trial.sites if str(site).startswith("memory/tiers.py")]
     for number, site in enumerate(sites):
         trial.strike(site, 1 + number % min(trial.sites[site], 4), KINDS[number % len(KINDS)])
     assert sites[0] in trial.struck  # others where a read is slower

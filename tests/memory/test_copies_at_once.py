@@ -7,8 +7,6 @@ from unittest.mock import patch
 from device_tiers import Tiers
 from fake_tier import keys
 
-from moe_runtime.memory.store import Lease
-
 
 def lacks_a_slot(tiers: Tiers, number: int) -> bool:
     """Whether so many leases of the host's tier wait for a slot."""

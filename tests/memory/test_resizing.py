@@ -9,8 +9,8 @@ import torch
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, keys, make_store, use
 
 from moe_runtime.errors import CapacityError
-from moe_runtime.memory.slab import Slab
 from moe_runtime.memory import store as store_module
+from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.policies.eviction.adaptive_shares import AdaptiveShares

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 

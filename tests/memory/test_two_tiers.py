@@ -1,6 +1,5 @@
 """Two tiers over reads that end when a test says so: what is demanded waits for nothing else."""
 
-import contextlib
 import gc
 import threading
 import time
