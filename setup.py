@@ -250,12 +250,7 @@ if __name__ == "__main__":
                 depends=sorted(str(path) for path in SOURCES.rglob("*.h")),
                 optional=True,
             ),
-            Extension(
-                REPLAY,
-                sources=[str(REPLAY_SOURCE)],
-                depends=[str(REPLAY_SOURCE.with_name("replay_cache.h"))],
-                optional=True,
-            ),
+            Extension(REPLAY, sources=[str(REPLAY_SOURCE)], optional=True),
         ],
         cmdclass={
             "bdist_wheel": Wheel,

@@ -25,10 +25,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.interrupts import run_script
-from harness.suite_results import save_results
-
-from moe_runtime.bench.results import Metric
+from moe_runtime.benchmarks.harness.interrupts import run_script
+from moe_runtime.benchmarks.harness.suite_results import save_results
+from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import LIVE_POLICIES

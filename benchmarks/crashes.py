@@ -29,15 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.arguments import positive, present_folder
-from harness.suite_results import save_results
 from torch import Tensor, nn
 
 from moe_runtime import AdamW, MoELayer, offload_training
-from moe_runtime.bench.results import Metric
+from moe_runtime.benchmarks.harness.arguments import positive, present_folder
+from moe_runtime.benchmarks.harness.suite_results import save_results
+from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.files import write_atomically
-from moe_runtime.training.offload.states import disk
-from moe_runtime.training.offload.states.record_file import RecordFile
+from moe_runtime.training.offload import disk
+from moe_runtime.training.offload.disk import RecordFile
 
 STEPS = 12
 COUNTED = ("kills", "power_cuts", "blocks_lost", "runs", "beginnings")

@@ -34,7 +34,8 @@ from typing import Any
 
 import psutil
 import torch
-from gpu_parts.device_decoding import (
+
+from moe_runtime.benchmarks.gpu_parts.device_decoding import (
     MEMORY,
     Answer,
     Prompts,
@@ -48,16 +49,20 @@ from gpu_parts.device_decoding import (
     prefill_tokens_per_s,
     prepare_generation,
 )
-from gpu_parts.device_lines import decode_line
-from gpu_parts.device_rates import Rates, measure_rates
-from gpu_parts.gpu_results import GpuResults, add_options, lacks_gpu
-from harness.arguments import positive
-from harness.drawn_checkpoints import DEVICE_SHAPES, active_bytes, drawn_checkpoint, shape_of
-from harness.interrupts import run_script
-from harness.profiled import profiled
-
-from moe_runtime.bench.results import Metric
-from moe_runtime.bench.synthetic.model_shapes import ModelShape
+from moe_runtime.benchmarks.gpu_parts.device_lines import decode_line
+from moe_runtime.benchmarks.gpu_parts.device_rates import Rates, measure_rates
+from moe_runtime.benchmarks.gpu_parts.gpu_results import GpuResults, add_options, lacks_gpu
+from moe_runtime.benchmarks.harness.arguments import positive
+from moe_runtime.benchmarks.harness.drawn_checkpoints import (
+    DEVICE_SHAPES,
+    active_bytes,
+    drawn_checkpoint,
+    shape_of,
+)
+from moe_runtime.benchmarks.harness.interrupts import run_script
+from moe_runtime.benchmarks.harness.profiled import profiled
+from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
 from moe_runtime.files import write_text
 
 PEER, PEER_EXPERTS = "transformers", ("grouped_mm", "moe_runtime")

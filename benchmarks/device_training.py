@@ -21,16 +21,21 @@ from typing import Any
 
 import psutil
 import torch
-from gpu_parts.device_decoding import MEMORY, device_memory
-from gpu_parts.device_rates import Rates, measure_rates, wait_for
-from gpu_parts.gpu_results import GpuResults, Repetitions, add_options, lacks_gpu
-from harness.arguments import positive
-from harness.drawn_checkpoints import drawn_checkpoint, shape_of
-from harness.interrupts import run_script
-from harness.profiled import profiled
 
-from moe_runtime.bench.results import Metric
-from moe_runtime.bench.texts import language_reference
+from moe_runtime.benchmarks.gpu_parts.device_decoding import MEMORY, device_memory
+from moe_runtime.benchmarks.gpu_parts.device_rates import Rates, measure_rates, wait_for
+from moe_runtime.benchmarks.gpu_parts.gpu_results import (
+    GpuResults,
+    Repetitions,
+    add_options,
+    lacks_gpu,
+)
+from moe_runtime.benchmarks.harness.arguments import positive
+from moe_runtime.benchmarks.harness.drawn_checkpoints import drawn_checkpoint, shape_of
+from moe_runtime.benchmarks.harness.interrupts import run_script
+from moe_runtime.benchmarks.harness.profiled import profiled
+from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.synthetic.texts import language_reference
 from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text
 from moe_runtime.training.config_tree import build_tree

@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness.arguments import positive
-from harness.suite_results import save_results
 from transformers import AutoTokenizer
 
 import moe_runtime
-from moe_runtime.bench.results import Metric
+from moe_runtime.benchmarks.harness.arguments import positive
+from moe_runtime.benchmarks.harness.suite_results import save_results
+from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.research.elastic import (
     ChangeReport,

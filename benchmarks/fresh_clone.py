@@ -31,11 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.arguments import present_folder
-from harness.interrupts import run_script
-from harness.suite_results import ROOT, save_results
-
-from moe_runtime.bench.results import Metric
+from moe_runtime.benchmarks.harness.arguments import present_folder
+from moe_runtime.benchmarks.harness.interrupts import run_script
+from moe_runtime.benchmarks.harness.suite_results import ROOT, save_results
+from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes
 
 METRICS = {

@@ -22,14 +22,14 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from gpu_parts.gpu_results import GpuResults, add_options, lacks_gpu
-from gpu_parts.kernel_aims import OURS, PEER, note_aims
-from gpu_parts.kernel_products import measure_products
-from gpu_parts.packed_products import measure_packed
-from harness.interrupts import run_script
 from torch import Tensor
 
-from moe_runtime.bench.results import Metric
+from moe_runtime.benchmarks.gpu_parts.gpu_results import GpuResults, add_options, lacks_gpu
+from moe_runtime.benchmarks.gpu_parts.kernel_aims import OURS, PEER, note_aims
+from moe_runtime.benchmarks.gpu_parts.kernel_products import measure_products
+from moe_runtime.benchmarks.gpu_parts.packed_products import measure_packed
+from moe_runtime.benchmarks.harness.interrupts import run_script
+from moe_runtime.benchmarks.suite.results import Metric
 
 BYTES = 2  # of a bf16 number
 # A loop over experts: with many tokens it takes long, and nobody would choose it.

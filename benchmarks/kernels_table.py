@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from readme_table import ROOT, replaced
-
+from moe_runtime.benchmarks.readme_table import ROOT, replaced
 from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text
 

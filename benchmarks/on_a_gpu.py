@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from gpu_parts.timed_parts import Part, run_parts
 
+from moe_runtime.benchmarks.gpu_parts.timed_parts import Part, run_parts
 from moe_runtime.kernels.grouped_gemm.table import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.arguments import at_least, new_file
-from harness.suite_results import save_results
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from moe_runtime.bench.results import Metric
+from moe_runtime.benchmarks.harness.arguments import at_least, new_file
+from moe_runtime.benchmarks.harness.suite_results import save_results
+from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.lab.simulate.layer_simulation import LayerSchedule, LayerWorkload, predict_layer
-from moe_runtime.lab.simulate.machine_file import write_machine
+from moe_runtime.lab.simulate.scaling import write_machine
 from moe_runtime.parallel import (
     ExpertSlots,
     FlatTransport,
@@ -44,9 +44,8 @@ from moe_runtime.parallel import (
     dispatch,
     expert_parallel,
 )
-from moe_runtime.planning.cluster import Cluster, Link, fit_link
-from moe_runtime.planning.placement import place_experts
-from moe_runtime.policies.placement import Devices, RoutingProfile
+from moe_runtime.parallel.cluster import Cluster, Link, fit_link
+from moe_runtime.policies.placement import Devices, RoutingProfile, place_experts
 from moe_runtime.routing import Routing
 
 DIM, HIDDEN, NUM_EXPERTS, TOP_K, NUM_TOKENS = 512, 512, 16, 2, 1024

@@ -35,12 +35,12 @@ from typing import Any, cast
 import httpx2
 import numpy as np
 import psutil
-from harness.arguments import present_folder
-from harness.soak_clients import MODEL, Client, Tally
-from harness.suite_results import save_results
 from scipy.stats import theilslopes
 
-from moe_runtime.bench.results import Metric
+from moe_runtime.benchmarks.harness.arguments import present_folder
+from moe_runtime.benchmarks.harness.soak_clients import MODEL, Client, Tally
+from moe_runtime.benchmarks.harness.suite_results import save_results
+from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes, parse_bytes
 from moe_runtime.files import write_text
 from moe_runtime.models.pocket import pocket_path

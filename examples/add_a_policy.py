@@ -17,8 +17,7 @@ from moe_runtime.lab.traces import read_trace
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K
-from moe_runtime.policies.eviction.rules.lfu import LFU
-from moe_runtime.policies.eviction.rules.lru import LRU
+from moe_runtime.policies.eviction.classic import LFU, LRU
 
 
 class FirstIn(EvictionPolicy[K]):

@@ -7,8 +7,9 @@ Importing this package is cheap: public names are resolved on first use, so neit
 transformers is imported before it is needed.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from moe_runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from moe_runtime.errors import CapacityError as CapacityError
@@ -21,30 +22,23 @@ if TYPE_CHECKING:
     )
     from moe_runtime.inference.loading import load as load
     from moe_runtime.layer import MoELayer as MoELayer
-    from moe_runtime.research.zeroth_order.directions import ZerothOrder as ZerothOrder
-    from moe_runtime.research.zeroth_order.training import (
-        offload_zeroth_order as offload_zeroth_order,
-    )
+    from moe_runtime.training.offload.adamw import AdamW as AdamW
     from moe_runtime.training.offload.offloading import offload_training as offload_training
-    from moe_runtime.training.offload.optimizers.adamw import AdamW as AdamW
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            ".errors": "CapacityError CheckpointError MoERuntimeError UnsupportedModelError "
+            "UnsupportedUseError",
+            ".inference.hugging_face.backend": "register_with_transformers",
+            ".inference.loading": "load",
+            ".layer": "MoELayer",
+            ".training.offload.offloading": "offload_training",
+            ".training.offload.adamw": "AdamW",
+        },
+    )
 
 __version__ = "0.1.0"
-
-# Public name -> the module that defines it.
-_MODULES = {
-    "AdamW": "moe_runtime.training.offload.optimizers.adamw",
-    "CapacityError": "moe_runtime.errors",
-    "CheckpointError": "moe_runtime.errors",
-    "MoELayer": "moe_runtime.layer",
-    "MoERuntimeError": "moe_runtime.errors",
-    "UnsupportedModelError": "moe_runtime.errors",
-    "UnsupportedUseError": "moe_runtime.errors",
-    "ZerothOrder": "moe_runtime.research.zeroth_order.directions",
-    "register_with_transformers": "moe_runtime.inference.hugging_face.backend",
-    "load": "moe_runtime.inference.loading",
-    "offload_training": "moe_runtime.training.offload.offloading",
-    "offload_zeroth_order": "moe_runtime.research.zeroth_order.training",
-}
 
 __all__ = [
     "AdamW",
@@ -54,22 +48,10 @@ __all__ = [
     "MoERuntimeError",
     "UnsupportedModelError",
     "UnsupportedUseError",
-    "ZerothOrder",
     "load",
     "offload_training",
-    "offload_zeroth_order",
     "register_with_transformers",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module that defines a public name when the name is first used (PEP 562)."""
-    module = _MODULES.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(module), name)
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import write_text
-from moe_runtime.reading import open_regular, read_bounded
+from moe_runtime.files import open_regular, read_bounded, write_text
 
 ZIP_DAMAGE = (
     zipfile.BadZipFile,

@@ -1,60 +1,352 @@
-"""Files that are either whole or as they were, whatever happens while they are written.
+"""Files and folders that people name: read within bounds, written whole or not at all.
 
-An output is written beside its place, as ``NAME.<8 hex digits>.partial``, or ``NAME.part`` while it
-grows over minutes; it is flushed to the disk and renamed. Links are followed and stay links. What
-is no regular file (a device, a pipe, an open descriptor) is written straight into.
-
-A process holds what it writes beside its place by a lock (``flock``) that ends with the process, so
-that what a killed one left can be told from what a living one is writing; process numbers, which
-are used again, cannot tell that.
+A new version of a file or folder lies beside it, as ``NAME.<8 hex digits>.partial``, until it is
+whole; it is flushed to the disk and renamed. An output that grows over minutes lies at
+``NAME.part``, where it can be read. Links are followed and stay links; devices and pipes are
+refused. A process locks what it writes (``flock``). The lock ends with the process, so the next
+writer can tell what a killed process left from what a living one is writing.
 """
 
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
 import time
+import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_failure, named_file
-from moe_runtime.file_names import (
-    PARTIAL_SUFFIX,
-    draft_of,
-    interrupted_of,
-    partial_name,
-    partials_of,
-)
-from moe_runtime.places import (
-    is_at,
-    is_folder_name,
-    open_directly,
-    place_of,
-    require_replaceable,
-    require_right,
-    writes_directly,
-)
 
+PARTIAL_SUFFIX = ".partial"
+DRAFT_SUFFIX = ".part"
 _OURS = re.compile(rf"(.+\.([0-9a-f]{{8}}|\d+|shards)|model){re.escape(PARTIAL_SUFFIX)}")
-NO_LOCKS = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
-"""What filesystems without locks say."""
-_NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
+_MOST_NAME_BYTES, _SUFFIX_BYTES = 255, len(".interrupted-0000")
+_MAX_TOML_BYTES = 1 << 20
 _PROBE_BYTES = 1 << 12
 _LOOKING_S = 1e-3
+_NO_LOCKS = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
+_NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
+"""What filesystems say that lack the call."""
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a regular file for reading; a link is followed.
+
+    Raises:
+        OSError: it cannot be opened, or is a folder, pipe, socket or device.
+    """
+    # Without O_NONBLOCK the open call would wait for a pipe's writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise _is_folder(path)
+        found = "is a pipe, socket or device, expected a regular file"
+        raise OSError(errno.EINVAL, found, str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bounded(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
+    """Reads a regular file.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or has more than ``max_bytes``.
+    """
+    with open_regular(path) as file:
+        return read_stream(file, str(path), max_bytes=max_bytes)
+
+
+def read_stream(file: BinaryIO, name: str, *, max_bytes: int) -> bytes:
+    """Reads a stream to its end.
+
+    Raises:
+        OSError: it cannot be read, or has more than ``max_bytes``; the error has the name.
+    """
+    with named_file(name):
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        found = f"larger than {format_bytes(max_bytes)}, the most that is read"
+        raise OSError(errno.EFBIG, found, name)
+    return content
+
+
+def decode_text(raw: bytes, encoding: str = "utf-8") -> str:
+    """The text of a file's bytes with line feeds as line ends, as `Path.read_text` gives it.
+
+    Raises:
+        UnicodeDecodeError: the bytes are no text of this encoding.
+    """
+    return raw.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a TOML file.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger than a mebibyte.
+        ValueError: it is not TOML.
+    """
+    content = read_bounded(path, max_bytes=_MAX_TOML_BYTES)
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a TOML file: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not a TOML file: nested too deeply") from None
+
+
+def at_home(name: str) -> str:
+    """A name with ``~`` or ``~user`` at its beginning replaced by that home folder.
+
+    Shells do so with words, but not with ``--output=~/x`` nor in files. ``./~`` stays.
+
+    Raises:
+        ValueError: there is no such user, or no home folder.
+    """
+    path = os.path.expanduser(name)
+    if path.startswith("~"):
+        user = path.partition("/")[0]
+        raise ValueError(f"{name}: no home folder {user} is known; ./{name} is a name that has a ~")
+    return path
+
+
+def draft_of(path: str | os.PathLike[str]) -> Path:
+    """Where an output lies while it grows: beside the file that its name leads to."""
+    return beside(Path(os.path.realpath(path)), DRAFT_SUFFIX)
+
+
+def partial_name(place: Path, token: str | None = None) -> Path:
+    """A name beside a file or folder for a new version of it; the token is random when omitted."""
+    return beside(place, f".{token or secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+
+
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """The regular file that a name leads to, there or not.
+
+    Raises:
+        OSError: it stands for a folder, a device, a pipe or an open descriptor, or its links lead
+            in a circle.
+    """
+    place = Path(os.path.realpath(path))
+    if _is_folder_name(path) or place.is_dir():
+        raise _is_folder(path)
+    try:
+        found = os.stat(place)
+    except (FileNotFoundError, NotADirectoryError):
+        return place
+    is_open = os.path.abspath(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))
+    if not stat.S_ISREG(found.st_mode) or is_open:
+        reason = "is a device, pipe or open stream, expected the name of a file"
+        raise OSError(errno.EINVAL, reason, os.fspath(path))
+    return place
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether a name still stands for an open file, which may have been removed or replaced."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def beside(place: Path, suffix: str) -> Path:
+    """A name beside a file or folder; a hash replaces its end where the suffix has no room."""
+    raw = os.fsencode(place.name)
+    if len(raw) + _SUFFIX_BYTES <= _MOST_NAME_BYTES:
+        return place.with_name(place.name + suffix)
+    mark = f"~{hashlib.sha256(raw).hexdigest()[:8]}"
+    begin = raw[: _MOST_NAME_BYTES - _SUFFIX_BYTES - len(mark)].decode(errors="ignore")
+    return place.with_name(begin + mark + suffix)
+
+
+def versions_of(place: Path, suffix: str = PARTIAL_SUFFIX) -> list[Path]:
+    """The versions that lie beside a file or folder; none where the folder cannot be listed."""
+    ours = re.compile(rf"{re.escape(beside(place, '').name)}\.[0-9a-f]{{8}}{re.escape(suffix)}")
+    try:
+        names = os.listdir(place.parent)
+    except PermissionError:
+        return []
+    return sorted(place.parent / name for name in names if ours.fullmatch(name))
+
+
+def _is_folder_name(path: str | os.PathLike[str]) -> bool:
+    """Whether a name is written as a folder's, ``out/`` or ``out/.``; a `Path` loses this."""
+    return os.path.basename(path) in ("", ".")
+
+
+def _is_folder(path: str | os.PathLike[str]) -> IsADirectoryError:
+    return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+
+
+def require_file_name(name: str | os.PathLike[str], what: str) -> None:
+    """Refuses a text that cannot name an output file.
+
+    Args:
+        name: as it was given.
+        what: the option or key, for the message.
+
+    Raises:
+        ValueError: it is empty, a folder's name, or ``-``.
+    """
+    if not os.fspath(name):
+        raise ValueError(f"{what}: is empty, expected the name of a file")
+    if os.fspath(name) == "-":
+        raise ValueError(
+            f"{what} -: expected the name of a file; outputs do not go to standard output "
+            "(./- names a file of that name)"
+        )
+    if _is_folder_name(name):
+        raise ValueError(f"{what} {name}: is a folder, expected the name of a file")
+
+
+def require_not_read(
+    output: str | os.PathLike[str] | None,
+    what: str,
+    inputs: Iterable[str | os.PathLike[str] | None],
+) -> None:
+    """Refuses an output that would replace one of the files that the same work reads.
+
+    Args:
+        output: the file to write; None, an absent file or a device passes.
+        what: the output's name in messages.
+        inputs: files that are read, links followed; None and absent files are skipped.
+
+    Raises:
+        ValueError: the output is one of them.
+    """
+    if output is None or not os.path.isfile(output):
+        return
+    for read in inputs:
+        if read is not None and os.path.isfile(read) and os.path.samefile(output, read):
+            raise ValueError(
+                f"{output}: the {what} would replace {read}, which is read here; name another file"
+            )
+
+
+def require_apart(
+    first: str | os.PathLike[str], second: str | os.PathLike[str], names: tuple[str, str]
+) -> None:
+    """Refuses two outputs of the same work that share a file or a draft.
+
+    Raises:
+        ValueError: they do; the message has their ``names``.
+    """
+    places = [{draft_of(path), Path(os.path.realpath(path))} for path in (first, second)]
+    if places[0] & places[1]:
+        raise ValueError(
+            f"{names[0]} and {names[1]} must be different files, and neither the other's name with "
+            f"{DRAFT_SUFFIX}, where that grows; got {first} and {second}"
+        )
+
+
+def require_replaceable(place: Path) -> None:
+    """Refuses a file or folder, links followed, that a new one could not replace.
+
+    Raises:
+        OSError: something is mounted there, or only its owner may replace it.
+    """
+    if not os.path.lexists(place):
+        return
+    if place in mount_points():
+        reason = "is a mount point, so nothing can take its place; name one in a mounted folder"
+        raise OSError(errno.EBUSY, reason, str(place))
+    folder, user = os.stat(place.parent), os.geteuid()
+    if folder.st_mode & stat.S_ISVTX and user not in (0, folder.st_uid, os.stat(place).st_uid):
+        reason = "belongs to another user, and its folder lets owners alone replace what is theirs"
+        raise PermissionError(errno.EPERM, reason, str(place))
+
+
+def mount_points() -> set[Path]:
+    """Files and folders on which something is mounted; none where the system does not tell."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return set()
+    names = (line.split()[4].decode("unicode_escape").encode("latin-1") for line in lines)
+    return {Path(os.fsdecode(name)) for name in names}
+
+
+def check_output_path(path: str | os.PathLike[str], what: str) -> None:
+    """Refuses a place where no file could be written; an existing file stays as it is.
+
+    Raises:
+        CheckpointError: it is a folder, or it or its folder is missing, full or not writable.
+    """
+    if _is_folder_name(path) or os.path.isdir(path):
+        raise CheckpointError(f"{path}: is a folder, expected the name of a {what} file")
+    with named_failure(path, what):
+        place = place_of(path)
+        if not place.parent.is_dir():
+            reason = f"there is no folder {place.parent}"
+            raise CheckpointError(f"{path}: the {what} cannot be written: {reason}")
+        probe = OutputFile(place)
+        try:
+            probe.file.write(bytes(_PROBE_BYTES))
+            probe.file.flush()
+        finally:
+            probe.discard()
+
+
+def check_output_folder(folder: str | os.PathLike[str], what: str) -> None:
+    """Refuses a folder, there or not, in which nothing could be written; makes nothing.
+
+    Raises:
+        CheckpointError: it or a folder above it is a file, full or not writable.
+    """
+    there = Path(os.path.realpath(folder))
+    with named_failure(folder, what):
+        while not os.path.lexists(there):
+            there = there.parent
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder", str(folder))
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+
+
+def check_draft_path(path: str | os.PathLike[str], what: str) -> None:
+    """Refuses a place where no output could grow, and renames what a killed process left of one.
+
+    Warns with its new name (``MoERuntimeWarning``).
+
+    Raises:
+        CheckpointError: as `check_output_path`, or another process is writing it.
+    """
+    check_output_path(path, what)
+    with named_failure(path, what):
+        keep_interrupted(path)
+
+
+def check_not_in_progress(path: str | os.PathLike[str], what: str) -> None:
+    """Refuses an output that a living process is writing.
+
+    Raises:
+        CheckpointError: one does.
+    """
+    with (
+        named_failure(path, what),
+        contextlib.suppress(FileNotFoundError),
+        held(draft_of(path), fcntl.LOCK_SH),
+    ):
+        pass
 
 
 @contextlib.contextmanager
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a file for writing that takes its name only once all of it is on the disk.
 
-    When the ``with`` block fails, the partial file is removed and an older file of the name stays
-    as it was. A new file gets the older one's permissions, and its owner where that is allowed.
+    When the ``with`` block fails, the partial file is removed and an older file of the name stays.
+    A new file gets the older one's permissions, and its owner where that is allowed.
 
     Args:
         path: the file; its folder must exist (`make_folders`).
@@ -81,72 +373,13 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         file.write(text.encode())
 
 
-def check_output_path(path: str | os.PathLike[str], what: str) -> None:
-    """Refuses a place where no file could be written; for callers who work for minutes first.
-
-    What is there stays as it is: a file is made beside it and removed.
-
-    Raises:
-        CheckpointError: it is a folder, or it or its folder is missing, full or not writable.
-    """
-    if is_folder_name(path) or os.path.isdir(path):
-        raise CheckpointError(f"{path}: is a folder, expected the name of a {what} file")
-    with named_failure(path, what):
-        place = place_of(path)
-        if place is None:
-            require_right(path)
-            if stat.S_ISCHR(os.stat(path).st_mode):  # a full device says so to no bytes, too
-                with os.fdopen(open_directly(path), "wb", buffering=0) as device:
-                    device.write(b"")
-            return
-        if not place.parent.is_dir():
-            reason = f"there is no folder {place.parent}"
-            raise CheckpointError(f"{path}: the {what} cannot be written: {reason}")
-        probe = OutputFile(place)
-        try:
-            probe.file.write(bytes(_PROBE_BYTES))
-            probe.file.flush()
-        finally:
-            probe.discard()
-
-
-def check_output_folder(folder: str | os.PathLike[str], what: str) -> None:
-    """Refuses a folder, there or not, in which nothing could be written; nothing is made.
-
-    Raises:
-        CheckpointError: something else has its name or that of a folder above it, or the last one
-            that is there is full or not writable.
-    """
-    there = Path(os.path.realpath(folder))
-    with named_failure(folder, what):
-        while not os.path.lexists(there):
-            there = there.parent
-        if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder", str(folder))
-        with tempfile.TemporaryFile(dir=there) as probe:
-            probe.write(bytes(_PROBE_BYTES))
-
-
-def check_draft_path(path: str | os.PathLike[str], what: str) -> None:
-    """Refuses a place where no output could grow, and keeps what a killed process left of one.
-
-    Warns with that one's new name (``MoERuntimeWarning``).
-
-    Raises:
-        CheckpointError: as `check_output_path`, or another process is writing it.
-    """
-    check_output_path(path, what)
-    with named_failure(path, what):
-        keep_interrupted(path)
-
-
 class OutputFile:
-    """A file beside the place of an output, which it takes when it is whole.
+    """A new version of a file, which takes its place when it is whole.
 
     Args:
-        path: the output; its folder must exist. A device or a pipe is written straight into.
-        is_draft: gives the file the one name ``NAME.part``, for an output that grows while it can
-            already be read, and that is kept if the process is killed.
+        path: the output; its folder must exist.
+        is_draft: names the file ``NAME.part``, for an output that grows while it can already be
+            read, and that is kept if the process is killed.
 
     Attributes:
         file: to write to.
@@ -160,24 +393,21 @@ class OutputFile:
 
     def __init__(self, path: str | os.PathLike[str], *, is_draft: bool = False) -> None:
         self._place = place = place_of(path)
-        self._beside: Path | None = None
-        if place is None:
-            self.file = os.fdopen(open_directly(path), "wb")
-            return
         if os.path.lexists(place):
-            require_right(place)
+            if not os.access(place, os.W_OK):
+                raise PermissionError(errno.EACCES, "no right to write to it", str(place))
             require_replaceable(place)
         if is_draft:
             keep_interrupted(path)
-            self._beside = draft_of(path)
+            self._beside: Path | None = draft_of(path)
         else:
-            for left in partials_of(place):
+            for left in versions_of(place):
                 remove_unless_held(left)
             self._beside = partial_name(place)
         self.file = _new_held(self._beside)
 
     def finish(self) -> None:
-        """Brings the content to the disk and puts the file in its place.
+        """Flushes the content to the disk and puts the file in its place.
 
         Warns (``MoERuntimeWarning``) where the file is in its place, but a power cut could still
         bring the older one back.
@@ -186,22 +416,22 @@ class OutputFile:
             OSError: that fails; the older file is as it was.
         """
         self.file.flush()
-        if self._place is not None and self._beside is not None:
+        if self._beside is not None:
             copy_rights(self._place, self.file.fileno())
             os.fsync(self.file.fileno())
             os.replace(self._beside, self._place)
             self._beside = None
-            sync_name(self._place)
+            sync_folder(self._place.parent)
         self.file.close()
 
     def write_at(self, offset: int, data: bytes) -> int:
-        """Writes data where the good content ends; what a failed call left behind it goes.
+        """Writes data where the good content ends, over what a failed call left there.
 
         Returns:
             Where the content ends now. The operating system has it.
         """
         descriptor = self.file.fileno()
-        if self._beside is not None and os.fstat(descriptor).st_size != offset:
+        if os.fstat(descriptor).st_size != offset:
             os.ftruncate(descriptor, offset)
             os.lseek(descriptor, offset, os.SEEK_SET)
         left = memoryview(data)
@@ -215,32 +445,30 @@ class OutputFile:
         if beside is not None:
             with contextlib.suppress(OSError):
                 os.unlink(beside)
-        # What is left in the buffer is not wanted, so that it cannot be written is no failure.
+        # The content of the buffer is not wanted, so an error in writing it is no failure.
         with contextlib.suppress(OSError):
             self.file.close()
 
 
 def keep_interrupted(path: str | os.PathLike[str]) -> None:
-    """Gives what a killed process left of an output a name under which nothing replaces it.
+    """Renames what a killed process left of an output, so that nothing replaces it.
 
-    Warns with that name (``MoERuntimeWarning``). Nothing happens where nothing was left.
-
-    Args:
-        path: the output.
+    Warns with the new name (``MoERuntimeWarning``).
 
     Raises:
         BlockingIOError: a living process writes it.
         OSError: it cannot be renamed.
     """
     draft = draft_of(path)
-    if writes_directly(path) or not draft.exists():
-        return
-    # Another process may have kept it meanwhile.
     with contextlib.suppress(FileNotFoundError), held(draft):
         if draft.stat().st_size == 0:
             draft.unlink()
             return
-        kept = interrupted_of(path)
+        kept = first = beside(Path(os.path.realpath(path)), ".interrupted")
+        number = 1
+        while os.path.lexists(kept):
+            number += 1
+            kept = first.with_name(f"{first.name}-{number}")
         os.rename(draft, kept)
         warnings.warn(
             f"{kept}: holds what an interrupted run left of {Path(path).name}",
@@ -249,23 +477,99 @@ def keep_interrupted(path: str | os.PathLike[str]) -> None:
         )
 
 
-def check_not_in_progress(path: str | os.PathLike[str], what: str) -> None:
-    """Refuses an output that a living process is writing.
+def _new_held(path: Path) -> BinaryIO:
+    """Makes a file that this process holds.
 
     Raises:
-        CheckpointError: one does.
+        FileExistsError: there is one of this name.
     """
-    draft = draft_of(path)
-    if not writes_directly(path) and draft.exists():
-        with named_failure(path, what), held(draft, fcntl.LOCK_SH):
-            pass
+    while True:
+        with contextlib.ExitStack() as stack:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            stack.callback(path.unlink, missing_ok=True)
+            stack.callback(os.close, descriptor)
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Until now another writer could take the file for abandoned and remove it.
+            if is_at(path, descriptor):
+                file = os.fdopen(descriptor, "wb")
+                stack.pop_all()
+                return file
+
+
+def copy_rights(place: Path, descriptor: int) -> None:
+    """Gives an open file or folder the permissions, and if allowed the owner, of an older one."""
+    with contextlib.suppress(FileNotFoundError):
+        old, new = os.stat(place), os.fstat(descriptor)
+        if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+            with contextlib.suppress(OSError):
+                os.fchown(descriptor, old.st_uid, old.st_gid)
+        with contextlib.suppress(PermissionError):  # some filesystems have no permissions
+            os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
+
+
+@contextlib.contextmanager
+def held(
+    path: Path,
+    kind: int = fcntl.LOCK_EX,
+    advice: str = "remove it",
+    *,
+    without_locks: bool = False,
+) -> Iterator[None]:
+    """Locks a file or folder that a process left; within the block no other one takes it.
+
+    Args:
+        path: what was left.
+        kind: with ``LOCK_SH`` several processes may hold it at the same time.
+        advice: what to do if no process holds it, for the message.
+        without_locks: whether a filesystem without locks passes.
+
+    Raises:
+        BlockingIOError: a living process holds it, or its filesystem cannot tell.
+        OSError: it is not there, or not ours to open.
+    """
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        while not _lock(descriptor, kind, without_locks=without_locks):
+            # A shared lock is held for a moment only.
+            if not _lock(descriptor, fcntl.LOCK_SH):
+                reason = f"another process is writing {path} (if none is, {advice})"
+                raise BlockingIOError(errno.EAGAIN, reason)  # which has the name
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            time.sleep(_LOOKING_S)
+        if not is_at(path, descriptor):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds a lock file, which is removed at the end; a process that dies releases it.
+
+    Filesystems without locks hold nothing.
+
+    Raises:
+        BlockingIOError: a living process holds it.
+        OSError: it cannot be made.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            if not _lock(descriptor, fcntl.LOCK_EX, without_locks=True):
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            if is_at(path, descriptor):  # else the process before has just removed it
+                stack.callback(path.unlink, missing_ok=True)
+                yield
+                return
 
 
 def remove_abandoned(folder: Path) -> None:
     """Removes partial files and folders of this package that no living process holds.
 
-    Those of earlier versions too: they had a process's number before ``.partial``, and that of the
-    exported model nothing.
+    Those of earlier versions have a process number before ``.partial``, or are ``model.partial``.
 
     Args:
         folder: where they lie; may be missing.
@@ -284,20 +588,23 @@ def remove_unless_held(path: Path) -> None:
             path.unlink()
 
 
-def copy_rights(place: Path, descriptor: int) -> None:
-    """Gives an open file or folder the permissions, and if allowed the owner, of an older one."""
-    with contextlib.suppress(FileNotFoundError):
-        old, new = os.stat(place), os.fstat(descriptor)
-        if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
-            with contextlib.suppress(OSError):
-                os.fchown(descriptor, old.st_uid, old.st_gid)
-        # Some filesystems have no permissions.
-        with contextlib.suppress(PermissionError):
-            os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
+def _lock(descriptor: int, kind: int, *, without_locks: bool = False) -> bool:
+    """Takes a lock unless another process holds it; whether it did.
+
+    Args:
+        descriptor: of the file.
+        kind: of lock.
+        without_locks: the answer for a filesystem without locks.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return without_locks and error.errno in _NO_LOCKS
+    return True
 
 
 def make_folders(folder: Path) -> None:
-    """Makes a folder and those above it that are missing, and brings their names to the disk.
+    """Makes a folder and those above it that are missing, and flushes their names to the disk.
 
     A link stays, and what it leads to is made.
     """
@@ -310,118 +617,23 @@ def make_folders(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the folder's entries to the disk, so that a rename survives a power cut.
+    """Flushes the folder's entries to the disk, so that a rename survives a power cut.
 
-    Filesystems that have no such call need none.
+    Warns (``MoERuntimeWarning``) if that fails: the output is in its place and whole.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # one may write to it, not list it
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except PermissionError:  # we may write to it but not list it
         os.sync()
-        return
-    try:
-        os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NO_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def sync_name(place: Path) -> None:
-    """Brings the name of what has just taken its place to the disk; warns if that fails.
-
-    It is no failure of the output, which is whole and has its name.
-    """
-    try:
-        sync_folder(place.parent)
-    except OSError as error:
-        warnings.warn(
-            f"{place}: is written, but a power cut could bring back what was there before: its "
-            f"folder cannot be brought to the disk: {error.strerror}",
-            MoERuntimeWarning,
-            stacklevel=2,
-        )
-
-
-def _new_held(path: Path) -> BinaryIO:
-    """Makes a file that this process holds.
-
-    Raises:
-        FileExistsError: there is one of this name.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    while True:
-        with contextlib.ExitStack() as stack:
-            descriptor = os.open(path, flags, 0o666)
-            stack.callback(path.unlink, missing_ok=True)
-            stack.callback(os.close, descriptor)
-            # Others hold a new file only while they find out whether it was left behind.
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            file = os.fdopen(descriptor, "wb") if is_at(path, descriptor) else None
-            stack.pop_all()
-        if file is not None:
-            return file
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def held(path: Path, kind: int = fcntl.LOCK_EX, advice: str = "remove it") -> Iterator[None]:
-    """Holds what a process left; within the block no other one takes or removes it.
-
-    With ``LOCK_SH`` other processes may hold it in the same way: several look at the same time.
-    The advice is for somebody who knows that no process holds it.
-
-    Raises:
-        BlockingIOError: a living process holds it, or its filesystem cannot tell.
-        OSError: it is not there, or not ours to open.
-    """
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        while not _lock(descriptor, kind):
-            # Those who only look hold it for a moment.
-            if not _lock(descriptor, fcntl.LOCK_SH):
-                reason = f"another process is writing {path} (if none is, {advice})"
-                raise BlockingIOError(errno.EAGAIN, reason)  # which has the name
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            time.sleep(_LOOKING_S)
-        if not is_at(path, descriptor):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds a lock file, which is removed at the end; a process that dies lets go of it.
-
-    Filesystems without locks hold nothing.
-
-    Raises:
-        BlockingIOError: a living process holds it.
-        OSError: it cannot be made.
-    """
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-            if is_at(path, descriptor):  # else the one before has just removed it
-                stack.callback(path.unlink, missing_ok=True)
-                yield
-                return
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    """Takes a lock unless another one holds it, or the filesystem has none; whether it did."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+            warnings.warn(
+                f"{folder}: what was written there is whole, but a power cut could bring back what "
+                f"was there before: the folder cannot be flushed to the disk: {error.strerror}",
+                MoERuntimeWarning,
+                stacklevel=2,
+            )

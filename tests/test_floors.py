@@ -24,12 +24,9 @@ FLOORS = {
     "allocator": 0,
     "files": 0,
     "folders": 0,
-    "file_names": 0,
-    "places": 0,
     "config": 0,
     "digests": 0,
     "lazy": 0,
-    "reading": 0,
     "types": 0,
     "kernels": 1,
     "policies": 1,
@@ -38,21 +35,19 @@ FLOORS = {
     "planning": 2,
     "checkpoints": 3,
     "parallel": 4,
-    "lab": 4,
+    "lab": 5,
     "layer": 5,
     "models": 6,
     "inference": 7,
     "training": 8,
     "research": 9,
     "serving": 9,
-    "bench": 10,
-    "cli": 11,
-    "benchmarks": 12,
+    "cli": 10,
+    "benchmarks": 11,
     "tests": 12,
 }
 # Floor 0 is one room: files that may use one another.
-GROUND = {"allocator", "errors", "config", "lazy", "types", "files", "folders"}
-GROUND |= {"file_names", "places", "reading", "digests"}
+GROUND = {"allocator", "errors", "config", "lazy", "types", "files", "folders", "digests"}
 LIGHT = sys.stdlib_module_names | {"moe_runtime"}
 # A policy decides over keys and counts; clocks and threads belong to the store.
 NOT_IN_POLICIES = {"torch", "triton", "transformers", "threading", "time"}
@@ -60,7 +55,9 @@ NOT_IN_POLICIES = {"torch", "triton", "transformers", "threading", "time"}
 
 def python_files(*tops: str) -> list[Path]:
     """Python files under the given top folders, relative to the root; links are not followed."""
-    links = [ROOT / "moe_runtime" / name for name in ("kernels", "policies", "models")]
+    links = [
+        ROOT / "moe_runtime" / name for name in ("benchmarks", "kernels", "policies", "models")
+    ]
     return [
         path.relative_to(ROOT)
         for top in tops
@@ -69,8 +66,11 @@ def python_files(*tops: str) -> list[Path]:
     ]
 
 
-PRODUCT = python_files("moe_runtime", "kernels", "policies", "models")
-EVERYTHING = [*PRODUCT, *python_files("benchmarks", "tests"), *map(Path, ["setup.py"])]
+SUITE = [f"benchmarks/{name}" for name in ("cases", "commands", "experts", "load", "peers")]
+SUITE += ["benchmarks/suite", "benchmarks/synthetic"]
+PRODUCT = python_files("moe_runtime", "kernels", "policies", "models", *SUITE)
+SCRIPTS = [path for path in python_files("benchmarks") if path not in PRODUCT]
+EVERYTHING = [*PRODUCT, *SCRIPTS, *python_files("tests"), *map(Path, ["setup.py"])]
 EVERYTHING = [path for path in EVERYTHING if (ROOT / path).exists()]
 
 
@@ -193,7 +193,7 @@ def test_file_names_say_what_they_are() -> None:
 
 # Public classes of one name in several files that mean the same, and why there are several.
 SAME_CLASSES: dict[str, str] = {
-    "Peer": "what each file of bench/peers is, by its contract; they run in processes of their own",
+    "Peer": "what each file of benchmarks/peers is; they run in processes of their own",
 }
 
 
@@ -283,9 +283,9 @@ def test_second_derivatives_are_refused_or_right() -> None:
 
 
 OWN_ENVIRONMENT = {
-    "moe_runtime/bench/peers/deepspeed.py": "DeepSpeed is told by it alone; its process is its own",
-    "moe_runtime/bench/peers/sglang.py": "as DeepSpeed",
-    "moe_runtime/bench/peers/vllm.py": "as DeepSpeed",
+    "benchmarks/peers/deepspeed.py": "DeepSpeed is told by it alone; its process is its own",
+    "benchmarks/peers/sglang.py": "as DeepSpeed",
+    "benchmarks/peers/vllm.py": "as DeepSpeed",
 }
 
 
@@ -306,25 +306,23 @@ def test_no_hidden_state() -> None:
 OWN_WRITERS = {
     "moe_runtime/files.py": "writes atomically",
     "moe_runtime/folders.py": "writes atomically",
-    "moe_runtime/bench/memory_cap.py": "control groups, whose files are the kernel's",
-    "moe_runtime/bench/cases/dispatch_ranks.py": "logs in a folder that is removed",
-    "moe_runtime/checkpoints/hub.py": "headers in a temporary folder",
-    "moe_runtime/checkpoints/hub_transfer.py": "the hub's cache, as huggingface_hub lays it out",
+    "benchmarks/suite/memory_cap.py": "control groups, whose files are the kernel's",
+    "benchmarks/cases/dispatch_ranks.py": "logs in a folder that is removed",
+    "moe_runtime/checkpoints/hub.py": "the hub's cache as huggingface_hub lays it out; headers",
     "moe_runtime/cli/disk.py": "a file without a name, to measure the disk",
     "moe_runtime/cli/processes.py": "the null device",
-    "moe_runtime/training/offload/states/record_file.py": "records, written over in place",
+    "moe_runtime/training/offload/disk.py": "records, written over in place",
     "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
     "moe_runtime/serving/batches/answer_file.py": "removes its own file, where it stayed empty",
     "moe_runtime/serving/caches/prefix_files.py": "a cache, with a sum in each file",
     # Into a folder that takes its place as a whole:
     "moe_runtime/checkpoints/export.py": "replace_folder",
-    "moe_runtime/checkpoints/packing/staging.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/checkpoints/packing/writer.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
-    "moe_runtime/bench/synthetic/checkpoint_writer.py": "replace_folder",
-    "moe_runtime/bench/synthetic/byte_pairs.py": "replace_folder",
-    "moe_runtime/bench/synthetic/config_shape.py": "replace_folder",
-    "moe_runtime/bench/synthetic/gguf_shape.py": "replace_folder",
+    "benchmarks/synthetic/checkpoint_writer.py": "replace_folder",
+    "benchmarks/synthetic/texts.py": "replace_folder",
+    "benchmarks/synthetic/config_shape.py": "replace_folder",
+    "benchmarks/synthetic/gguf_shape.py": "replace_folder",
     "models/lm/export.py": "replace_folder",
     "models/pocket/texts.py": "replace_folder",
 }

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from gpu_parts.device_rates import median_s, wait_for
-from gpu_parts.gpu_results import Repetitions
+from moe_runtime.benchmarks.gpu_parts.device_rates import median_s, wait_for
+from moe_runtime.benchmarks.gpu_parts.gpu_results import Repetitions
 
 MEMORY = ("budget_bytes", "peak_bytes", "peak_reserved_bytes")
 

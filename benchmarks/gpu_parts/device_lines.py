@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_parts.gpu_results import GpuResults
+from moe_runtime.benchmarks.gpu_parts.gpu_results import GpuResults
 
 
 def decode_line(results: GpuResults, name: str) -> str:

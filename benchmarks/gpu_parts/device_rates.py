@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_runtime.bench.synthetic.model_shapes import ModelShape
+from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.native import native_library
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.suite_results import RESULTS, write_systems
 
-from moe_runtime.bench.results import Metric
-from moe_runtime.bench.runner import MeasuredSystem, middle
+from moe_runtime.benchmarks.harness.suite_results import RESULTS, write_systems
+from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite.runner import MeasuredSystem, middle
 from moe_runtime.files import check_output_path
 
 Repetitions = list[dict[str, float]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpu_parts.gpu_results import GpuResults
-from gpu_parts.kernel_products import PROJECTIONS
+from moe_runtime.benchmarks.gpu_parts.gpu_results import GpuResults
+from moe_runtime.benchmarks.gpu_parts.kernel_products import PROJECTIONS
 
 OURS, PEER = "moe_runtime", "grouped_mm"
 # What is aimed at on an H100: at least, or for seconds at most. `of_peer`: times as fast as PEER.

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from moe_runtime.bench.synthetic.checkpoint_writer import write_checkpoint
-from moe_runtime.bench.synthetic.drawn_tensors import TensorPlan
-from moe_runtime.bench.synthetic.family_plans import SMALL_STD, WEIGHT_STD
-from moe_runtime.bench.synthetic.model_shapes import (
+from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
+from moe_runtime.benchmarks.synthetic.drawn_tensors import TensorPlan
+from moe_runtime.benchmarks.synthetic.family_plans import SMALL_STD, WEIGHT_STD
+from moe_runtime.benchmarks.synthetic.model_shapes import (
     BF16_BYTES,
     QWEN3_30B_BF16,
     SHAPES,

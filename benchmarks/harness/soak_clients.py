@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 
-from moe_runtime.serving.load.workload import draw_words
+from moe_runtime.benchmarks.load.workload import draw_words
 
 MODEL = "soaked"
 STUCK_S = 120.0

@@ -6,9 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.machine import machine_name, run_command, versions
-from moe_runtime.bench.results import Metric, describe_system, make_results, write_results
-from moe_runtime.bench.runner import MeasuredSystem, Number
+from moe_runtime.benchmarks.harness.machine import machine_name, run_command, versions
+from moe_runtime.benchmarks.suite.results import (
+    Metric,
+    describe_system,
+    make_results,
+    write_results,
+)
+from moe_runtime.benchmarks.suite.runner import MeasuredSystem, Number
 from moe_runtime.lab.this_machine import describe_machine
 
 ROOT = Path(__file__).resolve().parents[2]

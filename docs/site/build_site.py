@@ -24,6 +24,7 @@ from generators import (
     command_reference,
     model_table,
     public_names,
+    results_table,
 )
 from links import file_of, is_outside, replace_targets
 
@@ -50,7 +51,8 @@ WRITTEN = {
         ("On a GPU", "docs/gpu.md", "guides/gpu.md"),
         ("Several processes", "docs/scaling.md", "guides/scaling.md"),
         ("Placement of experts", "docs/placement.md", "guides/placement.md"),
-        ("Benchmarks", "benchmarks/README.md", "guides/benchmarks.md"),
+        ("Benchmarks", "docs/benchmarks.md", "guides/benchmarks.md"),
+        ("Benchmarks of this project", "benchmarks/README.md", "guides/project-benchmarks.md"),
         ("Examples", "examples/README.md", "guides/examples.md"),
         ("Contributing", "CONTRIBUTING.md", "guides/contributing.md"),
     ],
@@ -116,6 +118,7 @@ def generated() -> dict[str, list[tuple[str, str, Callable[[], str]]]]:
     return {
         "Reference": reference,
         "Models": [("Families", "models/families.md", model_table)],
+        "Comparison": [("Measured results", "results.md", results_table)],
         "Changelog": [("How to cite", "cite.md", citation_page)],
     }
 

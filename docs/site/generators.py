@@ -1,7 +1,8 @@
-"""Pages that are made from the code: commands, public names, model families."""
+"""Pages that are generated: commands, public names, model families, measured results."""
 
 import ast
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -241,3 +242,35 @@ def _transformers_range() -> str:
         if line.strip().startswith('"transformers>='):
             return line.strip().strip('",').removeprefix("transformers")
     raise ValueError("pyproject.toml names no range of transformers")
+
+
+def results_table() -> str:
+    """The medians in every results file of `bench`, with the command that regenerates it."""
+    parts = [
+        "# Measured results\n",
+        "Generated from `benchmarks/results`. Medians of the repetitions; each file has all of "
+        "them, with versions and settings.\n",
+    ]
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found.get("format") != "moe-runtime-bench" or not found["measurements"]:
+            continue
+        machine = found["machine"]
+        parts.append(f"## {path.stem}\n\n`{found['command']}`\n")
+        parts.append(
+            f"{machine['cpu']}, {machine['num_cores']} cores, {found['date'][:10]}, "
+            f"commit {found['commit']}.\n"
+        )
+        metrics = dict.fromkeys(
+            name
+            for one in found["measurements"]
+            for name, summary in one["summary"].items()
+            if summary["judged"]
+        )
+        parts.append(f"| system | {' | '.join(metrics)} |\n|---|{'--:|' * len(metrics)}")
+        for one in found["measurements"]:
+            summaries = [one["summary"].get(name) for name in metrics]
+            cells = [f"{part['median']:.4g}" if part else "–" for part in summaries]
+            parts.append(f"| `{one['system']}` | {' | '.join(cells)} |")
+        parts.append("")
+    return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""Draws the pictures of the concept pages: boxes in rows, and an arrow from each to the next.
+"""Draws the pictures of the pages: boxes in rows with arrows, and a terminal with a run.
 
     python docs/site/pictures.py            write docs/pictures/*.svg
     python docs/site/pictures.py --check    only say whether they are up to date
@@ -151,9 +151,28 @@ def picture(title: str, rows: list[list[tuple[str, str]]], arrows: bool) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def terminal(title: str, text: str) -> str:
+    """An SVG of a terminal that shows a text."""
+    lines = text.splitlines()
+    width, height = 2 * _MARGIN + 8 * max(map(len, lines)), 2 * _MARGIN + 18 * len(lines)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(title)}" font-family="monospace" font-size="13" fill="#ddd">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{width}" height="{height}" rx="8" fill="#1e1e1e"/>',
+    ]
+    for number, line in enumerate(lines, 1):
+        parts.append(
+            f'<text x="{_MARGIN}" y="{_MARGIN + 18 * number - 5}" xml:space="preserve">'
+            f"{escape(line)}</text>"
+        )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def drawn() -> dict[str, str]:
     """Every picture by the name of its file."""
-    return {
+    run = (FOLDER / "run.txt").read_text(encoding="utf-8")
+    return {"run.svg": terminal("A run with a budget smaller than the model", run)} | {
         f"{name}.svg": picture(title, rows, arrows=len(rows) > 1)
         for name, (title, rows) in PICTURES.items()
     }

@@ -16,8 +16,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from moe_runtime.models.lm.config import LanguageModelConfig
-from moe_runtime.models.lm.linear import Linear
-from moe_runtime.models.lm.norm import rms_norm
+from moe_runtime.models.lm.layers import Linear, rms_norm
 from moe_runtime.models.lm.sequence import SequencePart, causal_mask
 
 

@@ -14,8 +14,7 @@ from moe_runtime.layer import MoELayer, ScMoEBlock, ScMoEParts, SharedExperts
 from moe_runtime.layer.activations import activation_named
 from moe_runtime.models.lm.attention import Attention, RotaryTable
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
-from moe_runtime.models.lm.linear import Linear
-from moe_runtime.models.lm.norm import RMSNorm
+from moe_runtime.models.lm.layers import Linear, RMSNorm
 
 
 class DenseFeedForward(nn.Module):

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
-from moe_runtime.models.lm.linear import product_dtype
+from moe_runtime.models.lm.layers import product_dtype
 
 CHUNK_BYTES = 32 << 20
 """Bytes of the logits that there are at a time."""

@@ -17,8 +17,8 @@ from moe_runtime.layer import LayerAux, MoELayer
 from moe_runtime.models.lm.attention import RotaryTable
 from moe_runtime.models.lm.blocks import Block, ShortcutBlocks, make_blocks
 from moe_runtime.models.lm.config import LanguageModelConfig
+from moe_runtime.models.lm.layers import RMSNorm
 from moe_runtime.models.lm.loss import linear_cross_entropies
-from moe_runtime.models.lm.norm import RMSNorm
 from moe_runtime.models.lm.sequence import SequencePart
 from moe_runtime.routing import Reinforce
 

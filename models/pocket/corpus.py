@@ -23,6 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+CONTEXT = 512
+"""Tokens of the pocket model's context, as train.toml has it."""
+
 Kind = Literal["topic", "docstring", "source"]
 KINDS: tuple[Kind, ...] = ("topic", "docstring", "source")
 

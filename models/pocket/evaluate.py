@@ -30,14 +30,45 @@ from torch.nn import functional as F
 from moe_runtime.files import write_text
 from moe_runtime.folders import replace_folder
 from moe_runtime.models.pocket.card import render_card
-from moe_runtime.models.pocket.corpus import KINDS, Document, Kind, gather
-from moe_runtime.models.pocket.data import SHARES, Streams, tokenize
-from moe_runtime.models.pocket.model import CONTEXT, NUM_EXPERTS, TOP_K, active_parameters
+from moe_runtime.models.pocket.corpus import CONTEXT, KINDS, Document, Kind, gather
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+
+NUM_EXPERTS = 16
+TOP_K = 2
+
+
+def active_parameters(model: "PreTrainedModel") -> int:
+    """Parameters that one token passes through, embeddings counted once."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    routed = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name
+    )
+    return total - routed + routed * TOP_K // NUM_EXPERTS
+
+
+# Share of the training windows by kind, as train.toml has it.
+SHARES: dict[Kind, float] = {"topic": 0.15, "docstring": 0.50, "source": 0.35}
+
+Streams = dict[Kind, npt.NDArray[np.uint16]]
+
+
+def tokenize(documents: list[Document], tokenizer: "PreTrainedTokenizerBase") -> Streams:
+    """One stream of token ids per kind, each document followed by the end-of-text token."""
+    end: Any = tokenizer.eos_token_id
+    streams: Streams = {}
+    for kind in KINDS:
+        ids: list[int] = []
+        for document in documents:
+            if document.kind == kind:
+                ids.extend(tokenizer(document.text, verbose=False)["input_ids"])
+                ids.append(end)
+        streams[kind] = np.array(ids, dtype=np.uint16)
+    return streams
+
 
 CHECKPOINT_FILES = (
     *("config.json", "generation_config.json", "model.safetensors"),

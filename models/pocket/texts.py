@@ -11,9 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_runtime.folders import replace_folder
-from moe_runtime.models.pocket.corpus import KINDS, Document, gather
-from moe_runtime.models.pocket.model import CONTEXT
-from moe_runtime.models.pocket.tokenizer import train_tokenizer
+from moe_runtime.models.lm.tokenizer import train_tokenizer
+from moe_runtime.models.pocket.corpus import CONTEXT, KINDS, Document, gather
+
+_VOCAB_SIZE = 4096
+_REPEATS = {"topic": 6, "docstring": 3, "source": 1}
+"""How often a document trains the tokenizer: the code outweighs the prose about ten times, and its
+identifiers would take most of the merges."""
 
 
 def write_texts(documents: Sequence[Document], folder: Path) -> None:
@@ -37,8 +41,14 @@ def write_texts(documents: Sequence[Document], folder: Path) -> None:
             path = new / side / document.kind / f"{number:05}-{stem}.txt"
             # A docstring may spell a lone surrogate, which UTF-8 cannot hold.
             path.write_text(document.text, encoding="utf-8", errors="replace")
-        training = [document for document in documents if not document.held_out]
-        train_tokenizer(training, max_length=CONTEXT).save_pretrained(new / "tokenizer")
+        training = (
+            document.text
+            for document in documents
+            if not document.held_out
+            for _ in range(_REPEATS[document.kind])
+        )
+        made = train_tokenizer(training, vocab_size=_VOCAB_SIZE, max_length=CONTEXT)
+        made.save_pretrained(new / "tokenizer")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -64,7 +64,7 @@ class AbsentTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if cls.describes(func, args, kwargs):
-            # torch's own way to leave subclasses aside: no exception can leave it switched on
+            # torch's own way to disable subclasses: no exception can leave it switched on
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if func is Tensor.detach:
             return cls(args[0].shape, args[0].dtype, args[0].device)
@@ -236,7 +236,7 @@ class AbsentParameters(nn.Module):
         """Refuses other weights in the place of those that are in files, which would not be used.
 
         Raises:
-            UnsupportedUseError: somebody put some there.
+            UnsupportedUseError: there are some.
         """
         for name in self._absent_names:
             if not isinstance(self._parameters.get(name), AbsentTensor):

@@ -7,7 +7,7 @@ the checkpoint and needs no more memory than the weights themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
-from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.memory.layout import BLOCK_BYTES
 from moe_runtime.memory.slab import aligned_bytes, host_view
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from moe_runtime.checkpoints.formats import Weight
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done and the bytes in all."""
 ALIGNED_BYTES = 64
 """What divides the address of a dense weight. Where MKL has no AVX2, it sums a product of one fp32
 row in another order unless 16 does; so the layout of a checkpoint would change bits."""
@@ -71,7 +69,7 @@ class DenseReader:
         self._dtype = dtype
         self._files: dict[Path, CheckpointFile] = {}
         for entry in entries:
-            parts = [entry] if isinstance(entry, TensorEntry) else entry.entries
+            parts = [entry] if isinstance(entry, TensorEntry) else entry.parts.values()
             for part in parts:
                 if part.file not in self._files:
                     self._files[part.file] = CheckpointFile(part.file)
@@ -82,7 +80,7 @@ class DenseReader:
     def read(self, entry: Weight) -> Tensor:
         """The values of a weight, in memory of their own."""
         if not isinstance(entry, TensorEntry):
-            from moe_runtime.checkpoints.packed_reading import read_values
+            from moe_runtime.checkpoints.packed_parameter import read_values
 
             values = read_values(self, entry, self._dtype)
         else:

@@ -6,10 +6,11 @@ known here by name.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -17,13 +18,23 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from moe_runtime.checkpoints import transformers_private as private
-from moe_runtime.checkpoints.expert_places import PlacedMatrix, expert_rows, place_matrix
+from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.checkpoints.expert_places import (
+    MATRICES,
+    PlacedMatrix,
+    Provenance,
+    expert_rows,
+    place_matrix,
+)
 from moe_runtime.checkpoints.families import checkpoint_renamings
 from moe_runtime.checkpoints.formats import BESIDE_WEIGHTS
-from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
-from moe_runtime.checkpoints.provenance import Provenance
-from moe_runtime.checkpoints.router_probe import chosen_per_token
-from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.checkpoints.misfits import (
+    first_number,
+    refuse_numbers,
+    refuse_sources,
+    refuse_types,
+)
+from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.checkpoints.strict_json import one_line
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.memory.layout import ExpertLayout, lay_out
@@ -33,13 +44,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moe_runtime.checkpoints.formats import Packing, Weight
-    from moe_runtime.checkpoints.packing.expert_runs import PlanesPacking
+    from moe_runtime.checkpoints.packed_experts import PlanesPacking
     from moe_runtime.checkpoints.transformers_private import WeightTransform
-
-MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-"""Names of an expert's tensors, in the order in which layouts list those that exist.
-
-A quantised matrix is several tensors: `gate.codes`, `gate.scales` and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ class ExpertMap:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that are copied aside while an expert is put in order that was read."""
+        """Bytes that are copied to scratch memory while an expert is put in order that was read."""
         steps = (step for layout in self.layouts.values() for step in layout.steps)
         return max((order.scratch_bytes for order, *_ in steps), default=0)
 
@@ -137,7 +143,7 @@ class ExpertMap:
 def _packed_bytes(entry: Weight) -> int:
     if not isinstance(entry, TensorEntry):
         return entry.resident_bytes
-    from moe_runtime.checkpoints.packed_reading import coded_bytes
+    from moe_runtime.checkpoints.packed_parameter import coded_bytes
 
     rows, cols = entry.shape
     return coded_bytes(rows, cols)
@@ -178,8 +184,6 @@ def map_experts(
                 stacked = stacked[: module.num_experts]
             expected = module.module.get_parameter(parameter).shape
             if not isinstance(stacked, torch.Tensor) or stacked.shape != expected:
-                from moe_runtime.checkpoints.misfits import refuse_sources
-
                 refuse_sources(name, sources, entries, checkpoint.entries, expected, stacked)
             slices[parameter] = stacked
         rows = dict(expert_rows(module.module, slices))
@@ -216,7 +220,7 @@ def _is_beside(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str]) -> None:
-    """Names weights that no part of the model takes, which `transformers` leaves aside, too.
+    """Names weights that no part of the model takes, which `transformers` ignores, too.
 
     Raises:
         UnsupportedModelError: those of a GGUF file, whose writer had another model in mind.
@@ -250,8 +254,6 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
     start: int | None = None
     for matrix, of_experts in placed.items():
         if len({(found.described, found.packing) for found in of_experts}) > 1:
-            from moe_runtime.checkpoints.misfits import refuse_types
-
             refuse_types(name, matrix, of_experts)
         # conversions stack them by their order, whatever their numbers
         numbers = [one.name.partition("experts.")[2].partition(".")[0] for one in of_experts]
@@ -260,8 +262,6 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
         found = [int(number) if number.isdecimal() else -1 for number in numbers]
         start = first_number(found[0], len(found)) if start is None else start
         if found != [*range(start, start + len(found))]:
-            from moe_runtime.checkpoints.misfits import refuse_numbers
-
             refuse_numbers(matrix, found, start, of_experts)
     first = {matrix: of_experts[0] for matrix, of_experts in placed.items()}
     own_kind = {n: "bfloat16" if p.packing else p.described for n, p in first.items()}
@@ -277,11 +277,6 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
                 f"{name}: of an expert's tensors, {' and '.join(kinds.values())}; expected one "
                 "type for them, or bfloat16 beside quantised ones: save the checkpoint again so"
             )
-
-
-def first_number(lowest: int, num_experts: int) -> int:
-    """The number of a layer's first expert: some families count on from other experts."""
-    return 0 if lowest < num_experts else lowest
 
 
 def find_experts(model: torch.nn.Module) -> list[ExpertsModule]:
@@ -327,7 +322,7 @@ def _convert(
     dtype: torch.dtype,
     codes_dense: bool,
 ) -> dict[str, tuple[torch.Tensor | str, set[str]]]:
-    """Runs the conversion of all expert tensors on stand-ins; what is dense goes to the map.
+    """Runs the conversion of all expert tensors on placeholders; what is dense goes to the map.
 
     Returns:
         For each parameter what came of it, or why nothing, and the weights it is made of.
@@ -368,8 +363,8 @@ def _convert(
                 if pattern is None
                 else deepcopy(by_pattern[pattern])
             )
-        stand_in = _stand_in(index, entry, provenance, dtype)
-        job.add_tensor(name, entry.name, pattern or entry.name, cast(Any, stand_in))
+        placeholder = _placeholder(index, entry, provenance, dtype)
+        job.add_tensor(name, entry.name, pattern or entry.name, cast(Any, placeholder))
     converted: dict[str, tuple[torch.Tensor | str, set[str]]] = {}
     for name, job in jobs.items():
         try:
@@ -387,14 +382,14 @@ def _convert(
     return converted
 
 
-def _stand_in(
+def _placeholder(
     index: int, entry: Weight, provenance: Provenance, dtype: torch.dtype
 ) -> torch.Tensor:
     """A tensor of the weight's sizes whose elements are its own."""
     if isinstance(entry, TensorEntry):
         return provenance.source(index, entry.shape, _value_dtype(entry, dtype))
     sizes = (*entry.lead, entry.num_rows, entry.num_cols)
-    return entry.stand_in(provenance.source(index, sizes, dtype))
+    return entry.as_model_has(provenance.source(index, sizes, dtype))
 
 
 def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:
@@ -408,3 +403,57 @@ def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:
             "configuration calls quantised; expected BF16, F16 or F32"
         )
     return stored
+
+
+def chosen_per_token(model: PreTrainedModel, modules: Sequence[ExpertsModule]) -> int:
+    """Experts that a token visits in a layer, in the layer where they are most.
+
+    A block around experts is given a hidden state; a layer that needs more than that is asked
+    through its router. Where neither computes on the meta device, the configuration is asked.
+
+    Args:
+        model: on the meta device.
+        modules: its experts.
+    """
+    text = model.config.get_text_config()
+    found: list[int] = []
+    for experts in modules:
+        block = model.get_submodule(experts.name.rpartition(".")[0])
+        width = next(experts.module.parameters()).shape[1 if experts.module.is_transposed else 2]
+        for size in dict.fromkeys((text.hidden_size, width)):
+            hidden = torch.zeros(1, 1, size, device="meta", dtype=model.dtype)
+            if sizes := [*_choices(block, experts, hidden)]:
+                found.append(min(max(sizes), experts.num_experts))
+                break
+    return max(found, default=getattr(text, "num_experts_per_tok", None) or 1)
+
+
+def _choices(block: Any, experts: ExpertsModule, hidden: torch.Tensor) -> Iterator[int]:
+    """What experts are asked for, or the last sizes of whole numbers that a router gives."""
+    chosen: list[int] = []
+
+    def forward(x: torch.Tensor, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        chosen.append(ids.shape[-1])
+        return torch.zeros_like(x)
+
+    experts.module.forward = forward
+    _call(block, hidden)
+    del experts.module.forward
+    yield from chosen
+    for part in () if chosen else block.children():
+        given = None if part is experts.module else _call(part, hidden.flatten(0, 1))
+        for tensor in given if isinstance(given, tuple) else ():
+            if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.int64, torch.int32):
+                yield tensor.shape[-1]
+
+
+@torch.no_grad()
+def _call(part: Any, hidden: torch.Tensor) -> Any:
+    """What a part gives, or None where it needs more or what the meta device has not."""
+    given: dict[str, Any] = {}
+    if "input_ids" in inspect.signature(part.forward).parameters:
+        given["input_ids"] = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    try:
+        return part(hidden, **given)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return None

@@ -1,7 +1,7 @@
 """Experts of a checkpoint as the tensors that their module in transformers would have.
 
 A module stacks gate and up in one parameter, transposed or interleaved as its flags say; files hold
-them as they like. Both are met here as six matrices of `[out, in]`, see `expert_map.MATRICES`.
+them as they like. Both are met here as six matrices of `[out, in]`, see `expert_places.MATRICES`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
+from moe_runtime.checkpoints.dense_weights import DenseReader
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.expert_places import expert_rows
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.linear import values_of
 from moe_runtime.memory.layout import TensorRange
 from moe_runtime.memory.slab import aligned_bytes
@@ -32,7 +35,7 @@ def matrices_of(module: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         named: one expert's slice of each parameter, by the parameter's name.
 
     Returns:
-        By the names of `expert_map.MATRICES`: `[out, in]`, biases `[out]`.
+        By the names of `expert_places.MATRICES`: `[out, in]`, biases `[out]`.
     """
     stacked = {name: tensor[None] for name, tensor in named.items()}
     found = {}
@@ -129,3 +132,86 @@ class TensorFinder:
         """The names of the tensors that hold experts."""
         ranges = (tensor for layout in experts.layouts.values() for tensor in layout.tensors)
         return {self.entry_of(found).name for found in ranges}
+
+
+_AGAIN = "fetch the checkpoint again"
+
+
+def verify_weights(
+    checkpoint: Checkpoint, experts: ExpertMap, progress: Progress | None = None
+) -> None:
+    """Reads all experts, one after another, and then all other weights.
+
+    Args:
+        checkpoint: whose weights.
+        experts: where its experts lie.
+        progress: called with what is being done, the bytes done and the bytes in all.
+
+    Raises:
+        CheckpointError: a weight cannot be read, or has values, or scales, that are NaN or
+            infinite; names the tensor and its expert.
+    """
+    finder = TensorFinder(checkpoint.entries.values())
+    source, slot = ExpertSource(experts.layouts), aligned_bytes(experts.slot_bytes)
+    done, total = 0, sum(layout.tensor_bytes for layout in experts.layouts.values())
+    try:
+        for key, layout in experts.layouts.items():
+            source.read({key: slot})
+            named = dict(zip(experts.matrices[key.layer], layout.tensors, strict=True))
+            for matrix, found in experts.matrices_in(key, slot).items():
+                if fault := _fault_in(found):
+                    part, numbers, remedy = fault
+                    own = [name for name in named if name == f"{matrix}.{part}"] or [
+                        name for name in named if name.partition(".")[0] == matrix
+                    ]
+                    _refuse_values(
+                        finder.entry_of(named[own[0]]).name, numbers, remedy, matrix, key
+                    )
+            done += layout.tensor_bytes
+            if progress is not None:
+                progress("verifying experts", done, total)
+    finally:
+        source.close()
+    reader = DenseReader(experts.dense_entries.values(), torch.float32, progress)
+    try:
+        for name, entry in experts.dense_entries.items():
+            values = reader.read(entry)
+            may_be_infinite = name in experts.buffers  # a bound, of clipping for example
+            if values.isnan().any() or not (may_be_infinite or values.isfinite().all()):
+                parts = [entry] if isinstance(entry, TensorEntry) else entry.parts.values()
+                _refuse_values(" with ".join(part.name for part in parts), values)
+    finally:
+        reader.close()
+
+
+def _fault_in(found: Any) -> tuple[str, Tensor, str] | None:
+    """Which part of a matrix spoils its values, these or its own, and what to do; None if none."""
+    values = found if isinstance(found, Tensor) else values_of(found, torch.float32)
+    if values.isfinite().all():
+        return None
+    for part in ("scales", "global_scale"):
+        numbers = getattr(found, part, None)
+        if numbers is None:
+            continue
+        if numbers.dtype == torch.uint8:
+            numbers = numbers.view(torch.float8_e8m0fnu)
+        if not numbers.float().isfinite().all():
+            return part, numbers.float(), _AGAIN
+    if getattr(found, "scales", None) is None or not values.isinf().any():
+        return "codes", values, _AGAIN
+    return "scales", values, "its scales are finite, codes times scales are not: save it again"
+
+
+def _refuse_values(
+    name: str,
+    numbers: Tensor,
+    remedy: str = _AGAIN,
+    matrix: str = "",
+    key: ExpertKey | None = None,
+) -> None:
+    whose = f" ({matrix} of expert {key.expert} of MoE layer {key.layer})" if key else ""
+    count = int(numbers.isfinite().logical_not().sum())
+    raise CheckpointError(
+        f"{name}{whose}: expected finite numbers, found {count} of {numbers.numel()} NaN or "
+        f"infinite; {remedy}"
+    )

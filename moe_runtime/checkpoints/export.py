@@ -7,6 +7,7 @@ is written expert by expert, whatever its layout, and never is in memory as a wh
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 import json
 import math
@@ -14,6 +15,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,21 +24,30 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.checkpoints.checkpoint import Checkpoint, require_plain
 from moe_runtime.checkpoints.dense_weights import DenseReader
-from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.expert_tensors import TensorFinder, TensorsOf, matrices_of
-from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
-from moe_runtime.checkpoints.plain import require_plain
-from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
+from moe_runtime.checkpoints.expert_tensors import (
+    CheckpointExperts,
+    TensorFinder,
+    TensorsOf,
+    matrices_of,
+)
+from moe_runtime.checkpoints.safetensors_index import (
+    INDEX_FILE_NAME,
+    TORCH_DTYPES,
+    TensorEntry,
+    copy_tensor,
+    widest_first,
+    write_at,
+    write_index,
+)
 from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
 from moe_runtime.folders import replace_folder
-from moe_runtime.memory.layout import TensorRange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-INDEX_NAME = "model.safetensors.index.json"
-COPY_BYTES = 2**24
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NOT_COPIED = (
     *(f"*{end}" for end in (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")),
@@ -45,28 +56,6 @@ _NOT_COPIED = (
     *("eval*", "*[._-]eval*"),
 )
 """Weights, what points to them, and what is said or measured of the first checkpoint alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """A tensor of a new file.
-
-    Attributes:
-        name: of the tensor.
-        dtype: as safetensors names it.
-        shape: its sizes.
-        num_bytes: of its content.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element."""
-        return self.num_bytes // max(1, math.prod(self.shape))
 
 
 @dataclass
@@ -87,24 +76,11 @@ class _Output:
     dtypes: dict[str, torch.dtype | None] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def lay_out(self, tensors: Iterable[_Field]) -> None:
+    def lay_out(self, tensors: Iterable[TensorEntry]) -> None:
         """Puts tensors one behind the other, widest elements first, so that all are aligned."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for tensor in sorted(tensors, key=lambda tensor: -tensor.width):
-            self.offsets[tensor.name] = end
-            header[tensor.name] = {
-                "dtype": tensor.dtype,
-                "shape": tensor.shape,
-                "data_offsets": [end, end + tensor.num_bytes],
-            }
-            end += tensor.num_bytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
-        lead = len(self.header)
-        self.offsets = {name: lead + offset for name, offset in self.offsets.items()}
-        self.num_bytes = lead + end
+        offsets, self.header, size = widest_first(tensors)
+        self.offsets = {name: len(self.header) + offset for name, offset in offsets.items()}
+        self.num_bytes = len(self.header) + size
 
 
 class LikeCheckpoint:
@@ -182,7 +158,7 @@ class LikeCheckpoint:
         """Writes the files of tensors of a model whose experts are as the checkpoint has them.
 
         Args:
-            folder: where to; nobody else's.
+            folder: where to; used by this call alone.
             state: everything but the experts, under the names that the model has for it. Written
                 in its own dtypes and shapes; experts and what is quantised keep the bytes that
                 they have.
@@ -227,7 +203,7 @@ class LikeCheckpoint:
         dense: Mapping[str, Tensor] | None = None,
     ) -> dict[str, _Output]:
         """Where each tensor goes: floating-point ones in the named dtypes, shapes as of `dense`."""
-        files: dict[str, list[_Field]] = {}
+        files: dict[str, list[TensorEntry]] = {}
         outputs: dict[str, _Output] = {}
         for entry in sorted(self._checkpoint.entries.values(), key=lambda entry: entry.offset):
             kept = TORCH_DTYPES.get(entry.dtype)
@@ -243,7 +219,9 @@ class LikeCheckpoint:
             output = outputs.setdefault(file, _Output(folder / file))
             output.dtypes[entry.name] = wanted
             dtype = entry.dtype if wanted is None else _NAMES[wanted]
-            files.setdefault(file, []).append(_Field(entry.name, dtype, shape, size))
+            files.setdefault(file, []).append(
+                TensorEntry(entry.name, output.path, dtype, shape, 0, size)
+            )
         for file, fields in files.items():
             outputs[file].lay_out(fields)
         return outputs
@@ -273,28 +251,22 @@ class LikeCheckpoint:
                     _write_tensor(files[output.path], content, offset)
                 elif name in copied:
                     copy_tensor(entry, files[output.path], offset)
-            if tensors_of is not None:
-                for place, content in self._expert_matrices(place_of, tensors_of):
-                    place.write(files[place.file], content)
+            for key, layout in self._experts.layouts.items() if tensors_of is not None else ():
+                module = self._experts.modules[key.layer].module
+                matrices = matrices_of(module, tensors_of(key))
+                names = self._experts.matrices[key.layer]
+                for name, found in zip(names, layout.tensors, strict=True):
+                    entry = self._finder.entry_of(found)
+                    output = place_of[entry.name]
+                    dtype = output.dtypes[entry.name]
+                    assert dtype is not None, "experts have a dtype to compute with"
+                    first = (found.offset - entry.offset) // found.dtype.itemsize
+                    start = output.offsets[entry.name] + first * dtype.itemsize
+                    content = matrices[name].to("cpu", dtype)
+                    _write_matrix(files[output.path], content, start, found.stride)
         finally:
             for descriptor in files.values():
                 os.close(descriptor)
-
-    def _expert_matrices(
-        self, place_of: Mapping[str, _Output], tensors_of: TensorsOf
-    ) -> Iterator[tuple[_Place, Tensor]]:
-        """Every matrix of every expert, and where it goes."""
-        for key, layout in self._experts.layouts.items():
-            module = self._experts.modules[key.layer].module
-            matrices = matrices_of(module, tensors_of(key))
-            for name, found in zip(self._experts.matrices[key.layer], layout.tensors, strict=True):
-                entry = self._finder.entry_of(found)
-                output = place_of[entry.name]
-                dtype = output.dtypes[entry.name]
-                assert dtype is not None, "experts have a dtype to compute with"
-                first = (found.offset - entry.offset) // found.dtype.itemsize
-                start = output.offsets[entry.name] + first * dtype.itemsize
-                yield _Place(output.path, start, found, dtype), matrices[name].to("cpu", dtype)
 
     def _write_rest(
         self, folder: Path, outputs: Mapping[str, _Output], dtype: torch.dtype | None
@@ -305,9 +277,9 @@ class LikeCheckpoint:
             name = path.name.lower()
             if path.is_file() and not any(fnmatch.fnmatchcase(name, one) for one in _NOT_COPIED):
                 shutil.copyfile(path, folder / path.name)
-        if (source / INDEX_NAME).is_file():
+        if (source / INDEX_FILE_NAME).is_file():
             total = sum(output.num_bytes - len(output.header) for output in outputs.values())
-            write_index(folder / INDEX_NAME, self._own_files(), {"total_size": total})
+            write_index(folder / INDEX_FILE_NAME, self._own_files(), {"total_size": total})
         if dtype is not None:
             path = folder / "config.json"
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -339,40 +311,18 @@ class LikeCheckpoint:
         return self._finder.of_experts(self._experts)
 
 
-def write_index(path: Path, file_of: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """Writes which file has which tensor."""
-    index = {"metadata": dict(metadata), "weight_map": dict(file_of)}
-    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where one matrix of one expert goes.
-
-    Attributes:
-        file: of the new checkpoint.
-        start: first byte.
-        found: shape and strides.
-        dtype: of the new one.
-    """
-
-    file: Path
-    start: int
-    found: TensorRange
-    dtype: torch.dtype
-
-    def write(self, descriptor: int, content: Tensor) -> None:
-        """Writes the elements one after another, or between those of other matrices."""
-        shape, stride = self.found.shape, self.found.stride
-        if torch.empty(shape, device="meta").stride() == stride:
-            _write_tensor(descriptor, content.contiguous(), self.start)
-            return
-        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        begin = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        lead, size = self.start - begin, (last + 1) * self.dtype.itemsize
-        memory = mmap.mmap(descriptor, lead + size, offset=begin)
-        flat = torch.frombuffer(memory, dtype=torch.uint8)[lead : lead + size].view(self.dtype)
-        flat.as_strided(shape, stride, flat.storage_offset()).copy_(content)
+def _write_matrix(descriptor: int, content: Tensor, start: int, stride: tuple[int, ...]) -> None:
+    """Writes a matrix's elements one after another, or between those of other matrices."""
+    shape = content.shape
+    if torch.empty(shape, device="meta").stride() == stride:
+        _write_tensor(descriptor, content.contiguous(), start)
+        return
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    begin = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    lead, size = start - begin, (last + 1) * content.element_size()
+    memory = mmap.mmap(descriptor, lead + size, offset=begin)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)[lead : lead + size].view(content.dtype)
+    flat.as_strided(shape, stride, flat.storage_offset()).copy_(content)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -386,17 +336,47 @@ def _write_tensor(descriptor: int, content: Tensor, offset: int) -> None:
         write_at(descriptor, memoryview(flat), offset)
 
 
-def write_at(descriptor: int, content: bytes | memoryview, offset: int) -> None:
-    view = memoryview(content)
-    while len(view):
-        done = os.pwrite(descriptor, view[:COPY_BYTES], offset)
-        view, offset = view[done:], offset + done
+def as_plain(
+    model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap
+) -> tuple[Checkpoint, ExpertMap]:
+    """The plain checkpoint, of which the file of experts does not exist yet, and its experts.
+
+    Args:
+        model: on the meta device, of the packed checkpoint.
+        checkpoint: the packed one.
+        experts: where its experts lie.
+
+    Raises:
+        UnsupportedModelError: names of the family's experts are known to transformers alone.
+    """
+    assert checkpoint.runs is not None
+    state = {}
+    for described, layer in zip(experts.modules, checkpoint.runs.manifest.layers, strict=True):
+        if type(described.module).__module__.startswith("moe_runtime."):
+            raise UnsupportedModelError(
+                f"{checkpoint.folder}: experts of {model.config.model_type} cannot be given the "
+                "names again that they had before they were packed; save the model of the "
+                "checkpoint that was packed"
+            )
+        dtypes = {form.name: form.dtype for form in layer.matrices}
+        for name in described.parameters:
+            matrix = name.replace("gate_up_proj", "up").replace("_proj", "")
+            parameter = described.module.get_parameter(name).detach()
+            state[f"{described.name}.{name}"] = parameter.to(dtypes[matrix])
+    runs = checkpoint.runs.names
+    entries = {name: entry for name, entry in checkpoint.entries.items() if name not in runs}
+    file, end = checkpoint.folder / "unpacked.safetensors", 0
+    for name, tensor in private.revert_weight_conversion(model, state).items():
+        shape, size = tuple(tensor.shape), math.prod(tensor.shape) * tensor.dtype.itemsize
+        entries[name] = TensorEntry(name, file, _NAMES[tensor.dtype], shape, end, size)
+        end += size
+    plain = dataclasses.replace(checkpoint, entries=entries, packed={}, runs=None)
+    return plain, map_experts(model, plain)
 
 
-def copy_tensor(entry: TensorEntry, descriptor: int, offset: int) -> None:
-    """A tensor that the model has no use for stays as it was."""
-    with entry.file.open("rb") as file:
-        for begin in range(0, entry.num_bytes, COPY_BYTES):
-            file.seek(entry.offset + begin)
-            part = file.read(min(COPY_BYTES, entry.num_bytes - begin))
-            write_at(descriptor, part, offset + begin)
+@contextmanager
+def unpacked(experts: ExpertMap) -> Iterator[TensorsOf]:
+    """Gives experts of a packed checkpoint as their modules would have them, in fp32."""
+    names = [described.parameters for described in experts.modules]
+    with closing(CheckpointExperts(experts, names, torch.float32)) as source:
+        yield lambda key: dict(zip(names[key.layer], source.tensors_of(key), strict=True))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import hashlib
+import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from moe_runtime.checkpoints.hub_names import HubName, gguf_files
-from moe_runtime.checkpoints.hub_transfer import HubFile, RemoteBeginning, Transfer
 from moe_runtime.checkpoints.safetensors_index import (
     INDEX_FILE_NAME,
     MAX_HEADER_BYTES,
@@ -28,7 +31,350 @@ from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError, 
 from moe_runtime.files import write_text
 
 if TYPE_CHECKING:
-    from moe_runtime.checkpoints.dense_weights import Progress
+    from moe_runtime.checkpoints.checkpoint import Progress
+
+_NUM_THREADS = 4
+_WAIT_S = 0.1
+_MOST_FAILURES = 5
+"""Of requests one after the other, none of which gives a byte."""
+_FIRST_BYTES = 1 << 20
+"""Of a file whose header is read: most headers are shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository.
+
+    Attributes:
+        name: its path in the repository.
+        url: where it lies.
+        num_bytes: its size.
+        digest: SHA-256 of its bytes, or Git's SHA-1 of small files; the cache calls it so.
+    """
+
+    name: str
+    url: str
+    num_bytes: int
+    digest: str
+
+
+class Transfer:
+    """Work on several files at once, which ends as soon as the block around it does.
+
+    Args:
+        total_bytes: of all files.
+        progress: called in the caller's thread meanwhile.
+    """
+
+    def __init__(self, total_bytes: int, progress: Progress) -> None:
+        self._total_bytes = total_bytes
+        self._progress = progress
+        self._changing = threading.Lock()
+        self._done_bytes = 0
+        self._running: list[str] = []
+        self._num_begun = 0
+        self._is_over = threading.Event()
+
+    def count(self, num_bytes: int) -> None:
+        """Notes bytes that arrived.
+
+        Raises:
+            InterruptedError: the download was ended.
+        """
+        if self._is_over.is_set():
+            raise InterruptedError("the download was ended")
+        with self._changing:
+            self._done_bytes += num_bytes
+
+    def run(self, what: str, names: Sequence[str], work: Callable[[str], None]) -> None:
+        """Calls ``work`` with each name, and waits.
+
+        Raises:
+            MoERuntimeError: of the first call that failed.
+            MemoryError: likewise.
+        """
+        waiting, failures = deque(names), list[MoERuntimeError | MemoryError]()
+
+        def call() -> None:
+            while waiting and not self._is_over.is_set():
+                try:
+                    name = waiting.popleft()
+                except IndexError:  # another thread was quicker
+                    return
+                self._running.append(name)
+                self._num_begun += 1
+                try:
+                    with blamed_on(name):
+                        work(name)
+                except (MoERuntimeError, MemoryError) as error:
+                    failures.append(error)
+                    self._is_over.set()
+                self._running.remove(name)
+
+        threads = [
+            threading.Thread(target=call, name="moe-hub", daemon=True)
+            for _ in range(min(_NUM_THREADS, len(names)))
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads) and not failures:
+                shown = next(iter(self._running[:1]), "").rpartition("/")[2]
+                count = f" {self._num_begun}/{len(names)}" if len(names) > 1 else ""
+                self._progress(f"{what}{count} {shown}", self._done_bytes, self._total_bytes)
+                next((t for t in threads if t.is_alive()), threads[0]).join(_WAIT_S)
+        finally:
+            self._is_over.set()
+        if failures:
+            raise failures[0]
+
+    def fetch(self, file: HubFile, blobs: Path) -> None:
+        """Puts a file into the cache's folder of contents, from where an earlier try ended.
+
+        Raises:
+            CheckpointError: what arrived is not what the hub announced.
+            OSError: the hub or the disk failed.
+        """
+        from huggingface_hub.utils import WeakFileLock
+
+        blob, part = blobs / file.digest, blobs / f"{file.digest}.incomplete"
+        locks = blobs.parent.parent / ".locks" / blobs.parent.name  # as huggingface_hub has them
+        blobs.mkdir(parents=True, exist_ok=True)
+        locks.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(locks / f"{file.digest}.lock"):
+            if blob.exists():  # another process fetched it
+                self.count(file.num_bytes)
+                return
+            part.touch()
+            with part.open("r+b") as stream:
+                begin = stream.seek(0, os.SEEK_END)
+                if begin > file.num_bytes:
+                    begin = stream.truncate(0)
+                self.count(begin)
+                _read_range(file, stream, begin, file.num_bytes, self.count)
+                is_whole = _has_digest(stream, file)
+                if begin and not is_whole:  # what was here may be at fault
+                    self.count(-file.num_bytes)
+                    _read_range(file, stream, 0, file.num_bytes, self.count)
+                    is_whole = _has_digest(stream, file)
+                if not is_whole:
+                    stream.truncate(0)
+                    raise CheckpointError(
+                        f"{file.name}: expected bytes of digest {file.digest}, got others"
+                    )
+                os.fsync(stream.fileno())
+            part.replace(blob)
+
+
+def _read_range(
+    file: HubFile, stream: IO[bytes], begin: int, end: int, count: Callable[[int], None]
+) -> None:
+    """Writes a range of a file where it belongs, and asks again where the connection breaks off."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+    failures = 0
+    while begin < end:
+        headers = build_hf_headers(
+            headers={"Accept-Encoding": "identity", "Range": f"bytes={begin}-{end - 1}"}
+        )
+        limit_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        failures += 1
+        try:
+            with (
+                blamed_on(file.name),
+                http_stream_backoff(
+                    "GET", file.url, headers=headers, timeout=limit_s, retry_on_exceptions=()
+                ) as answer,
+            ):
+                hf_raise_for_status(answer)
+                if answer.status_code != 206:  # the whole file comes
+                    count(-begin)
+                    begin = 0
+                stream.seek(begin)
+                for piece in answer.iter_bytes():
+                    stream.write(piece[: end - begin])
+                    count(len(piece))
+                    begin, failures = min(end, begin + len(piece)), 0
+                    if begin == end:
+                        return
+        except CheckpointError as error:
+            # Errors of the system are the disk's, the hub's own answers, or the end of the wait.
+            if failures > _MOST_FAILURES or isinstance(error.__cause__, OSError):
+                raise
+        if failures > _MOST_FAILURES:
+            raise CheckpointError(f"{file.name}: expected {end} bytes, got {begin}")
+        time.sleep(failures)
+
+
+def _has_digest(stream: BinaryIO, file: HubFile) -> bool:
+    found = hashlib.sha256()
+    if len(file.digest) != 2 * found.digest_size:
+        found = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)
+    stream.seek(0)
+    while piece := stream.read(1 << 20):
+        found.update(piece)
+    return found.hexdigest() == file.digest
+
+
+class RemoteBeginning:
+    """Reads a file of the hub from its beginning, and writes what it reads to a local one.
+
+    The local file gets the size of the remote one, and has a hole where nothing was read.
+
+    Args:
+        file: the remote file.
+        local: the local one, open to write and read.
+        count: called with the bytes that arrived.
+    """
+
+    def __init__(self, file: HubFile, local: IO[bytes], count: Callable[[int], None]) -> None:
+        self._file = file
+        self._local = local
+        self._count = count
+        self._has_bytes = self._place = 0
+        local.truncate(file.num_bytes)
+
+    def read(self, size: int) -> bytes:
+        """The next bytes; fewer at the file's end."""
+        end = min(self._place + size, self._file.num_bytes)
+        if end > self._has_bytes:
+            # Twice as many each time: a header of many megabytes takes few requests.
+            upto = min(max(end, 2 * self._has_bytes, _FIRST_BYTES), self._file.num_bytes)
+            _read_range(self._file, self._local, self._has_bytes, upto, self._count)
+            self._has_bytes = upto
+        self._local.seek(self._place)
+        found = self._local.read(end - self._place)
+        self._place = end
+        return found
+
+
+_SITE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/|hf://")
+_WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_NAME = re.compile(rf"({_WORD}/{_WORD})(?:/([^:@]+))?((?:[:@][^:@\s]+)*)")
+_PAGE = re.compile(r"(?:tree|blob|resolve)/([^/]+)(?:/(.+))?")
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_QUANTISATION = re.compile(
+    r"(?:^|[-_./])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))$", re.IGNORECASE
+)
+_NO_MODELS = re.compile(r"(?:.*/)?mmproj|.*imatrix", re.IGNORECASE)
+"""GGUF files that hold no language model."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """What a name on the hub asks for.
+
+    Attributes:
+        repository: ``owner/name``.
+        revision: a branch, tag or commit.
+        quantisation: of a GGUF repository, such as ``Q4_K_M``; empty where none is named.
+        file: a GGUF file of the repository; empty where none is named.
+    """
+
+    repository: str
+    revision: str = "main"
+    quantisation: str = ""
+    file: str = ""
+
+
+def parse_hub_name(text: str) -> HubName | None:
+    """Reads ``owner/name``, with ``:QUANTISATION``, ``/FILE.gguf`` or ``@REVISION`` behind it.
+
+    A name may begin with the hub's site, and pages of a branch or file there are names too.
+
+    Returns:
+        None where the text is none of these.
+
+    Raises:
+        CheckpointError: it names a file and a quantisation.
+    """
+    site = _SITE.match(text)
+    text = text[site.end() :].partition("?")[0].rstrip("/") if site else text
+    found = _NAME.fullmatch(text)
+    if found is None:
+        return None
+    repository, path, rest = found[1], found[2] or "", found[3]
+    marks = re.findall(r"([:@])([^:@]+)", rest)
+    given = dict(marks)
+    page = _PAGE.fullmatch(path)
+    if page is not None:
+        marks.append(("@", page[1]))
+        given["@"], path = page[1], page[2] or ""
+    is_model = not path or path.endswith(".gguf")
+    if len(marks) != len(given) or not is_model or ".." in given.get("@", ""):
+        return None
+    if path and ":" in given:
+        raise CheckpointError(
+            f"{text}: expected a file or a quantisation, got both; leave :{given[':']} out"
+        )
+    return HubName(repository, given.get("@", "main"), given.get(":", ""), path)
+
+
+def gguf_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
+    """The GGUF file that a name asks for, or the files that it was split into, in order.
+
+    Args:
+        name: of the model.
+        sizes: bytes of each file of the repository, by its name.
+
+    Returns:
+        None of them where the repository is to be read as safetensors files.
+
+    Raises:
+        CheckpointError: there is no such file, or several could be meant.
+    """
+    models: dict[str, list[str]] = {}
+    for file in sorted(sizes):
+        if file.endswith(".gguf") and (file == name.file or not _NO_MODELS.match(file)):
+            part = _PART.fullmatch(file)
+            models.setdefault(part[1] if part else file.removesuffix(".gguf"), []).append(file)
+    if name.file:
+        chosen = [stem for stem, files in models.items() if name.file in files]
+    elif name.quantisation:
+        wanted = name.quantisation.lower()
+        chosen = [stem for stem in models if _label(stem).lower() == wanted]
+        ending = re.compile(rf"(?:.*[-_./])?{re.escape(wanted)}", re.IGNORECASE)
+        chosen = chosen or [stem for stem in models if ending.fullmatch(stem)]
+    elif "config.json" in sizes and any(file.endswith(".safetensors") for file in sizes):
+        return []
+    else:
+        chosen = [*models]
+    if not models and not name.file and not name.quantisation:
+        return []
+    if len(chosen) != 1:
+        _refuse_choice(name, models, chosen, sizes)
+    files = models[chosen[0]]
+    part = _PART.fullmatch(files[0])
+    if part is not None and len(files) != int(part[3]):
+        found = f"{len(files)} of the {int(part[3])} files"
+        raise CheckpointError(f"{name.repository}: expected all of {chosen[0]}, found {found}")
+    return files
+
+
+def _label(stem: str) -> str:
+    found = _QUANTISATION.search(stem)
+    return found[1] if found else stem
+
+
+def _refuse_choice(
+    name: HubName,
+    models: Mapping[str, Sequence[str]],
+    chosen: Sequence[str],
+    sizes: Mapping[str, int],
+) -> NoReturn:
+    labels = [_label(stem) for stem in models]
+    shown = [
+        f"{label if labels.count(label) == 1 else files[0]} "
+        f"({format_bytes(sum(sizes[file] for file in files))})"
+        for label, files in zip(labels, models.values(), strict=True)
+    ]
+    asked = clipped(name.file or name.quantisation)
+    what = "has several models" if len(chosen) > 1 else f"has no {asked}"
+    advice = f"name one: {name.repository}:QUANTISATION, or {name.repository}/FILE.gguf"
+    there = ", ".join(shown) or "no GGUF files"
+    raise CheckpointError(f"{name.repository} {what}; it has {there}; {advice}")
+
 
 SMALL_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 """Patterns of the files that a checkpoint has beside its weights."""
@@ -184,7 +530,7 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
                     length = int.from_bytes(beginning.read(8), "little")
                     beginning.read(min(length, MAX_HEADER_BYTES))
 
-        with _told(name, f"{name.repository}: "), _shown(progress) as show:
+        with _explained(name, f"{name.repository}: "), _shown(progress) as show:
             transfer = Transfer(0, show)
             transfer.run("headers", [*missing], read)
         yield folder / chosen[0] if is_gguf else folder
@@ -209,7 +555,7 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
             "make room, or name another folder in HF_HOME"
         )
 
-    with _told(name := found.name, f"{name.repository}: "), _shown(progress) as show:
+    with _explained(name := found.name, f"{name.repository}: "), _shown(progress) as show:
         transfer = Transfer(num_bytes, show)
 
         def fetch(file: str) -> None:
@@ -246,7 +592,7 @@ def _ask(name: HubName) -> _Repository:
     cache = Path(constants.HF_HUB_CACHE)
     place = cache / repo_folder_name(repo_id=name.repository, repo_type="model")
     try:
-        with _told(name, ""):
+        with _explained(name, ""):
             info = HfApi().model_info(
                 name.repository,
                 revision=name.revision,
@@ -287,7 +633,7 @@ def _ask(name: HubName) -> _Repository:
 
 
 @contextmanager
-def _told(name: HubName, lead: str) -> Iterator[None]:
+def _explained(name: HubName, lead: str) -> Iterator[None]:
     """Says in our words, after some others, why the hub did not give what was asked for."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (

@@ -1,7 +1,4 @@
-"""Says which of a checkpoint's tensors is to blame where those of experts are not what a model has.
-
-Imported when something is wrong.
-"""
+"""Names the tensor that is to blame where those of experts are not what a model has."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from moe_runtime.checkpoints.expert_map import first_number
 from moe_runtime.checkpoints.formats import sign_of
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -25,6 +21,11 @@ _NUMBERED = re.compile(r"(.*\.)(\d+)(\..*)")
 _Stem = tuple[str, str]
 """A weight's name, before and behind the number of the expert."""
 _AGAIN = "fetch the checkpoint again, or correct the configuration"
+
+
+def first_number(lowest: int, num_experts: int) -> int:
+    """The number of a layer's first expert: some families count on from other experts."""
+    return 0 if lowest < num_experts else lowest
 
 
 def refuse_sources(

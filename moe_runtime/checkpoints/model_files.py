@@ -1,6 +1,6 @@
 """The small files of a checkpoint: where its folder is, its configuration, tokenizer and settings.
 
-Nobody vouches for them. They are judged as far as the runtime relies on them before transformers
+They are not trusted. They are judged as far as the runtime relies on them before transformers
 sees them, and whatever transformers raises over the rest is blamed on the file.
 """
 
@@ -12,8 +12,14 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_runtime.checkpoints.hub import SMALL_FILES, download, headers_of, suggestion
-from moe_runtime.checkpoints.hub_names import HubName, parse_hub_name
+from moe_runtime.checkpoints.hub import (
+    SMALL_FILES,
+    HubName,
+    download,
+    headers_of,
+    parse_hub_name,
+    suggestion,
+)
 from moe_runtime.checkpoints.settings_check import (
     QUANTIZATION_NAMES,
     check_config,
@@ -21,13 +27,12 @@ from moe_runtime.checkpoints.settings_check import (
 )
 from moe_runtime.checkpoints.strict_json import clipped, one_line, parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
-from moe_runtime.file_names import at_home, require_whole
-from moe_runtime.reading import read_bounded
+from moe_runtime.files import at_home, read_bounded
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
-    from moe_runtime.checkpoints.dense_weights import Progress
+    from moe_runtime.checkpoints.checkpoint import Progress
 
 _MAX_BYTES = 64 << 20
 _WEIGHTS = "*.safetensors"
@@ -87,7 +92,6 @@ def _local_or_hub(path_or_id: str | Path) -> Path | HubName:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{one_line(name)}: not the name of a folder: {error}") from None
     if is_folder:
-        require_whole(folder)
         return folder
     if is_there:
         if folder.suffix != ".gguf" or not folder.is_file():
@@ -140,7 +144,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
                 folder, trust_remote_code=False, local_files_only=True
             )
     except CheckpointError as error:
-        from moe_runtime.checkpoints.config_faults import in_our_words
+        from moe_runtime.checkpoints.settings_check import in_our_words
 
         raise in_our_words(error, file) from error.__cause__
 
@@ -203,7 +207,6 @@ def read_tokenizer(folder: Path) -> Any:
         return load_tokenizer(folder)
     from transformers import AutoTokenizer
 
-    require_whole(folder)
     files = [folder / name for name in _TOKENIZER_FILES if os.path.lexists(folder / name)]
     for file in files:
         _read_whole(file)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from moe_runtime.checkpoints.families import give_experts_interface
+from moe_runtime.checkpoints.checkpoint import (
+    COMPUTE_DTYPES,
+    QUANT_METHOD,
+    Checkpoint,
+    Progress,
+    plain_entries,
+)
 from moe_runtime.checkpoints.model_files import find_checkpoint, read_config, take_quantization
 from moe_runtime.checkpoints.safetensors_index import (
     INDEX_FILE_NAME,
     PACKED_INDEX_NAME,
+    TORCH_DTYPES,
     TensorEntry,
     read_checkpoint_index,
 )
@@ -28,80 +35,9 @@ from moe_runtime.memory.source import FileStamp
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from moe_runtime.checkpoints.dense_weights import Progress
-    from moe_runtime.checkpoints.formats import PackedWeight, Weight
-    from moe_runtime.checkpoints.packing.expert_runs import PackedExpertIndex
-    from moe_runtime.checkpoints.transformers_private import WeightTransform
-
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Element types of safetensors files that dense weights may have."""
-
-QUANT_METHOD = "moe_runtime"
-"""What a packed checkpoint calls itself in ``config.json``."""
-
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types that models are computed in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint folder whose headers have been read.
-
-    Attributes:
-        folder: where the files lie; of a GGUF checkpoint, its file.
-        config: the model's configuration.
-        entries: every tensor of the checkpoint by name.
-        dtype: the type in which the model computes.
-        packed: its quantised weights by the names that the model's conversion table knows.
-        runs: where experts lie that `moe-runtime pack` wrote, if it did.
-        conversions: what makes its weights those of the model, before the model's own table.
-        adapt: changes the model that transformers makes, on the meta device, to one of its weights.
-        stamps: of the files of its tensors, taken before their headers were read.
-        origins: tensors of a GGUF file by the names of weights here; empty for other checkpoints.
-    """
-
-    folder: Path
-    config: PreTrainedConfig
-    entries: dict[str, TensorEntry]
-    dtype: torch.dtype
-    packed: dict[str, PackedWeight] = field(default_factory=dict)
-    runs: PackedExpertIndex | None = None
-    conversions: Sequence[WeightTransform] = ()
-    adapt: Callable[[PreTrainedModel], None] = give_experts_interface
-    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def weights(self) -> list[Weight]:
-        """Every weight once: quantised ones, and tensors that are no part of one or of a run."""
-        runs = set() if self.runs is None else self.runs.names
-        plain = _plain(self.entries, self.packed)
-        return [*(entry for entry in plain if entry.name not in runs), *self.packed.values()]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every weight lies as it is in safetensors files, neither quantised nor packed."""
-        return not self.packed and self.runs is None and not self.folder.is_file()
-
-    def require_unchanged(self) -> None:
-        """Refuses files that were written or replaced after the checkpoint was opened.
-
-        Raises:
-            CheckpointError: one was; the message names it.
-        """
-        for path, stamp in self.stamps.items():
-            stamp.require(path, path)
+    from moe_runtime.checkpoints.checkpoint import Progress
+    from moe_runtime.checkpoints.formats import PackedWeight
+    from moe_runtime.checkpoints.packed_experts import PackedExpertIndex
 
 
 def open_checkpoint(
@@ -140,14 +76,14 @@ def open_checkpoint(
     packed: dict[str, PackedWeight] = {}
     # most checkpoints are neither packed nor quantised
     if is_packed:
-        from moe_runtime.checkpoints.packing.expert_runs import PackedExpertIndex
+        from moe_runtime.checkpoints.packed_experts import PackedExpertIndex
 
         runs = PackedExpertIndex(folder, entries)
     elif quantization is not None:
         from moe_runtime.checkpoints.formats import packed_weights
 
         packed = packed_weights(quantization, _judged(config, entries), place)
-    compute_dtype = _compute_dtype(dtype, config, _plain(entries, packed), bool(packed))
+    compute_dtype = _compute_dtype(dtype, config, plain_entries(entries, packed), bool(packed))
     own = _of_used(stamps, entries)
     return Checkpoint(folder, config, entries, compute_dtype, packed, runs, stamps=own)
 
@@ -184,17 +120,17 @@ def _of_used(
 
 
 def _judged(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors but for those that `transformers` leaves aside, as further predicting layers."""
+    """The tensors that `transformers` does not ignore, as layers that predict further tokens."""
     patterns = _model_class(config)._keys_to_ignore_on_load_unexpected or ()
-    left_aside = re.compile("|".join(map("({})".format, patterns)) or r"(?!)")
+    ignored = re.compile("|".join(map("({})".format, patterns)) or r"(?!)")
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
 
-    def is_left_aside(name: str) -> bool:
+    def is_ignored(name: str) -> bool:
         layer = re.search(r"layers\.(\d+)\.", name)
         is_own = layer is not None and "mtp" not in name and int(layer[1]) < num_layers
-        return left_aside.search(name) is not None and not is_own
+        return ignored.search(name) is not None and not is_own
 
-    return {name: entry for name, entry in entries.items() if not is_left_aside(name)}
+    return {name: entry for name, entry in entries.items() if not is_ignored(name)}
 
 
 def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
@@ -203,12 +139,6 @@ def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
             _set_dtype(part, dtype)
-
-
-def _plain(entries: dict[str, TensorEntry], packed: dict[str, PackedWeight]) -> list[TensorEntry]:
-    """The tensors that are no part of a quantised weight."""
-    parts = {entry.name for weight in packed.values() for entry in weight.entries}
-    return [entry for entry in entries.values() if entry.name not in parts]
 
 
 def _compute_dtype(

@@ -5,7 +5,10 @@ A linear layer keeps its class, its name and its parameters; of `weight` only th
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,20 +17,100 @@ from torch.autograd import forward_ad
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.absent import AbsentTensor
-from moe_runtime.checkpoints.packed_reading import coded_bytes, read_coded, read_matrix
-from moe_runtime.checkpoints.packing.manifest import MatrixForm
+from moe_runtime.checkpoints.formats import PackedWeight, Packing
+from moe_runtime.checkpoints.packed_experts import MatrixForm
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
-from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.errors import CapacityError, UnsupportedModelError, UnsupportedUseError
 from moe_runtime.kernels.linear import (
     frozen_linear,
     quantized_linear,
     values_of,
 )
 from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes
-from moe_runtime.kernels.lossless.reference import GROUP_ROWS
+from moe_runtime.kernels.lossless.reference import (
+    GROUP_ROWS,
+    TAIL_BYTES,
+    coded_row_bytes,
+    num_groups,
+)
 from moe_runtime.kernels.native import needs_torch
 from moe_runtime.kernels.prepared.quantized import PreparedQuantizedLinear
-from moe_runtime.kernels.quantized import QuantizedMatrix
+from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
+from moe_runtime.memory.layout import TensorRange
+from moe_runtime.memory.slab import aligned_bytes
+
+if TYPE_CHECKING:
+    from moe_runtime.checkpoints.dense_weights import DenseReader
+    from moe_runtime.checkpoints.expert_map import ExpertMap
+    from moe_runtime.checkpoints.formats import PackedWeight
+    from moe_runtime.checkpoints.safetensors_index import TensorEntry
+    from moe_runtime.kernels.quantized import QuantizedMatrix
+
+_ELEMENTS_AT_ONCE = 2**16
+"""Elements of a quantised weight that are dequantised at once: a few megabytes on the way."""
+_ROOM_SHARE = 8
+"""Escapes of a linear layer have room for one of so many weights; trained ones have a quarter."""
+
+
+def read_matrix(reader: DenseReader, weight: PackedWeight) -> QuantizedMatrix:
+    """The codes of one matrix, put in order, in memory of their own.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    parts = weight.ranges(0, 1, weight.num_rows)
+    matrix = weight.packing.matrix(_parts(reader, weight, parts))
+    if weight.convert is not None:
+        matrix = dataclasses.replace(matrix, codes=weight.convert(matrix.codes))
+    reader.report(weight)
+    return matrix
+
+
+def coded_bytes(num_rows: int, num_cols: int) -> int:
+    """The most bytes that a bf16 matrix may take in the lossless code."""
+    starts_bytes, book_bytes = 4 * (num_groups(num_rows) + 1), 8
+    room = num_rows * num_cols // _ROOM_SHARE + TAIL_BYTES
+    return num_rows * coded_row_bytes(num_cols) + starts_bytes + book_bytes + room
+
+
+def read_coded(reader: DenseReader, entry: TensorEntry) -> PlanesMatrix:
+    """A bf16 matrix in the lossless code.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        CapacityError: it takes more than `coded_bytes`.
+    """
+    matrix = encode_planes(reader.read(entry))
+    if matrix.nbytes > coded_bytes(*matrix.shape):
+        raise CapacityError(
+            f"{entry.name} does not fit in the lossless code: more than one weight in "
+            f"{_ROOM_SHARE} has a rare exponent; load the model with cache_code none"
+        )
+    return matrix
+
+
+def read_values(reader: DenseReader, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The values of a weight as the model holds it, computed a few rows after the others.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    memory = aligned_bytes(weight.total_rows * weight.num_cols * dtype.itemsize)
+    values_RK = memory.view(dtype).view(weight.total_rows, weight.num_cols)
+    for rows, cols, packing, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
+        matrix = packing.matrix(_parts(reader, weight, ranges))
+        values_RK[rows, cols] = matrix.dequantize(dtype)
+    return weight.as_model_has(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
+
+
+def _parts(
+    reader: DenseReader, weight: PackedWeight, ranges: Mapping[str, TensorRange]
+) -> dict[str, Tensor]:
+    return {
+        name: part.view(reader.bytes_of(weight.name, part.file, part.offset, part.span_bytes))
+        for name, part in ranges.items()
+    }
+
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +184,7 @@ class PackedTensor(AbsentTensor):
         if func is nn.functional.linear and _is_weight(args):
             return _multiply(*args, **kwargs)
         if cls.describes(func, args, kwargs):
-            # torch's own way to leave subclasses aside: no exception can leave it switched on
+            # torch's own way to disable subclasses: no exception can leave it switched on
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         own = args[0] if args else None
         if isinstance(own, PackedTensor):
@@ -250,7 +333,7 @@ def keep_packed(
 
     Raises:
         CheckpointError: one cannot be read.
-        CapacityError: one in bf16 takes more bytes in the lossless code than were set aside.
+        CapacityError: one in bf16 takes more bytes in the lossless code than were reserved.
     """
     for entry_name, name in experts.packed_dense.items():
         weight = experts.dense_entries[entry_name]
@@ -350,3 +433,36 @@ def _read(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
         return (
             type(result)(map(marked, result)) if type(result) in (list, tuple) else marked(result)
         )
+
+
+def round_activations(experts: ExpertMap, device: torch.device) -> None:
+    """Lets all products with weights that stay quantised in memory round their rows to int8.
+
+    Raises:
+        UnsupportedModelError: none of these weights takes such rows, or not on that device.
+    """
+    if device.type != "cpu":
+        raise UnsupportedModelError(
+            f"activations='int8' is for models on the CPU, got the device {device}"
+        )
+    is_rounded = False
+    for packings in experts.packings:
+        for name, packing in packings.items():
+            if isinstance(packing, Packing) and packing.format.takes_int8_activations:
+                packings[name] = packing._replace(format=_rounding(packing.format))
+                is_rounded = True
+    for name in experts.packed_dense:
+        weight = experts.dense_entries[name]
+        if isinstance(weight, PackedWeight) and weight.format.takes_int8_activations:
+            experts.dense_entries[name] = replace(weight, format=_rounding(weight.format))
+            is_rounded = True
+    if not is_rounded:
+        raise UnsupportedModelError(
+            "activations='int8' needs weights in GGUF's blocks, or in MXFP4, in int4, or in int8 "
+            "without zero points, in groups of 32, 64, 128, ... columns, that stay so in memory; "
+            "this model has none: leave it out"
+        )
+
+
+def _rounding(kind: WeightFormat) -> WeightFormat:
+    return replace(kind, int8_activations=True)

@@ -1,4 +1,4 @@
-"""JSON from a file that nobody vouches for: strict, bounded in time and memory."""
+"""JSON from an untrusted file: strict, bounded in time and memory."""
 
 import json
 import re

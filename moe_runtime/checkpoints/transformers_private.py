@@ -19,41 +19,35 @@ from moe_runtime.lazy import lazy_names
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-    from transformers.conversion_mapping import (
-        get_model_conversion_mapping as get_model_conversion_mapping,
+    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: F401
+    from transformers.core_model_loading import (  # noqa: F401
+        Concatenate,
+        Interleave,
+        MergeModulelist,
+        PermuteForRope,
+        Transpose,
+        WeightConverter,
+        WeightRenaming,
+        WeightTransform,
+        convert_and_load_state_dict_in_model,
+        dot_natural_key,
+        rename_source_key,
+        revert_weight_conversion,
     )
-    from transformers.core_model_loading import Concatenate as Concatenate
-    from transformers.core_model_loading import Interleave as Interleave
-    from transformers.core_model_loading import MergeModulelist as MergeModulelist
-    from transformers.core_model_loading import PermuteForRope as PermuteForRope
-    from transformers.core_model_loading import Transpose as Transpose
-    from transformers.core_model_loading import WeightConverter as WeightConverter
-    from transformers.core_model_loading import WeightRenaming as WeightRenaming
-    from transformers.core_model_loading import WeightTransform as WeightTransform
-    from transformers.core_model_loading import (
-        convert_and_load_state_dict_in_model as convert_and_load_state_dict_in_model,
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface  # noqa: F401
+    from transformers.integrations.moe import (  # noqa: F401
+        ExpertsInterface,
+        batched_mm_experts_forward,
+        use_experts_implementation,
     )
-    from transformers.core_model_loading import dot_natural_key as dot_natural_key
-    from transformers.core_model_loading import rename_source_key as rename_source_key
-    from transformers.core_model_loading import revert_weight_conversion as revert_weight_conversion
-    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface as FP8ExpertsInterface
-    from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
-    from transformers.integrations.moe import (
-        batched_mm_experts_forward as batched_mm_experts_forward,
-    )
-    from transformers.integrations.moe import (
-        use_experts_implementation as use_experts_implementation,
-    )
-    from transformers.integrations.sdpa_attention import (
-        sdpa_attention_forward as sdpa_attention_forward,
-    )
-    from transformers.modeling_utils import LoadStateDictConfig as LoadStateDictConfig
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: F401
+    from transformers.modeling_utils import LoadStateDictConfig  # noqa: F401
 else:
     _find = lazy_names(
         __name__,
         {
             # Names and stacking of weights, from checkpoints to models and back; 5.17. The map of
-            # experts runs it on stand-ins, dense loading on the weights, export backwards.
+            # experts runs it on placeholders, dense loading on the weights, export backwards.
             "transformers.conversion_mapping": "get_model_conversion_mapping",
             "transformers.core_model_loading": "Concatenate Interleave MergeModulelist "
             "PermuteForRope Transpose WeightConverter WeightRenaming WeightTransform "
@@ -141,11 +135,6 @@ ATTENTION_SETTING = "_attn_implementation"
 def attention_name(model: PreTrainedModel) -> str | None:
     """The attention that a model was built with."""
     return getattr(model.config, ATTENTION_SETTING)
-
-
-def has_sdpa(model: PreTrainedModel) -> bool:
-    """Whether its attention may be torch's, as that of anything that does not say; 5.17."""
-    return getattr(model, "_supports_sdpa", True)
 
 
 DECIDE_BY_ATTENTION_NAME = frozenset((

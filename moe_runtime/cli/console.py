@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from moe_runtime.errors import CapacityError, MoERuntimeWarning
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.table import Table
+    from rich.progress import Progress as Bar
+
 
 _NUMPY_BYTES = 512 << 20
 TRANSFORMERS_BYTES = 3 << 29
@@ -25,9 +27,6 @@ TRANSFORMERS_BYTES = 3 << 29
 
 _LONGEST_LINE = 1000
 """Characters of a message."""
-
-_GAP = 3
-"""Characters between two columns of a table; one less of them stands around all."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the bytes done and the bytes in total."""
@@ -144,33 +143,37 @@ def quiet_transformers(session: Session) -> None:
         hub.disable_progress_bars()
 
 
+def terminal_bar(*columns: Any, **options: Any) -> "Bar":
+    """A bar on the terminal that stderr is.
+
+    Args:
+        columns: of rich's `Progress`; a text is a template such as ``{task.description}``.
+        options: likewise.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(*columns, console=Console(stderr=True), **{"transient": True, **options})
+
+
 @contextlib.contextmanager
 def loading_bar() -> Iterator[Progress]:
     """Shows a bar on stderr while the ``with`` block loads; nothing where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield lambda stage, done, total: None
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich import progress
     from rich.table import Column
 
     columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True)),
-        BarColumn(bar_width=10),
-        DownloadColumn(True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
+        progress.SpinnerColumn(),
+        progress.TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True)),
+        progress.BarColumn(bar_width=10),
+        progress.DownloadColumn(True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
+    with terminal_bar(*columns, expand=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda stage, done, total: bar.update(
             task, description=stage, completed=done, total=total or None
@@ -199,9 +202,8 @@ def print_table(
 ) -> None:
     """Prints a table, without what a terminal would obey: names may come from anywhere.
 
-    On a terminal too narrow for it there are several tables: each has the columns that come first
-    and are aligned left, and as many of the others as fit. Numbers stay on one line, and words
-    are not broken, but for those of more than half of the terminal.
+    On a terminal too narrow for it each row is a list: the cells that come first and are aligned
+    left, and a line for each of the others. Numbers stay on one line.
 
     Args:
         title: a line above it.
@@ -209,75 +211,13 @@ def print_table(
         rows: the cells, as many in each row as there are columns.
         to_stderr: for tables that are not the result of the command.
     """
-    from rich.console import Console
-
-    console = Console(stderr=to_stderr)
-    num_labels = next((n for n, (_, align) in enumerate(columns) if align != "left"), len(columns))
-    last = len(columns)
-    if num_labels == last:  # words alone, which rich wraps
-        console.print(_table(title, columns, rows, [None] * last))
-        return
-    least, most = _bounds(columns, rows, console.width // 2)
-
-    def room(begin: int, end: int, labels: Sequence[int]) -> int:
-        """What a table with some of the columns leaves of the terminal."""
-        num_columns = num_labels + end - begin
-        taken = sum(labels[:num_labels]) + sum(least[begin:end])
-        return console.width - _GAP * num_columns + 1 - taken
-
-    begin, is_whole = num_labels, room(num_labels, last, least) >= 0
-    while begin < last:
-        end = last
-        while not is_whole and end > begin + 1 and room(begin, end, most) < 0:
-            end -= 1
-        spare, widths = room(begin, end, least), list[int | None]()
-        shown = [*range(num_labels), *range(begin, end)]
-        for number in shown:
-            more = max(0, min(spare, most[number] - least[number]))
-            is_folded = spare < 0 and number < num_labels
-            widths.append(None if is_folded else least[number] + more)
-            spare -= more
-        console.print(
-            _table(
-                title if begin == num_labels else "",
-                [columns[number] for number in shown],
-                [[row[number] for number in shown] for row in rows],
-                widths,
-            )
-        )
-        begin = end
-
-
-def _bounds(
-    columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], longest_word: int
-) -> tuple[list[int], list[int]]:
-    """The least width of each column, with whole numbers and words, and that without a wrap.
-
-    Words of labels that are longer than some length count as much.
-    """
-    from rich.cells import cell_len
-
-    least, most = list[int](), list[int]()
-    for (header, align), *cells in zip(columns, *rows, strict=True):
-        texts = [_printable(cell) for cell in (header, *cells)]
-        is_label = align == "left"
-        words = max(map(cell_len, " ".join(texts if is_label else texts[:1]).split()), default=0)
-        numbers = max(map(cell_len, texts[1:]), default=0)
-        most.append(max(1, *map(cell_len, texts)))
-        least.append(max(1, min(words, longest_word) if is_label else max(words, numbers)))
-    return least, most
-
-
-def _table(
-    title: str,
-    columns: Sequence[tuple[str, str]],
-    rows: Sequence[Sequence[str]],
-    widths: Sequence[int | None],
-) -> "Table":
     from rich import box
+    from rich.cells import cell_len
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console(stderr=to_stderr)
     has_header = any(header for header, _ in columns)
     table = Table(
         title=Text(_printable(title), style="bold"),
@@ -286,13 +226,26 @@ def _table(
         show_header=has_header,
         pad_edge=False,
     )
-    for (header, align), width in zip(columns, widths, strict=True):
-        table.add_column(
-            _printable(header),
-            justify="right" if align == "right" else "left",
-            overflow="fold",
-            width=width,
-        )
+    for (header, align), *cells in zip(columns, *rows, strict=True):
+        texts = [_printable(text) for text in (header, *cells)]
+        if align == "left":
+            longest = max(map(cell_len, " ".join(texts).split()), default=0)
+            width = min(longest, console.width // 2)
+            table.add_column(texts[0], overflow="fold", min_width=width)
+            continue
+        # Headers wrap, so that a column is no wider than its numbers and words.
+        width = max(map(cell_len, (*texts[0].split(), *texts[1:], " ")))
+        lines = textwrap.wrap(texts[0], width)
+        table.add_column("\n".join(lines), justify="right", no_wrap=True, min_width=width)
     for row in rows:
         table.add_row(*(Text(_printable(cell)) for cell in row))
-    return table
+    num_labels = next((n for n, (_, align) in enumerate(columns) if align != "left"), len(columns))
+    least = console.measure(table, options=console.options.update(width=_LONGEST_LINE)).minimum
+    if num_labels == len(columns) or least <= console.width:
+        console.print(table)
+        return
+    console.print(table.title)
+    for row in rows:
+        console.print(Text(_printable("  ".join(row[:num_labels]))))
+        for (header, _), cell in list(zip(columns, row, strict=True))[num_labels:]:
+            console.print(Text(_printable(f"  {header}: {cell}")))

@@ -5,7 +5,6 @@ import mmap
 import os
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -104,41 +103,24 @@ def _bandwidth(
         raise OSError("this system has no direct reads")
     descriptor = os.open(file, flags)
     try:
-        num_places = file.stat().st_size // read_bytes
-        places = [place * read_bytes for place in range(num_places)]
+        places = [place * read_bytes for place in range(file.stat().st_size // read_bytes)]
         random.Random(0).shuffle(places)
         if not direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         started = time.perf_counter()
-        reader = _Reader(descriptor, read_bytes, places, started + seconds)
+        left = iter(places)  # shared by the threads
+
+        def read_until_done(_: int) -> int:
+            num_bytes = 0
+            with mmap.mmap(-1, read_bytes) as buffer:
+                for place in left:
+                    num_bytes += os.preadv(descriptor, [buffer], place)
+                    if time.perf_counter() > started + seconds:
+                        break
+            return num_bytes
+
         with ThreadPoolExecutor(in_flight) as pool:
-            workers = [pool.submit(reader.read_until_done) for _ in range(in_flight)]
-            num_bytes = sum(worker.result() for worker in workers)
+            num_bytes = sum(pool.map(read_until_done, range(in_flight)))
         return num_bytes / (time.perf_counter() - started)
     finally:
         os.close(descriptor)
-
-
-class _Reader:
-    """Hands out places of a file to several threads that read them."""
-
-    def __init__(
-        self, descriptor: int, read_bytes: int, places: list[int], deadline_s: float
-    ) -> None:
-        self._descriptor = descriptor
-        self._read_bytes = read_bytes
-        self._places = iter(places)
-        self._deadline_s = deadline_s
-        self._lock = threading.Lock()
-
-    def read_until_done(self) -> int:
-        """Reads place after place until time or places run out; returns the bytes read."""
-        num_bytes = 0
-        with mmap.mmap(-1, self._read_bytes) as buffer:
-            while time.perf_counter() < self._deadline_s:
-                with self._lock:
-                    place = next(self._places, None)
-                if place is None:
-                    break
-                num_bytes += os.preadv(self._descriptor, [buffer], place)
-        return num_bytes

@@ -6,15 +6,18 @@ Exit codes: 0 done, 1 a bug of ours, 2 something that the user or the machine ca
 
 import contextlib
 import functools
+import importlib
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.completion import completion_init, get_completion_script  # pyright: ignore
+from typer.core import TyperGroup
 from typer.main import get_command
 
-from moe_runtime.cli.commands.bench import bench_app
+import moe_runtime
 from moe_runtime.cli.commands.chat import chat
 from moe_runtime.cli.commands.doctor import doctor
 from moe_runtime.cli.commands.finetune import finetune
@@ -29,12 +32,10 @@ from moe_runtime.cli.commands.run import run
 from moe_runtime.cli.commands.serve import serve
 from moe_runtime.cli.commands.simulate import simulate
 from moe_runtime.cli.commands.train import train
-from moe_runtime.cli.completion import Shell, completion_script
-from moe_runtime.cli.console import Session, one_line
+from moe_runtime.cli.console import Session, one_line, print_json, require_address_space
 from moe_runtime.cli.stopping import StopRequest, terminable
 from moe_runtime.cli.streams import release_broken_streams
-from moe_runtime.cli.strict import StrictCommand
-from moe_runtime.cli.version import show_version
+from moe_runtime.cli.strict import StrictCommand, expanded
 from moe_runtime.errors import MoERuntimeError
 
 _FIRST_SCREEN = """\
@@ -59,6 +60,7 @@ For example, with at most 7 GiB of memory:
 
 `moe-runtime COMMAND --help` lists the options of a command."""
 
+_NAME = "moe-runtime"
 _INTERRUPTED = 130
 _OUTSIDE_PACKAGES = frozenset({"huggingface_hub", "httpx", "httpx2", "safetensors", "torch"})
 """Errors that these packages define are about files, networks and memory, not about our code."""
@@ -72,6 +74,8 @@ _NO_MEMORY = (
     "std::bad_alloc",
 )
 """How torch, the dynamic linker, Python's threads and C++ say that there is no more memory."""
+_COMMANDS = (run, serve, generate, chat, inspect, pack, doctor, replay, report, place, simulate)
+_VERSIONS_SHOWN = ("python", "torch", "transformers", "triton")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -87,12 +91,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _run_words(args: Sequence[str] | None, request: StopRequest) -> int:
     words = sys.argv[1:] if args is None else list(args)
+    completion_init()  # where the environment asks for completions, the command prints them
     # Errors in the words themselves come before any command has read its options.
     session = Session(as_json="--json" in words)
     try:
         code = _command()(
             args=words,
-            prog_name="moe-runtime",
+            prog_name=_NAME,
             standalone_mode=False,
             obj=session,
         )
@@ -124,22 +129,36 @@ def build_app() -> typer.Typer:
         rich_markup_mode="rich",
     )
     app.callback(invoke_without_command=True)(_first_screen)
-    app.command(cls=StrictCommand)(run)
-    app.command(cls=StrictCommand)(serve)
-    app.command(cls=StrictCommand)(generate)
-    app.command(cls=StrictCommand)(chat)
-    app.command(cls=StrictCommand)(inspect)
-    app.command(cls=StrictCommand)(pack)
-    app.command(cls=StrictCommand)(doctor)
-    app.command(cls=StrictCommand)(replay)
-    app.command(cls=StrictCommand)(report)
-    app.command(cls=StrictCommand)(place)
-    app.command(cls=StrictCommand)(simulate)
-    app.command(cls=StrictCommand)(train)
-    app.command(cls=StrictCommand)(finetune)
+    for function in (*_COMMANDS, train, finetune):
+        app.command(cls=StrictCommand)(expanded(function))
     app.add_typer(predictor_app(), name="predictor")
-    app.add_typer(bench_app(), name="bench")
+    app.add_typer(
+        typer.Typer(
+            help="Measure a model, kernels on this machine, or a server.",
+            cls=_BenchGroup,
+            no_args_is_help=True,
+        ),
+        name="bench",
+    )
     return app
+
+
+class _BenchGroup(TyperGroup):
+    """The commands of ``bench``, imported when they are asked for: other commands need none."""
+
+    @property
+    def commands(self) -> Any:
+        return _bench_commands()
+
+    @commands.setter
+    def commands(self, value: Any) -> None:
+        """typer sets what it knows, which is none."""
+
+
+@functools.cache
+def _bench_commands() -> Any:
+    module = importlib.import_module("moe_runtime.benchmarks.commands.bench")
+    return get_command(module.bench_app()).commands
 
 
 def _first_screen(
@@ -149,21 +168,59 @@ def _first_screen(
         bool, typer.Option("--json", help="With --version: print one JSON object.")
     ] = False,
     completion: Annotated[
-        Shell | None,
-        typer.Option(metavar="SHELL", help="Print a script of completions for bash, zsh or fish."),
+        Literal["bash", "zsh", "fish"] | None,
+        typer.Option(metavar="SHELL", help="Print a completion script for bash, zsh or fish."),
     ] = None,
 ) -> None:
     """Run Mixture-of-Experts models whose experts do not fit in memory."""
     if as_json and not version:
         raise ValueError("--json comes after the command's name, or with --version")
     if version:
-        show_version(as_json=as_json)
+        _show_version(as_json=as_json)
         raise typer.Exit
     if completion is not None:
-        print(completion_script(completion, ctx.command), end="")
+        variable = "_MOE_RUNTIME_COMPLETE"
+        print(get_completion_script(prog_name=_NAME, complete_var=variable, shell=completion))
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         print(_FIRST_SCREEN)
+
+
+def _show_version(*, as_json: bool) -> None:
+    """Prints the version with its commit, the native library and the libraries below.
+
+    The first line comes at once: the others are known once torch is imported.
+    """
+    from moe_runtime.lab.this_machine import package_commit, versions
+
+    version, commit = moe_runtime.__version__, package_commit()
+    if not as_json:
+        known = "" if commit == "unknown" else f" (commit {commit})"
+        print(f"moe-runtime {version}{known}", flush=True)
+    found = versions()
+    installed = {name: found.get(name) for name in _VERSIONS_SHOWN}
+    require_address_space()
+    from moe_runtime.kernels.native import describe
+
+    native = describe()
+    if as_json:
+        print_json(
+            {
+                "version": version,
+                "commit": commit,
+                "native": {
+                    "built": list(native.built),
+                    "usable": list(native.isas),
+                    "isa": native.isa,
+                    "problem": native.problem,
+                },
+                "versions": installed,
+            }
+        )
+        return
+    built = f"built for {', '.join(native.built)}; this machine runs {native.isa}"
+    print(f"native library: {native.problem or built}")
+    print(", ".join(f"{name} {number or 'not installed'}" for name, number in installed.items()))
 
 
 def _report(error: Exception, session: Session) -> int:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from moe_runtime.cli.lost_interrupts import resend_lost_interrupts
+from moe_runtime.cli.stopping import resend_lost_interrupts
 from moe_runtime.cli.streams import open_closed_streams, outlive_stderr
 
 _INTERRUPTED = 130

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moe_runtime.reading import decode_text, read_stream
+from moe_runtime.files import decode_text, read_stream
 
 _MAX_BYTES = 64 << 20
 

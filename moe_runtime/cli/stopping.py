@@ -1,17 +1,23 @@
-"""Signals that let the work in hand finish, or end it in good order."""
+"""Signals that let running work finish, or end it in good order.
 
+Only modules that Python has loaded anyway are imported here: the program begins with this one.
+"""
+
+import _thread
 import contextlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from moe_runtime.cli.lost_interrupts import is_lost_from, resend_lost_interrupts, send_later
 from moe_runtime.cli.streams import say_at_once
 
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+_LATER_S = 0.01
+"""Seconds until a lost signal is sent again; it may come within a callback again, and so on."""
 _ENDING = "ending; Ctrl-C once more ends at once and leaves what is half written as NAME.part"
 
 
@@ -130,3 +136,40 @@ def terminable() -> Iterator[StopRequest]:
         for number, old in before.items():
             signal.signal(number, old)
         sys.unraisablehook = hook
+
+
+def send_later(number: int, thread: int) -> None:
+    """Sends a signal to the thread of that identity, when its callback has ended by all odds."""
+
+    def wait_and_send() -> None:
+        time.sleep(_LATER_S)
+        signal.pthread_kill(thread, number)
+
+    _thread.start_new_thread(wait_and_send, ())
+
+
+def resend_lost_interrupts(note: Callable[[], int] = lambda: signal.SIGINT) -> None:
+    """From now on a signal comes again to the calling thread for each interrupt that Python drops.
+
+    Args:
+        note: called when one was dropped; returns the number of the signal to send.
+    """
+    before, thread = sys.unraisablehook, _thread.get_ident()
+
+    def take_unraisable(lost: Any) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            send_later(note(), thread)
+        else:
+            before(lost)
+
+    sys.unraisablehook = take_unraisable
+
+
+def is_lost_from(frame: FrameType | None) -> bool:
+    """Whether what is raised in this frame is printed and dropped, going by the functions' names.
+
+    Of the callbacks these two have names that tell; the others are found out by the hook.
+    """
+    while frame is not None and frame.f_code.co_name not in ("__del__", "take_unraisable"):
+        frame = frame.f_back
+    return frame is not None

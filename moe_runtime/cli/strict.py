@@ -1,37 +1,153 @@
-"""A command that takes an option once, finite numbers, and outputs that lie apart from inputs."""
+"""How commands read their options: groups, configuration files, and what is refused for all."""
 
+import dataclasses
 import inspect
 import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from moe_runtime.checkpoints.model_files import files_of
 from moe_runtime.cli.console import launched_rank
-from moe_runtime.file_names import at_home
-from moe_runtime.places import require_apart, require_file_name
-from moe_runtime.reading import require_not_read
+from moe_runtime.config import nearest
+from moe_runtime.files import (
+    at_home,
+    check_not_in_progress,
+    check_output_path,
+    read_toml,
+    require_apart,
+    require_file_name,
+    require_not_read,
+)
 
 OUTPUTS = frozenset(
     {"--csv", "--markdown", "--output", "--plot", "--png", "--table", "--timeline", "--trace"}
 )
-"""Options that name a file or folder to write; what else names a file names one to read."""
+"""Options that name a file or folder to write; other options with paths name what is read."""
 _WITH_OTHERS = frozenset({"run", "train", "dispatch"})
 """Commands that the processes of `torchrun` run together."""
 FOLDER = "DIR"
 """How the help shows an output that is a folder."""
 
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
+
+
+def expanded(function: Callable[..., None]) -> Callable[..., None]:
+    """A command with an option for each field of its parameters that are dataclasses.
+
+    ``--debug`` is added to all. A group that has a method ``check`` is called with the context.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {
+        n: kind for n, kind in hints.items() if dataclasses.is_dataclass(kind)
+    }
+    parameters: list[inspect.Parameter] = []
+    for param in inspect.signature(function).parameters.values():
+        fields = groups.get(param.name)
+        if fields is None:
+            parameters.append(param.replace(annotation=hints[param.name]))
+            continue
+        kinds = get_type_hints(fields, include_extras=True)
+        parameters += (
+            param.replace(name=field.name, annotation=kinds[field.name], default=field.default)
+            for field in dataclasses.fields(fields)
+        )
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    debug = inspect.Parameter("debug", by_name, default=False, annotation=Debug)
+    signature = inspect.Signature([*(p.replace(kind=by_name) for p in parameters), debug])
+
+    def command(**given: Any) -> None:
+        del given["debug"]  # `StrictCommand` reads it
+        for name, kind in groups.items():
+            fields = {field.name for field in dataclasses.fields(kind)}
+            given[name] = group = kind(**{field: given.pop(field) for field in fields})
+            if hasattr(group, "check"):
+                group.check(given["ctx"])
+        function(**given)
+
+    annotations = {p.name: p.annotation for p in signature.parameters.values()}
+    for name, value in (
+        *(("__name__", function.__name__), ("__doc__", function.__doc__)),
+        *(("__signature__", signature), ("__annotations__", annotations), ("function", function)),
+    ):
+        setattr(command, name, value)
+    return command
+
+
+def apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Makes the values of ``--config FILE.toml`` the defaults of the command's options.
+
+    Keys are written as the options are, with ``-`` or ``_``. The command line wins.
+
+    Raises:
+        ValueError: the file is not TOML, or has a key that is no option.
+        OSError: the file cannot be read.
+    """
+    if path is None:
+        return None
+    path = Path(at_home(str(path)))
+    known = {
+        param.opts[0].removeprefix("--").replace("-", "_"): param
+        for param in ctx.command.params
+        if param.opts[0].startswith("--") and param.name not in ("config", "help")
+    }
+    defaults = {}
+    for written, value in read_toml(path).items():
+        key = written.replace("-", "_")
+        if key not in known:
+            raise ValueError(f"{path}: unknown key {key!r}; {nearest(key, known)}")
+        defaults[known[key].name] = _as_given(known[key], value, f"{path}: {key}")
+    ctx.default_map = defaults
+    return path
+
+
+def _as_given(option: Any, value: object, name: str) -> bool | str | list[str]:
+    """A value of the file as the words of a command line would give it.
+
+    Raises:
+        ValueError: it is none that the option can have.
+    """
+    if getattr(option, "is_flag", False):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+        return value
+    is_multiple = getattr(option, "multiple", False)
+    values = value if isinstance(value, list) and is_multiple else [value]
+    if any(isinstance(one, dict | list | bool) for one in values):
+        raise ValueError(f"{name} must be a single value, got {value!r}")
+    # As text, so that 3.5 is refused as a whole number here too.
+    words = [str(one) for one in values]
+    return words if is_multiple else words[0]
+
+
+def refuse_given(ctx: typer.Context, names: Container[str], why: str) -> None:
+    """Refuses options that would have no effect.
+
+    Args:
+        ctx: of the command.
+        names: the command's parameters.
+        why: the message after the option's name.
+
+    Raises:
+        ValueError: one was given, on the command line or in a configuration file.
+    """
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(param.name or "")
+        is_given = source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+        if param.name in names and is_given:
+            raise ValueError(f"{param.opts[0]} {why}")
+
 
 class StrictCommand(TyperCommand):
-    """Refuses what would be dropped without a word: of an option given twice, the first value.
+    """A command that refuses what would be dropped silently, and outputs that replace inputs.
 
-    Its help is wrapped where the terminal ends, not where lines of the docstring do as well.
+    Its help is wrapped at the terminal's width only, not at the lines of the docstring.
     """
 
     def __init__(self, *args: Any, help: str | None = None, **options: Any) -> None:
@@ -43,13 +159,20 @@ class StrictCommand(TyperCommand):
         """Runs the command.
 
         Raises:
-            ValueError: `torchrun` started several processes of a command that works in one.
+            ValueError: `torchrun` started several processes of a command that works in one, or
+                ``--verbose`` has no table to go into.
         """
         several = launched_rank() is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1
         if several and self.name not in _WITH_OTHERS:
             raise ValueError(
                 f"{self.name} works in one process; start it without torchrun "
                 "(run, train and bench dispatch take several)"
+            )
+        as_json = ctx.params.get("as_json", False)
+        ctx.obj.begin(debug=ctx.params.get("debug", False), as_json=as_json)
+        if as_json and ctx.params.get("verbose"):
+            raise ValueError(
+                "--verbose is for the table, which --json leaves out; give one of them"
             )
         return super().invoke(ctx)
 
@@ -58,9 +181,10 @@ class StrictCommand(TyperCommand):
 
         Raises:
             typer.BadParameter: an option that takes one value has two, a number is infinite or
-                none, or a text is not UTF-8.
-            ValueError: a file's or folder's name is empty or none for an output, or an output would
-                replace one of the inputs, or another output.
+                NaN, or a text is not UTF-8.
+            ValueError: a name cannot be that of a file or output, or an output would replace an
+                input or another output.
+            CheckpointError: an output cannot be written.
         """
         words, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, times in Counter(given).items():
@@ -72,20 +196,18 @@ class StrictCommand(TyperCommand):
                     param_hint=option.opts[0],
                 )
         rest = super().parse_args(ctx, args)
+        written = {**(ctx.default_map or {}), **words}
         for param in self.params:
-            value = ctx.params.get(param.name)
+            value, word = ctx.params.get(param.name), written.get(param.name)
             for text in value if isinstance(value, list | tuple) else [value]:
                 _require_utf8(text, param)
             if isinstance(value, float) and not math.isfinite(value):
                 raise typer.BadParameter(
                     f"expected a finite number, got {value}", param_hint=param.opts[0]
                 )
-        written = {**(ctx.default_map or {}), **words}
-        for param in self.params:
-            value, word = ctx.params.get(param.name), written.get(param.name)
             if isinstance(value, Path) and word == "":
                 raise ValueError(f"{_shown(param)}: is empty, expected the name of a file")
-            # From what was written: a Path has lost the dot of ./~ already.
+            # From the word, since a Path has lost the dot of ./~.
             if isinstance(value, Path) and isinstance(word, str):
                 ctx.params[param.name] = Path(at_home(word))
             elif isinstance(value, list | tuple) and any(isinstance(one, Path) for one in value):
@@ -94,7 +216,7 @@ class StrictCommand(TyperCommand):
         return rest
 
     def _check_outputs(self, ctx: Any, words: Mapping[str, Any]) -> None:
-        """Refuses outputs that are inputs, or one another; a folder of inputs is a checkpoint."""
+        """Refuses outputs that are inputs, or one another, or cannot be written."""
         inputs = [path for param in self.params for path in _inputs_of(param, ctx)]
         files: dict[str, Path] = {}
         for param in self.params:
@@ -113,6 +235,9 @@ class StrictCommand(TyperCommand):
                 require_not_read(path, option.removeprefix("--"), inputs)
         for one, other in itertools.combinations(files, 2):
             require_apart(files[one], files[other], (one, other))
+        for option, path in files.items():
+            check_output_path(path, option.removeprefix("--"))
+            check_not_in_progress(path, option.removeprefix("--"))
 
 
 def _require_utf8(text: Any, param: Any) -> None:
@@ -121,7 +246,7 @@ def _require_utf8(text: Any, param: Any) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            # The rest of the message may not show the text: no stream could write it.
+            # The message cannot show the text: no stream could write it.
             raise typer.BadParameter(
                 f"expected text in UTF-8, got other bytes from character {error.start + 1} on",
                 param_hint=_shown(param),
@@ -135,7 +260,10 @@ def _shown(param: Any) -> str:
 
 
 def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
-    """The files that the values of a parameter name, if they name any."""
+    """The files that the values of a parameter name, if they name any.
+
+    A folder is a checkpoint, whose files are inputs.
+    """
     value = ctx.params.get(param.name)
     is_text = param.param_type_name == "option" and param.multiple
     if OUTPUTS.intersection(param.opts) or is_text:
@@ -144,21 +272,3 @@ def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
         if isinstance(one, str | Path) and one:
             path = Path(at_home(one)) if isinstance(one, str) else one
             yield from files_of(path) if os.path.isdir(path) else [path]
-
-
-def refuse_given(ctx: typer.Context, names: Container[str], why: str) -> None:
-    """Refuses options that would have no effect.
-
-    Args:
-        ctx: of the command.
-        names: the command's parameters.
-        why: goes on after the option's name.
-
-    Raises:
-        ValueError: one was given, on the command line or in a configuration file.
-    """
-    for param in ctx.command.params:
-        source = ctx.get_parameter_source(param.name or "")
-        is_given = source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
-        if param.name in names and is_given:
-            raise ValueError(f"{param.opts[0]} {why}")

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.packing.expert_runs import PlanesPacking
-from moe_runtime.checkpoints.packing.manifest import (
+from moe_runtime.checkpoints.packed_experts import (
     PART_ALIGNMENT,
     MatrixForm,
     Part,
+    PlanesPacking,
     aligned,
     lay_out_parts,
 )
@@ -104,18 +104,7 @@ def open_coded_stores(
     bind: Callable[[ExpertKey, Tensor], ExpertWeights],
     listeners: Sequence[StoreListener | None],
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
-    """The store that experts are computed from, and that of the landing slots below it.
-
-    Args:
-        source: the files.
-        slab: slots for coded experts.
-        experts: as they lie in the files.
-        coded: as they lie in the slab's slots.
-        plan: of the slab.
-        new_policy: makes the policy of a tier.
-        bind: turns a slot of the slab into an expert's weights.
-        listeners: of the two stores.
-    """
+    """The store that experts are computed from, and that of the landing slots below it."""
     landing = replace(plan, num_slots=LANDING_SLOTS, slot_bytes=experts.slot_bytes)
     below: ExpertStore[Tensor] = ExpertStore(
         source,

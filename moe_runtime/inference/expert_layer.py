@@ -12,8 +12,9 @@ from torch.autograd import forward_ad
 from moe_runtime.checkpoints.absent import AbsentParameters, AbsentTensor
 from moe_runtime.checkpoints.expert_map import ExpertsModule
 from moe_runtime.checkpoints.transformers_private import gate_of, has_usual_gate
-from moe_runtime.inference import options
 from moe_runtime.inference.cpu.small_batch import is_observed
+from moe_runtime.inference.expert_gradients import differentiable_experts, refuse_tangents
+from moe_runtime.inference.known_classes import activation_of
 from moe_runtime.inference.steps import LayerRouting, Listeners
 from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.expert_mlp import (
@@ -33,15 +34,6 @@ if TYPE_CHECKING:
 
 KernelGate = ActivationName | ActivationSpec
 
-_FUSED_ACTIVATIONS: dict[str, ActivationName] = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "ReLU": "relu",
-    "ReLUSquaredActivation": "relu2",
-}
-"""Classes of activation modules that the kernels compute themselves, by their name there."""
 _NEARLY_ALL = 0.9
 """Of a layer's experts: who visits so many will visit whichever of the next layer is read ahead."""
 
@@ -189,9 +181,9 @@ class OffloadedExperts(AbsentParameters):
                 out_TD = self._forward(wide, top_k_index, top_k_weights)
             return out_TD.to(hidden_states.dtype)
         if forward_ad._current_level >= 0:
-            options.refuse_tangents(hidden_states, top_k_weights)
+            refuse_tangents(hidden_states, top_k_weights)
         if torch.is_grad_enabled() and self._wants_gradient(hidden_states, top_k_weights):
-            return options.differentiable_experts(self, hidden_states, top_k_index, top_k_weights)
+            return differentiable_experts(self, hidden_states, top_k_index, top_k_weights)
         return self.compute(hidden_states, top_k_index, top_k_weights)
 
     def _wants_gradient(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor) -> bool:
@@ -282,7 +274,9 @@ class OffloadedExperts(AbsentParameters):
         return ExpertStep(weights.shape, self._activation)
 
     def _rows(self, weights: ExpertWeights, x_RD: torch.Tensor) -> torch.Tensor:
-        y_RD = options.frozen_expert(x_RD, weights, self._activation_now())
+        from moe_runtime.kernels.expert_mlp import frozen_expert
+
+        y_RD = frozen_expert(x_RD, weights, self._activation_now())
         return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
 
     def _add_rows(self, routing: LayerRouting, rows: Any, out_RD: torch.Tensor, group: Any) -> None:
@@ -329,17 +323,13 @@ _beside_graphs: Any = torch.compiler.disable(_call)
 
 
 def _activation(experts: Any) -> KernelGate | GateFunction:
-    """The kernels' name for what a module does between its projections, or the module's own way.
-
-    A gate that the model overrides is a formula if its values are. Any other is called on gate and
-    up laid out as the model expects them.
-    """
-    fused = _FUSED_ACTIVATIONS.get(type(experts.act_fn).__name__) if _has_act_fn(experts) else None
-    if fused is not None and has_usual_gate(experts):
-        return fused
+    """The kernels' name for what a module does between its projections, or its formula; else the
+    module's own function, called on gate and up laid out as the model expects them."""
+    formula = activation_of(experts)
     own_values = any(value is not None for value in experts._parameters.values())
-    formula = None if own_values else options.find_formula(experts)
-    return _own_gate(experts) if formula is None else formula
+    if formula is None or (own_values and not has_usual_gate(experts)):
+        return _own_gate(experts)
+    return formula.function if formula.is_plain else formula
 
 
 def is_kernels(activation: KernelGate | GateFunction) -> TypeGuard[KernelGate]:
@@ -355,10 +345,6 @@ def _own_gate(experts: Any) -> GateFunction:
         return gate_of(experts)(torch.stack((gate, up), dim=-1).flatten(-2))
 
     return own_gate
-
-
-def _has_act_fn(experts: Any) -> bool:
-    return isinstance(getattr(experts, "act_fn", None), torch.nn.Module)
 
 
 def _is_recomputing() -> bool:

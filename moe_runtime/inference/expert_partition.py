@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.opening import Checkpoint
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.parallel.communication.agreement import (
     arithmetic_facts,
@@ -57,11 +57,6 @@ class ExpertPartition:
     ) -> None:
         """Divides the experts as a map says, or the experts of every layer into runs of equal
         length, up to one.
-
-        Args:
-            transport: the processes.
-            experts_of_layer: number of experts of each layer.
-            placement: which process has which experts, of this model and this number of processes.
 
         Raises:
             ValueError: there are more processes than experts, or the map leaves one without any.
@@ -196,12 +191,6 @@ def divide_experts(
 ) -> ExpertPartition | None:
     """This process's share of a model's experts, to which `experts` is narrowed; None for one
     process alone.
-
-    Args:
-        transport: the processes.
-        experts: where the experts of the model are.
-        signature: of the model.
-        placement: file of a placement map; None divides the experts evenly.
 
     Raises:
         CheckpointError: the map cannot be read, or is of another model or number of processes.

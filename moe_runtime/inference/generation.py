@@ -245,13 +245,7 @@ def _tensors(encoded: Any) -> dict[str, torch.Tensor]:
 
 
 class _TimedStreamer(BaseStreamer):
-    """Hands on finished text and keeps ids and times of the new tokens.
-
-    Args:
-        tokenizer: of the model.
-        on_text: called with each piece of text.
-        prompt_ids: what the text goes on with; None where it stands alone, as the answer of a chat.
-    """
+    """Hands on finished text and keeps ids and times of the new tokens."""
 
     def __init__(
         self,
@@ -342,13 +336,7 @@ def check_vocabulary(config: Any, input_ids: torch.Tensor) -> None:
 
 
 def end_token_ids(model: Any, tokenizer: Any = None) -> list[int]:
-    """The tokens with which a model ends a text.
-
-    Args:
-        model: whose settings of generation name some.
-        tokenizer: whose end of text, and the token that its chat template puts behind an answer,
-            end a text too.
-    """
+    """The tokens with which a model ends a text."""
     end = model.generation_config.eos_token_id
     ends = [] if end is None else [end] if isinstance(end, int) else list(end)
     if tokenizer is not None:
@@ -379,9 +367,6 @@ def _end_of_answer(tokenizer: Any) -> int | None:
 
 def stop_strings_of(settings: Any) -> tuple[str, ...]:
     """The strings with which a checkpoint's settings of generation end a text.
-
-    Args:
-        settings: a ``GenerationConfig``, or None where the checkpoint has none.
 
     Raises:
         CheckpointError: they are no strings.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -12,13 +12,13 @@ from moe_runtime.checkpoints.absent import refuse_copy
 from moe_runtime.inference.budget import MemoryPlan, peak_resident_bytes
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.policies.eviction.setting import PolicyChoice
+from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_runtime.inference.kept_learning import KeptLearning
+    from moe_runtime.inference.learning import KeptLearning
     from moe_runtime.inference.routing_record import RoutingRecord
     from moe_runtime.lab.traces.timeline import Timeline
     from moe_runtime.memory.prefetcher import Prefetcher
@@ -67,15 +67,6 @@ class RuntimeHandle:
         learning: KeptLearning | None = None,
     ) -> None:
         """Takes over the stores, the recorder and the prefetcher.
-
-        Args:
-            store: the tier that experts are computed from.
-            facts: what loading found out.
-            host_store: the tier below ``store``, for a model on a device.
-            recorder: where routing is recorded, if it is.
-            prefetcher: what reads experts before they are asked for, if anything does.
-            timeline: where the times of what happens go, if anywhere.
-            learning: who keeps what policies and predictors learned, if anybody does.
 
         Raises:
             CheckpointError: another process has begun the trace or the timeline.
@@ -173,3 +164,29 @@ class RuntimeHandle:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def is_resizable(handle: RuntimeHandle) -> bool:
+    """Whether a model's experts lie in host memory as they do in the files: not in a code, and not
+    below those of a device."""
+    return handle._host_store is None
+
+
+def resize_cache(handle: RuntimeHandle, num_slots: int) -> int:
+    """Has a model that ``is_resizable`` keep so many experts in memory, ``MIN_SLOTS`` at least.
+
+    Returns:
+        How many it keeps now: more than asked for while experts are in use or being read, fewer
+        where memory cannot be had.
+    """
+    store, facts = handle._store, handle.facts
+    plan = replace(facts.host_plan, num_slots=num_slots)
+    streamed = 0
+    if store.decides_later:
+        streamed = min(plan.stream_slots(), facts.signature.top_k, num_slots // 4)
+    found = store.resize(
+        num_slots, shared_slots=num_slots - streamed, stream_slots=plan.stream_slots()
+    )
+    taken = plan.dense_bytes + plan.reserve_bytes + found * plan.slot_bytes
+    handle.facts = replace(facts, host_plan=replace(plan, num_slots=found, budget_bytes=taken))
+    return found

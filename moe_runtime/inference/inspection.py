@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.model_files import found_headers
-from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
-from moe_runtime.inference import choosing, options
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference.budget import (
     plan_memory,
     reserve_for,
     reserve_per_token,
     smallest_budget,
 )
-from moe_runtime.inference.loading import signature_of
+from moe_runtime.inference.loading import AUTO, check_names, resolve_policy, signature_of
 from moe_runtime.inference.token_limit import tokens_to_plan_for
-from moe_runtime.policies.eviction.setting import PolicyChoice
+from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
-    from moe_runtime.checkpoints.dense_weights import Progress
+    from moe_runtime.checkpoints.checkpoint import Progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +83,8 @@ class CheckpointSummary:
 
     def choice_for(self, num_slots: int) -> PolicyChoice:
         """The eviction policy that ``policy="auto"`` takes where so many experts fit, and why."""
-        auto, size = choosing.AUTO, self.slot_bytes
-        return choosing.resolve_policy(
-            auto, auto, self.signature, self.path, num_slots, expert_bytes=size
+        return resolve_policy(
+            AUTO, AUTO, self.signature, self.path, num_slots, expert_bytes=self.slot_bytes
         )
 
     def slots_for(self, budget_bytes: int) -> int:
@@ -130,7 +129,7 @@ def inspect_checkpoint(
         UnsupportedModelError: the checkpoint is sound but not one that can be served.
         ValueError: an option is not one of those that exist.
     """
-    choosing.check_names(choosing.AUTO, choosing.AUTO, choosing.AUTO, cache_code)
+    check_names(AUTO, AUTO, AUTO, cache_code)
     with nullcontext(path_or_id) if verify else found_headers(path_or_id, progress) as found:
         checkpoint = open_checkpoint(found, dtype, progress=progress)
         summary = _summary_of(checkpoint, max_tokens, cache_code, verify, progress)
@@ -149,9 +148,11 @@ def _summary_of(
     experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
     cached, landing_bytes = experts, 0
     if cache_code != "none":
-        cached, landing_bytes = options.coded_experts(experts, torch.device("cpu"))
+        from moe_runtime.inference.cache_code import coded_experts
+
+        cached, landing_bytes = coded_experts(experts, torch.device("cpu"))
     if verify:
-        from moe_runtime.checkpoints.verification import verify_weights
+        from moe_runtime.checkpoints.expert_tensors import verify_weights
 
         verify_weights(checkpoint, experts, progress)
     layouts = experts.layouts.values()

@@ -1,13 +1,18 @@
-"""Policies that learn from requests, or decide by their routing: who tells them."""
+"""What policies and predictors learn from requests and routing, and what is kept of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from moe_runtime.inference.prediction.predictors import is_file_name
 from moe_runtime.inference.steps import LayerRouting, Listener, Step
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.policies.prediction import LayerRouted, StepBegins
+from moe_runtime.policies.prediction import PREDICTORS, LayerRouted, StepBegins
+from moe_runtime.policies.prediction.base import Learner
+from moe_runtime.types import ModelSignature
 
 
 class PolicyListener(Listener):
@@ -46,3 +51,88 @@ class PolicyListener(Listener):
         )
         for store in self._stores:
             store.observe(event)
+
+
+WRITE_EVERY_S = 300.0
+"""Least time between two writes while requests are answered."""
+
+
+class KeptLearning(Listener):
+    """The learners of a loaded model: each begins with what earlier processes learned.
+
+    Args:
+        signature: the model; one that has not come to the end of a step keeps nothing.
+        checkpoint: its folder or file.
+        predictor: name of the predictor, or the file of a trained one, which says what it begins
+            with.
+        writes: whether this process writes what is learned, as one of a group does.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        signature: ModelSignature,
+        checkpoint: Path,
+        predictor: str | Path,
+        *,
+        writes: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._signature = signature
+        self._checkpoint = checkpoint
+        self._writes = writes
+        self._predictor = predictor
+        self._clock = clock
+        self._written_s = clock()
+        self._has_step = self._has_ended = False
+        self._running: set[int] = set()
+        self._learners: dict[Path, Learner] = {}
+
+    def keep(self, *watchers: object) -> list[str]:
+        """Restores those of the watchers that learn from requests, and keeps them from now on.
+
+        Of several of one name the first one is kept.
+
+        Returns:
+            Names of those that begin empty.
+        """
+        from moe_runtime.lab.traces.learned import learned_path, restore_learned
+
+        empty = []
+        for watcher in watchers:
+            if not isinstance(watcher, Learner):
+                continue
+            if watcher.name in PREDICTORS and is_file_name(self._predictor):
+                continue
+            path = learned_path(watcher.name, self._signature, self._checkpoint)
+            if not restore_learned(watcher, self._signature, path):
+                empty.append(watcher.name)
+            self._learners.setdefault(path, watcher)
+        return empty
+
+    def begin(self, step: Step) -> None:
+        """Requests began or ended; those who listen later have not heard of it."""
+        self._running.update(step.begun)
+        self._running.difference_update(step.ended)
+        self._has_ended = self._has_ended or bool(step.ended)
+
+    def end(self) -> None:
+        """Writes what was learned, if a request ended and the last time is long ago."""
+        self._has_step = True
+        if self._has_ended and self._clock() - self._written_s >= WRITE_EVERY_S:
+            self._write()
+
+    def close(self) -> None:
+        """Writes what was learned, requests that still run included."""
+        for learner in self._learners.values():
+            for request in self._running:
+                learner.finish(request)
+        self._write()
+
+    def _write(self) -> None:
+        from moe_runtime.lab.traces.learned import keep_learned
+
+        self._written_s, self._has_ended = self._clock(), False
+        if self._has_step and self._writes:
+            for path, learner in self._learners.items():
+                keep_learned(learner, self._signature, path)

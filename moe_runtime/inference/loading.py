@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from moe_runtime.checkpoints.dense_weights import Progress, load_dense
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
+from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_experts
 from moe_runtime.checkpoints.model_files import files_of, read_generation_config
-from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
-from moe_runtime.config import Budget, MemorySize, parse_budget, parse_mode
-from moe_runtime.inference import choosing, options
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.config import (
+    ACTIVATIONS,
+    CACHE_CODES,
+    SHARES,
+    Budget,
+    MemorySize,
+    PrefetchMode,
+    parse_budget,
+    parse_mode,
+    require_known,
+    require_types,
+)
+from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.budget import (
     MemoryPlan,
     available_device_bytes,
@@ -24,6 +37,7 @@ from moe_runtime.inference.budget import (
     reserve_for,
     resident_bytes,
     resolve_budget,
+    set_up_libraries,
 )
 from moe_runtime.inference.cpu.attention import use_single_query_attention
 from moe_runtime.inference.cpu.fused_attention import fuse_attention_layers
@@ -34,23 +48,34 @@ from moe_runtime.inference.expert_weights import bind_slots
 from moe_runtime.inference.handle import LoadedFacts, RuntimeHandle
 from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
-from moe_runtime.inference.learning import PolicyListener
-from moe_runtime.inference.libraries import set_up_libraries
+from moe_runtime.inference.learning import KeptLearning, PolicyListener
+from moe_runtime.inference.prediction.predictors import (
+    check_predictor,
+    find_gate,
+    learned_bytes,
+    make_live_estimator,
+)
+from moe_runtime.inference.routing_record import check_records, open_record
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import TokenLimit, tokens_to_plan_for
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.kernels.operands import find_device, without_autocast
+from moe_runtime.kernels.operands import find_device
+from moe_runtime.memory.layout import ExpertLayout
 from moe_runtime.memory.slab import Slab, touched_meanwhile
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.policies.eviction import LayerShares
-from moe_runtime.types import ModelSignature
+from moe_runtime.policies import prediction
+from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
+from moe_runtime.policies.eviction.base import PolicyChoice
+from moe_runtime.policies.prediction.base import shape_of
+from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moe_runtime.inference.step_times import StepTimes
     from moe_runtime.parallel.dispatch import Group
+    from moe_runtime.policies.prediction import Estimator
 
 ExpertsT = TypeVar("ExpertsT", bound=torch.nn.Module)
 
@@ -140,13 +165,13 @@ def load(
         ValueError: an option is none that exists, or an output would replace an input or another.
         TypeError: an option has another type than it may have.
     """
-    choosing.check_types(locals())
+    check_types(locals())
     start = time.perf_counter()
     budgets = {
         "host": parse_budget(host_memory, name="host_memory"),
         "device": parse_budget(device_memory, name="device_memory"),
     }
-    choosing.check_names(policy, shares, predictor, cache_code, activations)
+    check_names(policy, shares, predictor, cache_code, activations)
     if io_threads < 1:
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
     mode, place = parse_mode(prefetch), find_device(device)
@@ -155,12 +180,18 @@ def load(
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
     if misses != "device":
-        options.check_misses(misses, place, is_alone=group is None and placement is None)
-    transport = None if group is None and placement is None else options.as_transport(group)
+        from moe_runtime.inference.cpu_misses.option import check_misses
+
+        check_misses(misses, place, is_alone=group is None and placement is None)
+    transport = None
+    if group is not None or placement is not None:
+        from moe_runtime.parallel.dispatch import as_transport
+
+        transport = as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype, progress=progress)
     if trace is not None or timeline is not None:
         inputs = [*files_of(checkpoint.folder), predictor, placement]
-        options.check_records(trace, timeline, inputs)
+        check_records(trace, timeline, inputs)
     max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
     model = build_on_meta(checkpoint)
     set_up_libraries(checkpoint.dtype)
@@ -168,20 +199,30 @@ def load(
     baseline = resident_bytes()
     experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
     if activations != "exact":
-        options.round_activations(experts, place)
+        from moe_runtime.checkpoints.packed_parameter import round_activations
+
+        round_activations(experts, place)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
     signature = signature_of(checkpoint, experts)
     share = None
     if transport is not None:
-        share = options.divide_experts(transport, experts, signature, placement)
+        from moe_runtime.inference.expert_partition import divide_experts
+
+        share = divide_experts(transport, experts, signature, placement)
     is_first = share is None or share.transport.rank == 0
     cached, set_aside_bytes = {"host": experts, "device": experts}, 0
     if cache_code != "none":
-        cached["host"], set_aside_bytes = options.coded_experts(experts, place)
+        from moe_runtime.inference.cache_code import coded_experts
+
+        cached["host"], set_aside_bytes = coded_experts(experts, place)
+    kind = OffloadedExperts
     if place.type != "cpu":
+        from moe_runtime.inference.device.device_experts import DeviceExperts
+        from moe_runtime.inference.device.device_stores import plan_device
+
+        kind = DeviceExperts
         experts.packed_dense.clear()  # dense layers have no products from codes there
-        cached["device"], set_aside_bytes = options.plan_device(experts)
-    kind = OffloadedExperts if place.type == "cpu" else options.DeviceExperts
+        cached["device"], set_aside_bytes = plan_device(experts)
     modules = replace_experts(
         model,
         experts,
@@ -191,7 +232,7 @@ def load(
     )
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
-    guessers = choosing.resolve_guessers(mode, policy, predictor, model, blocks, signature)
+    guessers = resolve_guessers(mode, policy, predictor, model, blocks, signature)
     free = {"host": available_host_bytes() // (1 if share is None else share.processes_here())}
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
@@ -201,21 +242,27 @@ def load(
     if share is not None:
         share.require_same_model(checkpoint, experts, place)
 
-    if place.type != "cpu" and policy == choosing.AUTO and misses == "device":
-        policy = options.policy_of_device(plans, experts)
+    if place.type != "cpu" and policy == AUTO and misses == "device":
+        from moe_runtime.inference.device.device_stores import policy_of_device
+
+        policy = policy_of_device(plans, experts)
     # Before weights are there: what the choice needs is free again for them.
     fastest = plans.get("device", plans["host"])
     folder, trained = checkpoint.folder, guessers.policy_estimator
-    choice = choosing.resolve_policy(
+    choice = resolve_policy(
         policy, shares, signature, folder, fastest.num_slots, trained, experts.slot_bytes
     )
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
         finish_dense(model, checkpoint, experts, place, progress)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     checkpoint.require_unchanged()
-    new_policy = choosing.policy_maker(choice, signature, trained, experts.layouts)
-    timed = timeline if is_first else None
-    times = None if timed is None else options.StepTimes(options.Timeline(timed))
+    new_policy = policy_maker(choice, signature, trained, experts.layouts)
+    times = None
+    if timeline is not None and is_first:
+        from moe_runtime.inference.step_times import StepTimes
+        from moe_runtime.lab.traces.timeline import Timeline
+
+        times = StepTimes(Timeline(timeline))
     store, host_store = _open_stores(source, slab, experts, cached, plans, new_policy, place, times)
     stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
     steps = Steps(stores, [*inspect.signature(model.forward).parameters])
@@ -224,10 +271,14 @@ def load(
         module.store, module.share, module.listeners = store, share, listeners
         module.list_parameters(checkpoint.dtype, place)
     if misses != "device":
-        options.open_misses(misses, modules, store, host_store, bind_slots(cached["host"]))
+        from moe_runtime.inference.cpu_misses.computing import open_misses
+
+        open_misses(misses, modules, store, host_store, bind_slots(cached["host"]))
     as_loaded_model(model, folder, source.versions(), steps, max_tokens)
     if place.type != "cpu":
-        options.record_decoding(model, modules)
+        from moe_runtime.inference.device.decoding_model import record_decoding
+
+        record_decoding(model, modules)
     facts = LoadedFacts(
         signature=signature,
         host_plan=plans["host"],
@@ -240,19 +291,21 @@ def load(
     )
     learning = recorder = prefetcher = None
     if guessers.reader is not None or any(each.watchers for each in stores):
-        learning = options.KeptLearning(signature, folder, predictor, writes=is_first)
+        learning = KeptLearning(signature, folder, predictor, writes=is_first)
         learning.keep(*(watcher for each in stores for watcher in each.watchers))
     for listener in filter(None, (TokenLimit(max_tokens), times, PolicyListener(stores), learning)):
         listeners.add(listener)
     # where every expert has a slot there is nothing to choose
-    is_auto = policy == choosing.AUTO and fastest.num_slots < len(experts.layouts)
+    is_auto = policy == AUTO and fastest.num_slots < len(experts.layouts)
     if is_first and (is_auto or trace is not None):
         largest = max(layout.tensor_bytes for layout in experts.layouts.values())
-        recorder = options.open_record(
+        recorder = open_record(
             listeners, signature, folder, trace, expert_bytes=largest, keeps_recent=is_auto
         )
     if guessers.reader is not None:
-        prefetcher = options.open_prefetcher(
+        from moe_runtime.inference.prediction.prefetching import open_prefetcher
+
+        prefetcher = open_prefetcher(
             model, listeners, blocks, store, guessers.reader, mode, place, share, learning
         )
     cast(Any, model).moe = RuntimeHandle(
@@ -265,7 +318,9 @@ def load(
         learning=learning,
     )
     if warm_up:
-        options.warm_up(model, modules, max_tokens, progress)
+        from moe_runtime.inference.warming import warm_up as warm
+
+        warm(model, modules, max_tokens, progress)
     return model
 
 
@@ -297,10 +352,9 @@ def finish_dense(
     """
     load_dense(model, checkpoint, experts, place, progress)
     if place.type == "cpu":
-        with without_autocast("cpu"):  # parts are asked with numbers what they compute
-            use_small_batch_layers(model)
-            use_single_query_attention(model)
-            fuse_attention_layers(model)
+        use_small_batch_layers(model)
+        use_single_query_attention(model)
+        fuse_attention_layers(model)
         rest_torch_threads(model)
         grow_cache_in_place(model)
     settings = read_generation_config(checkpoint.folder) if model.can_generate() else None
@@ -359,15 +413,18 @@ def _open_stores(
     ``experts`` is where they lie in the files, ``cached`` where in slots.
     """
     host = plans["host"]
-    listeners = tuple(None if times is None else options.StoreTimes(times, n) for n in (0, 1))
+    listeners = (None, None) if times is None else (times.of_tier(0), times.of_tier(1))
     if "device" in plans:
-        gpu = options.CudaDevice(place)
-        return options.open_device_stores(source, slab, plans, new_policy, cached, listeners, gpu)
+        from moe_runtime.inference.device.device_stores import open_device_stores
+        from moe_runtime.memory.device.cuda_device import CudaDevice
+
+        gpu = CudaDevice(place)
+        return open_device_stores(source, slab, plans, new_policy, cached, listeners, gpu)
     bind, code = bind_slots(cached["host"]), cached["host"]
     if experts is not code:
-        return options.open_coded_stores(
-            source, slab, experts, code, host, new_policy, bind, listeners
-        )
+        from moe_runtime.inference.cache_code import open_coded_stores
+
+        return open_coded_stores(source, slab, experts, code, host, new_policy, bind, listeners)
     fast, streams = listeners[0], host.stream_slots()
     own = ExpertStore(source, slab, new_policy(host), bind, stream_slots=streams, listener=fast)
     return own, None
@@ -382,3 +439,189 @@ def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:
         top_k=experts.top_k,
         vocab_size=checkpoint.config.get_text_config().vocab_size,
     )
+
+
+AUTO = "auto"
+GATES, COUNTS = "next-gate", "running-counts"
+"""Predictors that stand for others: the model's own gates tell most, counts are always there."""
+_NONE = type(None)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "path_or_id": (str, Path),
+    "device": (str, int, torch.device),
+    "dtype": (str, torch.dtype),
+    **dict.fromkeys(
+        ("policy", "prefetch", "shares", "cache_code", "activations", "misses"), (str,)
+    ),
+    "predictor": (str, Path),
+    **dict.fromkeys(("trace", "timeline", "placement"), (str, Path, _NONE)),
+    "max_tokens": (int, _NONE),
+    "io_threads": (int,),
+    "warm_up": (bool,),
+    "progress": (cast("type", Callable), _NONE),
+}
+
+
+@dataclass(frozen=True)
+class Guessers:
+    """Who guesses what will be routed to.
+
+    Attributes:
+        reader: for reads ahead of demand; None where there are none.
+        policy_estimator: for the policy ``predicted``, if the named predictor guesses from
+            routing alone. An object of its own: each learns from what it is shown.
+        table_bytes: memory that their tables take.
+    """
+
+    reader: Estimator | None
+    policy_estimator: Estimator | None
+    table_bytes: int
+
+
+def resolve_guessers(
+    mode: PrefetchMode,
+    policy: str,
+    predictor: str | Path,
+    model: torch.nn.Module,
+    block_names: Sequence[str],
+    signature: ModelSignature,
+) -> Guessers:
+    """The estimators that a way of prefetching and a policy need.
+
+    Raises:
+        CheckpointError: the predictor's file cannot be used, or belongs to another model.
+    """
+    reader, table_bytes = None, 0
+    if mode is not PrefetchMode.OFF:
+        named = _resolve_predictor(predictor, model, block_names, signature)
+        reader = make_live_estimator(named, signature)
+        table_bytes = learned_bytes(named, reader)
+    policy_estimator = _routing_estimator(policy, predictor, signature)
+    if policy_estimator is not None:
+        table_bytes += learned_bytes(predictor, policy_estimator)
+    return Guessers(reader, policy_estimator, table_bytes)
+
+
+def check_types(given: Mapping[str, object]) -> None:
+    """Refuses options of `load` that have a wrong type.
+
+    Raises:
+        TypeError: one has; memory sizes and the group are looked at where they are read.
+    """
+    require_types(_TYPES, given)
+
+
+def check_names(
+    policy: str,
+    shares: str,
+    predictor: str | Path,
+    cache_code: str,
+    activations: str = "exact",
+) -> None:
+    """Refuses names that nothing has, before anything is loaded.
+
+    Raises:
+        CheckpointError: the predictor's file is missing, or is not a predictor.
+        ValueError: no policy, predictor, code, kind of shares or of activations has it.
+    """
+    require_known("policy", policy, (AUTO, *LIVE_POLICIES))
+    require_known("shares", shares, SHARES)
+    require_known("cache_code", cache_code, CACHE_CODES)
+    require_known("activations", activations, ACTIVATIONS)
+    if predictor != AUTO:
+        check_predictor(predictor)
+
+
+def resolve_policy(
+    policy: str,
+    shares: str,
+    signature: ModelSignature,
+    checkpoint: Path,
+    num_slots: int,
+    trained: Estimator | None = None,
+    expert_bytes: int | None = None,
+) -> PolicyChoice:
+    """The policy and shares that were named, or for ``auto`` the ones that replay best.
+
+    Args:
+        policy: a name, or ``auto``.
+        shares: ``even``, ``adaptive``, or ``auto``: even unless the policy's choice says otherwise.
+        signature: the model.
+        checkpoint: its folder or file.
+        num_slots: experts that fit where they are computed from.
+        trained: a predictor of routing that was given, for the policy ``predicted``.
+        expert_bytes: bytes of an expert.
+    """
+    chosen = PolicyChoice(policy=policy, adaptive=False, reason="")
+    if policy == AUTO:
+        from moe_runtime.lab.replay.choice import choose_policy
+        from moe_runtime.lab.traces.recent import read_recent
+
+        recent = read_recent(signature, checkpoint)
+        chosen = choose_policy(signature, recent, num_slots, trained, expert_bytes)
+    elif policy == "predicted":
+        name = COUNTS if trained is None else trained.name
+        chosen = replace(chosen, predictor=name)
+    if shares == AUTO:
+        return chosen
+    return replace(chosen, adaptive=shares == "adaptive")
+
+
+def _routing_estimator(
+    policy: str, predictor: str | Path, signature: ModelSignature
+) -> Estimator | None:
+    """The named predictor, if it guesses from routing alone and the policy may ask one."""
+    if predictor == AUTO or policy not in (AUTO, "predicted"):
+        return None
+    estimator = make_live_estimator(predictor, signature)
+    return None if estimator.needs_hidden else estimator
+
+
+def read_costs(layouts: Mapping[ExpertKey, ExpertLayout]) -> dict[ExpertKey, float] | None:
+    """Bytes that a miss of each expert reads; None where they are the same for all."""
+    costs = {key: float(layout.tensor_bytes) for key, layout in layouts.items()}
+    return costs if len(set(costs.values())) > 1 else None
+
+
+def policy_maker(
+    choice: PolicyChoice,
+    signature: ModelSignature,
+    policy_estimator: Estimator | None,
+    layouts: Mapping[ExpertKey, ExpertLayout],
+) -> Callable[[MemoryPlan], LayerShares]:
+    """Makes the chosen policy for a tier; each has a memory of its own."""
+    shape, costs = shape_of(signature), read_costs(layouts)
+
+    def make(plan: MemoryPlan) -> LayerShares:
+        predictor = None
+        if choice.predictor:
+            is_given = policy_estimator is not None and policy_estimator.name == choice.predictor
+            estimator = policy_estimator
+            if not is_given:
+                estimator = prediction.make_estimator(choice.predictor, shape)
+            predictor = prediction.TrackedPredictor(cast("Estimator", estimator))
+        return make_policy(
+            choice.policy,
+            num_slots=plan.num_slots,
+            setting=Setting(shape=shape, predictor=predictor, costs=costs),
+            adaptive=choice.adaptive,
+            reserve=plan.stream_slots(),
+        )
+
+    return make
+
+
+def _resolve_predictor(
+    predictor: str | Path,
+    model: torch.nn.Module,
+    block_names: Sequence[str],
+    signature: ModelSignature,
+) -> str | Path:
+    """For ``auto`` the model's own gates, which tell most; counts where they are not found."""
+    if predictor != AUTO:
+        return predictor
+    try:
+        for name in block_names:
+            find_gate(model, name, shape_of(signature))
+    except UnsupportedModelError:
+        return COUNTS
+    return GATES

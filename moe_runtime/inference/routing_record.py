@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moe_runtime.inference import options
+from moe_runtime.files import require_apart, require_file_name, require_not_read
 from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
-from moe_runtime.places import require_apart, require_file_name
-from moe_runtime.reading import require_not_read
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
@@ -24,13 +22,7 @@ if TYPE_CHECKING:
 
 
 class RoutingRecord(Listener):
-    """Everything that records a model's routing: a trace, what later runs choose by, or both.
-
-    Args:
-        recorders: who is told of every step.
-        signature: of the model; ids from its number of experts on are choices of no expert.
-        listeners: who it is one of.
-    """
+    """Everything that records a model's routing: a trace, what later runs choose by, or both."""
 
     def __init__(
         self, recorders: Sequence[Recorder], signature: ModelSignature, listeners: Listeners
@@ -98,11 +90,6 @@ def check_records(
 ) -> None:
     """Refuses a trace or timeline that would replace a file which is read, or the other one.
 
-    Args:
-        trace: the file of a trace, if one is wanted.
-        timeline: that of a timeline.
-        inputs: files that are read.
-
     Raises:
         ValueError: one would, or has a name that no file has.
     """
@@ -126,20 +113,16 @@ def open_record(
 ) -> RoutingRecord:
     """Records a model's forward passes from now on, into a trace and for the choices of later runs.
 
-    Args:
-        listeners: of the model.
-        signature: what it is.
-        checkpoint: its folder or file.
-        trace: the file of a trace, if one is wanted.
-        expert_bytes: of the largest expert.
-        keeps_recent: whether the latest decode steps are kept in the user's cache.
-
     Raises:
         CheckpointError: the trace cannot be written there.
     """
     recorders: list[Recorder] = []
     if trace is not None:
-        recorders.append(options.TraceRecorder(Path(trace), signature, expert_bytes=expert_bytes))
+        from moe_runtime.lab.traces.recorder import TraceRecorder
+
+        recorders.append(TraceRecorder(Path(trace), signature, expert_bytes=expert_bytes))
     if keeps_recent:
-        recorders.append(options.RecentRouting(signature, checkpoint))
+        from moe_runtime.lab.traces.recent import RecentRouting
+
+        recorders.append(RecentRouting(signature, checkpoint))
     return RoutingRecord(recorders, signature, listeners)

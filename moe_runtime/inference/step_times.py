@@ -28,6 +28,10 @@ class StepTimes(Listener):
         self._begun: list[tuple[float, str, int]] = []
         self._dense_since_s: float | None = None
 
+    def of_tier(self, tier: int) -> StoreTimes:
+        """Notes what a store does: 0 for the one that layers compute from, 1 for that below."""
+        return StoreTimes(self, tier)
+
     def begin(self, step: Step) -> None:
         """A step begins."""
         # now: the cache has other tokens when the step ends
@@ -59,12 +63,7 @@ class StoreTimes:
     """Notes every read of a store with its expert, and the layers that compute from it."""
 
     def __init__(self, steps: StepTimes, tier: int) -> None:
-        """Joins a store with a timeline.
-
-        Args:
-            steps: notes the steps.
-            tier: 0 for the store that layers compute from, 1 for the one below.
-        """
+        """Joins a store with a timeline."""
         self._steps = steps
         self._timeline = steps.timeline
         self._tier = tier

@@ -177,9 +177,6 @@ class Listeners:
     def begin(self, inputs: Mapping[str, Any]) -> None:
         """Reads a pass that is asked for, and tells all of it.
 
-        Args:
-            inputs: what ``forward`` is called with, by name.
-
         Raises:
             MoERuntimeError: one of the listeners refuses it.
         """
@@ -228,12 +225,7 @@ class Steps:
     """
 
     def __init__(self, stores: Sequence[ExpertStore[Any]], names: Sequence[str] = ()) -> None:
-        """Makes passes of a model safe.
-
-        Args:
-            stores: where its experts lie.
-            names: of the arguments of its ``forward``, in their order.
-        """
+        """Makes passes of a model safe."""
         self.listeners = Listeners()
         self._names = tuple(names)
         self._stores = list(stores)

@@ -145,12 +145,6 @@ def _tokens_of_blocks(text: PreTrainedConfig, num_blocks: int, page_size: int) -
 def limit_generation(inputs: Any, config: Any, options: dict[str, Any], max_tokens: int) -> None:
     """Refuses a call of ``generate`` that says it may need room for more tokens.
 
-    Args:
-        inputs: the prompts, as given.
-        config: generation settings, as given.
-        options: what was given by name.
-        max_tokens: tokens that memory was set aside for.
-
     Raises:
         CapacityError: it does.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.checkpoints.dense_weights import Progress
+from moe_runtime.checkpoints.checkpoint import Progress
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.memory.tiers import TierStore
@@ -28,12 +28,6 @@ def warm_up(
     then computes a few tokens.
 
     Nobody who records or learns hears of it, and counters begin at zero behind it.
-
-    Args:
-        model: a loaded model.
-        modules: its experts.
-        max_tokens: tokens that memory was set aside for.
-        progress: called with what is being done, the bytes done and the bytes in all.
     """
     is_done = False
     try:
@@ -140,11 +134,6 @@ def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens
 def prompt_lengths(num_experts: int, top_k: int, most: int) -> list[int]:
     """Tokens of the shortest prompts for which products take their second tile, their third one,
     and so on, as far as prompts may be so long.
-
-    Args:
-        num_experts: of a layer.
-        top_k: of them for each token.
-        most: tokens.
     """
     from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT
 

@@ -17,8 +17,8 @@ from moe_runtime.memory.entries import Entry, Fetcher, LinkMeter, StoreListener
 from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.memory.slab import Slab, aligned_bytes, give_back
 from moe_runtime.policies.eviction import LayerShares, even_shares
-from moe_runtime.policies.eviction.adaptive_shares import AdaptiveShares
 from moe_runtime.policies.eviction.base import Watcher
+from moe_runtime.policies.eviction.shares import AdaptiveShares
 from moe_runtime.policies.prediction.base import Event
 from moe_runtime.types import ExpertKey, StoreStats
 

@@ -1,22 +1,44 @@
 """Experts spread over processes: dispatch, layouts, placements."""
 
-from moe_runtime.parallel.communication.measure import measure_link, time_exchanges
-from moe_runtime.parallel.communication.transport import (
-    FlatTransport,
-    HierarchicalTransport,
-    Transport,
-)
-from moe_runtime.parallel.dispatch import Dispatched, combine, dispatch
-from moe_runtime.parallel.groups import LayoutGroups
-from moe_runtime.parallel.panels import PanelExperts, StackedPanels
-from moe_runtime.parallel.parallel_experts import ExpertGroup, ExpertSpread, ParallelExperts
-from moe_runtime.parallel.parallel_layout import ParallelLayout
-from moe_runtime.parallel.pipeline import Overlap, expert_parallel
-from moe_runtime.parallel.rebalancing import Rebalanced, Rebalancer
-from moe_runtime.parallel.replicas import ExpertMove, keep_in_place, sum_replica_gradients
-from moe_runtime.parallel.slices import slice_experts
-from moe_runtime.parallel.slot_exchange import SlotExchange
-from moe_runtime.parallel.slots import ExpertSlots
+from typing import TYPE_CHECKING
+
+from moe_runtime.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from moe_runtime.parallel.communication.measure import measure_link, time_exchanges
+    from moe_runtime.parallel.communication.transport import (
+        FlatTransport,
+        HierarchicalTransport,
+        Transport,
+    )
+    from moe_runtime.parallel.dispatch import Dispatched, combine, dispatch
+    from moe_runtime.parallel.groups import LayoutGroups
+    from moe_runtime.parallel.parallel_experts import ExpertGroup, ExpertSpread, ParallelExperts
+    from moe_runtime.parallel.parallel_layout import ParallelLayout
+    from moe_runtime.parallel.pipeline import Overlap, PanelExperts, StackedPanels, expert_parallel
+    from moe_runtime.parallel.rebalancing import Rebalanced, Rebalancer
+    from moe_runtime.parallel.replicas import ExpertMove, keep_in_place, sum_replica_gradients
+    from moe_runtime.parallel.slices import slice_experts
+    from moe_runtime.parallel.slot_exchange import SlotExchange
+    from moe_runtime.parallel.slots import ExpertSlots
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            ".communication.measure": "measure_link time_exchanges",
+            ".communication.transport": "FlatTransport HierarchicalTransport Transport",
+            ".dispatch": "Dispatched combine dispatch",
+            ".groups": "LayoutGroups",
+            ".parallel_experts": "ExpertGroup ExpertSpread ParallelExperts",
+            ".parallel_layout": "ParallelLayout",
+            ".pipeline": "Overlap PanelExperts StackedPanels expert_parallel",
+            ".rebalancing": "Rebalanced Rebalancer",
+            ".replicas": "ExpertMove keep_in_place sum_replica_gradients",
+            ".slices": "slice_experts",
+            ".slot_exchange": "SlotExchange",
+            ".slots": "ExpertSlots",
+        },
+    )
 
 __all__ = [
     "Dispatched",

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
@@ -25,9 +27,14 @@ from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.logical import as_slices, logical_views
-from moe_runtime.parallel.panels import PanelExperts, StackedPanels
 from moe_runtime.parallel.parallel_layout import ParallelLayout
-from moe_runtime.parallel.pipeline import ExpertsFn, Overlap, expert_parallel
+from moe_runtime.parallel.pipeline import (
+    ExpertsFn,
+    Overlap,
+    PanelExperts,
+    StackedPanels,
+    expert_parallel,
+)
 from moe_runtime.parallel.replicas import ExpertMove, sum_replica_gradients
 from moe_runtime.parallel.slices import one_expert, slice_experts
 from moe_runtime.parallel.slots import ExpertSlots
@@ -150,6 +157,8 @@ class ParallelExperts(nn.Module):
         self._slice = self.transport.rank % self.slots.num_slices
         self._seed = seed
         self._wrapper = 0
+        self._mesh: DeviceMesh | None = None
+        self._checked_mesh: DeviceMesh | None = None
         width = (2 if has_gate else 1) * intermediate_size // self.slots.num_slices
         self.first_name = "gate_up_proj" if has_gate else "up_proj"
         shapes: dict[str, tuple[int, ...]] = {
@@ -256,9 +265,10 @@ class ParallelExperts(nn.Module):
         Raises:
             RankFailureError: A rank died, stalled, or has other settings.
             ValueError: The module is in a `DistributedDataParallel` whose processes hold other
-                experts.
+                experts, or `fully_shard` shards its parameters over such processes.
         """
         self._check_wrapper()
+        self._check_sharding()
         own = () if self.elsewhere is not None else self.stacked().tensors()
         return expert_parallel(
             self._as_experts_read(x_TD),
@@ -282,17 +292,39 @@ class ParallelExperts(nn.Module):
         own = set(map(id, self.parameters()))
         named = wrapper.module.named_parameters()
         kept = {name for name, parameter in named if id(parameter) in own}
-        if not kept - wrapper.parameters_to_ignore:
-            return
-        here = (self._slice, self.experts_here)
-        held = [here] * dist.get_world_size(wrapper.process_group)
-        dist.all_gather_object(held, here, group=wrapper.process_group)
-        if any(there != here for there in held):
-            raise ValueError(
+        if kept - wrapper.parameters_to_ignore:
+            self._require_same_experts(
+                wrapper.process_group,
                 "DistributedDataParallel gives all processes the experts of the first one, but "
                 "they hold different experts of this layer: train without the wrapper, and call "
-                "reduce_dense_gradients and reduce_expert_gradients of LayoutGroups before a step"
+                "reduce_dense_gradients and reduce_expert_gradients of LayoutGroups before a step",
             )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Notes the processes over which FSDP2 (`fully_shard`) shards a parameter."""
+        if isinstance(value, DTensor):
+            self._mesh = value.device_mesh
+        super().__setattr__(name, value)
+
+    def _check_sharding(self) -> None:
+        """Refuses FSDP2 where it puts parts of different experts together."""
+        if self._mesh is None or self._mesh == self._checked_mesh:
+            return
+        self._checked_mesh = self._mesh
+        for group in self._mesh.get_all_groups():
+            self._require_same_experts(
+                group,
+                "fully_shard puts the parts of all processes together as those of one parameter, "
+                "but they hold different experts of this layer: give it the experts' parameters as "
+                "ignored_params, and call reduce_expert_gradients of LayoutGroups before a step",
+            )
+
+    def _require_same_experts(self, group: dist.ProcessGroup, reason: str) -> None:
+        here = (self._slice, self.experts_here)
+        held = [here] * dist.get_world_size(group)
+        dist.all_gather_object(held, here, group=group)
+        if any(there != here for there in held):
+            raise ValueError(reason)
 
     def _as_experts_read(self, x_TD: Tensor) -> Tensor:
         """Under autocast, rows are rounded as the experts would, but before they travel."""

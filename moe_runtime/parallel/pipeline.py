@@ -14,16 +14,72 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from moe_runtime.kernels.expert_mlp import StackedExperts
+from moe_runtime.kernels.expert_mlp.op import resolve_activation
+from moe_runtime.kernels.expert_mlp.reference import apply_activation
+from moe_runtime.kernels.grouped_gemm import grouped_gemm
+from moe_runtime.kernels.operands.activation import Activation
 from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatch import Dispatch, Group, Returning
-from moe_runtime.parallel.panels import PanelExperts
 from moe_runtime.parallel.rows import tie_rows
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.routing import Routing
+
+
+@runtime_checkable
+class PanelExperts(Protocol):
+    """A rank's experts, whose outputs come panel by panel."""
+
+    def panels(self, rows_RD: Tensor, counts_S: Tensor, num_panels: int) -> Iterator[Tensor]:
+        """`[R, columns of the panel]`, the leftmost first, each computed when it is asked for."""
+        ...
+
+
+class StackedPanels:
+    """Experts in stacked parameters, panel by panel.
+
+    Args:
+        experts: The parameters of this rank's slots.
+        activation: What lies between the products.
+    """
+
+    def __init__(self, experts: StackedExperts, activation: Activation) -> None:
+        self._experts = experts
+        self._activation = resolve_activation(activation)
+
+    def panels(self, rows_RD: Tensor, counts_S: Tensor, num_panels: int) -> Iterator[Tensor]:
+        """See `PanelExperts`.
+
+        Raises:
+            ValueError: There are more panels than columns.
+        """
+        experts = self._experts
+        if not 1 <= num_panels <= experts.dim_model:
+            raise ValueError(f"panels must be in 1..{experts.dim_model}, got {num_panels}")
+        offsets = pad(counts_S.cumsum(0), (1, 0))
+        transposed = experts.is_transposed
+        z_RZ = grouped_gemm(
+            rows_RD,
+            experts.gate_up,
+            offsets,
+            bias_SN=experts.gate_up_bias,
+            is_transposed=transposed,
+        )
+        hidden_RF = apply_activation(z_RZ, experts.layout, self._activation)
+        # Cut once, so that the gradients of all panels are put together once.
+        downs = experts.down.tensor_split(num_panels, dim=2 if transposed else 1)
+        biases: tuple[Tensor | None, ...] = (None,) * num_panels
+        if experts.down_bias is not None:
+            biases = experts.down_bias.tensor_split(num_panels, dim=1)
+        for down, bias in zip(downs, biases, strict=True):
+            yield grouped_gemm(hidden_RF, down, offsets, bias_SN=bias, is_transposed=transposed)
+
 
 ExpertsFn = Callable[[Tensor, Tensor], Tensor]
 """`(rows_RD, counts_S) -> y_RD`: this rank's experts on rows sorted by slot."""

@@ -15,10 +15,9 @@ import numpy as np
 
 from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError, named_failure
-from moe_runtime.files import write_text
-from moe_runtime.planning.remap import Move, Rename, keep_in_place, moves_between
+from moe_runtime.files import read_bounded, write_text
+from moe_runtime.parallel.remap import Move, Rename, keep_in_place, moves_between
 from moe_runtime.policies.placement import Devices, Placement
-from moe_runtime.reading import read_bounded
 from moe_runtime.types import ModelSignature
 
 MAP_FORMAT = "moe-runtime-placement"
@@ -83,7 +82,7 @@ class PlacementMap:
 
         Args:
             new: the map that is wanted.
-            rename: which devices may change roles to save moves; see ``planning.remap``.
+            rename: which devices may change roles to save moves; see ``parallel.remap``.
 
         Raises:
             CheckpointError: the maps are of different models.

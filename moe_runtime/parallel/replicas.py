@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_runtime.parallel import remap
 from moe_runtime.parallel.dispatch import Group, as_transport
 from moe_runtime.parallel.slot_exchange import SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
-from moe_runtime.planning import remap
 from moe_runtime.policies.placement import Devices, Placement
 
 
@@ -77,7 +77,7 @@ class ExpertMove:
     """Getting from one placement of whole experts to another.
 
     An expert that a rank keeps does not travel; one that it lacks comes from a rank that has it, of
-    its own machine if there is one, those that have sent least first (`planning.remap`). The number
+    its own machine if there is one, those that have sent least first (`parallel.remap`). The number
     of transfers is the smallest possible: one for each expert that a rank gets and did not have.
 
     Attributes:

@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_runtime.checkpoints.strict_json import clipped, parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
-from moe_runtime.reading import read_bounded
+from moe_runtime.files import read_bounded
 
 OBEYED = frozenset(
     {

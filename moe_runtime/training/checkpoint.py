@@ -1,4 +1,6 @@
-"""Checkpoints of a run: whole or absent, and complete enough to go on as if nothing had happened.
+"""What a checkpoint must hold: its keys, the types of its values, and their ranges.
+
+Checkpoints of a run: whole or absent, and complete enough to go on as if nothing had happened.
 
 A file holds parameters, buffers, optimizer states, the position in the data, the random states and
 the configuration. It is written beside its place, flushed and renamed, so a kill at any instant
@@ -9,30 +11,128 @@ with what a run writes.
 import contextlib
 import copy
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from moe_runtime.checkpoints.absent import TrainedElsewhere
 from moe_runtime.digests import check_zip
 from moe_runtime.errors import CheckpointError, blamed_on
-from moe_runtime.files import make_folders, write_atomically
+from moe_runtime.files import make_folders, open_regular, write_atomically
 from moe_runtime.folders import remove_or_warn
-from moe_runtime.reading import open_regular
-from moe_runtime.training.stored_values import (
-    AMOUNT,
-    COUNT,
-    MAPPING,
-    PLAIN,
-    TENSOR,
-    TEXT,
-    require_kinds,
-    require_like,
-)
+
+_LONGEST_VALUE = 60
+
+
+class Kind(NamedTuple):
+    """What a value must be.
+
+    Attributes:
+        fits: whether a value is of this kind.
+    """
+
+    text: str
+    fits: Callable[[Any], bool]
+
+    def or_none(self) -> "Kind":
+        """This kind, or None."""
+        return Kind(f"{self.text}, or None", lambda value: value is None or self.fits(value))
+
+    def listed(self) -> "Kind":
+        """A list or tuple of this kind."""
+        return Kind(
+            f"a list, each {self.text}",
+            lambda value: type(value) in (list, tuple) and all(map(self.fits, value)),
+        )
+
+    def named(self) -> "Kind":
+        """A mapping from names to this kind."""
+        return Kind(
+            f"a mapping of names, each to {self.text}",
+            lambda value: (
+                isinstance(value, Mapping)
+                and all(isinstance(name, str) for name in value)
+                and all(map(self.fits, value.values()))
+            ),
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _is_plain(part) for name, part in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+COUNT = Kind("an integer of at least 0", lambda value: type(value) is int and 0 <= value < 1 << 63)
+NUMBER = Kind("a finite number", lambda value: type(value) in (int, float) and math.isfinite(value))
+AMOUNT = Kind("a finite number of at least 0", lambda v: NUMBER.fits(v) and v >= 0)
+TEXT = Kind("text", lambda value: isinstance(value, str))
+TENSOR = Kind("a tensor", lambda value: isinstance(value, Tensor))
+MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))
+PLAIN = Kind("plain values", _is_plain)
+
+
+def require_kinds(
+    values: Any, kinds: Mapping[str, Kind], what: str, *, optional: Mapping[str, Kind] | None = None
+) -> None:
+    """Refuses stored values that are not as they were written.
+
+    Args:
+        kinds: what the value of each name must be.
+        optional: likewise, of names that may be missing.
+
+    Raises:
+        CheckpointError: a name is missing or unknown, or a value is of another kind.
+    """
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"{what} must be a mapping, found {shown(values)}")
+    known = {**kinds, **(optional or {})}
+    if missing := kinds.keys() - values.keys():
+        raise CheckpointError(f"{what} lacks {', '.join(sorted(missing))}")
+    if unknown := values.keys() - known.keys():
+        raise CheckpointError(f"{what} has unknown keys: {', '.join(sorted(map(shown, unknown)))}")
+    for name, value in values.items():
+        require_kind(value, known[name], f"{what}: {name}")
+
+
+def require_kind(value: Any, kind: Kind, what: str) -> None:
+    """Refuses one stored value of another kind.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    if not kind.fits(value):
+        raise CheckpointError(f"{what} is {shown(value)}, expected {kind.text}")
+
+
+def require_like(tensors: Mapping[str, Any], own: Mapping[str, Tensor], what: str) -> None:
+    """Refuses stored tensors of other names, shapes or types than those they are to replace.
+
+    Raises:
+        CheckpointError: one differs; names it.
+    """
+    require_kinds(tensors, dict.fromkeys(own, TENSOR), what)
+    for name, tensor in own.items():
+        found, expected = ((*t.shape, t.dtype) for t in (tensors[name], tensor))
+        if found != expected:
+            raise CheckpointError(f"{what}: {name} is {found}, expected {expected}")
+
+
+def shown(value: Any) -> str:
+    """A value for messages, cut where it is long."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
 
 FORMAT = 1
 SHARDED_SUFFIX = ".shards"
@@ -45,11 +145,8 @@ class Progress:
     """How far a run has come, its weights apart.
 
     Attributes:
-        step: optimizer steps taken.
-        tokens: tokens trained on.
         elapsed_s: seconds that the steps took.
         taken: windows taken from each source.
-        random: states of torch's generators, by device.
         settings: what must be the same when the run goes on, by dotted name.
         records: digest of the run's records up to the step; empty where an older version wrote it.
     """
@@ -65,12 +162,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState(Progress):
-    """Everything that decides how a run goes on.
-
-    Attributes:
-        model: the model's state dict.
-        optimizer: the optimizer's.
-    """
+    """Everything that decides how a run goes on."""
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
@@ -93,8 +185,6 @@ def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
 
     Args:
         folder: of the checkpoints; made if missing.
-        state: what to save.
-        keep: how many stay, this one included.
 
     Returns:
         The file.
@@ -214,11 +304,7 @@ def check_settings(
     """Refuses to go on with other settings than those a checkpoint was made with.
 
     Args:
-        path: of the checkpoint, for messages.
-        saved: its settings.
-        current: those of the configuration.
         schedule: settings that only decide the steps to come.
-        reschedule: these may differ.
 
     Raises:
         CheckpointError: names the first setting that differs, and both values.

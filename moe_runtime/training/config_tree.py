@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_runtime.config import nearest, type_in_words
-from moe_runtime.file_names import at_home
-from moe_runtime.places import require_file_name
-from moe_runtime.reading import read_toml
+from moe_runtime.files import at_home, read_toml, require_file_name
 
 _Config = TypeVar("_Config")
 
@@ -52,7 +50,6 @@ def build_tree(cls: type[_Config], values: Mapping[str, Any], *, where: str = ""
     """Builds a dataclass from a mapping; the counterpart of `dataclasses.asdict`.
 
     Args:
-        cls: the dataclass.
         values: its fields by name, nested mappings for nested dataclasses.
         where: the dotted name of this table, for messages.
 

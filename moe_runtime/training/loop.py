@@ -1,4 +1,13 @@
-"""The training loop: batches in, steps, records and checkpoints out."""
+"""The learning rate over the steps: linear warm-up, then a cosine.
+
+Source: Loshchilov and Hutter, "SGDR" (2017), without restarts.
+
+When a run has diverged: losses that are no numbers, and gradients that stay infinite.
+
+The training loop: batches in, steps, records and checkpoints out.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import math
@@ -21,12 +30,11 @@ from moe_runtime.training.checkpoint import (
     Progress,
     TrainingState,
     random_states,
+    require_like,
     restore_random_states,
     save_checkpoint,
 )
-from moe_runtime.training.data.batches import Batches, DataPosition, shorten
-from moe_runtime.training.divergence import SkippedSteps, require_number
-from moe_runtime.training.machine import autocast_of
+from moe_runtime.training.data import Batches, DataPosition, shorten
 from moe_runtime.training.metrics import (
     EvaluationRecord,
     JsonLines,
@@ -34,18 +42,90 @@ from moe_runtime.training.metrics import (
     Record,
     StepRecord,
 )
-from moe_runtime.training.offload.execution.adapters import AdapterTraining
-from moe_runtime.training.offload.expert_training import ExpertTraining
-from moe_runtime.training.offloaded import offload_report
-from moe_runtime.training.optimizer import Optimizer
-from moe_runtime.training.ranks import OneRank
-from moe_runtime.training.run_config import LoopConfig
-from moe_runtime.training.schedule import learning_rate
+from moe_runtime.training.offload.dense_adamw import StepOptimizer
+from moe_runtime.training.ranks import OneRank, autocast_of
+from moe_runtime.training.run_config import LoopConfig, OptimizerConfig
 from moe_runtime.training.sharded import ShardedCheckpoints
-from moe_runtime.training.stored_values import require_like
 from moe_runtime.training.tracing import TrainingTrace
 
-AnyOptimizer = Optimizer | ExpertTraining | AdapterTraining
+COURSE = "half a cosine to behind the last step"
+"""What a run that goes on must have begun with, as its other settings."""
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The rate of one step.
+
+    Rises linearly over the first `warmup_steps` and reaches the peak at the last of them; then
+    falls along half a cosine, from the peak in the first step after them to `final_share` of it
+    where the run ends, behind its last step: no step is lost to an end of 0.
+
+    Args:
+        step: number of the step, the first is 0; from `num_steps` on the rate stays at its end.
+    """
+    if step < config.warmup_steps:
+        return config.peak_rate * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.peak_rate * (config.final_share + (1 - config.final_share) * cosine)
+
+
+MOST_SKIPPED = 10
+LOWER = "lower optimizer.peak_rate or raise optimizer.warmup_steps"
+
+
+class SkippedSteps:
+    """Steps that changed nothing, as their gradients were not finite.
+
+    Attributes:
+        in_a_row: since the last step that was taken.
+    """
+
+    def __init__(self) -> None:
+        """None yet."""
+        self.total = self.in_a_row = 0
+
+    def count(
+        self, bad_parameters: tuple[str, ...], *, step: int, first: int, last: int, has_loss: bool
+    ) -> None:
+        """Counts one step.
+
+        Args:
+            bad_parameters: those whose gradients were not finite; none where the step was taken.
+
+        Raises:
+            ValueError: the run cannot go on, or has come to nothing.
+        """
+        if not bad_parameters:
+            self.in_a_row = 0
+            return
+        self.total += 1
+        self.in_a_row += 1
+        if not has_loss and self.total > step - first:
+            raise ValueError(
+                f"the loss of step {step} is no number, and no weight was changed before it: those "
+                "that are begun with give none; `moe-runtime inspect MODEL --verify` names the "
+                "ones of a model, and of a run an earlier checkpoint may be whole"
+            )
+        if not has_loss and step == last:
+            raise ValueError(f"the loss of the last step, {last}, is no number; {LOWER}")
+        # who goes on with a run whose last steps overflow has steps that were taken
+        most = min(MOST_SKIPPED, last) if first == 1 else MOST_SKIPPED
+        if self.in_a_row >= most:
+            raise ValueError(
+                f"the gradients of {most} steps in a row were not finite (the last in "
+                f"{bad_parameters[0]} and {len(bad_parameters) - 1} others); {LOWER}"
+            )
+
+
+def require_number(loss: float, step: int) -> float:
+    """The mean loss of held-out text.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    if math.isfinite(loss):
+        return loss
+    raise ValueError(f"the loss of held-out text is no number after step {step}; {LOWER}")
 
 
 class TrainableModel(Protocol):
@@ -81,24 +161,16 @@ class TrainingRun:
     """What the loop works with.
 
     Attributes:
-        config: of the run.
-        model: trained in place, on `device`.
-        optimizer: of the model's parameters.
-        batches: windows of training text.
         held_out: windows `[N, C + 1]` of held-out text, by source; may be empty.
         held_out_weights: share of each source in the mean.
-        device: where the model lies.
-        checkpoints: folder for them.
         settings: what a resumed run must agree in.
-        sinks: where records go.
-        ranks: the processes that train together.
         shards: checkpoints that all processes write together; None writes a file.
         trace: where the gates send the tokens; None records nothing.
     """
 
     config: LoopConfig
     model: TrainableModel
-    optimizer: AnyOptimizer
+    optimizer: StepOptimizer
     batches: Batches
     held_out: Mapping[str, npt.NDArray[np.int64]]
     held_out_weights: Mapping[str, float]
@@ -112,11 +184,7 @@ class TrainingRun:
 
 
 class Trainer:
-    """Takes the steps of a run.
-
-    Args:
-        run: what it works with.
-    """
+    """Takes the steps of a run."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
@@ -129,7 +197,7 @@ class Trainer:
         self._saved_step = -1
 
     @property
-    def optimizer(self) -> AnyOptimizer:
+    def optimizer(self) -> StepOptimizer:
         """Of the run."""
         return self._run.optimizer
 
@@ -168,7 +236,6 @@ class Trainer:
         Either way a checkpoint of the last step is left behind.
 
         Args:
-            should_stop: asked after every step.
             on_record: called with every record, after the sinks.
 
         Returns:
@@ -208,9 +275,8 @@ class Trainer:
             self._run.optimizer.close()
 
     def report(self) -> dict[str, Any]:
-        """What offloaded experts did so far; empty where all are in memory."""
-        optimizer = self._run.optimizer
-        return {} if isinstance(optimizer, Optimizer) else offload_report(optimizer)
+        """As of `StepOptimizer`."""
+        return self._run.optimizer.report()
 
     def save(self) -> None:
         """Writes a checkpoint, unless the last one is of this step."""
@@ -239,8 +305,7 @@ class Trainer:
             model=self._run.model.state_dict(),
             optimizer=self._run.optimizer.state_dict(),
         )
-        if isinstance(self._run.optimizer, ExpertTraining):
-            # the experts' versions are kept for the newest one
+        if self._run.optimizer.keeps_newest_alone:
             keep = 1
         self._run.optimizer.write(
             state,

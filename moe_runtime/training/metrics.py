@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import make_folders, write_atomically
-from moe_runtime.reading import open_regular
-from moe_runtime.training.stored_values import COUNT, MAPPING, NUMBER, require_kind
+from moe_runtime.files import make_folders, open_regular, write_atomically
+from moe_runtime.training.checkpoint import COUNT, MAPPING, NUMBER, require_kind
 
 METRICS_FILE = "metrics.jsonl"
 _KINDS = {
@@ -93,13 +92,9 @@ class JsonLines:
     """Records as lines of JSON in the run's folder.
 
     Args:
-        folder: the run's folder.
         first_step: steps already taken; lines of later ones, which a killed run wrote after its
             last checkpoint, are removed.
         digest_then: of the lines up to that step; they are told by their steps when omitted.
-
-    Attributes:
-        digest: of all lines.
 
     Raises:
         CheckpointError: the file does not hold the lines up to the step.
@@ -180,7 +175,6 @@ class TensorBoard:
     """Records as TensorBoard's scalars.
 
     Args:
-        folder: for the event files.
         first_step: steps already taken; what an earlier run logged after it is hidden.
 
     Raises:

@@ -1,16 +1,27 @@
-"""Runs whose experts live in host memory and on the disk: `run.host_memory` and its neighbours."""
+"""First weights of experts that never are in memory together.
+
+A model is built inside `StreamedInit`: stacks of expert matrices are made without storage, and what
+would be drawn for them is skipped over by drawing it once, a matrix at a time. Afterwards each
+expert's matrices are drawn again, from the place in the stream of random numbers where they were:
+the same bits as in a model built in memory (where an expert's matrix has a multiple of 16 elements,
+the number that torch draws at once).
+
+Runs whose experts live in host memory and on the disk: `run.host_memory` and its neighbours.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
@@ -20,15 +31,17 @@ from moe_runtime.models.lm.loss import CHUNK_BYTES
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel import ExpertSlots
 from moe_runtime.training.checkpoint import TrainingState
-from moe_runtime.training.offload.computing_device import CPU, device_budget, held_bytes
-from moe_runtime.training.offload.execution.adapters import AdapterTraining
-from moe_runtime.training.offload.expert_training import ExpertTraining
+from moe_runtime.training.offload.adamw import AdamW, bytes_of_step
+from moe_runtime.training.offload.checkpoint import remove_own_files
 from moe_runtime.training.offload.handle import OffloadedTraining
 from moe_runtime.training.offload.memory import (
+    CPU,
     SPARE_BYTES,
     TrainingMemory,
     dense_bytes,
+    device_budget,
     expert_buffer_bytes,
+    held_bytes,
     smallest_budget,
 )
 from moe_runtime.training.offload.offloading import (
@@ -38,14 +51,83 @@ from moe_runtime.training.offload.offloading import (
     offload_training,
     plan_memory,
 )
-from moe_runtime.training.offload.optimizers.adamw import AdamW, bytes_of_step
-from moe_runtime.training.offload.states.initial import StreamedInit
-from moe_runtime.training.offload.states.records import RecordLayout
-from moe_runtime.training.offload.states.saved import remove_own_files
+from moe_runtime.training.offload.records import RecordLayout
+from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import LoopConfig, TrainConfig
 from moe_runtime.training.tracing import signature_of_config, trace_bytes
 from moe_runtime.types import ExpertKey
+
+_ATEN = torch.ops.aten
+
+
+@dataclass
+class _Draw:
+    """The last values drawn for a stack: how, and from which state of the generator on."""
+
+    mean: float
+    std: float
+    state: Tensor
+    drawn: int = 0
+
+
+class StreamedInit(TorchDispatchMode):
+    """Makes tensors of three dimensions without storage, and remembers what is drawn for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: dict[int, _Draw] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is _ATEN.empty.memory_format and len(args[0]) == 3:
+            return func(*args, **{**options, "device": torch.device("meta")})
+        if func is _ATEN.normal_.default and args[0].is_meta:
+            self._skip(*args)
+            return args[0]
+        return func(*args, **options)
+
+    def tensors_of(self, sites: Sequence[ExpertsModuleSpec], key: ExpertKey) -> list[Tensor]:
+        """One expert's first weights; to be called for a layer's experts in ascending order.
+
+        Args:
+            sites: the modules of experts of the model that was built.
+        """
+        module = sites[key.layer].module
+        names = sites[key.layer].parameter_names
+        return [self._draw(module.get_parameter(name), key.expert) for name in names]
+
+    def _skip(self, stack: Tensor, mean: float = 0.0, std: float = 1.0) -> None:
+        self._draws[_place(stack)] = _Draw(mean, std, torch.get_rng_state())
+        matrix = torch.empty(stack.shape[1:], dtype=stack.dtype)
+        for _ in range(len(stack)):
+            matrix.normal_(mean, std)
+
+    def _draw(self, stack: Tensor, expert: int) -> Tensor:
+        draw = self._draws.get(_place(stack))
+        if draw is None:
+            return torch.zeros(stack.shape[1:], dtype=stack.dtype)
+        assert draw.drawn <= expert, "experts are drawn in order"
+        generator = torch.Generator()
+        generator.set_state(draw.state)
+        matrix = torch.empty(stack.shape[1:], dtype=stack.dtype)
+        # those that are passed over have their place in the stream
+        for _ in range(draw.drawn, expert + 1):
+            matrix.normal_(draw.mean, draw.std, generator=generator)
+        draw.drawn = expert + 1
+        draw.state = generator.get_state()
+        return matrix
+
+
+def _place(stack: Tensor) -> int:
+    return stack.untyped_storage()._cdata
+
 
 _SPARE_SHARE = 1 / 8
 """Set aside over the activations that can be counted: buffers of libraries and of the allocator."""
@@ -90,12 +172,10 @@ def offloaded_optimizer(
     """Sends the experts to their tiers.
 
     Args:
-        config: of the run.
         model: as `build_model` gave it, spread over the processes.
         initial: an expert's first weights; asked for in ascending order.
         folder: for the experts beyond the budget, and their part of the checkpoints.
         resumes: a checkpoint follows; nothing is written first.
-        ranks: the processes that train together.
 
     Raises:
         CapacityError: the budget or the disk is too small.
@@ -123,12 +203,6 @@ def export_of_all(
 
     They are brought together in files of this process, below the smallest budget that works, and
     these are removed at the end.
-
-    Args:
-        config: of the run.
-        state: the checkpoint.
-        folder: for experts.
-        write: called with the model.
 
     Raises:
         CapacityError: the disk is too small.
@@ -213,9 +287,6 @@ def plan_of(
     """What a division of memory means for a step in which every expert gets tokens.
 
     Args:
-        memory: of the host.
-        layouts: of every expert's record.
-        settings: of the optimizer.
         device_bytes: the budget of a device that computes: dense parameters and activations are of
             that one; None where the CPU computes, and they are of the host's.
     """
@@ -243,7 +314,6 @@ def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
     All micro-batches of a step are in memory at once, because they meet at the experts.
 
     Args:
-        config: of the run.
         num_data_ranks: processes that share the micro-batches. A process may get all rows that the
             others route, beside its own.
     """
@@ -290,7 +360,6 @@ def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
     """Bytes of activations of one token in one layer that its backward pass needs.
 
     Args:
-        model: its shape.
         keeps: whether experts keep what they could compute again.
     """
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -308,25 +377,6 @@ def _routing_bytes(model: LanguageModelConfig) -> int:
     They stay until the step is over, for the gates' losses.
     """
     return 0 if model.moe is None else 12 * model.moe.top_k + 8 * model.moe.num_experts
-
-
-def offload_report(training: ExpertTraining | AdapterTraining) -> dict[str, Any]:
-    """What a run says of its tiers: bytes, waiting, memory."""
-    stats = training.stats()
-    traffic = stats.traffic
-    return {
-        "experts": stats.num_experts,
-        "experts_in_memory": stats.resident_experts,
-        "host_budget_bytes": stats.budget_bytes,
-        "disk_bytes": stats.disk_bytes,
-        "read_bytes": traffic.read_bytes,
-        "written_bytes": traffic.written_bytes,
-        "wasted_bytes": traffic.wasted_bytes,
-        "to_device_bytes": stats.link.to_device_bytes,
-        "from_device_bytes": stats.link.from_device_bytes,
-        "stall_s": round(traffic.stall_s, 3),
-        "peak_rss_bytes": stats.peak_rss_bytes,
-    }
 
 
 def offload_status(report: Mapping[str, Any], elapsed_s: float) -> str:

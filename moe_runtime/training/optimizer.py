@@ -1,28 +1,26 @@
 """AdamW with decay where it belongs, and gradients that are checked before they are used."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome, clip_scale
+from moe_runtime.training.offload.dense_adamw import (
+    DenseAdamW,
+    StepOptimizer,
+    StepOutcome,
+    clip_scale,
+)
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import OptimizerConfig
 
-S = TypeVar("S")
 
-
-class Optimizer:
-    """Gradients in, changed parameters out: backward, clip, step.
-
-    The loop knows nothing else of the optimizer, so that one which keeps its states elsewhere, or
-    takes its steps inside the backward, can stand in its place.
+class Optimizer(StepOptimizer):
+    """Gradients in, changed parameters out, all of it in memory.
 
     Args:
-        model: its trainable parameters are updated.
-        config: AdamW's settings and the clipping.
         ranks: the processes that train together; this one alone by default.
 
     Raises:
@@ -46,15 +44,6 @@ class Optimizer:
         )
 
     def backward(self, parts: Sequence[Callable[[], Tensor]], *, rate: float) -> None:
-        """Computes the losses of a step's micro-batches and adds up their gradients.
-
-        Args:
-            parts: each computes the loss of one micro-batch.
-            rate: learning rate of the step that follows.
-
-        Raises:
-            BaseException: what a part raises; no gradient is left behind.
-        """
         del rate  # for optimizers that update inside the backward pass
         is_done = False
         try:
@@ -66,13 +55,6 @@ class Optimizer:
                 self._adamw.forget()
 
     def step(self, rate: float) -> StepOutcome:
-        """Clips, updates and forgets the gradients.
-
-        A step whose gradients are not finite changes nothing.
-
-        Args:
-            rate: learning rate.
-        """
         self._ranks.reduce_gradients(self._named)
         norm = self._ranks.gradient_norm(self._named)
         bad: tuple[str, ...] = ()
@@ -84,41 +66,12 @@ class Optimizer:
         return StepOutcome(norm, bad)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and step counts."""
         return self._adamw.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave.
-
-        Raises:
-            CheckpointError: the state is damaged, or belongs to other parameters.
-        """
         if "experts" in state:
             raise CheckpointError("the checkpoint is of a run with a host_memory; give one")
         self._adamw.load_state_dict(state)
-
-    def write(
-        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
-    ) -> None:
-        """Has a job write a state that holds what `state_dict` gave.
-
-        Args:
-            state: everything that belongs to a checkpoint.
-            own: finds in it what `state_dict` gave; for optimizers that complete it first.
-            job: writes it.
-        """
-        del own
-        job(state)
-
-    def transfers(self) -> dict[str, Any]:
-        """Seconds of waiting and bytes so far, by name: nothing is moved here."""
-        return {}
-
-    def close(self) -> None:
-        """Ends nothing: there is nothing that runs beside the training."""
-
-    def wait(self) -> None:
-        """Returns when the last checkpoint is written, as it is here."""
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`.

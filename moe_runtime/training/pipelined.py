@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from moe_runtime.models.lm.model import Losses
-from moe_runtime.models.lm.stages import StageModule
+from moe_runtime.models.lm.parallel import StageModule
 from moe_runtime.training.run_config import PipelineSchedule
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ class Pipeline:
     over the stages is that of the whole model.
 
     Args:
-        module: This process's stage.
         group: The processes of all stages, in their order.
         schedule: When which micro-batch is computed: `1f1b` or `gpipe`.
         loss_scale: Factor of the cross-entropy that is trained on, as the stages have it for the

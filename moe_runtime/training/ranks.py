@@ -1,4 +1,6 @@
-"""Training by one process or by several: which part is whose, and what has to be added up.
+"""What a run asks of the machine, refused early where it is not there.
+
+Training by one process or by several: which part is whose, and what has to be added up.
 
 Several processes share a step's micro-batches, each holds its share of the experts, and rows travel
 to them. With tensor, context or pipeline parallelism some of them compute one micro-batch together,
@@ -9,6 +11,7 @@ that are routed on their own are the micro-batches, and there are as many of the
 
 import contextlib
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,15 +23,38 @@ from torch import Tensor
 from moe_runtime.errors import CheckpointError, RankFailureError
 from moe_runtime.files import locked, make_folders
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.training.machine import autocast_of
 from moe_runtime.training.run_config import TrainConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from moe_runtime.models.lm.stages import StageModule
+    from moe_runtime.models.lm.parallel import StageModule
     from moe_runtime.parallel import LayoutGroups
     from moe_runtime.training.pipelined import Pipeline
+
+
+def require_compiler(device: torch.device) -> None:
+    """Refuses early what `torch.compile` would say in the first step, at length."""
+    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise ValueError(
+            "run.compile needs a C++ compiler on the CPU (g++ or clang++), and none is on the "
+            "PATH; install one, or set run.compile = false"
+        )
+
+
+def autocast_of(precision: str, device_type: str) -> torch.autocast:
+    """The context in which a run's matrix products have its `run.precision`.
+
+    It keeps no narrow copies of weights: torch drops those at the end of the outermost autocast
+    alone, and inside of a caller's the next step would compute with weights from before the update.
+    """
+    return torch.autocast(
+        device_type,
+        dtype=torch.bfloat16,
+        enabled=precision == "bfloat16",
+        cache_enabled=False,
+    )
+
 
 T = TypeVar("T")
 _POLL_S = 0.02
@@ -38,10 +64,7 @@ class OneRank:
     """A process that trains by itself.
 
     Attributes:
-        rank: number of this process.
-        size: number of processes.
         data_rank: which of the micro-batches that are computed side by side is this process's.
-        num_data_ranks: how many are.
         loss_share: what this process adds to its micro-batch's part of the loss, which other
             processes of the same data-parallel rank add to as well.
         pipeline: what takes micro-batches through stages, once the model was spread over some;
@@ -64,11 +87,7 @@ class OneRank:
         """Leaves this process its part of a model."""
 
     def draw_apart(self, step: int) -> None:
-        """Has gates that use randomness draw for other tokens than the first data-parallel rank's.
-
-        Args:
-            step: from which on.
-        """
+        """Has gates draw at random for other tokens than the first data-parallel rank's."""
 
     def part(self, items: Sequence[T]) -> list[T]:
         """This data-parallel rank's share of what all have; their number divides it."""
@@ -126,11 +145,7 @@ class OneRank:
         return None
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A block in which torch exchanges something: who is missing there is named.
-
-        Args:
-            what: what is done in the block.
-        """
+        """A block in which torch exchanges something: who is missing there is named."""
         del what
         return contextlib.nullcontext()
 
@@ -141,9 +156,6 @@ class OneRank:
 
 class SeveralRanks(OneRank):
     """One of the processes of a `torch.distributed` world that train together.
-
-    Args:
-        config: of the run.
 
     Raises:
         ValueError: the layout or the number of parts does not fit the number of processes.
@@ -211,7 +223,7 @@ class SeveralRanks(OneRank):
         stages = self.groups.group("dense", "pp")
         if stages is None:
             return None
-        from moe_runtime.models.lm.stages import Stage, StageModule
+        from moe_runtime.models.lm.parallel import Stage, StageModule
         from moe_runtime.training.pipelined import Pipeline
 
         scale = self.loss_share * self.num_data_ranks / self._config.data.micro_batches
@@ -297,8 +309,7 @@ def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
     Raises:
         ValueError: the configuration asks for it.
     """
-    from moe_runtime.models.lm.parallel import check_layout
-    from moe_runtime.models.lm.stages import check_stages
+    from moe_runtime.models.lm.parallel import check_layout, check_stages
 
     data, own = config.data, config.parallel
     if data.micro_batches % num_data_ranks:

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Protocol
 
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.training.config_tree import FILE_NAME
-from moe_runtime.training.offload.execution.activations import Activations
-from moe_runtime.training.offload.optimizers.adamw import AdamW, Untouched
-from moe_runtime.training.offload.optimizers.moments import MomentStorage
+from moe_runtime.training.offload.activations import Activations
+from moe_runtime.training.offload.adamw import AdamW, Untouched
+from moe_runtime.training.offload.moments import MomentStorage
 
 Precision = Literal["float32", "bfloat16"]
 PipelineSchedule = Literal["1f1b", "gpipe"]

@@ -21,8 +21,7 @@ from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.files import make_folders
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.models.lm.blocks import check_experts
-from moe_runtime.models.lm.export import export_hugging_face
-from moe_runtime.models.lm.initial import import_hugging_face
+from moe_runtime.models.lm.export import export_hugging_face, import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.checkpoint import (
     Progress,
@@ -31,8 +30,30 @@ from moe_runtime.training.checkpoint import (
     load_checkpoint,
     named_checkpoint,
 )
-from moe_runtime.training.data.batches import Batches, check_groups, windows_of
-from moe_runtime.training.data.prepared import (
+from moe_runtime.training.data import (
+    Batches,
+    TokenStreams,
+    check_groups,
+    encode_corpus,
+    obtain_tokenizer,
+    read_corpus,
+    save_tokenizer,
+    text_files,
+    windows_of,
+)
+from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.offload.dense_adamw import state_order
+from moe_runtime.training.offload.handle import OffloadedTraining
+from moe_runtime.training.offload.offloading import find_sites
+from moe_runtime.training.offloaded import (
+    StreamedInit,
+    build_model,
+    export_of_all,
+    move_around_experts,
+    offloaded_optimizer,
+)
+from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.prepared import (
     CHECKPOINTS,
     DATA,
     EXPERTS,
@@ -45,27 +66,7 @@ from moe_runtime.training.data.prepared import (
     settings_of,
     write_summary,
 )
-from moe_runtime.training.data.text import read_corpus, text_files
-from moe_runtime.training.data.tokens import (
-    TokenStreams,
-    encode_corpus,
-    obtain_tokenizer,
-    save_tokenizer,
-)
-from moe_runtime.training.loop import Trainer, TrainingRun
-from moe_runtime.training.machine import require_compiler
-from moe_runtime.training.offload.handle import OffloadedTraining
-from moe_runtime.training.offload.offloading import find_sites
-from moe_runtime.training.offload.optimizers.dense_adamw import state_order
-from moe_runtime.training.offload.states.initial import StreamedInit
-from moe_runtime.training.offloaded import (
-    build_model,
-    export_of_all,
-    move_around_experts,
-    offloaded_optimizer,
-)
-from moe_runtime.training.optimizer import Optimizer
-from moe_runtime.training.ranks import OneRank
+from moe_runtime.training.ranks import OneRank, require_compiler
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.sharded import ShardedCheckpoints, whole_model
 from moe_runtime.training.tracing import TrainingTrace, open_trace, signature_of_config
@@ -81,18 +82,8 @@ class Preparation:
     """Everything that a run needs before its first step.
 
     Attributes:
-        config: with the vocabulary of the tokenizer.
-        folder: what relative paths start from.
-        output: the run's folder.
-        tokenizer: of the text.
-        streams: encoded text by source.
-        batches: windows of it.
         held_out: held-out windows by source; sources without any are left out.
-        model: freshly initialised, on the device.
         first_experts: where the first weights of offloaded experts come from.
-        storage: folder of offloaded experts.
-        device: where the run computes.
-        num_parameters, num_active_parameters: of the model, offloaded experts included.
     """
 
     config: TrainConfig
@@ -130,7 +121,6 @@ def prepare(
     """Reads and encodes the text and builds the model.
 
     Args:
-        config: of the run.
         folder: what relative paths start from: that of the configuration file.
         on_stage: called with a word on what is being done.
         keeps_text: the tokenizer and what it encodes are written to the run's folder.
@@ -210,7 +200,6 @@ def start(
     """A trainer at the beginning of the run, or at its last checkpoint.
 
     Args:
-        preparation: as `prepare` gave it.
         resume: go on from the newest checkpoint; without one, begin.
         reschedule: the number of steps, the learning rate's course and the short sequences may
             be others than before; the steps to come follow the new ones as if they had held from
@@ -288,7 +277,6 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
     """Exports the model and writes `summary.json`; of several processes, the first one does it.
 
     Args:
-        preparation: of the run.
         trainer: after its last step.
         export: also write the Hugging Face checkpoint into `model/`.
 
@@ -356,13 +344,20 @@ def _open_trace(preparation: Preparation, ranks: OneRank, first_step: int) -> Tr
             f"run.trace records a run of one process, this one has {ranks.size}; leave it out"
         )
     layers = set(model.routed_layers())
+    signature = signature_of_config(preparation.config.model)
     return open_trace(
         preparation.folder / run.trace,
-        signature_of_config(preparation.config.model),
+        signature,
         model,
         [f"{name}.experts" for name, module in model.named_modules() if module in layers],
         first_step=first_step,
         num_steps=run.trace_steps,
+        expert_bytes=max(
+            sum(parameter.numel() for parameter in layer.experts.parameters())
+            for layer in model.routed_layers()
+        )
+        * DTYPES[run.export_dtype].itemsize
+        // signature.num_experts,
     )
 
 

@@ -8,7 +8,7 @@ each process's digests of what it wrote. The folder gets its name once it is who
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_runtime.digests import check_digests, write_digests
 from moe_runtime.errors import CheckpointError
-from moe_runtime.file_names import partial_name, require_whole
+from moe_runtime.files import partial_name
 from moe_runtime.folders import replace_folder
 from moe_runtime.layer.experts import Experts
 from moe_runtime.models.lm.config import LanguageModelConfig
@@ -48,8 +48,6 @@ class ShardedCheckpoints:
 
     Args:
         model: the model, spread over the processes or whole.
-        optimizer: of its parameters.
-        ranks: the processes.
         names: of all parameters of the whole model, in the order of the optimizer's state in one
             process (`state_order`).
     """
@@ -75,9 +73,9 @@ class ShardedCheckpoints:
         path = folder / f"step-{progress.step:08d}{SHARDED_SUFFIX}"
         is_first = self._ranks.rank == 0
         with contextlib.ExitStack() as stack:
-            if is_first:
-                stack.enter_context(replace_folder(path, token=_TOKEN))
-            self._ranks.barrier()
+            with self._together():
+                if is_first:
+                    stack.enter_context(replace_folder(path, token=_TOKEN))
             new = partial_name(path, _TOKEN)
             try:
                 with self._ranks.watched(f"writing {path.name}"):
@@ -87,16 +85,33 @@ class ShardedCheckpoints:
             except CheckpointException as error:
                 reason = f"the checkpoint cannot be written: {_reason(error)}"
                 raise OSError(f"{path}: {reason}") from error
-            own = [file.name for file in new.glob(f"__{self._ranks.rank}_*.distcp")]
+            with self._together():
+                own = [file.name for file in new.glob(f"__{self._ranks.rank}_*.distcp")]
+                if is_first:
+                    self._save_progress(new / _PROGRESS_FILE, progress)
+                    own += [".metadata", _PROGRESS_FILE]
+                write_digests(new, own, writer=self._ranks.rank)
+            with self._together(), stack.pop_all():
+                pass  # the folder gets its name
+        with self._together():
             if is_first:
-                self._save_progress(new / _PROGRESS_FILE, progress)
-                own += [".metadata", _PROGRESS_FILE]
-            write_digests(new, own, writer=self._ranks.rank)
-            self._ranks.barrier()
-        if is_first:
-            remove_oldest(folder, keep)
-        self._ranks.barrier()
+                remove_oldest(folder, keep)
         return path
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """A part of a checkpoint that fails in all processes if it fails in one of them."""
+        failure = None
+        try:
+            yield
+        except OSError as error:
+            failure = error
+        reason = "" if failure is None else str(failure)
+        reason = self._ranks.first_text(reason and f"rank {self._ranks.rank}: {reason}")
+        if failure is not None:
+            raise failure
+        if reason:
+            raise OSError(f"the checkpoint cannot be written: {reason}")
 
     def _save_progress(self, path: Path, progress: Progress) -> None:
         content = {field.name: getattr(progress, field.name) for field in fields(progress)}
@@ -162,9 +177,8 @@ def read_progress(path: Path) -> Progress:
     """How far the run had come that wrote a checkpoint.
 
     Raises:
-        CheckpointError: the folder is damaged, or has been replaced in part.
+        CheckpointError: the folder is damaged.
     """
-    require_whole(path)
     content = load_content(path / _PROGRESS_FILE, Progress)
     return Progress(**{field.name: content[field.name] for field in fields(Progress)})
 
@@ -175,7 +189,6 @@ def logical_tensors(
     """Parameters, buffers and moments by the names that checkpoints have, in place.
 
     Args:
-        model: spread over processes, or whole.
         moments: states of AdamW by parameter; may be empty.
     """
     tensors: dict[str, Tensor] = {}
@@ -201,10 +214,9 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None
     """Reads tensors of a checkpoint in place; a collective call.
 
     Raises:
-        CheckpointError: the folder is damaged, has been replaced in part, or does not hold them.
+        CheckpointError: the folder is damaged, or does not hold them.
         RankFailureError: another process died or stalled.
     """
-    require_whole(path)
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 

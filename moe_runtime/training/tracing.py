@@ -43,8 +43,6 @@ class TrainingTrace:
     and activations that the backward pass computes again.
 
     Args:
-        path: file to write.
-        signature: of the model.
         experts: its modules of routed experts in order, called with rows, ids and weights.
         last_step: the optimizer step after which the file is written and nothing recorded any more.
         expert_bytes: of the largest expert in the checkpoint, if there is one.
@@ -160,10 +158,6 @@ def open_trace(
 
     Args:
         path: as configured; `NAME-from-STEP.npz` where the run goes on after a step.
-        signature: of the model.
-        model: the model.
-        names: of its modules of routed experts.
-        first_step: steps taken before.
         num_steps: steps to record; 0 records all.
         expert_bytes: of the largest expert in the checkpoint, if there is one.
 

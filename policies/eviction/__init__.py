@@ -1,28 +1,114 @@
-"""Eviction policies by name."""
+"""Eviction policies by name, and what each of them needs to be made."""
 
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, Watcher
-from moe_runtime.policies.eviction.registry import (
-    BOUNDS,
-    LIVE_POLICIES,
-    POLICIES,
-    make_global_policy,
-    make_policy,
+from collections.abc import Callable, Mapping
+
+from moe_runtime.config import nearest
+from moe_runtime.lazy import LazyTable
+from moe_runtime.policies.eviction.base import (
+    Evictable,
+    EvictionPolicy,
+    Maker,
+    PolicyChoice,
+    Setting,
+    Watcher,
 )
-from moe_runtime.policies.eviction.rules.lru import LRU
-from moe_runtime.policies.eviction.setting import Setting
-from moe_runtime.policies.eviction.shares import LayerShares, even_shares
+from moe_runtime.policies.eviction.classic import LRU
+from moe_runtime.policies.eviction.shares import AdaptiveShares, LayerShares, even_shares
+from moe_runtime.policies.prediction.base import Shape
+from moe_runtime.types import ExpertKey
 
 __all__ = [
     "BOUNDS",
     "LIVE_POLICIES",
     "LRU",
     "POLICIES",
+    "AdaptiveShares",
     "Evictable",
     "EvictionPolicy",
     "LayerShares",
+    "PolicyChoice",
     "Setting",
     "Watcher",
     "even_shares",
     "make_global_policy",
     "make_policy",
 ]
+
+POLICIES: Mapping[str, Callable[[Setting], Maker]] = LazyTable(
+    {
+        "lru": f"{__name__}.classic:LRU.maker",
+        "lfu": f"{__name__}.classic:LFU.maker",
+        "lfu-aging": f"{__name__}.classic:AgingLFU.maker",
+        "lfru": f"{__name__}.classic:LFRU.maker",
+        "slru": f"{__name__}.classic:SLRU.maker",
+        "sieve": f"{__name__}.classic:SIEVE.maker",
+        "gdsf": f"{__name__}.classic:GDSF.maker",
+        "lec": f"{__name__}.classic:LeastExpectedCost.maker",
+        "mrs": f"{__name__}.learned:RecentScores.maker",
+        "activation-aware": f"{__name__}.learned:ActivationMatrices.maker",
+        "expert-buffering": f"{__name__}.learned:ExpertBuffering.maker",
+        "reuse": f"{__name__}.learned:ReuseEstimator.maker",
+        "predicted": f"{__name__}.learned:PredictedUse.maker",
+        "static": f"{__name__}.classic:StaticPopularity.maker",
+        "random": f"{__name__}.classic:RandomChoice.maker",
+        "belady": f"{__name__}.classic:Belady.maker",
+        "belady-bypass": f"{__name__}.classic:BeladyBypass.maker",
+    }
+)
+"""Makes the maker of a named policy: one object for each share of the slots."""
+
+BOUNDS = ("belady", "belady-bypass")
+"""Policies that must know the future: they bound what the others can reach."""
+
+LIVE_POLICIES = tuple(name for name in POLICIES if name not in (*BOUNDS, "random", "static"))
+"""Policies that serve a model without a trace; ``predicted`` does so with a predictor."""
+
+
+def make_policy(
+    name: str, *, num_slots: int, setting: Setting, adaptive: bool = False, reserve: int = 0
+) -> LayerShares:
+    """Builds the named policy with a share of the slots for every layer.
+
+    Args:
+        name: one of ``POLICIES``.
+        num_slots: slots of all layers together.
+        setting: what the policy may be told.
+        adaptive: let the shares, even at first, move to where misses could be saved.
+        reserve: slots through which experts may pass that are not kept. A policy that may decline
+            gets as many fewer, one for each expert of a token at most.
+
+    Raises:
+        ValueError: no policy has this name (the message suggests the nearest one), or the setting
+            lacks what the policy needs.
+    """
+    make = _maker(name, setting)
+    if make().may_decline:
+        num_slots -= min(reserve, setting.shape.top_k, num_slots // 4)
+    shares = even_shares(num_slots, setting.shape.num_layers)
+    if not adaptive:
+        return LayerShares(make, shares)
+    worths = None if setting.costs is None else _layer_costs(setting.costs, setting.shape)
+    return AdaptiveShares(make, shares, smallest=setting.shape.top_k, worths=worths)
+
+
+def make_global_policy(name: str, *, setting: Setting) -> EvictionPolicy[ExpertKey]:
+    """Builds the named policy over all layers together.
+
+    Raises:
+        ValueError: as for ``make_policy``.
+    """
+    return _maker(name, setting)()
+
+
+def _layer_costs(costs: Mapping[ExpertKey, float], shape: Shape) -> list[float]:
+    """Mean cost of each layer's experts."""
+    of_layer: list[list[float]] = [[] for _ in range(shape.num_layers)]
+    for key, cost in costs.items():
+        of_layer[key.layer].append(cost)
+    return [sum(known) / len(known) if known else 0.0 for known in of_layer]
+
+
+def _maker(name: str, setting: Setting) -> Maker:
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy {name!r}: {nearest(name, POLICIES)}")
+    return POLICIES[name](setting)

@@ -1,22 +1,73 @@
-"""The contract of an eviction policy: it orders keys; who calls it moves the bytes."""
+"""The contract of an eviction policy: it orders keys; the store that asks it moves the bytes."""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
-from moe_runtime.policies.eviction.setting import Setting
-from moe_runtime.policies.prediction.base import Event
+from moe_runtime.policies.prediction.base import Event, Routes, Shape
+from moe_runtime.types import ExpertKey
+
+if TYPE_CHECKING:
+    from moe_runtime.policies.prediction.tracked import TrackedPredictor
 
 K = TypeVar("K", bound=Hashable)
 
 Evictable = Callable[[Hashable], bool]
 """Says whether a key may be chosen: leased and arriving experts may not."""
 
+Events = Sequence[Sequence[ExpertKey]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What policies may be told about the model and the workload when they are made.
+
+    Attributes:
+        shape: the sizes of the model.
+        training: recorded sequences to learn from; None where there are none. ``static`` counts
+            in them, ``activation-aware`` begins with their matrices.
+        future: the keys of every event to come, for the policies that bound all others.
+        predictor: predicts visits, for the policies that evict by predictions. It must not be
+            shared: the policy passes every event on to it.
+        costs: what a miss of each expert costs, such as the bytes to be read; only ratios matter.
+            None where all cost the same.
+    """
+
+    shape: Shape
+    training: Routes | None = None
+    future: Events | None = None
+    predictor: TrackedPredictor | None = None
+    costs: Mapping[ExpertKey, float] | None = None
+
+    @property
+    def cost_of(self) -> Callable[[Any], float] | None:
+        """The cost of an expert's miss; None where all cost the same."""
+        return None if self.costs is None else self.costs.__getitem__
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyChoice:
+    """An eviction policy and why.
+
+    Attributes:
+        policy: its name.
+        adaptive: whether the layers' shares of the slots move.
+        reason: one sentence.
+        predictor: name of the predictor of the policy ``predicted``; empty for others.
+    """
+
+    policy: str
+    adaptive: bool
+    reason: str
+    predictor: str = ""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayRule:
-    """What a policy that starts empty does, for a replay that need not ask the object itself.
+    """All that a policy does which starts empty, for the compiled replay.
 
     Attributes:
         name: one of the rules of ``compiled``.
@@ -30,16 +81,11 @@ class ReplayRule:
     weights: Mapping[Any, float] | None = None
 
 
-_STEPS = ("touch", "insert", "declines", "decline", "remove", "victim", "may_decline")
-_SHORTER_WAYS = {"access": _STEPS, "access_all": (*_STEPS, "access")}
-"""What a policy may have shorter ways for, and what each is made of."""
-
-
 class Watcher(Protocol):
     """What must see all routing for a policy to decide; the layers' policies may share one."""
 
     def observe(self, event: Event) -> None:
-        """Takes note of a step or of a layer's routing, before the layer's experts are used."""
+        """Notes a step or a layer's routing, before the layer's experts are used."""
         ...
 
     def finish(self, sequence: int) -> None:
@@ -57,31 +103,14 @@ class EvictionPolicy(ABC, Generic[K]):
         may_decline: the policy may rather keep what it holds than a newcomer, which is then used
             once and not kept. It is asked after the use, when keys of the same event may go too.
         watcher: what must be told of every routing event, if the policy needs more than uses.
-        needs_no_events: ``access_all`` learns all it needs from the events, so nobody need tell the
-            watcher.
-        rule: says all that the policy does, where a replay has a quicker way to the same hits. It
-            counts for the very class that states it (``class LRU(..., has_rule=True)``): a subclass
-            may do something else, so its own methods are asked.
+        rule: says all that the policy does, where the compiled replay can do the same. A class
+            that has one names ``rule`` in its own body; a subclass does not inherit it, since it
+            may do something else.
     """
 
     may_decline: bool = False
     watcher: Watcher | None = None
-    needs_no_events: bool = False
     rule: ReplayRule | None = None
-    _has_rule: ClassVar[bool] = False
-
-    def __init_subclass__(cls, *, has_rule: bool = False, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls._has_rule = has_rule
-        if has_rule:
-            return
-        for name, steps in _SHORTER_WAYS.items():
-            giver = next(base for base in cls.__mro__ if name in vars(base))
-            # a shorter way does not ask for what is overridden here or in another base
-            if issubclass(giver, EvictionPolicy) and any(
-                getattr(cls, step) is not getattr(giver, step) for step in steps
-            ):
-                setattr(cls, name, vars(EvictionPolicy)[name])
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
@@ -95,7 +124,7 @@ class EvictionPolicy(ABC, Generic[K]):
     @property
     def replay_rule(self) -> ReplayRule | None:
         """The rule, unless a subclass inherited it."""
-        return self.rule if self._has_rule else None
+        return self.rule if "rule" in vars(type(self)) else None
 
     @property
     def slots_by_layer(self) -> Sequence[int] | None:
@@ -149,12 +178,11 @@ class EvictionPolicy(ABC, Generic[K]):
             The chosen key, or None when no held key is evictable.
         """
 
-    @abstractmethod
     def check(self) -> None:
-        """Proves the policy's own invariants.
+        """Proves the policy's own invariants, where its state could contradict itself.
 
         Raises:
-            AssertionError: the policy's state contradicts itself.
+            AssertionError: it does.
         """
 
     @abstractmethod
@@ -164,10 +192,9 @@ class EvictionPolicy(ABC, Generic[K]):
     def __contains__(self, key: object) -> bool: ...
 
     def access(self, keys: Sequence[K], num_slots: int) -> int:
-        """Serves one event of a demand-filled cache: looks up all keys, then keeps the missing.
+        """Serves one event of a demand-filled cache, as a store does with leases.
 
-        This is what a store does with leases, in one call; policies with a shorter way to the same
-        state replace it.
+        All keys are looked up, then the missing ones are kept.
 
         Args:
             keys: distinct keys that are used together, those wanted most last.
@@ -180,10 +207,14 @@ class EvictionPolicy(ABC, Generic[K]):
         missing = [key for key in keys if key not in self]
         num_hits = len(keys) - len(missing)
         if self.may_decline:
-            self._touch_then_settle(keys, missing, num_slots)
+            self._keep_the_best(keys, missing, num_slots)
             return num_hits
         missing = missing[max(0, len(keys) - self.most_held(keys, num_slots)) :]
-        self._make_room(keys, missing, num_slots)
+        in_use = frozenset(keys)
+        for key in missing[max(0, num_slots - len(self)) :]:
+            victim = self.victim(lambda held: held not in in_use, key)
+            assert victim is not None, "what is kept of the event fits, so another key is held"
+            self.remove(victim)
         kept = set(missing)
         for key in keys:
             if key in kept:
@@ -192,31 +223,13 @@ class EvictionPolicy(ABC, Generic[K]):
                 self.touch(key)
         return num_hits
 
-    def access_all(self, events: Sequence[Sequence[K]], num_slots: int) -> list[int]:
-        """Serves events one after another, as ``access`` does each.
-
-        A replay spends its time here; policies with a quicker loop replace it.
-
-        Returns:
-            For each event, how many of its keys were held.
-        """
-        access = self.access
-        return [access(keys, num_slots) for keys in events]
-
-    def _make_room(self, keys: Sequence[K], missing: Sequence[K], num_slots: int) -> None:
-        in_use = frozenset(keys)
-        for key in missing[max(0, num_slots - len(self)) :]:
-            victim = self.victim(lambda held: held not in in_use, key)
-            assert victim is not None  # what is kept of the event fits, so some other key is held
-            self.remove(victim)
-
-    def _touch_then_settle(self, keys: Sequence[K], missing: Sequence[K], num_slots: int) -> None:
+    def _keep_the_best(self, keys: Sequence[K], missing: Sequence[K], num_slots: int) -> None:
         for key in keys:
             if key in self:
                 self.touch(key)
         for key in missing:
             if len(self) >= num_slots:
-                victim = self.victim(_anything, key)
+                victim = self.victim(lambda _: True, key)
                 if victim is None or self.declines(key, victim):
                     self.decline(key)
                     continue
@@ -224,5 +237,5 @@ class EvictionPolicy(ABC, Generic[K]):
             self.insert(key)
 
 
-def _anything(_: Hashable) -> bool:
-    return True
+Maker = Callable[[], EvictionPolicy[ExpertKey]]
+"""Makes one ordering; what several of them share was made before."""

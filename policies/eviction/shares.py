@@ -6,13 +6,18 @@ layer keeps what is useful in all of them.
 """
 
 import contextlib
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
-
-from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, Watcher
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, ReplayRule, Watcher
 from moe_runtime.policies.prediction.base import Event
 from moe_runtime.types import ExpertKey
+
+_GHOST_SHARE = 0.5
+"""Evicted keys that a layer remembers, as a share of its slots: what a few more would have held."""
+_USES_BETWEEN_MOVES = 64
+"""Uses for each slot of the cache before the next move, so that a count means something."""
 
 
 def even_shares(num_slots: int, num_layers: int) -> list[int]:
@@ -27,7 +32,7 @@ def even_shares(num_slots: int, num_layers: int) -> list[int]:
     return [each + (layer < remainder) for layer in range(num_layers)]
 
 
-class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
+class LayerShares(EvictionPolicy[ExpertKey]):
     """An eviction policy for expert keys that lets a layer grow to its share and no further.
 
     A layer that has used up its share evicts one of its own experts. A layer below its share takes
@@ -38,13 +43,13 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
         shares: how many experts each layer may hold.
 
     Attributes:
-        layers: the policy of each layer; whoever holds one of them may find it replaced by
-            ``restore``.
+        layers: the policy of each layer; ``restore`` may replace them.
         watchers: those of the layers' policies, each once.
-        counts_uses: whether it has to hear of every use itself, not only the layer's policy.
+        counts_uses: whether it must hear of every use itself, not only the layer's policy.
     """
 
     counts_uses = False
+    rule: ReplayRule | None = None
 
     def __init__(
         self, make_policy: Callable[[], EvictionPolicy[ExpertKey]], shares: Sequence[int]
@@ -54,7 +59,6 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
         self.layers = [make_policy() for _ in shares]
         self._find_watchers()
         self.may_decline = any(policy.may_decline for policy in self.layers)
-        self.needs_no_events = all(policy.needs_no_events for policy in self.layers)
         rules = [policy.replay_rule for policy in self.layers]
         self.rule = rules[0] if all(rule == rules[0] for rule in rules) else None
 
@@ -62,19 +66,6 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
         """Serves one event of one layer from that layer's share; ``num_slots`` is not asked."""
         layer = keys[0].layer
         return self.layers[layer].access(keys, self._shares[layer])
-
-    def access_all(self, events: Sequence[Sequence[ExpertKey]], num_slots: int) -> list[int]:
-        """Serves layer after layer, where none of them can learn from the others' events."""
-        if self.watcher and not self.needs_no_events:
-            return super().access_all(events, num_slots)
-        places: list[list[int]] = [[] for _ in self.layers]
-        for place, keys in enumerate(events):
-            places[keys[0].layer].append(place)
-        hits = np.zeros(len(events), np.int64)
-        for layer, mine in enumerate(places):
-            of_layer = [events[place] for place in mine]
-            hits[mine] = self.layers[layer].access_all(of_layer, self._shares[layer])
-        return hits.tolist()
 
     @property
     def slots_by_layer(self) -> list[int]:
@@ -120,7 +111,8 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
             own = self.layers[incoming.layer].victim(evictable, incoming)
             if own is not None:
                 return own
-        layers = sorted(range(len(self.layers)), key=self._surplus, reverse=True)
+        surplus = [len(held) - share for held, share in zip(self.layers, self._shares, strict=True)]
+        layers = sorted(range(len(self.layers)), key=surplus.__getitem__, reverse=True)
         victims = (self.layers[layer].victim(evictable, incoming) for layer in layers)
         return next((key for key in victims if key is not None), None)
 
@@ -145,7 +137,7 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
         self._find_watchers()
 
     def check(self) -> None:
-        """Proves that every key is held by its own layer's policy, and each policy's invariants."""
+        """Proves each layer's policy's invariants."""
         for policy in self.layers:
             policy.check()
 
@@ -168,8 +160,102 @@ class LayerShares(EvictionPolicy[ExpertKey], has_rule=True):
         self.watchers = [one for one in watchers.values() if one is not None]
         self.watcher = _Watchers(self.watchers)
 
-    def _surplus(self, layer: int) -> int:
-        return len(self.layers[layer]) - self._shares[layer]
+
+class AdaptiveShares(LayerShares):
+    """Moves slots from the layer whose lately evicted experts are missed least to the one that
+    misses them most.
+
+    A use of an expert that was evicted lately is a miss that a slightly larger share would have
+    saved. A slot moves only when the counts differ by more than chance explains.
+
+    Args:
+        make_policy: makes the policy of one layer.
+        shares: how many experts each layer may hold at first; their sum stays.
+        smallest: no layer's share falls below; a token's experts must fit.
+        worths: what a saved miss of each layer is worth; only ratios matter. One each when omitted.
+    """
+
+    counts_uses = True
+
+    def __init__(
+        self,
+        make_policy: Callable[[], EvictionPolicy[ExpertKey]],
+        shares: Sequence[int],
+        *,
+        smallest: int,
+        worths: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(make_policy, shares)
+        self._worths = [1.0] * len(shares) if worths is None else list(worths)
+        self._smallest = smallest
+        self._num_slots = sum(self._shares)
+        self._ghosts: list[OrderedDict[ExpertKey, None]] = [OrderedDict() for _ in shares]
+        self._saved = [0.0] * len(self._shares)
+        self._num_uses = 0
+
+    def touch(self, key: ExpertKey) -> None:
+        """Notes a use of a held key."""
+        super().touch(key)
+        self._count_use()
+
+    def insert(self, key: ExpertKey) -> None:
+        """Starts to hold a key, which may be one that was evicted too early."""
+        super().insert(key)
+        if key in self._ghosts[key.layer]:
+            del self._ghosts[key.layer][key]
+            self._saved[key.layer] += 1
+        self._count_use()
+
+    def remove(self, key: ExpertKey) -> None:
+        """Stops holding a key, and remembers for a while that it was held."""
+        super().remove(key)
+        ghosts = self._ghosts[key.layer]
+        ghosts[key] = None
+        # One more than counts: room is made before the newcomer, which may be a ghost, comes in.
+        while len(ghosts) > 1 + _GHOST_SHARE * self._shares[key.layer]:
+            ghosts.popitem(last=False)
+
+    def access(self, keys: Sequence[ExpertKey], num_slots: int) -> int:
+        """Serves one event; the slots of all layers together are the limit, as in a store."""
+        return EvictionPolicy.access(self, keys, self._num_slots)
+
+    def restore(self, keys: Collection[ExpertKey]) -> None:
+        """Holds just these keys, none of which was evicted."""
+        super().restore(keys)
+        for key in keys:
+            self._ghosts[key.layer].pop(key, None)
+
+    def check(self) -> None:
+        """Proves that no held key is a ghost, and that shares only move."""
+        super().check()
+        assert sum(self._shares) == self._num_slots
+        assert not any(key in self for ghosts in self._ghosts for key in ghosts)
+        assert all(share >= 0 for share in self._shares)
+
+    def _count_use(self) -> None:
+        self._num_uses += 1
+        if self._num_uses >= _USES_BETWEEN_MOVES * max(1, self._num_slots):
+            self._num_uses = 0
+            self._move_slot()
+
+    def _move_slot(self) -> None:
+        # Per remembered key, since a larger share remembers more of them.
+        counts = [
+            saved / max(1.0, _GHOST_SHARE * share)
+            for saved, share in zip(self._saved, self._shares, strict=True)
+        ]
+        worth = [each * count for each, count in zip(self._worths, counts, strict=True)]
+        givers = [n for n, share in enumerate(self._shares) if share > self._smallest]
+        if givers:
+            giver = min(givers, key=worth.__getitem__)
+            taker = max(range(len(worth)), key=worth.__getitem__)
+            chance = math.hypot(*(self._worths[n] * math.sqrt(counts[n]) for n in (taker, giver)))
+            if worth[taker] - worth[giver] > 2 * chance:
+                moved = list(self._shares)
+                moved[taker] += 1
+                moved[giver] -= 1
+                self._shares = moved  # at once, so that an interrupt loses no slot
+        self._saved = [saved / 2 for saved in self._saved]
 
 
 class _Watchers:

@@ -1,14 +1,22 @@
-"""Where experts and their replicas lie: pure decisions over loads, by name.
+"""Where experts and their replicas lie: pure decisions over loads, by name."""
 
-Placements that need a solver (ExFlow's and MoETuner's) are in
-``moe_runtime.research.placement_solvers``.
-"""
-
-from moe_runtime.policies.placement.balancing import AntiCorrelation, Greedy, RoundRobin
-from moe_runtime.policies.placement.base import EMPTY, Devices, Placement, PlacementPolicy
-from moe_runtime.policies.placement.eplb import EPLB, rebalance
-from moe_runtime.policies.placement.packing import PACKINGS
-from moe_runtime.policies.placement.profile import RoutingProfile
+from moe_runtime.policies.placement.algorithms import (
+    EPLB,
+    PACKINGS,
+    AntiCorrelation,
+    Greedy,
+    PlacementOptions,
+    RoundRobin,
+    place_experts,
+    rebalance,
+)
+from moe_runtime.policies.placement.base import (
+    EMPTY,
+    Devices,
+    Placement,
+    PlacementPolicy,
+    RoutingProfile,
+)
 
 __all__ = [
     "EMPTY",
@@ -18,8 +26,10 @@ __all__ = [
     "Devices",
     "Greedy",
     "Placement",
+    "PlacementOptions",
     "PlacementPolicy",
     "RoundRobin",
     "RoutingProfile",
+    "place_experts",
     "rebalance",
 ]

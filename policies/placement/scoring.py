@@ -3,11 +3,12 @@
 Legend: T tokens, L layers, K experts a token visits, E experts, G devices.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from moe_runtime.policies.placement.base import Devices, Placement
+from moe_runtime.policies.placement.base import Devices, Placement, count_by_layer
 
 _TOKENS_AT_ONCE = 1 << 15
 
@@ -67,9 +68,13 @@ def score_placement(
         )
     gpus = gpus_of_tokens(placement, ids)
     is_real = gpus >= 0
-    loads = _loads(gpus, placement.num_gpus)
+    by_layer = gpus.swapaxes(0, 1)
+    loads = count_by_layer(by_layer, placement.num_gpus)
     windows = np.stack(
-        [_loads(part, placement.num_gpus) for part in np.array_split(gpus, num_windows)]
+        [
+            count_by_layer(part, placement.num_gpus)
+            for part in np.array_split(by_layer, num_windows, axis=1)
+        ]
     )
     balance = _ratio(loads.mean(axis=1), loads.max(axis=1))
     peaks = _ratio(windows.max(axis=2), windows.mean(axis=2))
@@ -86,6 +91,75 @@ def score_placement(
     )
 
 
+def split_window(ids_TLK: np.ndarray, fit_share: float) -> tuple[np.ndarray, np.ndarray]:
+    """The stretch that a placement is made from, and the next one, which it is scored on.
+
+    Raises:
+        ValueError: either would be empty.
+    """
+    num_fit = round(fit_share * len(ids_TLK))
+    if not 0 < num_fit < len(ids_TLK):
+        raise ValueError(
+            f"a share of {fit_share} of {len(ids_TLK)} tokens leaves nothing to place by or "
+            "nothing to score on; record more tokens, or choose another share"
+        )
+    return ids_TLK[:num_fit], ids_TLK[num_fit:]
+
+
+def random_score(
+    ids_TLK: np.ndarray,
+    num_experts: int,
+    devices: Devices,
+    *,
+    num_draws: int = 5,
+    seed: int = 0,
+    on_draw: Callable[[int], None] = lambda number: None,
+) -> PlacementScore:
+    """Mean scores of random placements without replicas: what any placement should beat.
+
+    Where the experts do not divide among the devices, the last slots stay empty.
+
+    Args:
+        ids_TLK: the routing that is scored.
+        num_experts: of a layer.
+        devices: where the experts lie.
+        num_draws: placements that the mean is over.
+        seed: of the placements.
+        on_draw: called with the number of each placement, from 1, before it is scored.
+    """
+    drawn = random_placements(
+        ids_TLK.shape[1], num_experts, devices, num_draws=num_draws, seed=seed
+    )
+    scores = []
+    for number, placement in enumerate(drawn, 1):
+        on_draw(number)
+        scores.append(score_placement(placement, ids_TLK, devices))
+    return mean_score(scores)
+
+
+def random_placements(
+    num_layers: int, num_experts: int, devices: Devices, *, num_draws: int = 5, seed: int = 0
+) -> Iterator[Placement]:
+    """Random placements without replicas; see `random_score`."""
+    random = np.random.default_rng(seed)
+    width = -(-num_experts // devices.num_gpus) * devices.num_gpus
+    for _ in range(num_draws):
+        slots = np.stack([random.permutation(width) for _ in range(num_layers)])
+        yield Placement(
+            expert_of_slot=np.where(slots < num_experts, slots, -1),
+            num_experts=num_experts,
+            num_gpus=devices.num_gpus,
+        )
+
+
+def mean_score(scores: Sequence[PlacementScore]) -> PlacementScore:
+    """The mean of each number, over at least one score."""
+    names = PlacementScore.__dataclass_fields__
+    return PlacementScore(
+        **{name: float(np.mean([getattr(score, name) for score in scores])) for name in names}
+    )
+
+
 def gpus_of_tokens(placement: Placement, ids_TLK: np.ndarray) -> np.ndarray:
     """``[T, L, K]`` device that each token's experts are computed on; -1 where there is none."""
     ids = ids_TLK.astype(np.int64)
@@ -95,12 +169,6 @@ def gpus_of_tokens(placement: Placement, ids_TLK: np.ndarray) -> np.ndarray:
     turn = np.arange(len(ids))[:, None, None] % placement.copies[layers, experts]
     slots = placement.slots_of_expert[layers, experts, turn]
     return np.where(is_real, slots // placement.slots_per_gpu, -1)
-
-
-def _loads(gpus_TLK: np.ndarray, num_gpus: int) -> np.ndarray:
-    num_layers = gpus_TLK.shape[1]
-    flat = (gpus_TLK + np.arange(num_layers)[:, None] * num_gpus)[gpus_TLK >= 0]
-    return np.bincount(flat, minlength=num_layers * num_gpus).reshape(num_layers, num_gpus)
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:

@@ -20,28 +20,25 @@ from moe_runtime.policies.prediction.base import (
 
 if TYPE_CHECKING:
     from moe_runtime.policies.prediction.context import Contexts, contexts_of
-    from moe_runtime.policies.prediction.eam import EamCollection
-    from moe_runtime.policies.prediction.estimator import Estimator
-    from moe_runtime.policies.prediction.hidden_lookahead import HiddenLookahead
-    from moe_runtime.policies.prediction.lookahead import LookaheadPredictor, make_predictor
-    from moe_runtime.policies.prediction.next_gate import NextGate
-    from moe_runtime.policies.prediction.popularity import Popularity
-    from moe_runtime.policies.prediction.previous_token import PreviousToken
-    from moe_runtime.policies.prediction.running_counts import RunningCounts
+    from moe_runtime.policies.prediction.estimator import Estimator, Popularity
+    from moe_runtime.policies.prediction.hidden import (
+        HiddenLookahead,
+        LookaheadPredictor,
+        NextGate,
+        make_predictor,
+    )
+    from moe_runtime.policies.prediction.matched import EamCollection
+    from moe_runtime.policies.prediction.tables import PreviousToken, RunningCounts
     from moe_runtime.policies.prediction.tracked import TrackedPredictor
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             ".context": "Contexts contexts_of",
-            ".eam": "EamCollection",
-            ".estimator": "Estimator",
-            ".hidden_lookahead": "HiddenLookahead",
-            ".lookahead": "LookaheadPredictor make_predictor",
-            ".next_gate": "NextGate",
-            ".popularity": "Popularity",
-            ".previous_token": "PreviousToken",
-            ".running_counts": "RunningCounts",
+            ".estimator": "Estimator Popularity",
+            ".hidden": "HiddenLookahead LookaheadPredictor NextGate make_predictor",
+            ".matched": "EamCollection",
+            ".tables": "PreviousToken RunningCounts",
             ".tracked": "TrackedPredictor",
         },
     )
@@ -73,19 +70,19 @@ __all__ = [
 
 PREDICTORS: Mapping[str, "type[Estimator]"] = LazyTable(
     {
-        "popularity": f"{__name__}.popularity:Popularity",
-        "running-counts": f"{__name__}.running_counts:RunningCounts",
-        "previous-token": f"{__name__}.previous_token:PreviousToken",
-        "token-markov": f"{__name__}.transitions:TokenMarkov",
-        "layer-affinity": f"{__name__}.transitions:LayerAffinity",
-        "naive-bayes": f"{__name__}.transitions:NaiveBayes",
-        "token-identity": f"{__name__}.token_identity:TokenIdentity",
-        "eam": f"{__name__}.eam:EamCollection",
-        "expert-map": f"{__name__}.expert_map:ExpertMapSearch",
-        "combined": f"{__name__}.combination:Combination",
-        "path-network": f"{__name__}.path_network:PathNetwork",
-        "next-gate": f"{__name__}.next_gate:NextGate",
-        "hidden-lookahead": f"{__name__}.hidden_lookahead:HiddenLookahead",
+        "popularity": f"{__name__}.estimator:Popularity",
+        "running-counts": f"{__name__}.tables:RunningCounts",
+        "previous-token": f"{__name__}.tables:PreviousToken",
+        "token-markov": f"{__name__}.tables:TokenMarkov",
+        "layer-affinity": f"{__name__}.tables:LayerAffinity",
+        "naive-bayes": f"{__name__}.tables:NaiveBayes",
+        "token-identity": f"{__name__}.tokens:TokenIdentity",
+        "eam": f"{__name__}.matched:EamCollection",
+        "expert-map": f"{__name__}.matched:ExpertMapSearch",
+        "combined": f"{__name__}.trained:Combination",
+        "path-network": f"{__name__}.trained:PathNetwork",
+        "next-gate": f"{__name__}.hidden:NextGate",
+        "hidden-lookahead": f"{__name__}.hidden:HiddenLookahead",
     }
 )
 

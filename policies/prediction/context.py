@@ -6,7 +6,7 @@ the same estimators. Legend in ``base``; B rows, R rates.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -65,17 +65,7 @@ class Contexts:
         return replace(self, **columns, hidden=hidden, memo={})
 
 
-_COLUMNS = (
-    "token_ids",
-    "previous_token_ids",
-    "num_tokens",
-    "path",
-    "path_weights",
-    "previous",
-    "recalled",
-    "counts",
-    "recent",
-)
+_COLUMNS = [f.name for f in fields(Contexts) if f.name not in ("shape", "hidden", "memo")]
 
 
 class SequenceState:
@@ -97,9 +87,17 @@ class SequenceState:
         self._layer_rows = np.arange(shape.num_layers)[:, None]
         self._paths: dict[int, np.ndarray] = {}
 
-    def recall(self, token_id: int) -> np.ndarray:
-        """The path of the last token with this id: ``[L, K]``; all E where there was none."""
-        return self._paths.get(token_id, self.unknown)
+    def row(self, token_id: int) -> dict[str, Any]:
+        """The columns of contexts for the next token, but its path; nothing is copied."""
+        return {
+            "token_ids": token_id,
+            "previous_token_ids": self.previous_token_id,
+            "num_tokens": self.num_tokens,
+            "previous": self.previous,
+            "recalled": self._paths.get(token_id, self.unknown),
+            "counts": self.counts,
+            "recent": self.recent,
+        }
 
     def append(self, token_id: int, path_LK: np.ndarray) -> None:
         """Takes a finished token into account; its path may hold E where it is not known."""
@@ -125,16 +123,24 @@ def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
     Yields:
         Contexts of consecutive tokens.
     """
-    builder = _Builder(routes.shape, max_rows)
+    chunk, size = _empty(routes.shape, max_rows), 0
     for sequence in range(routes.num_sequences):
         state = SequenceState(routes.shape)
         rows = routes.tokens_of(sequence)
         for token in range(rows.start, rows.stop):
-            builder.add(state, int(routes.token_ids[token]))
-            state.append(int(routes.token_ids[token]), routes.expert_ids[token])
-            if builder.full or token + 1 == routes.num_tokens:
-                taken = slice(token + 1 - builder.size, token + 1)
-                yield builder.take(routes.expert_ids[taken], routes.gate_weights[taken])
+            token_id = int(routes.token_ids[token])
+            for name, value in state.row(token_id).items():
+                getattr(chunk, name)[size] = value
+            size += 1
+            state.append(token_id, routes.expert_ids[token])
+            if size == max_rows or token + 1 == routes.num_tokens:
+                taken = slice(token + 1 - size, token + 1)
+                chunk.path, chunk.path_weights = (
+                    routes.expert_ids[taken],
+                    routes.gate_weights[taken],
+                )
+                yield chunk.rows(slice(size))
+                chunk, size = _empty(routes.shape, max_rows), 0
 
 
 def stack_states(
@@ -145,93 +151,29 @@ def stack_states(
 ) -> Contexts:
     """One row of contexts for each of several running sequences.
 
-    ``path`` and ``path_weights`` are not copied, so that a step can go on filling them.
+    ``path`` and ``path_weights`` are not copied, so that a step can go on filling them; of a single
+    sequence nothing is.
     """
-    if len(states) == 1:
-        return _single(states[0], token_ids, path, path_weights)
+    rows = [state.row(token) for state, token in zip(states, token_ids.tolist(), strict=True)]
+    columns = {
+        name: np.asarray(value)[None] if len(rows) == 1 else np.array([row[name] for row in rows])
+        for name, value in rows[0].items()
+    }
+    return Contexts(shape=states[0].shape, path=path, path_weights=path_weights, **columns)
+
+
+def _empty(shape: Shape, num_rows: int) -> Contexts:
+    """Arrays to be filled with rows."""
+    experts, paths = (shape.num_layers, shape.num_experts), (shape.num_layers, shape.top_k)
     return Contexts(
-        shape=states[0].shape,
-        token_ids=token_ids,
-        previous_token_ids=np.array([s.previous_token_id for s in states], dtype=np.int64),
-        num_tokens=np.array([s.num_tokens for s in states], dtype=np.int64),
-        path=path,
-        path_weights=path_weights,
-        previous=np.stack([s.previous for s in states]),
-        recalled=np.stack([s.recall(int(t)) for s, t in zip(states, token_ids, strict=True)]),
-        counts=np.stack([s.counts for s in states]),
-        recent=np.stack([s.recent for s in states]),
+        shape=shape,
+        token_ids=np.empty(num_rows, np.int64),
+        previous_token_ids=np.empty(num_rows, np.int64),
+        num_tokens=np.empty(num_rows, np.int64),
+        path=np.empty((0, *paths), np.int64),
+        path_weights=np.empty((0, *paths), np.float32),
+        previous=np.empty((num_rows, *paths), np.int64),
+        recalled=np.empty((num_rows, *paths), np.int64),
+        counts=np.empty((num_rows, *experts), np.float32),
+        recent=np.empty((num_rows, len(RECENT_RATES), *experts), np.float32),
     )
-
-
-def _single(
-    state: SequenceState,
-    token_ids: np.ndarray,
-    path: np.ndarray,
-    path_weights: np.ndarray,
-) -> Contexts:
-    return Contexts(
-        shape=state.shape,
-        token_ids=token_ids,
-        previous_token_ids=np.array([state.previous_token_id]),
-        num_tokens=np.array([state.num_tokens]),
-        path=path,
-        path_weights=path_weights,
-        previous=state.previous[None],
-        recalled=state.recall(int(token_ids[0]))[None],
-        counts=state.counts[None],
-        recent=state.recent[None],
-    )
-
-
-class _Builder:
-    """Collects rows into arrays that are allocated once for every chunk."""
-
-    def __init__(self, shape: Shape, max_rows: int) -> None:
-        self._shape = shape
-        self._max_rows = max_rows
-        self._start()
-
-    @property
-    def full(self) -> bool:
-        return self.size == self._max_rows
-
-    def _start(self) -> None:
-        shape, rows = self._shape, self._max_rows
-        size = (shape.num_layers, shape.num_experts)
-        paths = (rows, shape.num_layers, shape.top_k)
-        self.size = 0
-        self._token_ids = np.empty(rows, dtype=np.int64)
-        self._previous_ids = np.empty(rows, dtype=np.int64)
-        self._num_tokens = np.empty(rows, dtype=np.int64)
-        self._previous = np.empty(paths, dtype=np.int64)
-        self._recalled = np.empty(paths, dtype=np.int64)
-        self._counts = np.empty((rows, *size), dtype=np.float32)
-        self._recent = np.empty((rows, len(RECENT_RATES), *size), dtype=np.float32)
-
-    def add(self, state: SequenceState, token_id: int) -> None:
-        row = self.size
-        self._token_ids[row] = token_id
-        self._previous_ids[row] = state.previous_token_id
-        self._num_tokens[row] = state.num_tokens
-        self._previous[row] = state.previous
-        self._recalled[row] = state.recall(token_id)
-        self._counts[row] = state.counts
-        self._recent[row] = state.recent
-        self.size += 1
-
-    def take(self, path: np.ndarray, path_weights: np.ndarray) -> Contexts:
-        size = self.size
-        contexts = Contexts(
-            shape=self._shape,
-            token_ids=self._token_ids[:size],
-            previous_token_ids=self._previous_ids[:size],
-            num_tokens=self._num_tokens[:size],
-            path=path,
-            path_weights=path_weights,
-            previous=self._previous[:size],
-            recalled=self._recalled[:size],
-            counts=self._counts[:size],
-            recent=self._recent[:size],
-        )
-        self._start()
-        return contexts

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -13,16 +13,32 @@ State = Mapping[str, np.ndarray]
 """Everything an estimator learned, as plain arrays of numbers: what its file holds."""
 
 
+class Kept(NamedTuple):
+    """An array of numbers that an estimator learned, and keeps in its file.
+
+    Attributes:
+        attribute: of the estimator; an axis that is 0 in a new one may have any size.
+        dtype: its type.
+        is_chance: its numbers lie between 0 and 1.
+    """
+
+    attribute: str
+    dtype: str = "<f4"
+    is_chance: bool = False
+
+
 class Estimator(ABC):
     """Learned tables and a pure function of contexts.
 
     Attributes:
         name: its name on the command line and in files.
         needs_hidden: whether it reads hidden states, which traces do not hold.
+        kept: what it learned, by the names in its file.
     """
 
     name: ClassVar[str]
     needs_hidden: ClassVar[bool] = False
+    kept: ClassVar[Mapping[str, Kept]] = {}
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -52,7 +68,7 @@ class Estimator(ABC):
 
     def state(self) -> State:
         """Everything learned, to be written to a file."""
-        return {}
+        return {name: getattr(self, kept.attribute) for name, kept in self.kept.items()}
 
     @classmethod
     def from_state(cls, shape: Shape, state: State) -> Self:
@@ -71,8 +87,35 @@ class Estimator(ABC):
         Raises:
             ValueError: arrays are missing, or of shapes or values that do not fit.
         """
-        if state:
-            raise ValueError(f"{self.name} learns nothing, but got {sorted(state)}")
+        for name, kept in self.kept.items():
+            axes = tuple(size or None for size in getattr(self, kept.attribute).shape)
+            array = take_array(state, name, kept.dtype, axes)
+            if kept.is_chance and (np.any(array < 0) or np.any(array > 1)):
+                raise ValueError(f"array {name!r} must hold numbers from 0 to 1")
+            setattr(self, kept.attribute, array)
+
+
+class Popularity(Estimator):
+    """The share of all recorded tokens that visited an expert, whatever the token is.
+
+    The floor that every other predictor has to beat, and what they fall back to.
+    """
+
+    name = "popularity"
+    kept: ClassVar = {"share": Kept("share_LE", is_chance=True)}  # [L, E]
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        even = shape.top_k / shape.num_experts
+        self.share_LE = np.full((shape.num_layers, shape.num_experts), even, dtype=np.float32)
+
+    def fit(self, routes: Routes) -> None:
+        """Counts visits."""
+        self.share_LE = popularity_of(routes)
+
+    def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
+        """The same for every row."""
+        return np.broadcast_to(self.share_LE[layer], (len(contexts), self.shape.num_experts))
 
 
 def take_array(state: State, name: str, dtype: str, axes: tuple[int | None, ...]) -> np.ndarray:
@@ -99,18 +142,6 @@ def take_array(state: State, name: str, dtype: str, axes: tuple[int | None, ...]
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ValueError(f"array {name!r} holds numbers that are not finite")
-    return array
-
-
-def take_chances(state: State, name: str, axes: tuple[int | None, ...]) -> np.ndarray:
-    """One array of chances, float32 from 0 to 1, of a state, verified.
-
-    Raises:
-        ValueError: as `take_array`, or one lies outside.
-    """
-    array = take_array(state, name, "<f4", axes)
-    if np.any(array < 0) or np.any(array > 1):
-        raise ValueError(f"array {name!r} must hold numbers from 0 to 1")
     return array
 
 

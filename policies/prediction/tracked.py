@@ -1,5 +1,7 @@
 """An estimator at work: it remembers the running sequences and turns numbers into guesses."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from moe_runtime.policies.prediction.base import (
@@ -8,10 +10,10 @@ from moe_runtime.policies.prediction.base import (
     LayerRouted,
     Shape,
     StepBegins,
+    keys_of,
 )
 from moe_runtime.policies.prediction.context import Contexts, SequenceState, stack_states
 from moe_runtime.policies.prediction.estimator import Estimator, State
-from moe_runtime.types import ExpertKey
 
 GUESSES_PER_CHOICE = 2
 """Guesses for a layer: this many times K for one token, up to all experts for many."""
@@ -36,10 +38,7 @@ class TrackedPredictor:
         self._path = np.zeros((0, 0, 0), dtype=np.int64)
         self._weights = np.zeros((0, 0, 0), dtype=np.float32)
         self._contexts: Contexts | None = None
-        self._keys = [
-            [ExpertKey(layer, expert) for expert in range(self.shape.num_experts)]
-            for layer in range(self.shape.num_layers)
-        ]
+        self._keys = keys_of(self.shape)
 
     def observe(self, event: Event) -> None:
         """Takes note of a step's tokens or of a layer's routing.
@@ -152,17 +151,16 @@ class TrackedPredictor:
     def _next_tokens(self, now: Contexts) -> Contexts:
         """Contexts of the tokens after the running ones: nothing of them is known."""
         unknown = np.full_like(now.path, self.shape.num_experts)
-        return Contexts(
-            shape=self.shape,
+        return replace(
+            now,
             token_ids=np.full_like(now.token_ids, -1),
             previous_token_ids=now.token_ids,
-            num_tokens=now.num_tokens,
             path=unknown,
             path_weights=np.zeros_like(now.path_weights),
             previous=now.path,
             recalled=unknown,
-            counts=now.counts,
-            recent=now.recent,
+            hidden=None,
+            memo={},
         )
 
     def _guesses(self, contexts: Contexts, now: int, layer: int) -> list[Guess]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.bench.synthetic.checkpoint_writer import write_checkpoint
-from moe_runtime.bench.synthetic.model_shapes import ModelShape
+from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
+from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,11 @@ import pytest
 import torch
 from training_runs import CONFIG, train, training_records, write_run
 
-from moe_runtime.bench.cases.ablation import BASE, measure_ablation, read_variants
-from moe_runtime.bench.measured_work import work_words
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Number
-from moe_runtime.cli.bench_cases import shared
+from moe_runtime.benchmarks.cases.ablation import BASE, measure_ablation, read_variants
+from moe_runtime.benchmarks.commands import machine
+from moe_runtime.benchmarks.suite.comparing import work_words
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Number, Rules
 from moe_runtime.cli.main import main
 from moe_runtime.routing import GATES
 
@@ -203,7 +203,7 @@ def test_what_was_trained_before_a_stop_is_kept(
         assert (name, number) == (BASE, 1)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(shared, "say_repetition", interrupt)
+    monkeypatch.setattr(machine, "say_repetition", interrupt)
     words = ["--vary", "model.moe.top_k=1", "--steps", "3", "-o", str(output)]
     assert main(["bench", "ablation", str(path), *words]) == 130
     assert BASE in capsys.readouterr().out
@@ -225,11 +225,13 @@ def test_a_training_that_is_stopped_within_has_no_numbers(tmp_path: Path) -> Non
     results = measure_ablation(
         variants,
         tmp_path,
-        5,
-        lambda: 0.0,
-        settings={"model": "m"},
-        on_repetition=lambda name, number: done.append(name),
-        is_stopping=is_stopping,
+        Rules(
+            judged=(),
+            most=5,
+            on_repetition=lambda name, number: done.append(name),
+            is_stopping=is_stopping,
+        ),
+        {"model": "m"},
     )
     assert results["ended"] == "interrupted"
     # Who begins changes from round to round.
@@ -241,14 +243,16 @@ def test_threads_of_one_variant_are_not_those_of_the_next(tmp_path: Path) -> Non
     path = write_run(tmp_path, config=CONFIG.replace("threads = 1\n", ""))
     variants = read_variants(path, ["run.threads=2,0"], steps_of=lambda steps: 1)
     seen: list[tuple[str, int]] = []
+
+    def note(name: str, number: int) -> None:
+        seen.append((name, torch.get_num_threads()))
+
     torch.set_num_threads(3)
     results = measure_ablation(
         variants,
         tmp_path,
-        2,
-        lambda: 0.0,
-        settings={"model": "m"},
-        on_repetition=lambda name, number: seen.append((name, torch.get_num_threads())),
+        Rules(judged=(), most=2, on_repetition=note),
+        {"model": "m"},
     )
     assert sorted(set(seen)) == [(BASE, 3), ("run.threads=0", 3), ("run.threads=2", 2)]
     assert torch.get_num_threads() == results["settings"]["num_threads"] == 3
@@ -267,9 +271,8 @@ def test_steps_of_a_variant_and_of_the_command_are_refused(
 
 def test_a_stop_while_variants_are_prepared_is_asked_about(tmp_path: Path) -> None:
     variants = read_variants(write_run(tmp_path), ["run.seed=1,2"])
-    results = measure_ablation(
-        variants, tmp_path, 1, lambda: 0.0, settings={"model": "m"}, is_stopping=lambda: True
-    )
+    rules = Rules(judged=(), most=1, is_stopping=lambda: True)
+    results = measure_ablation(variants, tmp_path, rules, {"model": "m"})
     assert [one["system"] for one in results["measurements"]] == [BASE]
     assert results["ended"] == "interrupted"
 

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
-from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
-from moe_runtime.bench.peer_files import find_peer
-from moe_runtime.bench.peer_process import started
-from moe_runtime.bench.results import read_results, write_results
-from moe_runtime.bench.runner import PeerFailedError, Rules
-from moe_runtime.cli.commands.bench_latency import show_latency
+from moe_runtime.benchmarks.cases.texts import LatencyPlan, ThroughputPlan, measure_texts
+from moe_runtime.benchmarks.commands.texts import show_texts
+from moe_runtime.benchmarks.suite.peers import find_peer, started
+from moe_runtime.benchmarks.suite.results import read_results, write_results
+from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
 from moe_runtime.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,12 +57,11 @@ def counting(folder: Path, *without: str) -> str:
 def measured(folder: Path, device: str, gpus: str) -> dict[str, Any]:
     peer = find_peer(counting(folder), {"num_threads": 1, "device": device})
     rules = Rules(judged=("first_token_s",), least=1, most=1)
-    return measure_latency(
+    return measure_texts(
         replace(peer, gpus=gpus),
         [],
         LatencyPlan(prompts=[[3, 5]], num_new=3, timeout_s=60),
         rules,
-        lambda: 0.0,
         settings={"model": "m", "device": device},
     )
 
@@ -138,7 +135,7 @@ def test_settings_reach_every_system(
     """Each sees one GPU, which is its first; results say which of this machine it was."""
     given: list[Any] = []
 
-    def record(ours: Any, peers: Any, *_: Any, settings: Any, **__: Any) -> None:
+    def record(ours: Any, peers: Any, plan: Any, rules: Any, settings: Any) -> None:
         given.extend([settings, ours, *peers])
         raise ValueError("this is where it ends")
 
@@ -147,7 +144,7 @@ def test_settings_reach_every_system(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(f"moe_runtime.bench.cases.{case}.measure_{case}", record)
+    monkeypatch.setattr("moe_runtime.benchmarks.cases.texts.measure_texts", record)
     words = ["--device", device, "--device-memory", "3GiB", "--misses", "auto"]
     assert main(["bench", case, POCKET, *words, "--peer", "transformers"]) == 2
     settings, *programs = given
@@ -184,14 +181,14 @@ def test_results_say_which_gpu_and_its_peak(
     assert read_results(path)["machine"]["gpu"] == "GPU 1"
     (one,) = results["measurements"]
     assert one["repetitions"][0]["peak_device_bytes"] == 7000
-    show_latency(results)
+    show_texts(results)
     shown = capsys.readouterr().out
     assert "latency of m, on cuda:0, GPU 1" in shown
     assert "peak memory of the GPU" in shown
     plan = ThroughputPlan(batches=[[[3], [5]]], num_new=2, timeout_s=60)
     peer = replace(find_peer(counting(tmp_path), {"num_threads": 1, "device": "cuda:0"}), gpus="5")
     rules = Rules(judged=("new_tokens_per_s",), least=1, most=1)
-    batches = measure_throughput(peer, [], plan, rules, lambda: 0.0, settings={})
+    batches = measure_texts(peer, [], plan, rules, settings={})
     assert batches["machine"]["gpu"] == "GPU 1"
     assert batches["measurements"][0]["summary"]["peak_device_bytes"]["median"] == 7000
 

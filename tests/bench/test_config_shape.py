@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import moe_runtime
-from moe_runtime.bench.synthetic.config_shape import read_config_shape
-from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint
+from moe_runtime.benchmarks.synthetic.config_shape import read_config_shape
+from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, UnsupportedModelError
 

@@ -13,12 +13,16 @@ import pytest
 import torch
 from warm_python import warm_python
 
-from moe_runtime.bench.cases import dispatch_ranks
-from moe_runtime.bench.cases.dispatch_ranks import join, ranks_here
-from moe_runtime.bench.cases.dispatch_rounds import DispatchBenchPlan, DispatchSide
-from moe_runtime.bench.cases.padded_exchange import LOADS, ExchangeShape
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import PeerFailedError
+from moe_runtime.benchmarks.cases import dispatch_ranks
+from moe_runtime.benchmarks.cases.dispatch import (
+    LOADS,
+    DispatchBenchPlan,
+    DispatchSide,
+    ExchangeShape,
+)
+from moe_runtime.benchmarks.cases.dispatch_ranks import join, ranks_here
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 from moe_runtime.errors import RankFailureError
 
@@ -163,7 +167,7 @@ def test_an_interrupt_while_ranks_start_leaves_no_process_and_no_traceback(tmp_p
     program = stand_in(tmp_path, f"echo $$ >> {tmp_path}/pids; exec sleep 1000")
     code = (
         "import sys; sys.argv[0] = 'moe-runtime'; real = sys.executable\n"
-        "from moe_runtime.bench.cases import dispatch_ranks\n"
+        "from moe_runtime.benchmarks.cases import dispatch_ranks\n"
         f"sys.executable = {program!r}\n"
         "from moe_runtime.cli.main import main\n"
         "sys.exit(main(['bench', 'dispatch', '--ranks', '3', '--experts', '6']))\n"

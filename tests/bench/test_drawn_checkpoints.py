@@ -7,11 +7,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME, is_complete, write_checkpoint
-from moe_runtime.bench.synthetic.drawn_tensors import TensorPlan, make_parts
-from moe_runtime.bench.synthetic.family_plans import plan_tensors
-from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape
-from moe_runtime.bench.synthetic.tensor_places import locate_tensors
+from moe_runtime.benchmarks.synthetic.checkpoint_writer import (
+    INDEX_NAME,
+    is_complete,
+    write_checkpoint,
+)
+from moe_runtime.benchmarks.synthetic.drawn_tensors import TensorPlan, make_parts
+from moe_runtime.benchmarks.synthetic.family_plans import plan_tensors
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape
+from moe_runtime.benchmarks.synthetic.tensor_places import locate_tensors
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:

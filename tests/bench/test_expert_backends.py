@@ -9,11 +9,10 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
-from moe_runtime.bench.experts.backends import measure_experts
-from moe_runtime.bench.experts.layers import ExpertLayer, layer_of_model
-from moe_runtime.bench.experts.results import ExpertsPlan, in_float64
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.cases.expert_layers import ExpertLayer, layer_of_model
+from moe_runtime.benchmarks.cases.experts import ExpertsPlan, in_float64, measure_experts
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.checkpoints.transformers_private import ExpertsInterface
 from moe_runtime.cli.main import main
 
@@ -78,12 +77,12 @@ def test_who_computes_something_else_has_no_numbers(
     implementation: Any, failure: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ExpertsInterface.register("tested", implementation)
-    for module in ("layers", "backends"):
-        monkeypatch.setattr(f"moe_runtime.bench.experts.{module}.PEERS", ("tested",))
+    for module in ("expert_layers", "experts"):
+        monkeypatch.setattr(f"moe_runtime.benchmarks.cases.{module}.PEERS", ("tested",))
     layer = layer_of_model(model, torch.float32)
     plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
     rules = Rules(judged=("forward_1_s",), least=1, most=1)
-    results = measure_experts(plan, rules, lambda: 0.0, settings={})
+    results = measure_experts(plan, rules, settings={})
     ours, tested = results["measurements"]
     assert ours["quality"] == {"compared": 6, "equal": 6}
     assert ours["summary"].keys() == {"forward_1_s", "forward_5_s"}
@@ -141,9 +140,7 @@ def test_a_layer_on_a_gpu_is_held_to_the_same(model: Path) -> None:
     layer = layer_of_model(model, torch.bfloat16)
     layer.module.to("cuda")
     plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=True, block_s=0.001)
-    results = measure_experts(
-        plan, Rules(judged=("forward_1_s",), least=1, most=1), lambda: 0.0, settings={}
-    )
+    results = measure_experts(plan, Rules(judged=("forward_1_s",), least=1, most=1), settings={})
     for one in results["measurements"]:
         assert one["quality"] == {"compared": 12, "equal": 12}
 

@@ -8,13 +8,18 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
-from moe_runtime.bench.experts import format_layers
-from moe_runtime.bench.experts.format_layers import FORMATS, FormatLayer, make_format_layer
-from moe_runtime.bench.experts.format_systems import FormatsPlan, measure_formats
-from moe_runtime.bench.experts.layers import LayerSizes
-from moe_runtime.bench.experts.results import in_float64
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Rules, middle
+from moe_runtime.benchmarks.cases import formats as format_layers
+from moe_runtime.benchmarks.cases.expert_layers import LayerSizes
+from moe_runtime.benchmarks.cases.experts import in_float64
+from moe_runtime.benchmarks.cases.formats import (
+    FORMATS,
+    FormatLayer,
+    FormatsPlan,
+    make_format_layer,
+    measure_formats,
+)
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Rules, middle
 from moe_runtime.cli.main import main
 from moe_runtime.kernels.native import native_library
 
@@ -27,7 +32,7 @@ def measure(*names: str, memory: int = 1 << 24) -> tuple[dict[str, Any], dict[st
     """The results, and the rows of systems by name."""
     plan = FormatsPlan(names, SIZES, memory, tokens=[1, 17], block_s=1e-4)
     rules = Rules(judged=["forward_1_s"], least=2, most=2)
-    results = measure_formats(plan, rules, lambda: 0.0, settings={})
+    results = measure_formats(plan, rules, settings={})
     return results, {one["system"]: one for one in results["measurements"]}
 
 

@@ -12,15 +12,12 @@ import pytest
 import torch
 from text_checkpoint import save_text_checkpoint
 
-from moe_runtime.bench.experts.backends import measure_experts
-from moe_runtime.bench.experts.format_systems import FormatsPlan, measure_formats
-from moe_runtime.bench.experts.layers import LayerSizes, layer_of_model
-from moe_runtime.bench.experts.peers import write_layer
-from moe_runtime.bench.experts.results import ExpertsPlan
-from moe_runtime.bench.peer_files import find_peer, find_peers
-from moe_runtime.bench.peer_process import started
-from moe_runtime.bench.peers import kt_kernel
-from moe_runtime.bench.runner import PeerFailedError, Rules
+from moe_runtime.benchmarks.cases.expert_layers import LayerSizes, layer_of_model
+from moe_runtime.benchmarks.cases.experts import ExpertsPlan, measure_experts, write_layer
+from moe_runtime.benchmarks.cases.formats import FormatsPlan, measure_formats
+from moe_runtime.benchmarks.peers import kt_kernel
+from moe_runtime.benchmarks.suite.peers import find_peer, find_peers, started
+from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
 from moe_runtime.cli.main import main
 from moe_runtime.kernels.native import native_library
 
@@ -82,7 +79,7 @@ def measure(
     settings = {"model": None, "num_threads": 1, "top_k": plan.layer.top_k, "most_tokens": 5}
     peers = [find_peer(f"{file}{variant}", settings, "experts") for variant in variants]
     rules = Rules(judged=("forward_1_s",), least=2, most=2)
-    results = measure_experts(plan, rules, lambda: 0.0, settings={}, peers=peers)
+    results = measure_experts(plan, rules, settings={}, peers=peers)
     return results["measurements"][-len(variants) :]
 
 
@@ -105,7 +102,7 @@ def test_a_peer_computes_the_formats_that_it_has_from_codes_and_scales(tmp_path:
     settings = {"model": None, "num_threads": 1, "top_k": 2, "most_tokens": 17}
     peers = find_peers([str(file), f"{file}:doubled"], settings, "experts")
     rules = Rules(judged=("forward_1_s",), least=2, most=2)
-    results = measure_formats(plan, rules, lambda: 0.0, settings={}, peers=peers)
+    results = measure_formats(plan, rules, settings={}, peers=peers)
     rows = {one["system"]: one for one in results["measurements"]}
     own = ["int4", "read, int4", "plain, int4", "plain:doubled, int4"]
     assert list(rows) == ["mxfp4", "read, mxfp4", *own]
@@ -322,7 +319,7 @@ def test_where_kt_kernel_is_not_installed_the_line_says_how(model: Path, tmp_pat
     settings = {"model": str(tmp_path), "num_threads": 1, "top_k": 2, "most_tokens": 1}
     peer = find_peer("kt_kernel", settings, "experts")
     rules = Rules(judged=("forward_1_s",), least=1, most=1)
-    results = measure_experts(plan, rules, lambda: 0.0, settings={}, peers=[peer])
+    results = measure_experts(plan, rules, settings={}, peers=[peer])
     failure = results["measurements"][-1]["failure"]
     assert failure.startswith("ImportError: no kt_kernel for ")
     assert f"({sys.executable}) needs: pip install --no-deps kt-kernel" in failure

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.bench.peer_files import find_peer
-from moe_runtime.bench.peer_process import started
-from moe_runtime.bench.runner import PeerFailedError
+from moe_runtime.benchmarks.suite.peers import find_peer, started
+from moe_runtime.benchmarks.suite.runner import PeerFailedError
 
 PEER = """
 INSTALL = "pip install nothing"

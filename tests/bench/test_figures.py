@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.bench.figures import figure, unit_for, with_half
+from moe_runtime.benchmarks.suite.figures import figure, unit_for, with_half
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_runtime.bench.synthetic.checkpoint_writer import write_checkpoint
-from moe_runtime.bench.synthetic.gguf_copy import write_gguf
-from moe_runtime.bench.synthetic.model_shapes import SHAPES, GptOssShape, ModelShape
-from moe_runtime.bench.synthetic.tensor_places import locate_tensors
+from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
+from moe_runtime.benchmarks.synthetic.gguf_copy import write_gguf
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, GptOssShape, ModelShape
+from moe_runtime.benchmarks.synthetic.tensor_places import locate_tensors
 
 gguf = pytest.importorskip("gguf", reason="extra peers is not installed")
 

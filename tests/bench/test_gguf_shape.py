@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import moe_runtime
-from moe_runtime.bench.synthetic import gguf_shape
-from moe_runtime.bench.synthetic.gguf_shape import (
+from moe_runtime.benchmarks.synthetic import gguf_shape
+from moe_runtime.benchmarks.synthetic.gguf_shape import (
     FILE_NAME,
     GGUF_SHAPES,
     GgufShape,
@@ -63,14 +63,14 @@ def test_layers_are_asked_for_and_the_file_is_what_is_measured(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = list[Any]()
 
-    def measure(measured: Any, *_: Any, settings: Any, **__: Any) -> None:
+    def measure(measured: Any, peers: Any, plan: Any, rules: Any, settings: Any) -> None:
         path = Path(measured.settings["model"])
         assert path.name == FILE_NAME
         assert path.is_file()
         given.append(settings)
         raise ValueError("this is where it ends")
 
-    monkeypatch.setattr("moe_runtime.bench.cases.latency.measure_latency", measure)
+    monkeypatch.setattr("moe_runtime.benchmarks.cases.texts.measure_texts", measure)
     words = ["bench", "latency", "--quick", "--shape"]
     assert main([*words, TINY.name, "--layers", "1"]) == 2
     assert "this is where it ends" in capsys.readouterr().err

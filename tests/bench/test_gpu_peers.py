@@ -16,13 +16,16 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor, nn
 
-from moe_runtime.bench.experts.backends import measure_experts
-from moe_runtime.bench.experts.layers import layer_of_model
-from moe_runtime.bench.experts.peers import write_layer
-from moe_runtime.bench.experts.results import ExpertsPlan, num_equal
-from moe_runtime.bench.peer_files import describe_peer, find_peer, peer_file
-from moe_runtime.bench.peers import host
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.cases.expert_layers import layer_of_model
+from moe_runtime.benchmarks.cases.experts import (
+    ExpertsPlan,
+    measure_experts,
+    num_equal,
+    write_layer,
+)
+from moe_runtime.benchmarks.peers import host
+from moe_runtime.benchmarks.suite.peers import describe_peer, find_peer, peer_file
+from moe_runtime.benchmarks.suite.runner import Rules
 
 PEERS = ("megablocks", "scattermoe")
 
@@ -175,7 +178,7 @@ def test_without_a_gpu_one_line_says_so(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     peer = find_peer(name, {"model": None, "num_threads": 1, "top_k": 2}, "experts")
     rules = Rules(judged=("forward_1_s",), least=1, most=1)
-    results = measure_experts(plan, rules, lambda: 0.0, settings={}, peers=[peer])
+    results = measure_experts(plan, rules, settings={}, peers=[peer])
     failure = results["measurements"][-1]["failure"]
     said = f"RuntimeError: {name} needs an NVIDIA GPU, and torch sees none here"
     assert failure.startswith(f"{said} ({name}.py, line ")

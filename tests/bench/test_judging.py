@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.bench.judging import judge
-from moe_runtime.bench.results import Metric, describe_system, make_results, write_results
-from moe_runtime.bench.runner import MeasuredSystem
+from moe_runtime.benchmarks.suite.comparing import judge
+from moe_runtime.benchmarks.suite.results import (
+    Metric,
+    describe_system,
+    make_results,
+    write_results,
+)
+from moe_runtime.benchmarks.suite.runner import MeasuredSystem
 from moe_runtime.cli.main import main
 
 

@@ -8,13 +8,18 @@ import pytest
 from counted_energy import CountedEnergy
 from warm_python import warm_python
 
-from moe_runtime.bench.cases import latency, text_systems
-from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
-from moe_runtime.bench.peer_files import describe_peer, find_peer, peer_file, peer_names
-from moe_runtime.bench.peer_process import PeerProgram, started
-from moe_runtime.bench.results import read_results, write_results
-from moe_runtime.bench.runner import PeerFailedError, Rules
-from moe_runtime.cli.bench_cases.tables import MEMORY_ROWS, show_systems
+from moe_runtime.benchmarks.cases.texts import LatencyPlan, likeliest, measure_texts
+from moe_runtime.benchmarks.commands.shared import MEMORY_ROWS, show_systems
+from moe_runtime.benchmarks.suite.peers import (
+    PeerProgram,
+    describe_peer,
+    find_peer,
+    peer_file,
+    peer_names,
+    started,
+)
+from moe_runtime.benchmarks.suite.results import read_results, write_results
+from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
 from moe_runtime.cli.main import main
 
 COUNTING = """
@@ -54,7 +59,7 @@ def measure(folder: Path, *variants: str, agreement: float = 0.9) -> dict[str, A
     plan = LatencyPlan(prompts=[[3, 5], [60, 70, 1]], num_new=4, agreement=agreement, timeout_s=60)
     rules = Rules(judged=("first_token_s",), least=1, most=1)
     peers = [program(folder, variant) for variant in variants]
-    return measure_latency(program(folder), peers, plan, rules, lambda: 0.0, settings={})
+    return measure_texts(program(folder), peers, plan, rules, settings={})
 
 
 def test_a_peer_that_says_otherwise_or_dies_gets_no_numbers(tmp_path: Path) -> None:
@@ -74,7 +79,7 @@ def test_where_ours_fails_there_is_nothing_to_compare_with(tmp_path: Path) -> No
     plan = LatencyPlan(prompts=[[3]], num_new=2, timeout_s=60)
     rules = Rules(judged=("first_token_s",), least=1, most=1)
     with pytest.raises(PeerFailedError, match=r"^counting:dies: MemoryError: no room for it \("):
-        measure_latency(program(tmp_path, "dies"), [], plan, rules, lambda: 0.0, settings={})
+        measure_texts(program(tmp_path, "dies"), [], plan, rules, settings={})
 
 
 def test_text_that_is_given_is_what_all_are_given(tmp_path: Path) -> None:
@@ -90,13 +95,13 @@ def test_text_that_is_given_is_what_all_are_given(tmp_path: Path) -> None:
     )
     rules = Rules(judged=("first_token_s",), least=1, most=1)
     peers = [find_peer(str(generating), {"num_threads": 1}), program(tmp_path, "odd")]
-    results = measure_latency(program(tmp_path), peers, plan, rules, lambda: 0.0, settings={})
+    results = measure_texts(program(tmp_path), peers, plan, rules, settings={})
     ours, generates, odd = results["measurements"]
     assert ours["quality"] == {"compared": 6, "equal": 6}
     assert "generates by itself" in generates["failure"]
     assert odd["quality"] == {"compared": 6, "equal": 2}
     # sums of what was read, the given tokens among them: 8, 18, 38 and 131, 171, 221
-    assert latency._likeliest(program(tmp_path), plan) == [[8, 18, 38], [34, 74, 27]]
+    assert likeliest(program(tmp_path), plan) == [[8, 18, 38], [34, 74, 27]]
 
 
 def test_agreement_is_what_was_asked_for(tmp_path: Path) -> None:
@@ -199,7 +204,9 @@ def test_the_command_measures_us_beside_transformers(
     (tmp_path / "p.txt").write_text("The store\nreads an expert\n")
     path = tmp_path / "r.json"
     words = ["--prompts", str(tmp_path / "p.txt"), "--quick", "--time", "1", "--threads", "1"]
-    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+    monkeypatch.setattr(
+        "moe_runtime.benchmarks.suite.peers.this_python", lambda: Path(warm_python())
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words += ["--peer", "transformers", "--peer", "moe_runtime", "-o", str(path), "--json"]
     assert main(["bench", "latency", str(tmp_path / "model"), *words]) == 0
@@ -222,15 +229,15 @@ def test_joules_are_those_of_the_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the text, not of imports, loading, or the untimed answer before."""
-    counted, answer = [0.0], latency._answer
+    counted, answer = [0.0], LatencyPlan.ask
 
     def answer_and_count(*asked: Any) -> Any:
         counted[0] += 2.5
         return answer(*asked)
 
     meter = CountedEnergy(lambda: counted[0])
-    monkeypatch.setattr(text_systems, "EnergyMeter", lambda: meter)
-    monkeypatch.setattr(latency, "_answer", answer_and_count)
+    monkeypatch.setattr("moe_runtime.benchmarks.cases.texts.EnergyMeter", lambda: meter)
+    monkeypatch.setattr(LatencyPlan, "ask", answer_and_count)
     results = measure(tmp_path)
     (one,) = results["measurements"]
     assert [found["cpu_joules"] for found in one["repetitions"]] == [5.0]

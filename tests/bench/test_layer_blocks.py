@@ -7,7 +7,7 @@ import pytest
 import torch
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
-from moe_runtime.bench.cases.layer_blocks import (
+from moe_runtime.benchmarks.cases.layer import (
     BlockSystem,
     LayerPlan,
     expect,
@@ -15,9 +15,9 @@ from moe_runtime.bench.cases.layer_blocks import (
     run_block,
     transformers_block,
 )
-from moe_runtime.bench.experts.layer_shapes import LayerSizes, sizes_of_shape
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import PeerFailedError
+from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes, sizes_of_shape
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 
 SIZES = LayerSizes(num_experts=6, top_k=2, dim_model=32, dim_hidden=16)

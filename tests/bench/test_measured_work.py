@@ -6,24 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from moe_runtime.bench.measured_work import (
+from moe_runtime.benchmarks.suite.comparing import (
     model_words,
     require_same_work,
     work_of,
     work_words,
 )
-from moe_runtime.bench.results import (
+from moe_runtime.benchmarks.suite.results import (
     Metric,
     describe_system,
     make_results,
     write_results,
 )
-from moe_runtime.bench.runner import MeasuredSystem
-from moe_runtime.cli.bench_cases.shared import end_case
+from moe_runtime.benchmarks.suite.runner import MeasuredSystem
 from moe_runtime.cli.main import main
-from moe_runtime.cli.stopping import StopRequest
 
 LATENCY = {
     "model": "olmoe-1b-7b",
@@ -169,21 +166,6 @@ def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> No
     assert all(found.count(f"one ({file})") == 1 for file in files)
 
 
-def test_a_run_stopped_before_its_first_number_leaves_older_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    older = Path(put(tmp_path / "r.json"))
-    before = older.read_bytes()
-    one = describe_system("one", MeasuredSystem(), {}, system_versions={}, quality=None)
-    results, stop = make_results("latency", LATENCY, "interrupted", [one]), StopRequest()
-    stop.signal_number = 2
-    with pytest.raises(typer.Exit) as ended:
-        end_case(results, older, stop, lambda found: None, as_json=False)
-    assert ended.value.exit_code == 130
-    assert older.read_bytes() == before
-    assert f"nothing was measured, and {older} is left as it was" in capsys.readouterr().err
-
-
 def test_results_are_shown_where_their_file_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,12 +173,10 @@ def test_results_are_shown_where_their_file_cannot_be_written(
     import errno
     import os
 
-    from moe_runtime.bench import results
-
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(results, "write_text", full)
+    monkeypatch.setattr("moe_runtime.benchmarks.suite.results.write_text", full)
     words = ["bench", "io", "models/pocket", "--experts", "4", "--time", "1", "--quick"]
     assert main([*words, "--json", "-o", str(tmp_path / "r.json")]) == 2
     out, err = capsys.readouterr()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.bench import memory_cap as caps
-from moe_runtime.bench.memory_cap import (
+from moe_runtime.benchmarks.suite import memory_cap as caps
+from moe_runtime.benchmarks.suite.memory_cap import (
     CGROUP_ROOT,
     CapUnavailableError,
     ScopeCap,
@@ -23,9 +23,8 @@ from moe_runtime.bench.memory_cap import (
     usable_parents,
     why_unavailable,
 )
-from moe_runtime.bench.peer_files import find_peer
-from moe_runtime.bench.peer_process import started
-from moe_runtime.bench.runner import PeerFailedError
+from moe_runtime.benchmarks.suite.peers import find_peer, started
+from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 
 NO_CAPS = why_unavailable()
@@ -183,11 +182,9 @@ def test_a_cap_that_cannot_be_is_one_line(
 
 @pytest.mark.parametrize("case", ["latency", "throughput"])
 def test_the_cap_arrives_at_every_system(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_runtime.bench.cases import latency, throughput
-
     seen: list[Mapping[str, Any]] = []
 
-    def measure(ours: Any, peers: Any, *_: Any, settings: Mapping[str, Any], **__: Any) -> None:
+    def measure(ours: Any, peers: Any, _: Any, __: Any, settings: Mapping[str, Any]) -> None:
         seen.append(settings)
         assert [one.cap_bytes for one in (ours, *peers)] == [7 << 30, 7 << 30]
         assert peers[0].settings["cap_bytes"] == settings["cap_bytes"] == 7 << 30
@@ -196,8 +193,7 @@ def test_the_cap_arrives_at_every_system(case: str, monkeypatch: pytest.MonkeyPa
         raise ValueError("arrived")
 
     monkeypatch.setattr(caps, "why_unavailable", lambda: None)
-    monkeypatch.setattr(latency, "measure_latency", measure)
-    monkeypatch.setattr(throughput, "measure_throughput", measure)
+    monkeypatch.setattr("moe_runtime.benchmarks.cases.texts.measure_texts", measure)
     model = Path(__file__).resolve().parents[2] / "models" / "pocket"
     words = ["bench", case, str(model), "--cap", "7GiB", "--peer", "transformers"]
     assert main(words) == 2

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench.cases import op_times
-from moe_runtime.bench.cases.op_times import OpCall, OpsPlan, OpSystem, draw_weights, op_calls
-from moe_runtime.bench.experts.layers import LayerSizes
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import PeerFailedError
+from moe_runtime.benchmarks.cases import ops
+from moe_runtime.benchmarks.cases.expert_layers import LayerSizes
+from moe_runtime.benchmarks.cases.ops import OpCall, OpsPlan, OpSystem, draw_weights, op_calls
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 
 SIZES = LayerSizes(num_experts=4, top_k=2, dim_model=32, dim_hidden=16)
@@ -54,7 +54,7 @@ def test_an_op_that_is_wrong_has_no_numbers(excess: float) -> None:
 def test_the_command_measures_ops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(op_times, "SIZES", SIZES)
+    monkeypatch.setattr(ops, "SIZES", SIZES)
     path = tmp_path / "r.json"
     words = ["--tokens", "3,5", "--training", "--quick", "--time", "1", "--threads", "1"]
     words += ["--precision", "1", "-o", str(path)]

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.bench.cases.latency import LatencyPlan, measure_latency
-from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
-from moe_runtime.bench.peer_files import find_peer, find_peers, split_peer
-from moe_runtime.bench.peer_process import why_unable
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.cases.texts import LatencyPlan, ThroughputPlan, measure_texts
+from moe_runtime.benchmarks.suite.peers import find_peer, find_peers, split_peer, why_unable
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 
 STAND_INS = Path(__file__).resolve().parents[1] / "support" / "peers"
@@ -60,12 +58,11 @@ class Bench:
     def latency(self, peer: str, cap: int | None = None) -> dict[str, Any]:
         """What is measured of a peer, asked for as on the command line."""
         plan = LatencyPlan(prompts=PROMPTS, num_new=5, timeout_s=60)
-        results = measure_latency(
+        results = measure_texts(
             find_peer(str(self.counting), self.settings(cap)),
             [find_peer(f"{peer}@{sys.executable}={self.model}", self.settings(cap))],
             plan,
             Rules(judged=("first_token_s",), least=1, most=1),
-            lambda: 0.0,
             settings={},
         )
         return results["measurements"][1]
@@ -119,12 +116,11 @@ def test_vllm_is_given_each_token_as_a_piece_of_a_resumable_request(bench: Bench
 
 def test_vllm_is_not_asked_for_more_sequences_than_it_takes_at_a_time(bench: Bench) -> None:
     plan = ThroughputPlan(batches=[[[3, 5]] * 257], num_new=2, timeout_s=60)
-    results = measure_throughput(
+    results = measure_texts(
         find_peer(str(bench.counting), bench.settings(None)),
         [find_peer(f"vllm={bench.model}", bench.settings(None))],
         plan,
         Rules(judged=("new_tokens_per_s",), least=1, most=1),
-        lambda: 0.0,
         settings={},
     )
     failure = results["measurements"][1]["failure"]
@@ -167,7 +163,7 @@ def test_ftllm_keeps_experts_in_half_of_a_cap(
 ) -> None:
     from contextlib import nullcontext
 
-    from moe_runtime.bench import peer_process
+    from moe_runtime.benchmarks.suite import peers as peer_process
 
     # What is told, not what is enforced: that takes rights.
     monkeypatch.setattr(peer_process, "memory_cap", lambda limit: nullcontext())
@@ -189,7 +185,7 @@ def test_accelerate_has_the_memory_that_the_cap_leaves(
 ) -> None:
     from contextlib import nullcontext
 
-    from moe_runtime.bench import peer_process
+    from moe_runtime.benchmarks.suite import peers as peer_process
 
     # What is told, not what is enforced: that takes rights.
     monkeypatch.setattr(peer_process, "memory_cap", lambda limit: nullcontext())
@@ -204,12 +200,11 @@ def test_accelerate_has_the_memory_that_the_cap_leaves(
 @pytest.mark.parametrize("peer", ["accelerate", "openvino", "vllm"])
 def test_batches_go_side_by_side(peer: str, bench: Bench) -> None:
     plan = ThroughputPlan(batches=[PROMPTS], num_new=4, timeout_s=60)
-    results = measure_throughput(
+    results = measure_texts(
         find_peer(str(bench.counting), bench.settings(None)),
         [find_peer(f"{peer}={bench.model}", bench.settings(None))],
         plan,
         Rules(judged=("new_tokens_per_s",), least=1, most=1),
-        lambda: 0.0,
         settings={},
     )
     found = results["measurements"][1]

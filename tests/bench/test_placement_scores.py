@@ -9,15 +9,14 @@ import pytest
 from synthetic_routes import make_routes
 from traces import trace_of
 
-from moe_runtime.bench.cases import placement_scores
-from moe_runtime.bench.cases.placement_scores import PlacementsPlan, measure_placements
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.cases import placements as placement_scores
+from moe_runtime.benchmarks.cases.placements import PlacementsPlan, measure_placements
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.planning.placement import PlacementOptions
-from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
+from moe_runtime.policies.placement import Devices, Placement, PlacementOptions, RoutingProfile
 from moe_runtime.policies.prediction import Shape
 from moe_runtime.research.placement_solvers import ALGORITHMS, place_experts
 
@@ -151,7 +150,7 @@ def test_visits_counted_elsewhere_are_found_out(
         searches=False,
     )
     rules = Rules(judged=(), least=1, most=1)
-    results = measure_placements(plan, rules, lambda: 0.0, settings={})
+    results = measure_placements(plan, rules, settings={})
     for one in results["measurements"]:
         assert one["failure"].startswith("1 of ")
         assert not one["repetitions"]

@@ -10,12 +10,16 @@ import pytest
 from synthetic_routes import make_routes
 from traces import trace_of
 
-from moe_runtime.bench.cases import policy_replays
-from moe_runtime.bench.cases.golden_counts import require_golden
-from moe_runtime.bench.cases.policy_replays import PoliciesPlan, beginning, measure_policies
-from moe_runtime.bench.measured_work import work_of
-from moe_runtime.bench.results import read_results, write_results
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.cases import policies as policy_replays
+from moe_runtime.benchmarks.cases.policies import (
+    PoliciesPlan,
+    beginning,
+    measure_policies,
+    require_golden,
+)
+from moe_runtime.benchmarks.suite.comparing import work_of
+from moe_runtime.benchmarks.suite.results import read_results, write_results
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.commands.replay import sizes_of
 from moe_runtime.cli.main import main
 from moe_runtime.config import format_bytes
@@ -24,8 +28,7 @@ from moe_runtime.lab.replay.experiment import Experiment, run_experiment
 from moe_runtime.lab.replay.untimed import DemandReplay
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.lab.traces.routes import routes_of
-from moe_runtime.lab.traces.side_by_side import side_by_side
+from moe_runtime.lab.traces.routes import routes_of, side_by_side
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.prediction import Shape
 from moe_runtime.types import ExpertKey
@@ -53,7 +56,7 @@ def test_a_replay_that_is_not_the_policy_has_no_numbers(
 
     monkeypatch.setattr(policy_replays, "ask_policy", with_one_hit_more)
     rules = Rules(judged=(), least=1, most=1)
-    for one in measure_policies(plan, rules, lambda: 0.0, settings={})["measurements"]:
+    for one in measure_policies(plan, rules, settings={})["measurements"]:
         assert one["failure"].startswith("the replay and the policy differ at 1 of ")
         assert one["quality"]["compared"] - one["quality"]["equal"] == 1
 

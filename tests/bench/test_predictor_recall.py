@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,18 @@ import pytest
 from synthetic_routes import make_routes
 from traces import trace_of
 
-from moe_runtime.bench.cases import predictor_recall
-from moe_runtime.bench.cases.predictor_recall import (
+from moe_runtime.benchmarks.cases import predictors as predictor_recall
+from moe_runtime.benchmarks.cases.predictors import (
+    MeasuredPredictor,
     PredictorsPlan,
-    fit_and_count,
     measure_predictors,
 )
-from moe_runtime.bench.measured_work import work_words
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.suite.comparing import work_words
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 from moe_runtime.lab.replay.evaluation import Evaluation
-from moe_runtime.lab.replay.link_model import Machine
-from moe_runtime.lab.replay.timed import replay_timed
+from moe_runtime.lab.replay.timed import Machine, replay_timed
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.format import Trace
 from moe_runtime.lab.traces.routes import routes_of, split_sequences, trace_of_routes
@@ -67,7 +67,7 @@ def counted_by_hand(training: Routes, test: Routes, width: int) -> float:
 
 def test_recall_is_what_counting_by_hand_gives(trace: Trace) -> None:
     plan = plan_of(trace)
-    results = measure_predictors(plan, RULES, lambda: 0.0, settings={})
+    results = measure_predictors(plan, RULES, settings={})
     popularity = results["measurements"][0]
     assert popularity["quality"] == {"compared": 4, "equal": 4}
     for repetition in popularity["repetitions"]:
@@ -89,7 +89,7 @@ def test_without_a_complete_control_there_are_no_numbers(
         return [dataclasses.replace(control, recalls=(first, *control.recalls[1:])), *rest]
 
     monkeypatch.setattr(predictor_recall, "evaluate", with_a_miss)
-    results = measure_predictors(plan_of(trace), RULES, lambda: 0.0, settings={})
+    results = measure_predictors(plan_of(trace), RULES, settings={})
     assert results["ended"] == "failed"
     for one in results["measurements"]:
         assert one["failure"].endswith("found it in 3 of 4 recalls")
@@ -101,7 +101,7 @@ def test_prefetching_is_that_of_a_timed_replay(trace: Trace) -> None:
         bytes_per_s=1e9, latency_s=1e-5, expert_bytes=10**6, layer_s=1e-3, expert_s=1e-4
     )
     plan = plan_of(trace, machine=machine, capacities=[0.25])
-    found = fit_and_count("layer-affinity", plan).found
+    found = MeasuredPredictor("layer-affinity", plan).repeat()
     estimator = make_estimator("layer-affinity", SHAPE)
     estimator.fit(plan.training)
     without, with_it = (
@@ -123,9 +123,7 @@ def test_prefetching_is_that_of_a_timed_replay(trace: Trace) -> None:
 
 def test_what_was_counted_is_kept_when_it_is_stopped(trace: Trace) -> None:
     """Whoever stops it during the first one gets its numbers, timed once."""
-    results = measure_predictors(
-        plan_of(trace), RULES, lambda: 0.0, settings={}, is_stopping=lambda: True
-    )
+    results = measure_predictors(plan_of(trace), replace(RULES, is_stopping=lambda: True), {})
     assert results["ended"] == "interrupted"
     (one,) = results["measurements"]
     assert one["system"] == "popularity"

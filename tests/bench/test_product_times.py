@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.bench.results import read_results
+from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.cli.main import main
 from moe_runtime.kernels.grouped_gemm import tiles, tuner
 from moe_runtime.kernels.grouped_gemm.table import TileKey
@@ -22,7 +22,7 @@ from moe_runtime.kernels.grouped_gemm.tile import Tile
 from moe_runtime.kernels.grouped_gemm.tuner import LayerBatch, Problem
 
 TILE = Tile(64, 64, 64, 4, 3)
-CASE = "moe_runtime.cli.bench_cases.kernels"
+CASE = "moe_runtime.benchmarks.commands.machine"
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_products_are_shown_where_their_file_cannot_be_written(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("moe_runtime.bench.results.write_text", full)
+    monkeypatch.setattr("moe_runtime.benchmarks.suite.results.write_text", full)
     path = tmp_path / "k.json"
     words = ["--shape", "8,32,16,4,2", "--json", "-o", str(path)]
     assert main(["bench", "kernels", *words]) == 2

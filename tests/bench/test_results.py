@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_runtime.bench.intervals import percentile
-from moe_runtime.bench.report_page import results_page
-from moe_runtime.bench.results import (
+from moe_runtime.benchmarks.commands import report
+from moe_runtime.benchmarks.suite.report_page import results_page
+from moe_runtime.benchmarks.suite.results import (
     Metric,
     describe_system,
     make_results,
     read_results,
+    read_schema,
+    require_valid,
     write_results,
 )
-from moe_runtime.bench.runner import MeasuredSystem
-from moe_runtime.bench.schema import read_schema, require_valid
-from moe_runtime.cli.commands import bench_report
+from moe_runtime.benchmarks.suite.runner import MeasuredSystem, percentile
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 
@@ -128,7 +128,7 @@ def test_every_committed_file_is_read_and_one_page_is_made_of_all(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     """Without plots, which take a quarter of a minute."""
-    monkeypatch.setattr(bench_report, "find_spec", lambda name: None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     found = {path.name: read_results(path) for path in FILES}
     assert len(found) > 50
     page, table = tmp_path / "page.html", tmp_path / "table.csv"

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moe_runtime.bench.peer_files import find_peers
-from moe_runtime.bench.synthetic import shape_checkpoint as module
-from moe_runtime.bench.synthetic.checkpoint_writer import INDEX_NAME
-from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape, shape_of_name
-from moe_runtime.bench.synthetic.shape_checkpoint import shape_checkpoint
-from moe_runtime.cli.bench_cases.asked_model import AskedModel
+from moe_runtime.benchmarks.commands.texts import AskedModel
+from moe_runtime.benchmarks.suite.peers import find_peers
+from moe_runtime.benchmarks.synthetic import shape_checkpoint as module
+from moe_runtime.benchmarks.synthetic.checkpoint_writer import INDEX_NAME
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape, shape_of_name
+from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint
 from moe_runtime.cli.main import describe, main
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
 from moe_runtime.files import held
@@ -109,7 +109,7 @@ def test_an_interrupted_writer_leaves_nothing(
                 os.kill(os.getpid(), signal.SIGINT)
             return drawn(plan, seed)
 
-        from moe_runtime.bench.synthetic.drawn_tensors import make_parts as drawn
+        from moe_runtime.benchmarks.synthetic.drawn_tensors import make_parts as drawn
 
         real(*args, **options, make=make)
 
@@ -176,7 +176,7 @@ def test_two_runs_do_not_write_what_is_kept_at_once(
 def test_two_processes_may_write_one_gguf_file(shape: ModelShape, tmp_path: Path) -> None:
     """Each into a file of its own: one that was half written is not gone on with."""
     pytest.importorskip("gguf", reason="extra peers is not installed")
-    from moe_runtime.bench.synthetic.gguf_copy import write_gguf
+    from moe_runtime.benchmarks.synthetic.gguf_copy import write_gguf
 
     target = tmp_path / "model.gguf"
     with files_of(shape, tmp_path, keep=True) as files:
@@ -252,7 +252,7 @@ def test_fewer_layers_have_a_name_of_their_own() -> None:
 def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path: Path) -> None:
     (tmp_path / "own.gguf").write_bytes(b"")
     asked = AskedModel(
-        "checkpoint", [], tmp_path, {}, tmp_path / "shape.gguf", {"llama_cpp": "no reason"}
+        "checkpoint", [], tmp_path, {}, {"llama_cpp": "no reason"}, tmp_path / "shape.gguf"
     )
     words = ["transformers", "llama_cpp", f"llama_cpp={tmp_path / 'own.gguf'}"]
     given = find_peers(words, {"model": "checkpoint", "num_threads": 1})

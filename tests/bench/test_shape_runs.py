@@ -2,16 +2,16 @@
 
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from warm_python import warm_python
 
-from moe_runtime.bench.measured_work import work_words
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.synthetic.model_shapes import SHAPES, ModelShape
+from moe_runtime.benchmarks.cases.texts import LatencyPlan, ThroughputPlan
+from moe_runtime.benchmarks.suite.comparing import work_words
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape
 from moe_runtime.cli.main import main
 
 
@@ -19,19 +19,21 @@ def know_the_shape(shape: ModelShape, folder: Path, monkeypatch: pytest.MonkeyPa
     """For commands, as `tiny`, with a cache of its own and peers that start quickly."""
     monkeypatch.setitem(SHAPES, "tiny", shape)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr("moe_runtime.bench.peer_files.this_python", lambda: Path(warm_python()))
+    monkeypatch.setattr(
+        "moe_runtime.benchmarks.suite.peers.this_python", lambda: Path(warm_python())
+    )
 
 
 def noted(case: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is given from now on to each prompt or batch, with its number; all are asked as ever."""
-    place, given = f"moe_runtime.bench.cases.{case}", list[Any]()
-    real = import_module(place)._answer
+    plan, given = LatencyPlan if case == "latency" else ThroughputPlan, list[Any]()
+    real = plan.ask
 
-    def answer(process: Any, plan: Any, number: int, ids: Any) -> Any:
+    def ask(self: Any, process: Any, number: int, ids: Any) -> Any:
         given.append((number, ids))
-        return real(process, plan, number, ids)
+        return real(self, process, number, ids)
 
-    monkeypatch.setattr(f"{place}._answer", answer)
+    monkeypatch.setattr(plan, "ask", ask)
     return given
 
 

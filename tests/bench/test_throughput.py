@@ -9,11 +9,10 @@ import pytest
 import torch
 from warm_python import warm_python
 
-from moe_runtime.bench.cases.throughput import ThroughputPlan, measure_throughput
-from moe_runtime.bench.peer_files import find_peer
-from moe_runtime.bench.peer_process import started
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import Rules
+from moe_runtime.benchmarks.cases.texts import ThroughputPlan, measure_texts
+from moe_runtime.benchmarks.suite.peers import find_peer, started
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 
 COUNTING = """
@@ -46,7 +45,7 @@ def test_the_numbers_are_of_all_sequences(tmp_path: Path) -> None:
     ]
     plan = ThroughputPlan(batches=[[[3, 5], [60, 70, 1]], [[9]]], num_new=4, timeout_s=60)
     rules = Rules(judged=("new_tokens_per_s",), least=1, most=1)
-    results = measure_throughput(peers[0], peers[1:], plan, rules, lambda: 0.0, settings={})
+    results = measure_texts(peers[0], peers[1:], plan, rules, settings={})
     ours, odd, alone = results["measurements"]
     assert ours["quality"] == {"compared": 12, "equal": 12}
     (found,) = ours["repetitions"]

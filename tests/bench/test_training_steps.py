@@ -13,22 +13,22 @@ import torch
 from counted_energy import CountedEnergy
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
-from moe_runtime.bench.cases import disk_alone, training_steps
-from moe_runtime.bench.cases.training_plan import TrainingPlan
-from moe_runtime.bench.cases.training_steps import (
+from moe_runtime.benchmarks.cases import training
+from moe_runtime.benchmarks.cases.expert_layers import LayerSizes
+from moe_runtime.benchmarks.cases.training import (
     FusedAdamW,
     OffloadedSystem,
     TrainingPeer,
+    TrainingPlan,
     in_transformers,
     ours_in_memory,
 )
-from moe_runtime.bench.experts.layers import LayerSizes
-from moe_runtime.bench.peer_files import find_peer
-from moe_runtime.bench.peers import deepspeed
-from moe_runtime.bench.results import read_results
-from moe_runtime.bench.runner import PeerFailedError
-from moe_runtime.cli.bench_cases import older_isa
-from moe_runtime.cli.bench_cases.training import show_training
+from moe_runtime.benchmarks.commands import layers
+from moe_runtime.benchmarks.commands.layers import show_training
+from moe_runtime.benchmarks.peers import deepspeed
+from moe_runtime.benchmarks.suite.peers import find_peer
+from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
@@ -117,7 +117,7 @@ def test_joules_are_those_of_a_step_that_is_timed(
 
     monkeypatch.setattr(TrainingPlan, "windows", lambda plan, step: counted(step))
     meter = CountedEnergy(lambda: 2.5 * len(taken))
-    monkeypatch.setattr(training_steps, "EnergyMeter", lambda: meter)
+    monkeypatch.setattr(training, "EnergyMeter", lambda: meter)
     reference = ours_in_memory(PLAN, [])
     expected = [reference.step() for _ in range(3)]
     ours = ours_in_memory(PLAN, expected)
@@ -274,14 +274,14 @@ def test_bytes_alone_are_those_that_are_asked_for(
     calls = list[tuple[str, int]]()
     for name in ("preadv", "pwritev"):
         monkeypatch.setattr(
-            disk_alone.os,
+            training.os,
             name,
             lambda _, buffers, offset, name=name: calls.append((name, len(buffers[0]) + offset)),
         )
-    if disk_alone.seconds_alone(file, 3 * block, 2 * block) is not None:  # else no direct I/O here
+    if training.seconds_alone(file, 3 * block, 2 * block) is not None:  # else no direct I/O here
         assert sorted(name for name, _ in calls) == ["preadv"] * 3 + ["pwritev"] * 2
         assert {end for _, end in calls} == {block, 2 * block}
-    assert disk_alone.seconds_alone(file, block - 1, 0) is None
+    assert training.seconds_alone(file, block - 1, 0) is None
 
 
 def test_an_older_processor_is_asked_for_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,14 +294,14 @@ def test_an_older_processor_is_asked_for_in_a_new_process(monkeypatch: pytest.Mo
 
     library = SimpleNamespace(select_isa=selected.append)
     monkeypatch.setattr("moe_runtime.kernels.native.require_native", lambda: library)
-    monkeypatch.setattr(older_isa.os, "execve", begin)
-    for name in older_isa.OLDER["avx2"]:
+    monkeypatch.setattr(layers.os, "execve", begin)
+    for name in layers.OLDER["avx2"]:
         monkeypatch.delenv(name, raising=False)
-    older_isa.hold_to(None)
+    layers.hold_to(None)
     assert not started
-    older_isa.hold_to("avx2")
-    assert started[0].items() >= older_isa.OLDER["avx2"].items()
-    for name, value in older_isa.OLDER["avx2"].items():
+    layers.hold_to("avx2")
+    assert started[0].items() >= layers.OLDER["avx2"].items()
+    for name, value in layers.OLDER["avx2"].items():
         monkeypatch.setenv(name, value)
-    older_isa.hold_to("avx2")
+    layers.hold_to("avx2")
     assert (len(started), selected[-1]) == (1, "avx2")

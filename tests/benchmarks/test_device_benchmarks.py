@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import device_decode
-import device_training
 import pytest
 import torch
-from gpu_parts.device_decoding import Answer, compare, error_of
 
-from moe_runtime.bench.results import read_results
+from moe_runtime.benchmarks import device_decode, device_training
+from moe_runtime.benchmarks.gpu_parts.device_decoding import Answer, compare, error_of
+from moe_runtime.benchmarks.suite.results import read_results
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 # 2 layers, D, F, E, K = 64, 32, 8, 2; 2 heads of 32, 1 of keys; 320 tokens.

@@ -3,7 +3,8 @@
 import time
 
 import pytest
-from elastic import TokenTimes
+
+from moe_runtime.benchmarks.elastic import TokenTimes
 
 
 def test_waits_that_overlap_the_stretch_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-import fresh_clone
 import pytest
-from fresh_clone import METRICS, WARM_BYTES, StepFailure, measure, pip_facts
 
-from moe_runtime.bench.results import read_results
+from moe_runtime.benchmarks import fresh_clone
+from moe_runtime.benchmarks.fresh_clone import METRICS, WARM_BYTES, StepFailure, measure, pip_facts
+from moe_runtime.benchmarks.suite.results import read_results
 
 MAKEFILE = """
 install:
@@ -111,8 +111,11 @@ def test_results_are_saved_and_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fresh_clone, "ROOT", repository(tmp_path, MAKEFILE))
-    monkeypatch.setattr("harness.suite_results.RESULTS", tmp_path)
-    monkeypatch.setattr("harness.suite_results.run_command", lambda root: "python fresh_clone.py")
+    monkeypatch.setattr("moe_runtime.benchmarks.harness.suite_results.RESULTS", tmp_path)
+    monkeypatch.setattr(
+        "moe_runtime.benchmarks.harness.suite_results.run_command",
+        lambda root: "python fresh_clone.py",
+    )
     monkeypatch.setattr(
         "sys.argv", ["fresh_clone.py", "--json", "--save", "--folder", str(tmp_path)]
     )
@@ -137,8 +140,9 @@ def test_an_interrupt_leaves_no_clone_and_no_process(
     """What a step has begun ends, too."""
     source = repository(tmp_path, "install:\n\tsleep 60\n")
     program = (
-        "import sys; from pathlib import Path; import fresh_clone;"
-        "from harness.interrupts import run_script; fresh_clone.ROOT = Path(sys.argv.pop(1));"
+        "import sys; from pathlib import Path; from moe_runtime.benchmarks import fresh_clone;"
+        "from moe_runtime.benchmarks.harness.interrupts import run_script;"
+        "fresh_clone.ROOT = Path(sys.argv.pop(1));"
         "sys.exit(run_script(fresh_clone.main))"
     )
     folder = Path(fresh_clone.__file__).parent

@@ -9,7 +9,7 @@ import pytest
 import torch
 from warm_python import warm_python
 
-from moe_runtime.bench.results import read_results
+from moe_runtime.benchmarks.suite.results import read_results
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels.py"
 

@@ -1,7 +1,8 @@
 """The measured section of kernels/README.md is what the results files say."""
 
-import kernels_table
 import pytest
+
+from moe_runtime.benchmarks import kernels_table
 
 MACHINE = {
     "cpu": "CPU",

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import on_a_gpu
 import pytest
 import torch
-from gpu_parts import timed_parts
-from gpu_parts.timed_parts import LATE, Part, run_parts
 
+from moe_runtime.benchmarks import on_a_gpu
+from moe_runtime.benchmarks.gpu_parts import timed_parts
+from moe_runtime.benchmarks.gpu_parts.timed_parts import LATE, Part, run_parts
 from moe_runtime.cli.main import main
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-import readme_table
+
+from moe_runtime.benchmarks import readme_table
 
 
 def results(cap: int | None, ended: str = "time", **step_s: float | None) -> dict[str, Any]:

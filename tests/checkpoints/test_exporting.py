@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
-from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
+from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.types import ExpertKey
 
@@ -66,30 +66,6 @@ def test_an_export_that_fails_leaves_the_old_model(
         write(source, folder, failing=True)
     assert contents(folder) == before
     assert os.listdir(folder.parent) == ["model"]
-
-
-@pytest.mark.parametrize("write", [write_like, write_own])
-def test_an_old_model_that_cannot_be_deleted_costs_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., None]
-) -> None:
-    source = tmp_path / "source"
-    save(tiny_model(MIXTRAL), source, sharded=False)
-    folder = tmp_path / "out" / "model"
-    write(source, folder, failing=False)
-    expected = contents(folder)
-    (folder / "model.safetensors").write_bytes(b"old")
-    real = os.unlink
-
-    def unlink(path: str, **options: int) -> None:
-        if os.path.basename(path) == "model.safetensors":
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM), path)
-        real(path, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", unlink)
-        with pytest.warns(MoERuntimeWarning, match="could not be removed"):
-            write(source, folder, failing=False)
-    assert contents(folder) == expected
 
 
 def test_what_is_no_model_stays_beside_an_exported_one(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_runtime.checkpoints.formats import packed_weights
-from moe_runtime.checkpoints.packed_reading import read_matrix
+from moe_runtime.checkpoints.packed_parameter import read_matrix
 from moe_runtime.checkpoints.safetensors_index import read_header
 
 PACKED = Path(__file__).parent / "data" / "gptq_awq_packers.npz"

@@ -10,8 +10,6 @@ import pytest
 import quantized_checkpoints
 import torch
 from changed_checkpoints import EXPERT, Originals, changed, mapped, matrices_of_expert, refusal
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from quantized_checkpoints import EXPERTS, Quantized
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -29,26 +27,13 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 PARTS = [
     ("gpt_oss-mxfp4", "model.layers.1.mlp.experts.gate_up_proj_scales"),
-    ("gpt_oss-mxfp4", "model.layers.1.mlp.experts.gate_up_proj_blocks"),
     ("deepseek_v3-fp8", f"{EXPERT}.weight_scale_inv"),
-    ("deepseek_v3-fp8", f"{EXPERT}.weight"),
     ("deepseek_v3-int4", f"{EXPERT}.weight_scale"),
-    ("deepseek_v3-int4", f"{EXPERT}.weight_packed"),
-    ("deepseek_v3-int4", f"{EXPERT}.weight_shape"),
     ("qwen3_moe-int4-zeros", f"{EXPERT}.weight_zero_point"),
-    ("qwen3_moe-int4-zeros", f"{EXPERT}.weight_scale"),
-    ("glm4_moe-int8-zeros", f"{EXPERT}.weight_zero_point"),
-    ("qwen3_moe-gptq", f"{EXPERT}.qweight"),
     ("qwen3_moe-gptq", f"{EXPERT}.qzeros"),
-    ("qwen3_moe-gptq", f"{EXPERT}.scales"),
     ("glm4_moe-awq", f"{EXPERT}.qweight"),
-    ("glm4_moe-awq", f"{EXPERT}.qzeros"),
-    ("glm4_moe-awq", f"{EXPERT}.scales"),
     ("mixtral-nvfp4", "model.layers.1.block_sparse_moe.experts.3.w3.weight_global_scale"),
-    ("mixtral-nvfp4", "model.layers.1.block_sparse_moe.experts.3.w3.weight_scale"),
     ("qwen3_moe-nvfp4-modelopt", f"{EXPERT}.weight_scale_2"),
-    ("qwen3_moe-nvfp4-modelopt", f"{EXPERT}.weight_scale"),
-    ("olmoe-mxfp8", f"{EXPERT}.weight_scale_inv"),
     ("deepseek_v4-fp4", "model.layers.1.ffn.experts.3.w3.scale"),
 ]
 
@@ -96,20 +81,14 @@ def test_a_wrong_shape_of_packed_integers_is_refused(originals, tmp_path) -> Non
     ("sample", "config", "words"),
     [
         ("deepseek_v3-fp8", {"quant_method": "hqq"}, "quant_method 'hqq' cannot be read yet"),
-        ("deepseek_v3-fp8", {"quant_method": None}, "quant_method None cannot be read yet"),
         ("deepseek_v3-fp8", {"quant_method": 3}, "expected quant_method to be a name"),
-        ("deepseek_v3-fp8", {"weight_block_size": [64, 64]}, "F32 or BF16"),
         ("deepseek_v3-fp8", {"weight_block_size": [128]}, "two positive whole numbers"),
-        ("deepseek_v3-fp8", {"weight_block_size": "big"}, "two positive whole numbers"),
-        ("gpt_oss-mxfp4", {"quant_method": "fp8"}, "found none among"),
         ("deepseek_v3-fp8", {"fmt": "e5m2"}, "fmt 'e5m2' cannot be read yet; expected e4m3"),
-        ("deepseek_v3-fp8", {"fmt": 8}, "expected fmt to be a name"),
         ("qwen3_moe-nvfp4-modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ"),
         ("qwen3_moe-nvfp4-modelopt", {"quant_algo": "FP8"}, "expected F8_E4M3, as it has scales"),
         ("glm4_moe-mixed", {"format": "marlin-24"}, "expected format to be float-quantized or"),
         ("deepseek_v4-fp4", {"expert_dtype": "fp8"}, "expected F8_E4M3"),
         ("deepseek_v3-int4", {"config_groups": {}}, "among the targets of config_groups"),
-        ("deepseek_v3-int4", {"config_groups": [1]}, "expected config_groups to be an object"),
         ("deepseek_v3-int4", {"ignore": ["re:.*experts.*"]}, "ignores"),
         ("deepseek_v3-int4", {"ignore": ["re:("]}, "a regular expression"),
         ("deepseek_v3-int4", {"sparsity_config": {"format": "2:4"}}, "sparsity_config"),
@@ -149,9 +128,8 @@ def test_experts_of_two_formats_in_a_layer_are_refused(originals, tmp_path) -> N
     assert "expected one type for all experts" in refusal(folder, UnsupportedModelError)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_plain_matrices_beside_quantised_ones_of_an_expert_must_be_bf16(
-    originals, tmp_path, dtype: torch.dtype
+    originals, tmp_path
 ) -> None:
     """Known before the first token, which no product could compute."""
 
@@ -165,10 +143,9 @@ def test_plain_matrices_beside_quantised_ones_of_an_expert_must_be_bf16(
 
         return changed(originals("deepseek_v3-int4"), tmp_path / folder, unpack)
 
-    name = str(dtype).removeprefix("torch.")
-    message = refusal(written("refused", dtype), UnsupportedModelError)
+    message = refusal(written("refused", torch.float16), UnsupportedModelError)
     assert "mlp.experts: of an expert's tensors, up is " in message
-    assert f"and down is {name}; expected one type for them, or bfloat16 beside" in message
+    assert "and down is float16; expected one type for them, or bfloat16 beside" in message
     assert mapped(written("taken", torch.bfloat16)).layouts
 
 
@@ -274,65 +251,3 @@ def test_scales_of_zero_and_none_are_what_they_say(originals, tmp_path) -> None:
     assert torch.equal(values[0, :32], codes[0, :32] * 2.0**-127)
     assert values[1, :32].isnan().all()
     assert torch.isfinite(values[2:]).all()
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 200) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
-    max_leaves=6,
-)
-KEYS = st.sampled_from(
-    [
-        *("quant_method", "weight_block_size", "expert_dtype", "format", "config_groups"),
-        *("fmt", "ignore", "targets", "weights", "num_bits", "strategy", "group_size", "type"),
-        *("bits", "desc_act", "checkpoint_format", "dynamic", "zero_point", "version"),
-        *("symmetric", "quant_algo", "block_structure", "actorder", "sparsity_config"),
-    ]
-)
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fuzzed")
-
-
-@settings(max_examples=40)
-@given(
-    name=st.sampled_from(
-        [
-            *("gpt_oss-mxfp4", "glm4_moe-mixed", "qwen3_moe-nvfp4-modelopt"),
-            *("qwen3_moe-int4-zeros", "qwen3_moe-gptq", "glm4_moe-awq"),
-        ]
-    ),
-    key=KEYS,
-    value=JSON,
-    data=st.data(),
-)
-def test_odd_configurations_and_tensors_are_read_or_refused_in_one_line(
-    originals, scratch, name, key, value, data
-) -> None:
-    original = originals(name)
-    config = json.loads((original / "config.json").read_text())
-    part = config["quantization_config"]
-    places = [part, *part.get("config_groups", {}).values()]
-    places += [group["weights"] for group in part.get("config_groups", {}).values()]
-    data.draw(st.sampled_from(places), label="place")[key] = value
-    (scratch / "config.json").write_text(json.dumps(config))
-    raw = bytearray((original / "model.safetensors").read_bytes())
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    chosen = data.draw(st.sampled_from(sorted(header.keys() - {"__metadata__"})), label="tensor")
-    dtype = data.draw(st.sampled_from(["U8", "I8", "F8_E4M3", "F8_E8M0"]), label="dtype")
-    if header[chosen]["dtype"] in ("U8", "I8", "F8_E4M3"):
-        header[chosen]["dtype"] = dtype
-    if data.draw(st.booleans(), label="renamed"):
-        header[chosen[:-1]] = header.pop(chosen)
-    text = json.dumps(header).encode()
-    content = len(text).to_bytes(8, "little") + text + bytes(raw[8 + length :])
-    (scratch / "model.safetensors").write_bytes(content)
-    message = ""
-    try:
-        mapped(scratch)
-    except MoERuntimeError as error:
-        message = str(error)
-    assert "\n" not in message

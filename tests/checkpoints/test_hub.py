@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from text_checkpoint import tiny_text_model, tiny_tokenizer
 from warm_python import warm_python
 
-from moe_runtime.checkpoints.hub_names import HubName, gguf_files, parse_hub_name
+from moe_runtime.checkpoints.hub import HubName, gguf_files, parse_hub_name
 from moe_runtime.checkpoints.model_files import find_checkpoint
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, CheckpointError
@@ -230,7 +230,7 @@ def test_a_disk_without_room(
 def test_inspecting_a_model_of_the_hub_reads_headers_alone(
     hub: local_hub.LocalHub, folder: Path, ignores_ranges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_runtime.checkpoints.hub_transfer._FIRST_BYTES", 1 << 10)
+    monkeypatch.setattr("moe_runtime.checkpoints.hub._FIRST_BYTES", 1 << 10)
     hub.add(NAME, folder)
     hub.ignores_ranges = ignores_ranges
     expected = inspect_checkpoint(folder, max_tokens=64)

@@ -47,7 +47,7 @@ def with_config(original: Path, folder: Path, value: object, key: str = "") -> P
     return folder
 
 
-@pytest.mark.parametrize("value", ["gptq", [1], [], 3, 0, "", True, 1.5], ids=str)
+@pytest.mark.parametrize("value", ["gptq", [], 0], ids=str)
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 def test_a_quantization_config_that_is_no_object(originals, tmp_path, key, value) -> None:
     folder = with_config(originals("qwen3_moe-gptq"), tmp_path / "a", value, key)
@@ -56,16 +56,12 @@ def test_a_quantization_config_that_is_no_object(originals, tmp_path, key, value
     assert message.endswith(f"found {value!r}")
 
 
-@pytest.mark.parametrize("command", ["inspect", "pack", "generate", "run"])
+@pytest.mark.parametrize("command", ["inspect", "generate"])
 def test_commands_say_it_in_one_line(originals, tmp_path, capsys, command) -> None:
     folder = with_config(originals("qwen3_moe-gptq"), tmp_path / "a", "gptq")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "The"}\n')
-    more = {
-        "pack": [str(tmp_path / "out")],
-        "generate": ["--prompts", str(prompts), "-o", str(tmp_path / "answers.jsonl")],
-        "run": ["--prompt", "The"],
-    }
+    more = {"generate": ["--prompts", str(prompts), "-o", str(tmp_path / "answers.jsonl")]}
     capsys.readouterr()
     assert main([command, str(folder), *more.get(command, [])]) == 2
     printed = capsys.readouterr()
@@ -131,18 +127,12 @@ def renumbered(tensors: dict[str, Tensor]) -> None:
         tensors[name.replace(".experts.3.", ".experts.6.")] = tensors.pop(name)
 
 
-def from_one_on(names: str) -> Callable[[dict[str, Tensor]], None]:
-    """Gives those of a layer whose names have a part the numbers 1 to 6."""
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for expert in range(5, -1, -1):
-            start = f"{LAYER}.{expert}.{names}"
-            for name in [name for name in tensors if name.startswith(start)]:
-                tensors[name.replace(f"experts.{expert}.", f"experts.{expert + 1}.")] = tensors.pop(
-                    name
-                )
-
-    return change
+def from_one_on(tensors: dict[str, Tensor]) -> None:
+    """Gives the experts of a layer the numbers 1 to 6."""
+    for expert in range(5, -1, -1):
+        for name in [name for name in tensors if name.startswith(f"{LAYER}.{expert}.")]:
+            new = name.replace(f"experts.{expert}.", f"experts.{expert + 1}.")
+            tensors[new] = tensors.pop(name)
 
 
 def rows_twice(tensors: dict[str, Tensor]) -> None:
@@ -157,12 +147,6 @@ CASES = {
         GPTQ,
         part(".g_idx", lambda t: t + 1),
         f"{EXPERT}.g_idx: expected groups 0 to 1 of 32",
-    ),
-    "negative groups": (GPTQ, part(".g_idx", lambda t: t - 1), "found column 0 in group -1"),
-    "finer groups": (
-        GPTQ,
-        part(".g_idx", lambda t: torch.arange(48) // 16),
-        "found column 16 in group 1",
     ),
     "permuted groups": (
         GPTQ,
@@ -191,16 +175,6 @@ CASES = {
         f"{EXPERT}.g_idx: expected a group of each of 48 columns of {EXPERT}.qweight [6, 36] with "
         "4 bits a code, found I32 [40]",
     ),
-    "short indices": (
-        GPTQ,
-        ends("mlp.experts.*.g_idx", lambda t: t[:-1]),
-        "model.layers.0.mlp.experts.0.gate_proj.g_idx: expected [48], a group for each column",
-    ),
-    "turned gptq scales": (
-        GPTQ,
-        part(".scales", torch.t),
-        f"{EXPERT}.scales: expected F16 or BF16 or F32 [2, 36]",
-    ),
     "turned awq codes": (
         AWQ,
         part(".qweight", torch.t),
@@ -216,21 +190,6 @@ CASES = {
         part(".qweight", lambda t: t[:-8]),
         f"expected [40, 48] as those of other experts, found [40, 40] in {EXPERT}.qweight [40, 5]",
     ),
-    "awq codes all without a row": (
-        AWQ,
-        ends("*up_proj.qweight", lambda t: t[:-1]),
-        "qweight: expected I32 [K, 7] with K, the columns, a multiple of 8, found I32 [47, 7]",
-    ),
-    "narrow awq codes": (
-        AWQ,
-        part(".qweight", lambda t: t[:, 1:]),
-        f"{EXPERT}.qweight: expected codes of 40 rows",
-    ),
-    "turned int4": (
-        "deepseek_v3-int4",
-        part(".weight_packed", torch.t),
-        f"{EXPERT}.weight_packed: expected",
-    ),
     "no int8 scales": (
         "glm4_moe-int8-zeros",
         without(f"{EXPERT}.weight_scale"),
@@ -245,16 +204,6 @@ CASES = {
         GPTQ,
         without(EXPERT),
         f"{EXPERT}.weight: expected it for experts 0 to 5, as the configuration says",
-    ),
-    "no ups": (
-        GPTQ,
-        without(*(f"{LAYER}.{e}.up" for e in range(6))),
-        f"{LAYER}.0.up_proj.weight: expected it",
-    ),
-    "no expert": (
-        GPTQ,
-        without(f"{LAYER}.3."),
-        f"{LAYER}.3.gate_proj.weight: expected it for experts",
     ),
     "no layer": (
         GPTQ,
@@ -290,11 +239,8 @@ def test_the_tensor_at_fault_is_named(originals, tmp_path, case) -> None:
     ("sample", "config", "words"),
     [
         (GPTQ, {"group_size": 64}, "those of groups of 1 x 32, not of 1 x 64; correct the size"),
-        (GPTQ, {"group_size": -1}, "those of groups of 1 x 32, not of 1 x all; correct the size"),
         (GPTQ, {"quant_method": "awq"}, "as quant_method gptq has them: correct the quantization"),
         (AWQ, {"quant_method": "gptq"}, "as quant_method awq has them: correct the quantization"),
-        (GPTQ, {"quant_method": "fp8"}, "g_idx, a part of gptq: correct quant_method"),
-        (AWQ, {"quant_method": "mxfp4"}, "qweight, a part of gptq or awq: correct quant_method"),
         (
             "deepseek_v3-fp8",
             {"quant_method": "modelopt", "quant_algo": "FP8"},
@@ -429,13 +375,11 @@ def test_a_bias_that_nothing_says_how_to_read(originals, plain, tmp_path, has_co
     ("change", "words"),
     [
         (without(f"{LAYER}.4.down"), f"{LAYER}.4.down_proj.weight: expected it for experts 0 to 5"),
-        (without(f"{LAYER}.4."), f"{LAYER}.4.gate_proj.weight: expected it for experts 0 to 5"),
         (part(".weight", lambda t: t[:, 1:]), f"{EXPERT}.weight: expected [36, 48] as those of"),
         (seventh, f"{LAYER}.6.gate_proj.weight: expected experts 0 to 5"),
         (braces, f"{LAYER}.4.up_proj.weight: expected the up weights of experts 0 to 5"),
         (renumbered, "found none of expert 3, but these"),
-        (from_one_on("up"), "expected the up weights of experts 0 to 5 of the layer"),
-        (from_one_on(""), f"{LAYER}.1.gate_proj.weight: expected the gate weights of experts 0 to"),
+        (from_one_on, f"{LAYER}.1.gate_proj.weight: expected the gate weights of experts 0 to"),
     ],
 )
 def test_of_plain_experts_too(plain, tmp_path, change, words) -> None:

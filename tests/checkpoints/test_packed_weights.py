@@ -60,11 +60,11 @@ def test_any_rows_have_their_own_scales_or_are_refused(stack) -> None:
 
 
 @pytest.mark.parametrize("most_elements", [1, 24, 24 * 7, 24 * 16, 24 * 33, 24 * 1000])
-def test_runs_of_rows_are_all_rows_once(stack, most_elements) -> None:
+def test_pieces_are_all_rows_once(stack, most_elements) -> None:
     weight, values = stack
-    runs = [*weight.runs(most_elements)]
-    assert torch.equal(torch.cat([rows_of(weight, n, 1, count) for n, count in runs]), values)
-    assert all(count <= max(1, most_elements // 24) for _, count in runs)
+    found, largest = values_in_pieces(weight, most_elements)
+    assert torch.equal(found, values)
+    assert largest <= max(24, most_elements)
 
 
 def values_in_pieces(weight: PackedWeight, most_elements: int) -> tuple[Tensor, int]:

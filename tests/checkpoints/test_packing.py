@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 import moe_runtime
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.packed_experts import MANIFEST_NAME, read_manifest
 from moe_runtime.checkpoints.packing import pack_checkpoint, staging_of, writer
-from moe_runtime.checkpoints.packing.manifest import MANIFEST_NAME, read_manifest
 from moe_runtime.checkpoints.safetensors_index import PACKED_INDEX_NAME
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
@@ -132,8 +132,9 @@ def test_what_is_no_bf16_stays_as_it_is(tmp_path: Path) -> None:
     assert all(map(torch.equal, logits_of(tmp_path / "packed"), logits_of(checkpoint)))
 
 
+@pytest.mark.parametrize("damage", ["", "byte", "end"])
 def test_an_interrupted_run_goes_on_with_what_is_whole(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 15)
     pack_checkpoint(source, tmp_path / "at-once")
@@ -153,7 +154,13 @@ def test_an_interrupted_run_goes_on_with_what_is_whole(
             pack_checkpoint(source, out)
     assert not out.exists()
     assert not list(staging_of(out).glob("*.partial"))
-    assert pack_checkpoint(source, out).kept_files == 2
+    second = sorted(staging_of(out).glob("experts-*"))[1]
+    content = second.read_bytes()
+    if damage == "byte":
+        second.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    elif damage == "end":
+        second.write_bytes(content[:-100])
+    assert pack_checkpoint(source, out).kept_files == (1 if damage else 2)
     assert contents(out) == contents(tmp_path / "at-once")
     assert not staging_of(out).exists()
 
@@ -171,19 +178,18 @@ def test_nothing_of_another_checkpoint_is_taken_up(
     assert pack_checkpoint(source, tmp_path / "packed", "none").kept_files == 0
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_write_that_fails_leaves_the_old_one(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "packed"
     pack_checkpoint(source, out)
     before = contents(out)
 
     def fail(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(writer, "write_at", fail)
-    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
         pack_checkpoint(source, out)
     assert Path(caught.value.filename).parent == staging_of(out)
     assert contents(out) == before
@@ -284,7 +290,7 @@ def test_a_folder_of_the_name_that_it_grows_under_is_not_emptied(
             pack_checkpoint(source, tmp_path / name.removesuffix(".packing"))
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"origin": 1, "shards": [{}]}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"origin": 1, "shards": [{}]}'])
 def test_damaged_notes_of_an_earlier_run_are_one_line(
     source: Path, tmp_path: Path, text: str
 ) -> None:
@@ -293,29 +299,6 @@ def test_damaged_notes_of_an_earlier_run_are_one_line(
     (staging / "packing_progress.json").write_text(text)
     with pytest.raises(ValueError, match=r"packing_progress\.json cannot be read[^\n]*$"):
         pack_checkpoint(source, tmp_path / "packed")
-
-
-@pytest.mark.parametrize("damage", ["byte", "end", "gone"])
-def test_what_an_earlier_run_wrote_is_read_again(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
-    monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 15)
-    pack_checkpoint(source, tmp_path / "at-once")
-    out = tmp_path / "packed"
-    with monkeypatch.context() as patch:
-        patch.setattr(writer._Growing, "write_rest", lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pack_checkpoint(source, out)
-    second = sorted(staging_of(out).glob("experts-*"))[1]
-    content = second.read_bytes()
-    if damage == "byte":
-        second.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
-    elif damage == "end":
-        second.write_bytes(content[:-100])
-    else:
-        second.unlink()
-    assert pack_checkpoint(source, out).kept_files == 1
-    assert contents(out) == contents(tmp_path / "at-once")
 
 
 def test_a_packed_checkpoint_is_for_inference(source: Path, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ import moe_runtime
 from moe_runtime.checkpoints.formats.settings import matches
 from moe_runtime.checkpoints.packing import Scheme, pack_checkpoint, staging_of, writer
 from moe_runtime.cli.main import main
-from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import WeightFormat
 from moe_runtime.kernels.quantized.rounding import quantize
 
@@ -115,7 +113,7 @@ def test_codes_and_scales_are_those_of_compressed_tensors(
 
 @every
 def test_files_hold_what_compressed_tensors_writes(case: Case, tmp_path: Path) -> None:
-    """All tensors to the bit; and the logits are those of the values that it gives them."""
+    """All tensors to the bit, which transformers reads; logits are those of the same values."""
     expected = samples.write(case.sample, tmp_path / "expected")
     source = source_of(case.family, tmp_path / "source")
     found = pack_checkpoint(source, tmp_path / "out", quantize=case.scheme)
@@ -137,24 +135,16 @@ def test_files_hold_what_compressed_tensors_writes(case: Case, tmp_path: Path) -
     reference = AutoModelForCausalLM.from_pretrained(
         expected.plain, dtype=torch.float32, experts_implementation="eager"
     )
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    values = dict(read.named_parameters())
+    for name, value in reference.named_parameters():
+        assert torch.equal(values[name], value.bfloat16()), name
     model: Any = moe_runtime.load(tmp_path / "out", device="cpu", dtype="float32")
     with torch.inference_mode():
         logits, wanted = model(PROMPT).logits, reference(PROMPT).logits
     model.moe.close()
     # both compute in fp32 from the same values, and differ in how sums are ordered
     assert (logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
-
-
-@every
-def test_transformers_loads_the_same_values(case: Case, tmp_path: Path) -> None:
-    expected = samples.write(case.sample, tmp_path / "expected")
-    source = source_of(case.family, tmp_path / "source")
-    pack_checkpoint(source, tmp_path / "out", quantize=case.scheme)
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    wanted = AutoModelForCausalLM.from_pretrained(expected.plain, dtype=torch.float32)
-    values = dict(found.named_parameters())
-    for name, value in wanted.named_parameters():
-        assert torch.equal(values[name], value.bfloat16()), name
 
 
 def test_gpt_oss_keeps_its_own_layout(tmp_path: Path) -> None:
@@ -233,13 +223,11 @@ def test_the_error_that_was_made_is_said(tmp_path: Path, capsys: pytest.CaptureF
     assert "holds letter" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("family", "scheme"), [(OLMOE, "int4"), (GPT_OSS, "mxfp4")], ids=["apart", "stacked"]
-)
 def test_an_interrupted_run_goes_on_with_what_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family, scheme: Scheme
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = source_of(family, tmp_path / "source")
+    scheme: Scheme = "mxfp4"
+    source = source_of(GPT_OSS, tmp_path / "source")
     monkeypatch.setattr(writer, "SHARD_BYTES", 1 << 16)
     pack_checkpoint(source, tmp_path / "at-once", quantize=scheme)
     whole, out = writer._Growing._write_file, tmp_path / "out"
@@ -261,30 +249,6 @@ def test_an_interrupted_run_goes_on_with_what_is_whole(
     assert pack_checkpoint(source, out, quantize=scheme).kept_files == 1
     assert contents(out) == contents(tmp_path / "at-once")
     assert not staging_of(out).exists()
-
-
-def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out = source_of(OLMOE, tmp_path / "source"), tmp_path / "out"
-    pack_checkpoint(source, out, quantize="fp8")
-    before = contents(out)
-    left = [1 << 16]
-
-    def fail(descriptor: int, content: Any, offset: int) -> None:
-        left[0] -= len(content)
-        if left[0] < 0:
-            raise OSError(28, os.strerror(28))
-        os.pwrite(descriptor, content, offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_at", fail)
-        with pytest.raises(OSError, match=os.strerror(28)):
-            pack_checkpoint(source, out, quantize="fp8")
-    assert contents(out) == before
-    assert not list(staging_of(out).glob("*.part"))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(CapacityError, match="has 1000 B free"):
-        pack_checkpoint(source, out, quantize="fp8")
 
 
 def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
@@ -309,14 +273,13 @@ def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_weights_that_are_no_numbers_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = source_of(OLMOE, tmp_path / "source")
     tensors = tensors_of(source)
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
-    tensors[name][3, 5] = value
+    tensors[name][3, 5] = float("inf")
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"{name}[^\n]*finite"):
         pack_checkpoint(source, tmp_path / "out", quantize="mxfp4")

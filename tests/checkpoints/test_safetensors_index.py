@@ -109,7 +109,7 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
         ("", "shards named *.safetensors"),
         (None, "shards named *.safetensors"),
         (["model-00001-of-00002.safetensors"], "shards named *.safetensors"),
-        ("x" * 5000 + ".safetensors", "File name too long"),
+        ("x" * 5000 + ".safetensors", "1 missing"),
     ],
 )
 def test_shards_that_are_none(tmp_path: Path, shard: object, fragment: str) -> None:
@@ -168,7 +168,7 @@ def test_damaged_index(tmp_path: Path, text: bytes, fragment: str) -> None:
 def test_index_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE_NAME).touch()
     os.truncate(tmp_path / INDEX_FILE_NAME, MAX_HEADER_BYTES + 1)
-    assert f"at most {MAX_HEADER_BYTES} bytes" in refusal(tmp_path)
+    assert "the most that is read" in refusal(tmp_path)
 
 
 def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
@@ -192,4 +192,4 @@ def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_directory_in_the_place_of_the_file(tmp_path: Path) -> None:
     (tmp_path / SINGLE_FILE_NAME).mkdir()
-    assert "a regular file, found a directory" in refusal(tmp_path)
+    assert "Is a directory" in refusal(tmp_path)

@@ -44,11 +44,9 @@ def poisoned(name: str, number: float) -> Callable[[dict[str, Tensor]], None]:
 @pytest.mark.parametrize(
     ("sample", "name", "number", "matrix"),
     [
-        ("qwen3_moe-gptq", f"{EXPERT}.scales", INF, "up of expert 3"),
         ("deepseek_v3-int4", f"{EXPERT}.weight_scale", NAN, "up of expert 3"),
         ("deepseek_v3-fp8", f"{EXPERT}.weight", 127, "up of expert 3"),
         ("olmoe-mxfp8", f"{EXPERT}.weight_scale_inv", 255, "up of expert 3"),
-        ("mixtral-nvfp4", f"{MIXTRAL}.weight_scale", 127, "up of expert 3"),
         ("mixtral-nvfp4", f"{MIXTRAL}.weight_global_scale", NAN, "up of expert 3"),
         ("gpt_oss-mxfp4", "model.layers.1.mlp.experts.down_proj_scales", 255, "down of expert 5"),
         ("gpt_oss-mxfp4", "model.layers.1.mlp.experts.down_proj_scales", 254, "down of expert 5"),

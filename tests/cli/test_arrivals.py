@@ -128,14 +128,14 @@ CASES = {
         },
     ),
     "doctor": Case(
-        ("moe_runtime.cli.machine.examine",),
+        ("moe_runtime.cli.commands.doctor.examine",),
         ("models",),
         {"path": ("", Path("models")), "read_size": ("--read-size 5MiB", 5 * MIB)},
     ),
     "replay": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
-            "moe_runtime.lab.traces.side_by_side.side_by_side",
+            "moe_runtime.lab.traces.routes.side_by_side",
             "moe_runtime.lab.replay.experiment.Experiment",
         ),
         ("ids-t.npz",),
@@ -176,7 +176,7 @@ CASES = {
     "place": Case(
         (
             "moe_runtime.lab.traces.read_trace",
-            "moe_runtime.planning.placement.split_window",
+            "moe_runtime.policies.placement.scoring.split_window",
             "moe_runtime.policies.placement.Devices",
             "moe_runtime.research.placement_solvers.place_experts",
         ),
@@ -195,7 +195,7 @@ CASES = {
     ),
     "simulate": Case(
         (
-            "moe_runtime.lab.simulate.machine_file.read_machine",
+            "moe_runtime.lab.simulate.scaling.read_machine",
             "moe_runtime.lab.simulate.scaling.sweep_scaling",
         ),
         (),
@@ -283,7 +283,7 @@ CASES = {
     "predictor fit": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
-            "moe_runtime.lab.traces.predictor_file.write_predictor",
+            "moe_runtime.lab.traces.learned.write_predictor",
         ),
         ("t.npz",),
         {

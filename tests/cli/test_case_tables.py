@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.cli.bench_cases.expert_formats import show_formats
-from moe_runtime.cli.bench_cases.expert_layer import show_experts
-from moe_runtime.cli.bench_cases.ops import show_ops
+from moe_runtime.benchmarks.commands.layers import show_experts, show_formats, show_ops
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -10,12 +10,12 @@ from synthetic_routes import make_routes
 from traces import trace_of
 from training_runs import CONFIG, write_run
 
-from moe_runtime.bench.peer_files import split_peer
+from moe_runtime.benchmarks.suite.peers import split_peer
 from moe_runtime.checkpoints.model_files import find_checkpoint
 from moe_runtime.cli.commands.finetune import _pattern
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.policies.prediction import Shape
 from moe_runtime.serving.http.models.naming import adapters_of

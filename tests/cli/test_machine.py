@@ -13,7 +13,7 @@ import pytest
 import torch
 from quantized_matrices import random_matrix
 
-from moe_runtime.cli import machine
+from moe_runtime.cli.commands import doctor as machine
 from moe_runtime.kernels.native import library
 from moe_runtime.kernels.quantized import BLOCKS, WeightFormat
 

@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -103,32 +102,22 @@ def test_a_run_replaces_both(checkpoint: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["timeline.json", "trace.npz"]
 
 
-def test_devices_stay_devices(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(checkpoint, "--trace", "/dev/null", "--timeline", "/dev/null") == 0
-    capsys.readouterr()
+def test_devices_are_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--trace", "--timeline"):
-        assert run(checkpoint, option, "/dev/full") == 2
+        assert run(checkpoint, option, "/dev/null") == 2
         assert capsys.readouterr().err.endswith(
-            f"/dev/full: the {option[2:]} cannot be written: No space left on device\n"
+            f"/dev/null: the {option[2:]} cannot be written: is a device, pipe or open stream, "
+            "expected the name of a file\n"
         )
-    for name in ("/dev/null", "/dev/full"):
-        assert stat.S_ISCHR(os.stat(name).st_mode)
-        assert not os.path.exists(f"{name}.part")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-def test_outputs_go_through_links_and_pipes(checkpoint: Path, tmp_path: Path) -> None:
+def test_outputs_go_through_links(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "link.npz").symlink_to("trace.npz")
-    os.mkfifo(tmp_path / "pipe")
-    got: list[str] = []
-    reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_text()))
-    reader.start()
-    words = ["--trace", str(tmp_path / "link.npz"), "--timeline", str(tmp_path / "pipe")]
-    assert run(checkpoint, *words) == 0
-    reader.join()
+    assert run(checkpoint, "--trace", str(tmp_path / "link.npz")) == 0
     assert (tmp_path / "link.npz").is_symlink()
     assert read_trace(tmp_path / "trace.npz").num_steps == 2
-    assert [event["name"] for event in json.loads(got[0])].count("decode") == 1
-    assert sorted(os.listdir(tmp_path)) == ["link.npz", "pipe", "trace.npz"]
+    assert sorted(os.listdir(tmp_path)) == ["link.npz", "trace.npz"]
 
 
 def test_what_a_killed_run_left_is_kept_and_named(

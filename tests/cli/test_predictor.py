@@ -11,7 +11,7 @@ from synthetic_routes import make_routes
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.traces import Trace, write_trace
-from moe_runtime.lab.traces.predictor_file import read_predictor, write_predictor
+from moe_runtime.lab.traces.learned import read_predictor, write_predictor
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import PREDICTORS, Shape, make_estimator
 from moe_runtime.types import ModelSignature

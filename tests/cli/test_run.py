@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime.cli.commands.run import outcome_rows
 from moe_runtime.cli.main import main
-from moe_runtime.cli.run_outcome import outcome_rows
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
 from moe_runtime.inference.generation import GenerationResult
 
@@ -137,14 +137,6 @@ def test_json_is_one_object_with_the_promised_keys(
     }
     assert outcome | promised == outcome
     assert err == ""
-
-
-def test_room_is_what_prompt_and_new_tokens_need(checkpoint: Path, fake_load: Any) -> None:
-    from transformers import AutoTokenizer
-
-    assert run(checkpoint, "-n", "7") == 0
-    num_prompt_tokens = len(AutoTokenizer.from_pretrained(checkpoint)(PROMPT)["input_ids"])
-    assert fake_load.options["max_tokens"] == num_prompt_tokens + 7
 
 
 def test_sampling_options_reach_the_sampler(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import moe_runtime
-from moe_runtime.bench.peers.transformers import Peer
+from moe_runtime.benchmarks.peers.transformers import Peer
 from moe_runtime.cli.main import main
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.lab.traces.workload import workload_of

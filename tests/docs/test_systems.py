@@ -11,8 +11,8 @@ import pictures
 import pytest
 from command_lines import require_sound
 
-from moe_runtime.planning.placement import check_algorithm
-from moe_runtime.policies.eviction.registry import LIVE_POLICIES
+from moe_runtime.policies.eviction import LIVE_POLICIES
+from moe_runtime.policies.placement.algorithms import check_algorithm
 from moe_runtime.policies.prediction import PREDICTORS
 from moe_runtime.research.placement_solvers import ALGORITHMS
 from moe_runtime.routing import GATES

@@ -20,7 +20,7 @@ QUOTED = [
 def messages() -> list[str]:
     """Every text in the sources of the package; what is filled in stands as an ellipsis."""
     found = []
-    for top in ("moe_runtime", "kernels", "policies"):
+    for top in ("moe_runtime", "kernels", "policies", "benchmarks"):
         for path in sorted((ROOT / top).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):

@@ -5,9 +5,6 @@ import fcntl
 import itertools
 import os
 import stat
-import subprocess
-import sys
-import threading
 import warnings
 from pathlib import Path
 
@@ -17,15 +14,17 @@ from injected_faults import CHANGING, LOOKING, at_call, fail, outcomes_of_kills
 from moe_runtime import files
 from moe_runtime.cli.main import describe
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
-from moe_runtime.file_names import draft_of
 from moe_runtime.files import (
     OutputFile,
     check_draft_path,
     check_not_in_progress,
+    check_output_folder,
     check_output_path,
+    draft_of,
     keep_interrupted,
     make_folders,
     remove_abandoned,
+    require_apart,
     write_atomically,
 )
 
@@ -64,7 +63,7 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.filterwarnings("ignore:.*is written, but:moe_runtime.errors.MoERuntimeWarning")
+@pytest.mark.filterwarnings("ignore::moe_runtime.errors.MoERuntimeWarning")
 def test_a_full_disk_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
     path = tmp_path / "file"
     seen = set()
@@ -145,46 +144,15 @@ def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
         check_output_path(tmp_path / "a", "report")
 
 
-def test_devices_stay_devices() -> None:
-    write("/dev/null")
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        write("/dev/full")
-    check_output_path("/dev/null", "trace")
-    with pytest.raises(CheckpointError, match=r"/dev/full: .* No space left on device"):
-        check_output_path("/dev/full", "trace")
-    assert all(stat.S_ISCHR(os.stat(name).st_mode) for name in ("/dev/null", "/dev/full"))
-
-
-def test_a_pipe_with_a_name_is_written_into(tmp_path: Path) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    (tmp_path / "link").symlink_to(path)
-    got: list[bytes] = []
-    reader = threading.Thread(target=lambda: got.append(path.read_bytes()))
-    reader.start()
-    check_output_path(tmp_path / "link", "trace")
-    write(tmp_path / "link")
-    reader.join()
-    assert got == [b"new"]
-    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
-
-
-def test_open_descriptors_go_on_where_they_stand(tmp_path: Path) -> None:
-    """As the shell's `> file` and `>(command)` make them."""
-    with (tmp_path / "out").open("wb", buffering=0) as out:
-        out.write(b"before ")
-        before = os.fstat(out.fileno()).st_ino
-        check_output_path(f"/dev/fd/{out.fileno()}", "trace")
-        write(f"/dev/fd/{out.fileno()}")
-        out.write(b" after")
-    assert (tmp_path / "out").read_bytes() == b"before new after"
-    assert (tmp_path / "out").stat().st_ino == before
-    program = (
-        "from moe_runtime.files import write_atomically\n"
-        "with write_atomically('/dev/stdout') as file: file.write(b'new')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
-    assert done.stdout == b"new"
+def test_what_nothing_can_replace_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "open").open("wb") as stream:
+        for path in ("/dev/null", tmp_path / "pipe", f"/dev/fd/{stream.fileno()}"):
+            with pytest.raises(OSError, match="is a device, pipe or open stream"):
+                write(path)
+            with pytest.raises(CheckpointError, match="is a device, pipe or open stream"):
+                check_output_path(path, "trace")
+    assert sorted(os.listdir(tmp_path)) == ["open", "pipe"]
 
 
 def test_permissions_stay(tmp_path: Path) -> None:
@@ -244,7 +212,7 @@ def test_a_file_in_its_place_is_no_failure(
         warnings.simplefilter("always")
         write(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == b"new"
-    expected = ["is written, but a power cut could bring back"] * (number == errno.EIO)
+    expected = ["what was written there is whole, but a power"] * (number == errno.EIO)
     assert [str(each.message).partition(": ")[2][:44] for each in caught] == expected
 
 
@@ -326,3 +294,105 @@ def test_what_a_living_process_writes_is_not_taken(tmp_path: Path) -> None:
     first.finish()
     assert (tmp_path / "t.npz").read_bytes() == b"first"
     assert os.listdir(tmp_path) == ["t.npz"]
+
+
+def test_places_that_cannot_be_written_are_known_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(CheckpointError, match="is a folder, expected the name of a report file"):
+        check_output_path(tmp_path, "report")
+    with pytest.raises(CheckpointError, match=r"the report cannot be written: there is no folder"):
+        check_output_path(tmp_path / "absent" / "file", "report")
+    real = os.open
+
+    def read_only(name: Path, flags: int, *rest: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(name))
+        return real(name, flags, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", read_only)
+        with pytest.raises(CheckpointError, match=r"file: the report cannot be .*: Read-only file"):
+            check_output_path(path, "report")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(CheckpointError, match="no right to write"):
+            check_output_path(path, "report")
+    check_output_path(path, "report")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("name", ["out/", "out/."])
+def test_a_folder_s_name_is_no_file_s(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="is a folder, expected the name of a trace file"):
+        check_output_path(f"{tmp_path}/{name}", "trace")
+    with pytest.raises(IsADirectoryError):
+        write(f"{tmp_path}/{name}")
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_nothing_can_take_the_place_of_is_known_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    assert Path("/proc") in files.mount_points()
+    with monkeypatch.context() as patch:
+        # A file that is mounted alone, as into a container.
+        patch.setattr(files, "mount_points", lambda: {path})
+        with pytest.raises(CheckpointError, match=r"the trace cannot be .*: is a mount point"):
+            check_output_path(path, "trace")
+        with pytest.raises(OSError, match="is a mount point"):
+            write(path)
+    tmp_path.chmod(0o1777)
+    check_output_path(path, "trace")
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(CheckpointError, match=r"the trace cannot .*: belongs to another user"):
+        check_output_path(path, "trace")
+    check_output_path(tmp_path / "new", "trace")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_folders_that_cannot_be_made_are_known_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    check_output_folder(tmp_path / "new" / "below", "plots")
+    check_output_folder(tmp_path, "plots")
+    for name in ("file", "file/below"):
+        with pytest.raises(CheckpointError, match=r"the plots cannot .*: .*file is no folder"):
+            check_output_folder(tmp_path / name, "plots")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_whether_a_folder_can_be_written_to_does_not_depend_on_what_is_in_it(
+    tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "probe"
+    {
+        "folder": path.mkdir,
+        "link": lambda: path.symlink_to("/dev/full"),  # which no byte can be written to
+        "pipe": lambda: os.mkfifo(path),
+    }[kind]()
+    before = path.lstat()
+    # Opened for reading as well, a pipe does not keep a writer waiting.
+    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK) if kind == "pipe" else None
+    check_output_folder(tmp_path / "new", "plots")
+    assert path.lstat() == before
+    assert os.listdir(tmp_path) == ["probe"]
+    if reader is not None:
+        with pytest.raises(BlockingIOError):
+            os.read(reader, 1)
+        os.close(reader)
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "a.part"), ("link", "a"), ("a.part", "link")])
+def test_two_outputs_lie_apart(tmp_path: Path, names: tuple[str, str]) -> None:
+    (tmp_path / "link").symlink_to("a")
+    first, second = (tmp_path / name for name in names)
+    with pytest.raises(ValueError, match="trace and timeline must be different files"):
+        require_apart(first, second, ("trace", "timeline"))
+    require_apart(first, tmp_path / "b", ("trace", "timeline"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_runtime
-from moe_runtime.inference.hugging_face.gate_formulas import recognise_activation
+from moe_runtime.inference.known_classes import recognise_activation
 from moe_runtime.kernels.expert_mlp import ActivationSpec
 
 moe_runtime.register_with_transformers()

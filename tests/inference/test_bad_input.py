@@ -11,9 +11,7 @@ from text_checkpoint import tiny_text_model, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import moe_runtime
-from moe_runtime.checkpoints.model_files import find_checkpoint
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
-from moe_runtime.file_names import partial_name
 from moe_runtime.inference import loading
 from moe_runtime.inference.generation import generate_text
 from moe_runtime.inference.inspection import inspect_checkpoint
@@ -64,21 +62,6 @@ def test_a_file(checkpoint):
 
 def test_a_repository_that_cannot_be_downloaded():
     assert "nobody/nothing is neither a directory nor" in refused("nobody/nothing")
-
-
-def test_a_half_replaced_folder(checkpoint, monkeypatch):
-    """As a kill leaves it that cannot be replaced as a whole: the new one lies ready beside it."""
-    ready = partial_name(checkpoint).with_suffix(".ready")
-    checkpoint.rename(ready)
-    checkpoint.mkdir()
-    for file in ready.iterdir():
-        (checkpoint / file.name).write_bytes(file.read_bytes())
-    monkeypatch.chdir(checkpoint)
-    for name in (checkpoint, "."):
-        assert "is half replaced, with old files beside new ones; wait" in refused(name)
-    with pytest.raises(CheckpointError, match=f"use {ready}, which is whole"):
-        find_checkpoint(checkpoint, weights=False)
-    load(ready).moe.close()
 
 
 def test_no_config(checkpoint):

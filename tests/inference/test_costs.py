@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 import moe_runtime
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.budget import MemoryPlan
-from moe_runtime.inference.choosing import policy_maker
+from moe_runtime.inference.loading import policy_maker
 from moe_runtime.memory.layout import TensorRange, lay_out
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.eviction import LayerShares
-from moe_runtime.policies.eviction.setting import PolicyChoice
+from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ExpertKey, ModelSignature
 
 SIGNATURE = ModelSignature(model_type="some", num_layers=1, num_experts=6, top_k=1, vocab_size=10)

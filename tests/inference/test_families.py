@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import known_rows
 import moe_families
 import pytest
 import tiny_checkpoints
@@ -183,6 +184,14 @@ def experts_shape(module: torch.nn.Module) -> tuple[int, int]:
 def test_logits_equal_transformers(sample: Sample) -> None:
     """Under the smallest budget, in one of the layouts in turn over the families."""
     assert_same_logits(sample.layout([*LAYOUTS][ALL.index(sample.family) % 2]), sample)
+
+
+@torch.no_grad()
+def test_classes_compute_what_is_said_of_their_names(sample: Sample) -> None:
+    """Norms, routers, attention, residuals and gates; other rows are proven by the logits."""
+    torch.manual_seed(0)
+    for check in known_rows.checks_of(sample.model).values():
+        check()
 
 
 @pytest.mark.parametrize("sample", EIGHTHS, ids=str, indirect=True)

@@ -330,24 +330,14 @@ def test_a_gpu_replays_fused_steps(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_a_comparison_that_was_cut_short_is_made_again() -> None:
+def test_a_setting_that_changes_is_heard() -> None:
     own, other = pair(FAMILIES["glm4_moe"])
     with torch.no_grad():
         decode(other, PROMPT[:, :3], torch.ones(1, 3, dtype=torch.long), 1)
     for model in (own, other):
         for layer in model.model.layers:
             layer.self_attn.use_qk_norm = False  # its forward reads it
-    kind = type(other.model.layers[0].self_attn.forward)
-    bind = kind._bind
-
-    def struck(self: Any, *, pairs_share: bool) -> bool:
-        if pairs_share:
-            raise KeyboardInterrupt
-        return bind(self, pairs_share=pairs_share)
-
     with torch.no_grad():
-        with patch.object(kind, "_bind", struck), pytest.raises(KeyboardInterrupt):
-            decode(other, PROMPT[:, :3], torch.ones(1, 3, dtype=torch.long), 1)
         found = [
             decode(model, PROMPT[:, :3], torch.ones(1, 3, dtype=torch.long), 1)[0]
             for model in (own, other)

@@ -61,7 +61,7 @@ def test_a_loaded_model_needs_nothing_of_rooms_for_other_purposes(loaded):
 
 def test_of_policies_and_predictors_only_those_asked_for_are_imported(loaded):
     rules = {name for name in loaded if name.startswith("moe_runtime.policies.eviction.rules.")}
-    assert rules == {"moe_runtime.policies.eviction.rules.lru"}
+    assert rules == {"moe_runtime.policies.eviction.classic"}
     predictors = {name for name in loaded if name.startswith("moe_runtime.policies.prediction.")}
     assert predictors == {f"moe_runtime.policies.prediction.{part}" for part in ("base", "limits")}
 
@@ -89,5 +89,5 @@ except ImportError as error:
 else:
     raise AssertionError("imported a name that nothing has")
 """)
-    assert "moe_runtime.policies.prediction.popularity" in found
-    assert "moe_runtime.policies.prediction.eam" not in found
+    assert "moe_runtime.policies.prediction.estimator" in found
+    assert "moe_runtime.policies.prediction.matched" not in found

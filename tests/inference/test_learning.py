@@ -15,15 +15,13 @@ from warm_python import warm_python
 import moe_runtime
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.inference.kept_learning import WRITE_EVERY_S, KeptLearning
+from moe_runtime.inference.learning import WRITE_EVERY_S, KeptLearning
 from moe_runtime.lab.traces import read_trace
-from moe_runtime.lab.traces.learned import learned_path
-from moe_runtime.lab.traces.predictor_file import write_predictor
+from moe_runtime.lab.traces.learned import learned_path, write_predictor
 from moe_runtime.lab.traces.recent import recent_path
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import EamCollection
-from moe_runtime.policies.prediction.base import shape_of
-from moe_runtime.policies.prediction.limits import COLLECTED_MATRICES
+from moe_runtime.policies.prediction.base import COLLECTED_MATRICES, shape_of
 
 SLOTS = 30
 POCKET = pocket_path()

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 import moe_runtime
 from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.lab.traces.predictor_file import write_predictor
+from moe_runtime.lab.traces.learned import write_predictor
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import NEED_TRAINING, Shape, make_estimator
 from moe_runtime.types import ModelSignature, RuntimeStats

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from triton_interpreter import repair_interpreter
 
-from moe_runtime.inference.device.router_choice import fuse_routers
+from moe_runtime.inference.device.fused_layers import fuse_routers
 
 pytest.importorskip("triton")
 
@@ -19,77 +24,33 @@ def _interpreter() -> None:
         repair_interpreter()
 
 
-class SoftRouter(nn.Module):
-    """The form of Mixtral's routers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 32) * 0.1, requires_grad=False)
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = linear(hidden_states.reshape(-1, 32), self.weight)
-        weights, ids = torch.softmax(logits.float(), -1).topk(4, -1)
-        return logits, (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), ids
+class OwnRouter(MixtralTopKRouter):
+    """Of a program."""
 
 
-class ClippingRouter(SoftRouter):
-    """Of small logits it does the same."""
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = linear(hidden_states.reshape(-1, 32), self.weight)
-        weights, ids = torch.softmax(logits.float().clamp(-20, 20), -1).topk(4, -1)
-        return logits, (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), ids
-
-
-class FlooredRouter(SoftRouter):
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, ids = super().forward(hidden_states)
-        return logits, weights.clamp(min=1e-6), ids
-
-
-class CountingRouter(SoftRouter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("tokens_per_expert", torch.zeros(16, dtype=torch.int64))
-
-
-class ListedRouter(SoftRouter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes = [1, 2]
-
-
-class SigmoidRouter(nn.Module):
-    """DeepSeek-V3's form, and with 0 MiniMax-M3's."""
-
-    def __init__(self, least_sum: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 32) * 0.1, requires_grad=False)
-        self.register_buffer("bias_of_choice", torch.randn(16))
-        self.least_sum = least_sum
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = linear(hidden_states.reshape(-1, 32), self.weight)
-        scores = logits.float().sigmoid()
-        ids = (scores + self.bias_of_choice).topk(4, -1).indices
-        weights = scores.gather(1, ids)
-        return logits, weights / (weights.sum(-1, keepdim=True) + self.least_sum), ids
-
-
-def fused(router: nn.Module) -> nn.Module:
-    fuse_routers(nn.ModuleList([router.eval()]))
+def router_of(kind: type[nn.Module], **settings: Any) -> Any:
+    """With small weights, and what other settings are given."""
+    config = SimpleNamespace(
+        hidden_size=32, num_local_experts=16, num_experts_per_tok=4, **settings
+    )
+    torch.manual_seed(5)
+    router = kind(config).eval().requires_grad_(False)
+    for tensor in (*router.parameters(), *router.buffers()):
+        torch.nn.init.normal_(tensor, std=0.1)
+    fuse_routers(nn.ModuleList([router]))
     return router
 
 
-@pytest.mark.parametrize("kind", [ClippingRouter, FlooredRouter, CountingRouter, ListedRouter])
-def test_routers_of_other_kinds_stay_as_they_are(kind: type[nn.Module]) -> None:
-    assert "forward" not in vars(fused(kind()))
+def test_only_known_classes_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "forward" in vars(router_of(MixtralTopKRouter))
+    assert "forward" not in vars(router_of(OwnRouter))
+    monkeypatch.setattr(MixtralTopKRouter, "forward", lambda self, x: x)
+    assert "forward" not in vars(router_of(MixtralTopKRouter))
 
 
 @pytest.mark.parametrize("changed", ["buffer", "parameter", "weight"])
 def test_a_router_that_gets_another_tensor_goes_its_own_way(changed: str) -> None:
-    router, x = fused(SoftRouter()), torch.randn(3, 32)
-    assert "forward" in vars(router)
+    router, x = router_of(MixtralTopKRouter), torch.randn(3, 32)
     if changed == "buffer":
         router.register_buffer("usage", torch.ones(16))
     elif changed == "parameter":
@@ -97,19 +58,29 @@ def test_a_router_that_gets_another_tensor_goes_its_own_way(changed: str) -> Non
     else:
         router.weight = nn.Parameter(torch.randn(600, 32))
     with torch.no_grad():
-        found = router(x)
-        assert all(map(torch.equal, found, SoftRouter.forward(router, x)))  # type: ignore[arg-type]
+        assert all(map(torch.equal, router(x), MixtralTopKRouter.forward(router, x)))
+
+
+def test_routers_that_limit_groups_are_left_alone() -> None:
+    settings: dict[str, Any] = {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
+    settings |= {"n_routed_experts": 16, "num_experts": 16}
+    for groups, is_fused in ((1, True), (4, False)):
+        router = router_of(DeepseekV3TopkRouter, n_group=groups, topk_group=1, **settings)
+        assert ("forward" in vars(router)) == is_fused
 
 
 @pytest.mark.parametrize("least_sum", [0.0, 1e-20])
 def test_sums_of_next_to_nothing_divide_as_in_the_router(least_sum: float) -> None:
-    torch.manual_seed(5)
-    router = fused(SigmoidRouter(least_sum))
+    """DeepSeek-V3's form, and with 0 that without a least sum."""
+    settings: dict[str, Any] = {"routed_scaling_factor": 1.0, "norm_topk_prob": True}
+    settings |= {"n_routed_experts": 16, "num_experts": 16, "n_group": 1, "topk_group": 1}
+    kind: Any = DeepseekV3TopkRouter if least_sum else MiniMaxM3VLTopKRouter
+    router = router_of(kind, **settings)
     assert "forward" in vars(router)
     router.weight.copy_(torch.linspace(-1.5, -1.4, 16)[:, None].expand(16, 32))
     with torch.no_grad():
         _, found, ids = router(x := torch.ones(1, 32))
-        _, expected, ids_own = SigmoidRouter.forward(router, x)  # type: ignore[arg-type]
+        _, expected, ids_own = kind.forward(router, x)
     assert torch.equal(ids.sort().values, ids_own.sort().values)
     assert (expected.sum() < 0.99) == (least_sum > 0)
     # exponentials of 48 are good to 48 units in the last place, and sums of four to a few more

@@ -7,8 +7,12 @@ import torch
 from moe_runtime.kernels.gate_ranking import GateRanking, NativeLookAhead
 from moe_runtime.kernels.native import native_library
 from moe_runtime.policies.prediction import LayerRouted, NextGate, Shape, StepBegins
-from moe_runtime.policies.prediction.lookahead import LookaheadPredictor
-from moe_runtime.policies.prediction.ranks import PRIOR, REMEMBERED, believed_at_first
+from moe_runtime.policies.prediction.hidden import (
+    PRIOR,
+    REMEMBERED,
+    LookaheadPredictor,
+    believed_at_first,
+)
 
 pytestmark = pytest.mark.skipif(
     native_library() is None, reason="the native CPU library was not built (needs gcc)"

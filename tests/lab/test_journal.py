@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
-from moe_runtime.file_names import draft_of
-from moe_runtime.files import OutputFile
+from moe_runtime.files import OutputFile, draft_of
 from moe_runtime.lab.traces import Trace, TraceRecorder, read_trace
 from moe_runtime.lab.traces.readers import read_any_trace
 from moe_runtime.types import ModelSignature

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from synthetic_routes import make_routes
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.lab.traces.predictor_file import read_predictor, write_predictor
+from moe_runtime.lab.traces.learned import read_predictor, write_predictor
 from moe_runtime.policies.prediction import PREDICTORS, Estimator, Shape, make_estimator
 from moe_runtime.types import ModelSignature
 

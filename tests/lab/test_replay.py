@@ -21,8 +21,8 @@ from moe_runtime.policies.eviction import (
     make_global_policy,
     make_policy,
 )
+from moe_runtime.policies.eviction.classic import LRU
 from moe_runtime.policies.eviction.compiled import RULES, is_available
-from moe_runtime.policies.eviction.rules.lru import LRU
 from moe_runtime.policies.prediction import (
     Shape,
     TrackedPredictor,

@@ -15,7 +15,7 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.cli.main import main
-from moe_runtime.lab.replay.link_model import Machine
+from moe_runtime.lab.replay.timed import Machine
 from moe_runtime.lab.report.findings import ReportSettings, find
 from moe_runtime.lab.report.page import Page, Section, render
 from moe_runtime.lab.report.style import SERIES

@@ -7,7 +7,7 @@ import pytest
 from synthetic_routes import make_routes
 from traces import trace_of
 
-from moe_runtime.lab.traces.side_by_side import side_by_side
+from moe_runtime.lab.traces.routes import side_by_side
 from moe_runtime.policies.prediction import Routes, Shape
 
 SHAPE = Shape(num_layers=2, num_experts=6, top_k=2)

@@ -7,8 +7,7 @@ import pytest
 from synthetic_routes import make_routes
 from traces import trace_of
 
-from moe_runtime.lab.replay.link_model import LinkModel, Machine
-from moe_runtime.lab.replay.timed import replay_timed
+from moe_runtime.lab.replay.timed import LinkModel, Machine, replay_timed
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import LRU, Setting, make_global_policy, make_policy

@@ -13,7 +13,7 @@ from moe_runtime.memory import store as store_module
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
-from moe_runtime.policies.eviction.adaptive_shares import AdaptiveShares
+from moe_runtime.policies.eviction.shares import AdaptiveShares
 from moe_runtime.types import ExpertKey
 
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moe_runtime.models.lm import linear
+from moe_runtime.models.lm import layers
 
 
 @pytest.fixture(params=[False, True])
 def is_widened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the processor multiplies half precision faster as fp32, whatever this one does."""
-    monkeypatch.setattr(linear, "native_library", lambda: object())
-    monkeypatch.setattr(linear, "is_faster_widened", lambda library, dtype: request.param)
+    monkeypatch.setattr(layers, "native_library", lambda: object())
+    monkeypatch.setattr(layers, "is_faster_widened", lambda library, dtype: request.param)
     return request.param
 
 
@@ -19,7 +19,7 @@ def is_widened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_values_and_gradients_under_autocast(is_widened: bool, bias: bool) -> None:
     """As exact as `nn.Linear` in bf16 or better, whose operands and results have 8 bits."""
     torch.manual_seed(0)
-    layer = linear.Linear(33, 17, bias=bias)
+    layer = layers.Linear(33, 17, bias=bias)
     x = torch.randn(3, 5, 33, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
@@ -49,7 +49,7 @@ def test_values_and_gradients_under_autocast(is_widened: bool, bias: bool) -> No
 @pytest.mark.usefixtures("is_widened")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_torchs_own_bits_without_autocast(dtype: torch.dtype) -> None:
-    layer, x = linear.Linear(33, 17).to(dtype), torch.randn(5, 33).to(dtype)
+    layer, x = layers.Linear(33, 17).to(dtype), torch.randn(5, 33).to(dtype)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     if dtype == torch.float64:  # which autocast leaves alone
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -15,9 +15,9 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.models.lm.attention import Attention, RotaryTable
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.hugging_face import hugging_face_family
+from moe_runtime.models.lm.layers import rms_norm
 from moe_runtime.models.lm.loss import linear_cross_entropies
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.models.lm.norm import rms_norm
 
 
 def test_rms_norm_and_its_gradients() -> None:

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.models.pocket.corpus import KINDS, gather
-from moe_runtime.models.pocket.data import tokenize
-from moe_runtime.models.pocket.evaluate import card_of
+from moe_runtime.models.pocket.evaluate import card_of, tokenize
 
 PAGE_BYTES = 4096
 CONTEXT = 512

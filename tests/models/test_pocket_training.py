@@ -15,11 +15,11 @@ from moe_runtime.models.pocket.card import render_card
 from moe_runtime.models.pocket.corpus import KINDS, Document, gather, without_repeats
 from moe_runtime.models.pocket.evaluate import (
     HeldOut,
+    active_parameters,
     at_equal_tokens,
     copy_model,
     kept_baseline,
 )
-from moe_runtime.models.pocket.model import active_parameters
 from moe_runtime.models.pocket.texts import write_texts
 
 

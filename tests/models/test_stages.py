@@ -8,7 +8,7 @@ import torch
 
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.models.lm.stages import Stage, StageModule, check_stages
+from moe_runtime.models.lm.parallel import Stage, StageModule, check_stages
 
 CONFIG = LanguageModelConfig(
     hidden_size=8,

@@ -19,13 +19,14 @@ from offloaded_models import (
 
 import moe_runtime
 from moe_runtime.errors import CapacityError
-from moe_runtime.training.offload.execution import activation_swap
-from moe_runtime.training.offload.execution.activation_swap import (
+from moe_runtime.training.offload import activations as activation_swap
+from moe_runtime.training.offload.activations import (
     SLOT_BYTES,
+    ActivationPolicy,
     ActivationSwap,
+    Pass,
     Swapped,
 )
-from moe_runtime.training.offload.execution.activations import ActivationPolicy, Pass
 
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1)
 

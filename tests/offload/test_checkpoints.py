@@ -16,9 +16,8 @@ from offloaded_models import batches, offloaded, rate_of, save, stack
 
 import moe_runtime
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
-from moe_runtime.training.offload import OffloadedTraining
-from moe_runtime.training.offload.states import disk
-from moe_runtime.training.offload.states.record_file import RecordFile
+from moe_runtime.training.offload import OffloadedTraining, disk
+from moe_runtime.training.offload.disk import RecordFile
 
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1)
 STEPS = 8
@@ -151,6 +150,26 @@ def test_damaged_record_is_named(tmp_path: Path) -> None:
         opened.truncate(size)
     with pytest.raises(MoERuntimeError):
         begin(tmp_path, 0.3)
+
+
+@pytest.mark.parametrize("kind", ["experts", "gradients"])
+def test_a_byte_that_changes_on_the_disk_ends_the_step(tmp_path: Path, kind: str) -> None:
+    """Within a run, too: what is read is compared with what was written."""
+    settings = moe_runtime.AdamW(clip_norm=1.0)  # gradients wait on the disk for the norm
+    training = offloaded(model := stack(), settings, tmp_path, experts_in_memory=0.0)
+    first, second = (partial(model.loss, x) for x in batches(2, tokens=100))
+    training.backward([first])
+    training.step()
+    training.backward([second], is_last=False)
+    training.optimizer.states.wait_for_transfers()
+    (file,) = tmp_path.glob(f"{kind}-*")
+    content = bytearray(file.read_bytes())
+    size = int(file.stem.split("-")[1])
+    for slot in range(0, len(content), size):
+        content[slot + 5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{file}: expert \d of MoE layer \d is damaged"):
+        training.step() if kind == "gradients" else training.backward([second])
 
 
 def test_checkpoint_of_another_model(tmp_path: Path) -> None:

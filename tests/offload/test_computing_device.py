@@ -24,7 +24,7 @@ from offloaded_models import (
 
 import moe_runtime
 from moe_runtime.errors import CapacityError
-from moe_runtime.training.offload import computing_device
+from moe_runtime.training.offload import memory as offload_memory
 from moe_runtime.training.offload.handle import OffloadedTraining
 
 LAYERS, EXPERTS = 2, 4
@@ -249,7 +249,7 @@ def test_dense_weights_that_are_on_the_device_already_are_not_counted_twice(
         experts = sum(p.numel() for layer in model.layers for p in layer.experts.parameters())
         held = 4 * (sum(p.numel() for p in model.parameters()) - experts)
         for free, fits in ((smallest - held, True), (smallest - held - 1, False)):
-            monkeypatch.setattr(computing_device, "available_device_bytes", lambda _, b=free: b)
+            monkeypatch.setattr(offload_memory, "available_device_bytes", lambda _, b=free: b)
             if fits:
                 on_device(place, None, share=1.0, device_memory=smallest)[0].close()
                 continue

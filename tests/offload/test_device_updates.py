@@ -17,14 +17,14 @@ from offloaded_models import (
 )
 
 import moe_runtime
-from moe_runtime.planning.update_stride import best_stride
-from moe_runtime.training.offload.optimizers.device_updates import (
+from moe_runtime.training.offload.adamw import UpdateStep, take_steps
+from moe_runtime.training.offload.device_updates import (
     DeviceUpdates,
+    best_stride,
     measure_speeds,
     planned_updates,
 )
-from moe_runtime.training.offload.optimizers.updates import UpdateStep, take_steps
-from moe_runtime.training.offload.states.records import (
+from moe_runtime.training.offload.records import (
     ExpertTensor,
     RecordLayout,
     Sections,

@@ -13,9 +13,8 @@ from offloaded_models import budget_for, stack
 
 import moe_runtime
 from moe_runtime.errors import CapacityError
-from moe_runtime.training.offload import offloading
-from moe_runtime.training.offload.execution import activation_swap
-from moe_runtime.training.offload.states import disk, record_file, states
+from moe_runtime.training.offload import activations as activation_swap
+from moe_runtime.training.offload import disk, offloading, states
 
 
 class Struck(RuntimeError):
@@ -38,7 +37,7 @@ def second_time(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 STEPS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "a file of records": (record_file.RecordFile, "_grow", lambda _: fail),
+    "a file of records": (disk.RecordFile, "_grow", lambda _: fail),
     "the threads of the disk": (disk, "ReadQueue", lambda _: fail),
     "memory for records": (offloading, "ExpertStates", lambda _: fail),
     "the link": (offloading, "open_link", lambda _: fail),

@@ -25,10 +25,10 @@ from torch import nn
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.training.offload.execution import activation_swap
-from moe_runtime.training.offload.execution.activation_swap import ActivationSwap
-from moe_runtime.training.offload.optimizers.adamw import bytes_of_step
-from moe_runtime.training.offload.states.records import Sections
+from moe_runtime.training.offload import activations as activation_swap
+from moe_runtime.training.offload.activations import ActivationSwap
+from moe_runtime.training.offload.adamw import bytes_of_step
+from moe_runtime.training.offload.records import Sections
 
 MIXTRAL = next(family for family in FAMILIES if family.folder == "mixtral")
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1)

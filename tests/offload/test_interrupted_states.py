@@ -11,10 +11,9 @@ import torch
 from injection import KINDS, lines_of, raise_on
 
 from moe_runtime.errors import CapacityError
-from moe_runtime.training.offload.states.disk import Disk
-from moe_runtime.training.offload.states.record_file import RecordFile
-from moe_runtime.training.offload.states.records import ExpertTensor, RecordLayout, Sections
-from moe_runtime.training.offload.states.states import ExpertStates
+from moe_runtime.training.offload.disk import Disk, RecordFile
+from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, Sections
+from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 
 KEYS = [ExpertKey(0, expert) for expert in range(5)]

@@ -19,15 +19,14 @@ from offloaded_models import (
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError
-from moe_runtime.training.offload.optimizers.adamw import bytes_of_step
-from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW
-from moe_runtime.training.offload.optimizers.moments import (
+from moe_runtime.training.offload.adamw import bytes_of_step, leading_vectors
+from moe_runtime.training.offload.dense_adamw import DenseAdamW
+from moe_runtime.training.offload.moments import (
     CHUNK_ELEMENTS,
     MomentCodec,
     moment_codec,
 )
-from moe_runtime.training.offload.optimizers.updates import leading_vectors
-from moe_runtime.training.offload.states.records import (
+from moe_runtime.training.offload.records import (
     ExpertTensor,
     RecordLayout,
     Sections,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import moe_runtime
+from moe_runtime.research.zeroth_order import ZerothOrder
 from moe_runtime.training.offload.offloading import offload_training
 
 
@@ -28,7 +29,7 @@ def test_options_of_training_of_a_wrong_type() -> None:
         offload_training("a")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [moe_runtime.AdamW, moe_runtime.ZerothOrder])
+@pytest.mark.parametrize("kind", [moe_runtime.AdamW, ZerothOrder])
 @pytest.mark.parametrize("value", [None, "1", True, (0.9, "0.99")])
 def test_a_setting_of_a_wrong_type_is_named(kind: type, value: object) -> None:
     choices = {"clip", "untouched", "moments", "loss_scale"}

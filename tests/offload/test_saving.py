@@ -20,12 +20,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import moe_runtime
+from moe_runtime.research.zeroth_order import offload_zeroth_order
 from moe_runtime.training.offload import OffloadedTraining
 
 MIXTRAL = next(family for family in FAMILIES if family.folder == "mixtral")
 OFFLOADS = {
     "offload_training": moe_runtime.offload_training,
-    "offload_zeroth_order": moe_runtime.offload_zeroth_order,
+    "offload_zeroth_order": offload_zeroth_order,
 }
 WAYS: dict[str, Callable[[Any, Path], object]] = {
     "state_dict": lambda m, path: torch.save(m.state_dict(), path),
@@ -213,7 +214,7 @@ def test_what_comes_after_offloading_is_refused(offload: Callable[..., Any]) -> 
 
 def test_a_backward_pass_of_training_by_forward_passes_is_refused() -> None:
     model: Any = tiny_model(MIXTRAL)
-    training = moe_runtime.offload_zeroth_order(model, host_memory="64MiB")
+    training = offload_zeroth_order(model, host_memory="64MiB")
     with pytest.raises(moe_runtime.UnsupportedUseError, match="forward passes alone"):
         model(PROMPT, labels=PROMPT).loss.backward()
     training.close()

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.training.offload.states.disk import Disk
-from moe_runtime.training.offload.states.entries import Version
-from moe_runtime.training.offload.states.record_file import RecordFile
-from moe_runtime.training.offload.states.record_slots import RecordSlots
-from moe_runtime.training.offload.states.records import ExpertTensor, RecordLayout, Sections
+from moe_runtime.training.offload.disk import Disk, RecordFile
+from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, Sections, Version
+from moe_runtime.training.offload.states import RecordSlots
 from moe_runtime.types import ExpertKey
 
 FIRST, *OTHERS = [ExpertKey(0, expert) for expert in range(4)]
@@ -111,7 +109,7 @@ def test_a_slot_that_an_exception_left_without_an_entry_is_free_again(
 
     missing = next(key for key in [FIRST, *OTHERS] if key not in slots._entries)
     with monkeypatch.context() as patch:
-        patch.setattr("moe_runtime.training.offload.states.record_slots.RingEntry", interrupt)
+        patch.setattr("moe_runtime.training.offload.states.RingEntry", interrupt)
         with pytest.raises(KeyboardInterrupt):
             slots.acquire(missing, Sections.STATE)
     slots.check()

@@ -18,7 +18,7 @@ from offloaded_models import (
 
 import moe_runtime
 from moe_runtime.errors import CapacityError, CheckpointError
-from moe_runtime.planning.record_tiers import TIER_CHANGE_STEPS
+from moe_runtime.lab.record_tiers import TIER_CHANGE_STEPS
 from moe_runtime.types import ExpertKey
 
 PLAIN = moe_runtime.AdamW()

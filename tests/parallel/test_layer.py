@@ -14,8 +14,8 @@ from parallel_checks import (
     grouped_layer,
     layer_over_group,
     loss_of,
-    spread_layer_in_ddp,
     trained_layer,
+    wrapped_spread_layer,
 )
 from rank_pool import RankPool
 from thread_transport import ThreadGroup, ThreadTransport
@@ -76,10 +76,14 @@ def test_a_layer_in_ddp_equals_one_process(
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_ddp_refuses_experts_that_are_spread(ranks: Callable[[int], RankPool]) -> None:
-    for text in ranks(2).run(spread_layer_in_ddp, "world"):
-        assert "they hold different experts of this layer: train without the wrapper" in text
-    assert ranks(2).run(spread_layer_in_ddp, "alone") == ["", ""], "copies may be kept equal"
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_wrappers_refuse_experts_that_are_spread(
+    wrapper: str, ranks: Callable[[int], RankPool]
+) -> None:
+    for text in ranks(2).run(wrapped_spread_layer, wrapper, "world"):
+        assert "they hold different experts of this layer: " in text
+    found = ranks(2).run(wrapped_spread_layer, wrapper, "alone")
+    assert found == ["", ""], "copies may be kept equal"
 
 
 class Narrated:

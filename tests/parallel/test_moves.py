@@ -36,7 +36,7 @@ from moe_runtime.parallel import (
     expert_parallel,
     keep_in_place,
 )
-from moe_runtime.planning.cluster import Link
+from moe_runtime.parallel.cluster import Link
 from moe_runtime.research.hecate import CopyRules, SparseExperts, hidden_experts
 from moe_runtime.research.parallelism_switching import cheapest_degree
 from moe_runtime.routing import Routing

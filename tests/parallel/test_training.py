@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_runs import (
+    failing_digests,
     final_parameters,
     refused,
     shared,
@@ -283,6 +284,18 @@ def test_who_stalls_in_an_exchange_of_torch_is_named(
     message, _ = ranks(2).run(stalled, path, settings, where, 1)
     assert message.startswith("rank 1 of 2 did not arrive within 4 s"), message
     assert ("(step 1)" if where == "step" else "(writing step-00000001.shards)") in message
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_checkpoint_that_one_rank_cannot_finish_fails_in_all(
+    culprit: int, tmp_path: Path, ranks: Ranks
+) -> None:
+    """At once, not when a barrier gives up; nothing is left that looks like a checkpoint."""
+    path = write_run(tmp_path, config=ROUTED)
+    lines = ranks(2).run(failing_digests, str(path), culprit)
+    assert all("No space left on device: 'digests.json'" in line for line in lines)
+    assert f"rank {culprit}: " in lines[1 - culprit]
+    assert not [*(tmp_path / "out/checkpoints").iterdir()]
 
 
 def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(

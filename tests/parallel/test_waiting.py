@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
-from moe_runtime.parallel.communication.waiting import Inquiry, Note, Notes
-from moe_runtime.parallel.communication.watch import CollectiveMonitor
+from moe_runtime.parallel.communication.watch import CollectiveMonitor, Inquiry, Note, Notes
 
 
 def waits(*others: str, step: int = 1) -> Callable[[int], Note]:

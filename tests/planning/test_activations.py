@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_runtime.planning.activation_plan import (
+from moe_runtime.training.offload.activations import (
     LayerActivations,
     StepSpeeds,
     memory_bytes,

@@ -15,7 +15,7 @@ from moe_runtime.lab.simulate.layer_simulation import (
     predict_layer,
 )
 from moe_runtime.lab.simulate.scaling import Imbalance, SimulatedLayer, rank_shares, sweep_scaling
-from moe_runtime.planning.cluster import Cluster, Link, fit_link
+from moe_runtime.parallel.cluster import Cluster, Link, fit_link
 
 FAST = Link(alpha_s=0.0, bytes_per_s=1.0)
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from moe_runtime.lab.simulate.machine_file import ASSUMED, read_machine, write_machine
-from moe_runtime.planning.cluster import Cluster, Link
+from moe_runtime.lab.simulate.scaling import ASSUMED, read_machine, write_machine
+from moe_runtime.parallel.cluster import Cluster, Link
 
 
 def test_a_machine_survives_its_file(tmp_path: Path) -> None:

@@ -6,15 +6,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_runtime.lab.report.training_reuse import training_reuse
-from moe_runtime.lab.traces import Trace
-from moe_runtime.planning.record_tiers import (
+from moe_runtime.lab.record_tiers import (
     TIER_CHANGE_MARGIN,
     TIER_CHANGE_STEPS,
     UseCounts,
     replay_tiers,
     spread,
 )
+from moe_runtime.lab.report.training_reuse import training_reuse
+from moe_runtime.lab.traces import Trace
 from moe_runtime.types import ExpertKey, ModelSignature
 
 KEYS = [ExpertKey(layer, expert) for layer in range(2) for expert in range(4)]

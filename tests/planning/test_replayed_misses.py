@@ -18,7 +18,7 @@ import moe_runtime
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.lab.traces.routes import routes_of
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.policies.eviction.rules.lfu_aging import AgingLFU
+from moe_runtime.policies.eviction.classic import AgingLFU
 
 TEXTS = [
     "The for statement is used to iterate over the elements of a sequence",

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_runtime.lab.simulate.events import TaskGraph
-from moe_runtime.planning.update_stride import (
+from moe_runtime.lab.simulate.layer_simulation import TaskGraph
+from moe_runtime.training.offload.device_updates import (
     UpdateSpeeds,
     best_stride,
     params_per_s,

@@ -16,9 +16,7 @@ from moe_runtime.policies.eviction import (
     even_shares,
     make_policy,
 )
-from moe_runtime.policies.eviction.rules.lfu import LFU
-from moe_runtime.policies.eviction.rules.sieve import SIEVE
-from moe_runtime.policies.eviction.rules.slru import SLRU
+from moe_runtime.policies.eviction.classic import LFU, SIEVE, SLRU
 from moe_runtime.policies.prediction import (
     LayerRouted,
     Shape,

@@ -13,18 +13,23 @@ from traces import trace_of
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import LRU, Setting, make_global_policy
-from moe_runtime.policies.eviction.adaptive_shares import AdaptiveShares
-from moe_runtime.policies.eviction.rules.activation_aware import ActivationMatrices
-from moe_runtime.policies.eviction.rules.expert_buffering import ActiveExperts, ExpertBuffering
-from moe_runtime.policies.eviction.rules.gdsf import GDSF
-from moe_runtime.policies.eviction.rules.lec import LeastExpectedCost
-from moe_runtime.policies.eviction.rules.lfru import LFRU
-from moe_runtime.policies.eviction.rules.lfu_aging import AgingLFU
-from moe_runtime.policies.eviction.rules.mrs import RecentScores
-from moe_runtime.policies.eviction.rules.predicted_use import PredictedUse
-from moe_runtime.policies.eviction.rules.sieve import SIEVE
-from moe_runtime.policies.eviction.rules.slru import SLRU
-from moe_runtime.policies.eviction.scored import Scored
+from moe_runtime.policies.eviction.classic import (
+    GDSF,
+    LFRU,
+    SIEVE,
+    SLRU,
+    AgingLFU,
+    LeastExpectedCost,
+)
+from moe_runtime.policies.eviction.learned import (
+    ActivationMatrices,
+    ActiveExperts,
+    ExpertBuffering,
+    PredictedUse,
+    RecentScores,
+    Scored,
+)
+from moe_runtime.policies.eviction.shares import AdaptiveShares
 from moe_runtime.policies.prediction import LayerRouted, Shape, StepBegins
 from moe_runtime.types import ExpertKey
 

@@ -10,8 +10,7 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.lab.traces.workload import workload_of
-from moe_runtime.policies.eviction.rules.activation_aware import ActivationMatrices
-from moe_runtime.policies.eviction.rules.reuse import ReuseEstimator
+from moe_runtime.policies.eviction.learned import ActivationMatrices, ReuseEstimator
 from moe_runtime.policies.prediction import (
     EamCollection,
     LayerRouted,
@@ -20,9 +19,8 @@ from moe_runtime.policies.prediction import (
     StepBegins,
     TrackedPredictor,
 )
-from moe_runtime.policies.prediction.base import Learner, Routes
-from moe_runtime.policies.prediction.eam import activation_counts
-from moe_runtime.policies.prediction.limits import most_learned_bytes
+from moe_runtime.policies.prediction.base import Learner, Routes, most_learned_bytes
+from moe_runtime.policies.prediction.matched import activation_counts
 
 SHAPE = Shape(num_layers=3, num_experts=12, top_k=2)
 ROUTES = make_routes(SHAPE, num_sequences=3, length=40)

@@ -26,10 +26,14 @@ from moe_runtime.parallel.placement_map import PlacementMap
 from moe_runtime.policies.placement import Devices, Placement
 from moe_runtime.research.elastic import ElasticRequest, ElasticService, start_local_workers
 from moe_runtime.research.elastic import change as changes
-from moe_runtime.research.elastic.coordinator import _rebalance
-from moe_runtime.research.elastic.paged_experts import Epoch, keys_of
-from moe_runtime.research.elastic.requests import RunningRequest
-from moe_runtime.research.elastic.spread_model import SpreadModel, load_spread_model
+from moe_runtime.research.elastic.member import RunningRequest
+from moe_runtime.research.elastic.paged_experts import (
+    Epoch,
+    SpreadModel,
+    keys_of,
+    load_spread_model,
+)
+from moe_runtime.research.elastic.service import _rebalance
 from moe_runtime.research.elastic.worker import _check_agreement, describe
 from moe_runtime.types import ExpertKey
 
@@ -175,7 +179,7 @@ def test_a_request_that_moves_goes_on_with_the_same_bits(
 ) -> None:
     """Sampled, so that a changed bit or random state shows; caches are sent or built again."""
     monkeypatch.setattr(
-        "moe_runtime.research.elastic.requests._is_plain", lambda layer: has_plain_cache
+        "moe_runtime.research.elastic.member._is_plain", lambda layer: has_plain_cache
     )
     model = load_spread_model(checkpoint)
     enter(model, LocalTransport(), random_placement(1, 0, 0))

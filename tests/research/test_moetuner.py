@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from moe_runtime.planning.programme import Programme
+from moe_runtime.lab.programme import Programme
 from moe_runtime.policies.placement import Devices, RoutingProfile
 from moe_runtime.research.placement_solvers.exflow import hop_costs
 from moe_runtime.research.placement_solvers.mapping import map_clusters, peak_traffic

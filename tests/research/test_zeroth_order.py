@@ -8,8 +8,12 @@ import torch
 from offloaded_models import EXPERTS, LAYERS, Stack, batches, here, rate_of, stack
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.research.zeroth_order.directions import ZerothOrder, direction
-from moe_runtime.research.zeroth_order.training import ZerothOrderTraining, offload_zeroth_order
+from moe_runtime.research.zeroth_order.training import (
+    ZerothOrder,
+    ZerothOrderTraining,
+    direction,
+    offload_zeroth_order,
+)
 
 SETTINGS = ZerothOrder(eps=1e-2, weight_decay=0.1, seed=11)
 

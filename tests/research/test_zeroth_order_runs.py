@@ -22,10 +22,10 @@ from finetuning_runs import (
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from moe_runtime.research.zeroth_order.directions import direction
 from moe_runtime.research.zeroth_order.finetuning import ZerothOrderFinetuneConfig
+from moe_runtime.research.zeroth_order.training import direction
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, prepare, start
-from moe_runtime.training.schedule import learning_rate
+from moe_runtime.training.loop import learning_rate
 
 
 def mezo(preparation: FinetunePreparation, model: PreTrainedModel) -> list[float]:

@@ -143,17 +143,12 @@ def test_a_run_without_answers_leaves_no_file_and_takes_none_away(tmp_path: Path
     assert path.exists()
 
 
-def test_links_are_followed_and_devices_get_all_lines_at_once(tmp_path: Path) -> None:
+def test_links_are_followed(tmp_path: Path) -> None:
     real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
     link.symlink_to(real)
-    reader, writer = os.pipe()
-    with open(reader, "rb") as read:
-        for path in (link, Path(f"/dev/fd/{writer}")):
-            with AnswerFile(path, ASKED) as answers:
-                answers.add(record(1))
-                answers.add(record(0))
-                answers.finish()
-        os.close(writer)
-        assert read.read() == real.read_bytes()
+    with AnswerFile(link, ASKED) as answers:
+        answers.add(record(1))
+        answers.add(record(0))
+        answers.finish()
     assert link.is_symlink()
     assert numbers_of(real) == [0, 1]

@@ -17,13 +17,12 @@ import pytest
 from command_line import all_commands
 from http_server import Served
 
-from moe_runtime.bench import results
-from moe_runtime.bench.results import read_results
+from moe_runtime.benchmarks.load import generator
+from moe_runtime.benchmarks.load.client import TimedAnswer
+from moe_runtime.benchmarks.load.generator import Level, LoadSettings, MeasuredLevel
+from moe_runtime.benchmarks.load.workload import Lengths
+from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.cli.main import main
-from moe_runtime.serving.load import generator
-from moe_runtime.serving.load.client import TimedAnswer
-from moe_runtime.serving.load.generator import Level, LoadSettings, MeasuredLevel
-from moe_runtime.serving.load.workload import Lengths
 
 SERVER = """
 import http.server, sys
@@ -256,7 +255,7 @@ def test_what_was_measured_is_shown_where_its_file_cannot_be_written(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(generator, "measure", measure)
-    monkeypatch.setattr(results, "write_text", full)
+    monkeypatch.setattr("moe_runtime.benchmarks.suite.results.write_text", full)
     path = tmp_path / "found.json"
     assert main(["bench", "serve", "-o", str(path)]) == 2
     out, err = capsys.readouterr()

@@ -27,8 +27,8 @@ class Case:
 BENCH_CASES = {
     "bench latency": Case(
         (
-            "moe_runtime.bench.peer_files.find_peer",
-            "moe_runtime.bench.cases.latency.measure_latency",
+            "moe_runtime.benchmarks.suite.peers.find_peer",
+            "moe_runtime.benchmarks.cases.texts.measure_texts",
         ),
         (str(ROOT / "models" / "pocket"),),
         {
@@ -52,8 +52,8 @@ BENCH_CASES = {
     ),
     "bench throughput": Case(
         (
-            "moe_runtime.bench.peer_files.find_peer",
-            "moe_runtime.bench.cases.throughput.measure_throughput",
+            "moe_runtime.benchmarks.suite.peers.find_peer",
+            "moe_runtime.benchmarks.cases.texts.measure_texts",
         ),
         (str(ROOT / "models" / "pocket"),),
         {
@@ -78,7 +78,7 @@ BENCH_CASES = {
         | {"cap": "tests/bench/test_memory_cap.py"},
     ),
     "bench io": Case(
-        ("moe_runtime.bench.cases.disk_reads.measure_reads",),
+        ("moe_runtime.benchmarks.cases.io.measure_reads",),
         (str(ROOT / "models" / "pocket"),),
         {
             "model": ("", ("model", "pocket")),
@@ -92,8 +92,8 @@ BENCH_CASES = {
     ),
     "bench experts": Case(
         (
-            "moe_runtime.bench.experts.layers.layer_of_model",
-            "moe_runtime.bench.experts.backends.measure_experts",
+            "moe_runtime.benchmarks.cases.expert_layers.layer_of_model",
+            "moe_runtime.benchmarks.cases.experts.measure_experts",
         ),
         (str(ROOT / "models" / "pocket"),),
         {
@@ -111,8 +111,8 @@ BENCH_CASES = {
     ),
     "bench layer": Case(
         (
-            "moe_runtime.bench.experts.layers.sizes_of_model",
-            "moe_runtime.bench.cases.layer_blocks.measure_layer",
+            "moe_runtime.benchmarks.cases.expert_layers.sizes_of_model",
+            "moe_runtime.benchmarks.cases.layer.measure_layer",
         ),
         (str(ROOT / "models" / "pocket"),),
         {
@@ -127,7 +127,7 @@ BENCH_CASES = {
         dict.fromkeys(("shape", "quick", "output"), "tests/bench/test_layer_blocks.py"),
     ),
     "bench ops": Case(
-        ("moe_runtime.bench.cases.op_times.measure_ops",),
+        ("moe_runtime.benchmarks.cases.ops.measure_ops",),
         (),
         {
             "shape": ("--shape olmoe-1b-7b", ("model", "olmoe-1b-7b")),
@@ -142,8 +142,8 @@ BENCH_CASES = {
     ),
     "bench training": Case(
         (
-            "moe_runtime.bench.experts.layers.sizes_of_model",
-            "moe_runtime.bench.cases.training_steps.measure_training",
+            "moe_runtime.benchmarks.cases.expert_layers.sizes_of_model",
+            "moe_runtime.benchmarks.cases.training.measure_training",
         ),
         (str(ROOT / "models" / "pocket"),),
         {
@@ -162,7 +162,7 @@ BENCH_CASES = {
         | {"device": "tests/cli/test_missing_device.py"},
     ),
     "bench ablation": Case(
-        ("moe_runtime.bench.cases.ablation.read_variants",),
+        ("moe_runtime.benchmarks.cases.ablation.read_variants",),
         ("run.toml",),
         {
             "config_file": ("", Path("run.toml")),
@@ -173,7 +173,7 @@ BENCH_CASES = {
     "bench policies": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
-            "moe_runtime.bench.cases.policy_replays.measure_policies",
+            "moe_runtime.benchmarks.cases.policies.measure_policies",
         ),
         ("t.npz",),
         {
@@ -195,8 +195,8 @@ BENCH_CASES = {
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
             "moe_runtime.lab.traces.routes.split_numbers",
-            "moe_runtime.lab.traces.side_by_side.side_by_side",
-            "moe_runtime.bench.cases.predictor_recall.measure_predictors",
+            "moe_runtime.lab.traces.routes.side_by_side",
+            "moe_runtime.benchmarks.cases.predictors.measure_predictors",
         ),
         ("t.npz", "--bandwidth", "2GB"),
         {
@@ -222,8 +222,8 @@ BENCH_CASES = {
     "bench placements": Case(
         (
             "moe_runtime.lab.traces.readers.read_any_trace",
-            "moe_runtime.planning.placement.split_window",
-            "moe_runtime.bench.cases.placement_scores.measure_placements",
+            "moe_runtime.policies.placement.scoring.split_window",
+            "moe_runtime.benchmarks.cases.placements.measure_placements",
         ),
         ("t.npz",),
         {
@@ -242,7 +242,7 @@ BENCH_CASES = {
         dict.fromkeys(("num_experts", "quick", "output"), "tests/bench/test_placement_scores.py"),
     ),
     "bench dispatch": Case(
-        ("moe_runtime.bench.cases.dispatch_ranks.ranks_here",),
+        ("moe_runtime.benchmarks.cases.dispatch_ranks.ranks_here",),
         (),
         {
             "ranks": ("--ranks 4", 4),

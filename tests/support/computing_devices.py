@@ -14,9 +14,9 @@ from emulated_device import POISON
 from emulated_models import EagerDevice
 from torch import Tensor
 
+from moe_runtime.training.finetune import finetuning
 from moe_runtime.training.finetune import memory as frozen_memory
-from moe_runtime.training.finetune import stores as frozen_stores
-from moe_runtime.training.offload import computing_device
+from moe_runtime.training.offload import memory as offload_memory
 
 
 class ForeignDevice(EagerDevice):
@@ -93,9 +93,9 @@ def computing_on(name: str, device: ForeignDevice | None = None) -> Iterator[tor
     with (
         # torch counts its threads of backward passes once, perhaps before there was this device
         torch.autograd.set_multithreading_enabled(False),
-        patch.object(computing_device, "open_device", lambda place: device),
-        patch.object(computing_device, "available_device_bytes", lambda place: 2**34),
-        patch.object(frozen_stores, "open_device", lambda place: device),
+        patch.object(offload_memory, "open_device", lambda place: device),
+        patch.object(offload_memory, "available_device_bytes", lambda place: 2**34),
+        patch.object(finetuning, "open_device", lambda place: device),
         patch.object(frozen_memory, "available_device_bytes", lambda place: 2**34),
     ):
         yield place

@@ -10,7 +10,7 @@ import torch
 
 from moe_runtime.inference.cpu import attention
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm
-from moe_runtime.inference.device import router_choice
+from moe_runtime.inference.device import fused_layers
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.rms_norm import rms_norm
 
@@ -19,7 +19,7 @@ def use_device_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has them for a test."""
     monkeypatch.setattr(SmallBatchRMSNorm, "forward", by_triton)
     monkeypatch.setattr(SmallBatchLinear, "forward", product_by_triton)
-    monkeypatch.setattr(router_choice, "linear", product_of_router)
+    monkeypatch.setattr(fused_layers, "linear", product_of_router)
     monkeypatch.setattr(attention, "native_attention", lambda *_: None)
 
 

@@ -29,14 +29,13 @@ from safetensors.torch import load_file
 from moe_runtime.checkpoints.expert_tensors import fill_matrices
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, MoERuntimeError
-from moe_runtime.training import checkpoint_model
-from moe_runtime.training.data.batches import DataPosition
-from moe_runtime.training.finetune import devices
+from moe_runtime.training.data import DataPosition
+from moe_runtime.training.finetune import checkpoint_model, devices
 from moe_runtime.training.finetune import memory as frozen_memory
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
-from moe_runtime.training.offload.execution import frozen
+from moe_runtime.training.offload import frozen
 
 PLAIN = {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS}
 

@@ -11,19 +11,19 @@ from sentencepiece_tokenizer import sentencepiece_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.file_names import partial_name
 from moe_runtime.models.lm.tokenizer import train_tokenizer
-from moe_runtime.training.data.batches import (
+from moe_runtime.training.data import (
     Batches,
+    Corpus,
     WindowStream,
+    encode_corpus,
     held_out_windows,
+    load_tokenizer,
+    read_corpus,
+    save_tokenizer,
     shorten,
 )
-from moe_runtime.training.data.text import Corpus, read_corpus
-from moe_runtime.training.data.tokens import encode_corpus, load_tokenizer, save_tokenizer
-from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import DataConfig, SourceConfig
-from moe_runtime.training.sharded import read_progress, read_tensors
 
 
 def data_config(share: float = 0.1, separator: str | None = None) -> DataConfig:
@@ -192,20 +192,6 @@ def test_bad_tokenizers_are_explained(tmp_path: Path) -> None:
         CheckpointError, match=r"tokenizer\.json cannot be read: expected a JSON ob"
     ):
         load_tokenizer(tmp_path)
-
-
-def test_a_folder_replaced_in_part_is_not_read(tmp_path: Path) -> None:
-    tokenizer, checkpoint = tmp_path / "tokenizer", tmp_path / "step-00000003.shards"
-    train_tokenizer(["text"], vocab_size=262).save_pretrained(tokenizer)
-    checkpoint.mkdir()
-    partial_name(tokenizer).with_suffix(".ready").mkdir()
-    partial_name(checkpoint).with_suffix(".ready").mkdir()
-    with pytest.raises(CheckpointError, match="is half replaced"):
-        load_tokenizer(tokenizer)
-    with pytest.raises(CheckpointError, match="is half replaced"):
-        read_progress(checkpoint)
-    with pytest.raises(CheckpointError, match="is half replaced"):
-        read_tensors(checkpoint, {}, OneRank())
 
 
 @given(num_tokens=st.integers(10, 400), context=st.integers(2, 9), seed=st.integers(0, 5))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_runtime.training.divergence import MOST_SKIPPED, SkippedSteps
+from moe_runtime.training.loop import MOST_SKIPPED, SkippedSteps
 
 
 def run(outcomes: str, *, first: int = 1, last: int = 100) -> int:

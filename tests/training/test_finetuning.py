@@ -28,18 +28,21 @@ from finetuning_runs import (
 )
 from moe_families import Family
 from offloaded_models import here
+from tiny_checkpoints import save, tiny_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_runtime
 from moe_runtime.cli.main import main
+from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.lab.traces import read_trace
+from moe_runtime.training.checkpoint import checkpoints_in, write_content
 from moe_runtime.training.finetune import memory
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
-from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW
-from moe_runtime.training.schedule import learning_rate
+from moe_runtime.training.loop import learning_rate
+from moe_runtime.training.offload.dense_adamw import DenseAdamW
 
 
 def in_memory(
@@ -117,6 +120,31 @@ def test_goes_on_under_another_budget(tmp_path: Path) -> None:
     losses += train(trainer)
     trainer.close()
     assert losses == whole
+
+
+def test_a_base_that_has_changed_is_refused(tmp_path: Path) -> None:
+    """The run would go on from other frozen weights than it began with."""
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    config = config_of(folder, tmp_path, lora={"rank": 2, "places": ["experts"]})
+    trainer = start(prepare(config), resume=False)
+    train(trainer, stop_after=1)
+    trainer.close()
+    start(prepare(config), resume=True).close()
+    checkpoint = checkpoints_in(tmp_path / "run/checkpoints")[-1]
+    content = torch.load(checkpoint, weights_only=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(99)
+        other: Any = tiny_model(MIXTRAL)
+        for parameter in other.parameters():
+            torch.nn.init.normal_(parameter)
+    save(other, folder, sharded=False)
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001\.pt: was made with the model's files"
+    ):
+        start(prepare(config), resume=True)
+    del content["settings"]["the model's files"]
+    write_content(checkpoint, {name: content[name] for name in content if name != "format"})
+    start(prepare(config), resume=True).close()  # of an older version
 
 
 @pytest.mark.parametrize("family", [MIXTRAL, GPT_OSS], ids=str)

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.training.loop import learning_rate
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.run_config import OptimizerConfig
-from moe_runtime.training.schedule import learning_rate
 
 NUM_STEPS = 50
 NUM_EXPERTS, TOP_K = 8, 2

@@ -102,11 +102,11 @@ def test_a_run_warns_of_a_slow_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the predicted time, before the first step; not where little moves, nor in memory."""
-    monkeypatch.setattr("moe_runtime.cli.step_speed.measure_disk", lambda *_, **__: SLOW)
+    monkeypatch.setattr("moe_runtime.cli.commands.train.measure_disk", lambda *_, **__: SLOW)
     config = write_run(tmp_path, config=CONFIG.replace("steps = 8", "steps = 1"))
     small = smallest_budget(config, capsys)
     for least, budget, warns in ((0, small, True), (2**30, small, False), (0, [], False)):
-        monkeypatch.setattr("moe_runtime.cli.step_speed.WORTH_MEASURING_BYTES", least)
+        monkeypatch.setattr("moe_runtime.cli.commands.train.WORTH_MEASURING_BYTES", least)
         out = ["--set", f"run.output=out-{least}-{warns}"]
         assert main(["train", str(config), *budget, *out]) == 0
         shown = capsys.readouterr().err
@@ -118,7 +118,7 @@ def test_a_dry_run_warns_of_a_slow_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time is that of the bytes at the measured speed, where computation takes less."""
-    monkeypatch.setattr("moe_runtime.cli.step_speed.measure_disk", lambda *_, **__: SLOW)
+    monkeypatch.setattr("moe_runtime.cli.commands.train.measure_disk", lambda *_, **__: SLOW)
     config = write_run(tmp_path)
     assert (
         main(["train", str(config), *smallest_budget(config, capsys), "--dry-run", "--json"]) == 0

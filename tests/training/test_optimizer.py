@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from moe_runtime.training.offload.optimizers.dense_adamw import decays
+from moe_runtime.training.loop import learning_rate
+from moe_runtime.training.offload.dense_adamw import decays
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.run_config import OptimizerConfig
-from moe_runtime.training.schedule import learning_rate
 
 
 def rates_of_torch(num_steps: int, end: float) -> list[float]:

@@ -19,10 +19,10 @@ from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import OutputFile
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.training.checkpoint import checkpoints_in, remove_oldest
-from moe_runtime.training.data.prepared import check_inputs_stay, check_outputs
-from moe_runtime.training.data.tokens import load_tokenizer
-from moe_runtime.training.finetune.adapter_export import write_adapters
+from moe_runtime.training.data import load_tokenizer
+from moe_runtime.training.finetune.checkpoint_model import write_adapters
 from moe_runtime.training.finetune.settings import LoraConfig
+from moe_runtime.training.prepared import check_inputs_stay, check_outputs
 
 FEW = ("--set", "run.steps=1", "--set", "run.checkpoint_every=1")
 MORE = ("--set", "run.steps=2", "--set", "run.checkpoint_every=1", "--resume", "--reschedule")

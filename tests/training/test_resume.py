@@ -13,8 +13,8 @@ import torch
 from training_runs import CONFIG, error_of, states_equal, train, training_records, write_run
 from warm_python import warm_python
 
+from moe_runtime.training import prepared
 from moe_runtime.training.config_tree import read_tree
-from moe_runtime.training.data import prepared
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.session import prepare, start
 

@@ -21,8 +21,7 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.research.zeroth_order.finetuning import ZerothOrderFinetuneConfig
 from moe_runtime.training.config_tree import read_tree
-from moe_runtime.training.finetune.devices import device_of
-from moe_runtime.training.finetune.finetuning import prepare
+from moe_runtime.training.finetune.finetuning import device_of, prepare
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.session import finish, start
 from moe_runtime.training.session import prepare as prepare_training

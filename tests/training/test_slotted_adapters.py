@@ -24,10 +24,10 @@ from triton_interpreter import repair_interpreter
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.device.device_stores import experts_on_device
 from moe_runtime.kernels.expert_mlp import StackedExperts
-from moe_runtime.training.data.batches import DataPosition
-from moe_runtime.training.finetune import stores as frozen_stores
+from moe_runtime.training.data import DataPosition
+from moe_runtime.training.finetune import finetuning as frozen_stores
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, prepare, start
-from moe_runtime.training.offload.execution.slotted import SlottedPasses
+from moe_runtime.training.offload.frozen import SlottedPasses
 from moe_runtime.training.offload.memory import FrozenMemory
 
 pytest.importorskip("triton")

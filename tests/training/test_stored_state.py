@@ -28,10 +28,14 @@ from moe_runtime.cli.main import describe
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import locked
-from moe_runtime.lab.traces.learned import keep_learned, restore_learned
-from moe_runtime.lab.traces.predictor_file import read_predictor, write_predictor
+from moe_runtime.lab.traces.learned import (
+    keep_learned,
+    read_predictor,
+    restore_learned,
+    write_predictor,
+)
 from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
-from moe_runtime.policies.eviction.rules.activation_aware import ActivationMatrices
+from moe_runtime.policies.eviction.learned import ActivationMatrices
 from moe_runtime.policies.placement import EPLB, Devices, RoutingProfile
 from moe_runtime.policies.prediction import Shape, make_estimator
 from moe_runtime.serving.adapter_folder import AdapterFolder
@@ -43,8 +47,8 @@ from moe_runtime.training.checkpoint import (
     write_content,
 )
 from moe_runtime.training.config_tree import read_tree
-from moe_runtime.training.data.prepared import run_folder
-from moe_runtime.training.offload.optimizers.dense_adamw import state_order
+from moe_runtime.training.offload.dense_adamw import state_order
+from moe_runtime.training.prepared import run_folder
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.session import Preparation, prepare, start
@@ -321,7 +325,7 @@ def test_each_file_of_a_run(
     names = [n for n in files_of(stored.folder, other.folder) if n.startswith(tuple(kinds))]
     assert len(names) == len(kinds)
     # the text is encoded anew where its cache is damaged: with a warning that names the file
-    monkeypatch.setattr("moe_runtime.training.data.tokens.warnings.warn", lambda *_, **__: None)
+    monkeypatch.setattr("moe_runtime.training.data.warnings.warn", lambda *_, **__: None)
     assert_each_file_is_right_or_named(stored, other, names, tmp_path)
 
 

@@ -44,6 +44,7 @@ def test_the_same_trace_wherever_experts_live(tmp_path: Path) -> None:
     assert in_memory.token_request.tolist() == np.repeat(np.arange(16), 32).tolist()
     assert (in_memory.expert_ids < 4).all()
     assert in_memory.signature.model_type == "qwen3_moe"
+    assert in_memory.expert_bytes == 3 * 32 * 16 * 4  # as the exported checkpoint has it
     budget = ["--set", "run.host_memory=64MiB"]
     assert_same(traced(tmp_path / "disk", *budget), in_memory)
 

@@ -11,8 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
-from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, codes_shape, companion
-from moe_runtime.checkpoints.formats.reordered_weight import PartOrder, by_columns
+from moe_runtime.checkpoints.formats.packed_weight import (
+    PackedWeight,
+    PartOrder,
+    by_columns,
+    codes_shape,
+    part_of,
+)
 from moe_runtime.checkpoints.formats.settings import Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -40,7 +45,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
         for suffix in (".qzeros", ".scales"):
             if name.endswith(suffix):
                 module = name.removesuffix(suffix)
-                companion(entries, module, [_CODES], f"the codes of {name}")
+                part_of(entries, module, [_CODES], f"the codes of {name}")
         if not name.endswith(_CODES):
             continue
         cols, num_words = codes_shape(codes, ["I32"], [2])

@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from moe_runtime.checkpoints.formats.contents import Contents
 from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
+    PartOrder,
+    ReorderedWeight,
     codes_shape,
-    companion,
     one_number,
+    part_of,
     require_beside,
     with_scales,
 )
-from moe_runtime.checkpoints.formats.reordered_weight import PartOrder, ReorderedWeight
-from moe_runtime.checkpoints.formats.settings import Settings, matches
+from moe_runtime.checkpoints.formats.settings import Contents, Settings, matches
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.kernels.quantized import WeightFormat
+from moe_runtime.kernels.quantized import CodeName, ScaleName, WeightFormat
 
 _FLOATS = ("BF16", "F32", "F16")
 _E8M0 = ("U8", "F8_E8M0")
@@ -64,7 +64,7 @@ class _Module:
             CheckpointError: there is none.
         """
         what = f"a part of {self.weight}, {self.kind} by the config_groups of config.json,"
-        return companion(self.entries, self.name, [f".weight{suffix}"], what)
+        return part_of(self.entries, self.name, [f".weight{suffix}"], what)
 
     def refuse_unless(self, name: str, known: tuple[object, ...]) -> Any:
         """What the configuration says, which must be among what can be read.
@@ -107,7 +107,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
         for name in entries:
             module = name.removesuffix(_SCALES)
             if name.endswith(_PACKED):
-                companion(entries, name.removesuffix(_PACKED), [_SCALES], f"the scales of {name}")
+                part_of(entries, name.removesuffix(_PACKED), [_SCALES], f"the scales of {name}")
             if module == name:
                 _require_scales(name, entries, ignored)
                 continue
@@ -127,7 +127,7 @@ def _require_scales(name: str, entries: Mapping[str, TensorEntry], ignored: list
     module = name.removesuffix(".weight")
     is_alone = module != name and f"{module}{_SCALES}" not in entries
     if is_alone and entries[name].dtype in ("I8", "F8_E4M3") and not matches(module, ignored):
-        companion(entries, module, [_SCALES], f"the scales of {name}")
+        part_of(entries, module, [_SCALES], f"the scales of {name}")
 
 
 def _targets_of(settings: Settings) -> dict[str, tuple[Settings, str]]:
@@ -197,7 +197,9 @@ def _integers(module: _Module) -> PackedWeight:
     module.refuse_unless("type", ("int",))
     module.refuse_unless("num_bits", (8,))
     zeros = _zero_points(module)
-    weight = _bytes(module, "I8", WeightFormat("int8", "f32", *module.groups()), _FLOATS)
+    codes, kind = module.part(""), WeightFormat("int8", "f32", *module.groups())
+    sizes = codes_shape(codes, ["I8"], [2])
+    weight = with_scales(module.weight, codes, sizes, module.part("_scale"), _FLOATS, kind)
     if zeros is None:
         return weight
     sizes = weight.format.scales_shape(weight.num_rows, weight.num_cols)
@@ -221,79 +223,71 @@ def _with_zero_points(
     )
 
 
+class _Floats(NamedTuple):
+    """A format of floats.
+
+    Attributes:
+        suffix: of the name of the codes.
+        dtype: of the tensor of codes.
+        codes: what they mean.
+        scales: what scales mean, their safetensors types, and rows and columns that share one.
+        has_global_scale: one that divides, unlike that of ModelOpt.
+    """
+
+    suffix: str
+    dtype: str
+    codes: CodeName
+    scales: tuple[ScaleName, tuple[str, ...], tuple[int, int] | None]
+    has_global_scale: bool = False
+
+
+_FLOAT_FORMATS = {
+    "float-quantized": _Floats("", "F8_E4M3", "e4m3", ("f32", _FLOATS, None)),
+    "mxfp8-quantized": _Floats("", "F8_E4M3", "e4m3", ("e8m0", _E8M0, (1, 32))),
+    "mxfp4-pack-quantized": _Floats("_packed", "U8", "e2m1", ("e8m0", _E8M0, (1, 32))),
+    "nvfp4-pack-quantized": _Floats("_packed", "U8", "e2m1", ("e4m3", ("F8_E4M3",), None), True),
+}
+
+
 def _floats(module: _Module) -> PackedWeight:
-    _refuse_zero_points(module)
-    module.refuse_unless("type", ("float",))
-    module.refuse_unless("num_bits", (8,))
-    return _bytes(module, "F8_E4M3", WeightFormat("e4m3", "f32", *module.groups()), _FLOATS)
+    """Floats of 8 or 4 bits, symmetric.
+
+    Raises:
+        UnsupportedModelError: there are zero points, or groups are not in order.
+        CheckpointError: there are zero points that the configuration does not have.
+    """
+    form = _FLOAT_FORMATS.get(module.kind, _FLOAT_FORMATS["float-quantized"])
+    if (zeros := _zero_points(module)) is not None:
+        raise UnsupportedModelError(
+            f"{zeros.name}: zero points of floats cannot be read yet; expected symmetric ones"
+        )
+    if form is _FLOAT_FORMATS["float-quantized"]:
+        module.refuse_unless("type", ("float",))
+        module.refuse_unless("num_bits", (8,))
+    codes = module.part(form.suffix)
+    rows, width = codes_shape(codes, [form.dtype], [2])
+    scales, dtypes, groups = form.scales
+    factor = one_number(module.part("_global_scale")) if form.has_global_scale else None
+    kind = WeightFormat(
+        *(form.codes, scales, *(groups or module.groups())),
+        global_scale="divide" if form.has_global_scale else "none",
+    )
+    sizes = (rows, width * 8 // kind.bits)
+    scales = module.part("_scale")
+    return with_scales(module.weight, codes, sizes, scales, dtypes, kind, global_scale=factor)
 
 
 def _integers_or_floats(module: _Module) -> PackedWeight:
     return (_integers if module.how.get("type") == "int" else _floats)(module)
 
 
-def _mxfp8(module: _Module) -> PackedWeight:
-    _refuse_zero_points(module)
-    return _bytes(module, "F8_E4M3", WeightFormat("e4m3", "e8m0", 1, 32), _E8M0)
-
-
-def _bytes(
-    module: _Module, dtype: str, kind: WeightFormat, scales: tuple[str, ...]
-) -> PackedWeight:
-    codes = module.part("")
-    sizes = codes_shape(codes, [dtype], [2])
-    return with_scales(module.weight, codes, sizes, module.part("_scale"), scales, kind)
-
-
-def _mxfp4(module: _Module) -> PackedWeight:
-    _refuse_zero_points(module)
-    codes = module.part("_packed")
-    rows, width = codes_shape(codes, ["U8"], [2])
-    kind = WeightFormat("e2m1", "e8m0", 1, 32)
-    return with_scales(module.weight, codes, (rows, 2 * width), module.part("_scale"), _E8M0, kind)
-
-
-def _nvfp4(module: _Module) -> PackedWeight:
-    """The global scale divides, unlike that of ModelOpt."""
-    _refuse_zero_points(module)
-    codes = module.part("_packed")
-    rows, width = codes_shape(codes, ["U8"], [2])
-    kind = WeightFormat("e2m1", "e4m3", *module.groups(), global_scale="divide")
-    return with_scales(
-        module.weight,
-        codes,
-        (rows, 2 * width),
-        module.part("_scale"),
-        ["F8_E4M3"],
-        kind,
-        global_scale=one_number(module.part("_global_scale")),
-    )
-
-
 FORMATS: Mapping[str, Callable[[_Module], PackedWeight]] = {
     "pack-quantized": _packed_integers,
     "int-quantized": _integers,
-    "float-quantized": _floats,
     "naive-quantized": _integers_or_floats,
-    "mxfp4-pack-quantized": _mxfp4,
-    "mxfp8-quantized": _mxfp8,
-    "nvfp4-pack-quantized": _nvfp4,
+    **dict.fromkeys(_FLOAT_FORMATS, _floats),
 }
 """What reads each format of `config_groups`."""
-
-
-def _refuse_zero_points(module: _Module) -> None:
-    """Codes of floats have none, and their groups are in order.
-
-    Raises:
-        UnsupportedModelError: they are not so.
-        CheckpointError: there are zero points that the configuration does not have.
-    """
-    zeros = _zero_points(module)
-    if zeros is not None:
-        raise UnsupportedModelError(
-            f"{zeros.name}: zero points of floats cannot be read yet; expected symmetric ones"
-        )
 
 
 def _zero_points(module: _Module) -> TensorEntry | None:

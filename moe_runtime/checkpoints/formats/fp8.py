@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
     codes_shape,
-    companion,
+    part_of,
     with_scales,
 )
 from moe_runtime.checkpoints.formats.settings import Settings
@@ -58,13 +58,13 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
         is_codes = codes.dtype == "F8_E4M3" or (is_fp4 and codes.dtype == "I8")
         if is_codes and not any(name.endswith(suffix) for suffix in _SCALES):
             ends = [*(name + suffix for suffix in _SCALES), name.removesuffix("weight") + "scale"]
-            companion(entries, "", ends, f"the scales of {name}")
+            part_of(entries, "", ends, f"the scales of {name}")
 
 
 def _codes_of(name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry | None:
     """The codes that a tensor has the scales of; None where it has none of any weight."""
     if name.endswith(".weight_scale_inv"):
-        return companion(entries, name.removesuffix("_scale_inv"), [""], f"the codes of {name}")
+        return part_of(entries, name.removesuffix("_scale_inv"), [""], f"the codes of {name}")
     weights = [name.removesuffix(suffix) for suffix in _SCALES if name.endswith(suffix)]
     if name.endswith(".scale"):
         weights.append(name.removesuffix("scale") + "weight")

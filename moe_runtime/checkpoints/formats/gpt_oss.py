@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
     codes_shape,
-    companion,
+    part_of,
     with_scales,
 )
 from moe_runtime.checkpoints.formats.settings import Settings
@@ -31,7 +31,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
     kind = WeightFormat("e2m1", "e8m0", group_cols=GROUP)
     for name, codes in entries.items():
         if name.endswith(_SCALES):
-            companion(entries, name.removesuffix(_SCALES), [_CODES], "the codes of the scales")
+            part_of(entries, name.removesuffix(_SCALES), [_CODES], "the codes of the scales")
         if not name.endswith(_CODES):
             continue
         *lead, rows, blocks, width = codes_shape(codes, ["U8"], [4])
@@ -40,6 +40,6 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
                 f"{name}: expected blocks of {GROUP // 2} bytes, found {list(codes.shape)}"
             )
         weight = name.removesuffix(_CODES)
-        scales = companion(entries, weight, [_SCALES], f"the scales of {name}")
+        scales = part_of(entries, weight, [_SCALES], f"the scales of {name}")
         sizes = (*lead, rows, blocks * GROUP)
         yield with_scales(weight, codes, sizes, scales, ["U8"], kind, is_transposed=True)

@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 
-from moe_runtime.checkpoints.formats.contents import Contents
-from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, codes_shape, companion
-from moe_runtime.checkpoints.formats.reordered_weight import PartOrder, by_columns
-from moe_runtime.checkpoints.formats.settings import Settings
+from moe_runtime.checkpoints.formats.packed_weight import (
+    PackedWeight,
+    PartOrder,
+    by_columns,
+    codes_shape,
+    part_of,
+)
+from moe_runtime.checkpoints.formats.settings import Contents, Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -49,7 +53,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
             for suffix in (".qzeros", ".scales"):
                 if name.endswith(suffix):
                     module = name.removesuffix(suffix)
-                    companion(entries, module, [_CODES], f"the codes of {name}")
+                    part_of(entries, module, [_CODES], f"the codes of {name}")
             if not name.endswith(_CODES):
                 continue
             module = name.removesuffix(_CODES)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
     codes_shape,
-    companion,
     one_number,
+    part_of,
     with_scales,
 )
 from moe_runtime.checkpoints.formats.settings import Settings
@@ -44,22 +44,22 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
         if name.endswith(_SCALES):
             weight = name.rpartition("_scale")[0]
             names = (weight, weight.removesuffix("_weight"))
-            companion(entries, "", dict.fromkeys(names), f"the codes of {name}")
+            part_of(entries, "", dict.fromkeys(names), f"the codes of {name}")
         is_stack = f"{name}_weight_scale" in entries
         if not name.endswith(".weight") and not is_stack:
             continue
         end = "_weight_scale" if is_stack else "_scale"
         if codes.dtype == "U8" and algorithm == "NVFP4":
             *lead, rows, width = codes_shape(codes, ["U8"], [3 if is_stack else 2], place)
-            scales = companion(entries, name, [end], f"the scales of {name}")
-            factor = companion(entries, name, [f"{end}_2"], f"the global scale of {name}")
+            scales = part_of(entries, name, [end], f"the scales of {name}")
+            factor = part_of(entries, name, [f"{end}_2"], f"the global scale of {name}")
             sizes = (*lead, rows, 2 * width)
             kinds, factor = ["F8_E4M3"], one_number(factor, *lead)
             yield with_scales(
                 name, codes, sizes, scales, kinds, nvfp4, global_scale=factor, place=place
             )
         elif codes.dtype == "F8_E4M3":
-            scales = companion(entries, name, [end], f"the scales of {name}")
+            scales = part_of(entries, name, [end], f"the scales of {name}")
             sizes = codes_shape(codes, ["F8_E4M3"], [3 if is_stack else 2], place)
             yield with_scales(name, codes, sizes, scales, ["F32"], fp8, place=place)
         elif f"{name}{end}" in entries:

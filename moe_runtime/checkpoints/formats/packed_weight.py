@@ -1,22 +1,23 @@
 """A quantised weight of a checkpoint: its logical shape, and where its parts lie in the files.
 
-Shape suffixes: N rows (outputs), K columns (inputs) of a matrix.
+Shape suffixes: N rows (outputs), K columns (inputs) of a matrix, G groups of columns.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.formats.settings import CONFIG
-from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, ScaleName, WeightFormat
+from moe_runtime.kernels.quantized.storage_order import WORD_BITS, StorageOrder
 from moe_runtime.memory.layout import TensorRange
 
 SCALE_NAMES: Mapping[str, ScaleName] = {
@@ -28,13 +29,13 @@ SCALE_NAMES: Mapping[str, ScaleName] = {
     "U8": "e8m0",
 }
 """Kinds of scales by the safetensors name of their element type."""
-
-
 _NAMES = {"e2m1": "fp4", "e4m3": "fp8", "uint4": "int4", "uint8": "int8", "int8": "int8"}
+_FIRST_CUT = 8
+"""Rows or columns in whose multiples a weight is cut: those of a word of 4 bits a number."""
 
 
 class Packing(NamedTuple):
-    """How a matrix is written, whoever's it is: what makes a `QuantizedMatrix` of its parts."""
+    """How a matrix is written: what makes a `QuantizedMatrix` of its parts."""
 
     format: WeightFormat
     num_cols: int
@@ -52,14 +53,12 @@ class Packing(NamedTuple):
 
     def matrix(self, parts: Mapping[str, Tensor]) -> QuantizedMatrix:
         """The matrix whose parts these are, by the names of `PackedWeight.ranges`."""
-        return QuantizedMatrix(
-            self.format,
-            self.num_cols,
-            parts["codes"],
-            parts.get("scales"),
-            parts.get("zero_points"),
-            parts.get("global_scale"),
-        )
+        others = (parts.get(name) for name in ("scales", "zero_points", "global_scale"))
+        return QuantizedMatrix(self.format, self.num_cols, parts["codes"], *others)
+
+
+Piece = tuple[slice, slice, Packing, dict[str, TensorRange]]
+"""Rows and columns of a weight, how they are written, and where their parts lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +110,15 @@ class PackedWeight:
         return Packing(self.format, self.num_cols)
 
     @property
-    def entries(self) -> list[TensorEntry]:
+    def parts(self) -> dict[str, TensorEntry]:
         """The tensors that hold the weight."""
-        every = (self.codes, self.scales, self.zero_points, self.global_scale)
-        return [entry for entry in every if entry is not None]
+        names = ("codes", "scales", "zero_points", "global_scale")
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of them all."""
-        return sum(entry.num_bytes for entry in self.entries)
+        return sum(entry.num_bytes for entry in self.parts.values())
 
     @property
     def resident_bytes(self) -> int:
@@ -136,32 +135,25 @@ class PackedWeight:
         """Rows of all matrices."""
         return math.prod(self.lead) * self.num_rows
 
-    def stand_in(self, flat: Tensor) -> Tensor:
+    def as_model_has(self, values: Tensor) -> Tensor:
         """A tensor of `[*lead, N, K]` as the model holds it."""
-        return flat.transpose(-1, -2) if self.is_transposed else flat
+        return values.transpose(-1, -2) if self.is_transposed else values
 
-    def runs(self, most_elements: int) -> Iterator[tuple[int, int]]:
-        """Cuts all rows into runs `(first, count)` of whole groups, or within one group."""
+    def pieces(self, most_elements: int) -> Iterator[Piece]:
+        """Cuts all matrices, one below the other, into pieces of about so many elements.
+
+        A piece has whole groups of rows, or lies within one.
+        """
         group = max(1, self.format.group_rows)
         most = max(1, most_elements // self.num_cols)
         most = most // group * group or most
         for start in range(0, self.total_rows, self.num_rows):
             for begin in range(0, self.num_rows, max(group, most)):
                 end = min(begin + max(group, most), self.num_rows)
-                for first in range(begin, end, most):
-                    yield start + first, min(most, end - first)
-
-    def pieces(
-        self, most_elements: int
-    ) -> Iterator[tuple[slice, slice, Packing, dict[str, TensorRange]]]:
-        """Cuts all matrices, one below the other, into pieces of about so many elements.
-
-        Returns:
-            For each piece its rows and columns, and how and where it lies, as `ranges` has it.
-        """
-        for first, count in self.runs(most_elements):
-            ranges = self.ranges(first, 1, count)
-            yield slice(first, first + count), slice(None), self.packing, ranges
+                for row in range(begin, end, most):
+                    first, count = start + row, min(most, end - row)
+                    ranges = self.ranges(first, 1, count)
+                    yield slice(first, first + count), slice(None), self.packing, ranges
 
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
         """Where the parts of some rows lie.
@@ -192,52 +184,139 @@ class PackedWeight:
                 f"{step} after the other; such checkpoints are not supported yet"
             )
         group_rows, group_cols = kind.scales_shape(self.num_rows, self.num_cols)
-        first_group = 0 if rows == 0 else row // rows
         groups = (kind.scales_shape(count, self.num_cols)[0], group_cols)
-        start = (number * group_rows + first_group) * group_cols
+        start = (number * group_rows + (row // rows if rows else 0)) * group_cols
         strides = (group_cols * (step if rows == 1 else 1), 1)
-        stored_bytes = self.codes.num_bytes // self.total_rows
+        row_bytes = self.codes.num_bytes // self.total_rows
         used = (count, kind.row_bytes(self.num_cols))
-        found = {
-            "codes": _range(
-                self.codes, first * stored_bytes, torch.uint8, used, (step * stored_bytes, 1)
-            ),
-        }
-        if self.scales is not None:
-            dtype = SCALES[kind.scales]
-            found["scales"] = _range(self.scales, start, dtype, groups, strides)
-        if self.zero_points is not None:
-            found["zero_points"] = _range(self.zero_points, start, torch.uint8, groups, strides)
-        if self.global_scale is not None:
-            place = number if _num_elements(self.global_scale) > 1 else 0
-            found["global_scale"] = _range(self.global_scale, place, torch.float32, (1,), (1,))
+        found: dict[str, TensorRange] = {}
+        for name, entry in self.parts.items():
+            dtype, position, shape, stride = torch.uint8, start, groups, strides
+            if name == "codes":
+                position, shape, stride = first * row_bytes, used, (step * row_bytes, 1)
+            elif name == "scales":
+                dtype = SCALES[kind.scales]
+            elif name == "global_scale":
+                position = number if math.prod(entry.shape) > 1 else 0
+                dtype, shape, stride = torch.float32, (1,), (1,)
+            offset = entry.offset + position * dtype.itemsize
+            found[name] = TensorRange.of(entry.file, entry.name, offset, dtype, shape, stride)
         return found
 
 
-def _range(
-    entry: TensorEntry,
-    position: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-) -> TensorRange:
-    offset = entry.offset + position * dtype.itemsize
-    return TensorRange.of(entry.file, entry.name, offset, dtype, shape, stride)
+class PartOrder(NamedTuple):
+    """How one tensor of a weight lies.
+
+    Attributes:
+        kind: of its `StorageOrder`; None where it is in order.
+        per: how many rows or columns of the weight, whichever the tensor's first dimension goes
+            along, one row of the tensor is for; 0 where it has one row for all.
+    """
+
+    kind: str | None
+    per: int = 1
 
 
-def companion(
+@dataclass(frozen=True, slots=True)
+class ReorderedWeight(PackedWeight):
+    """One matrix `[N, K]` whose numbers lie in the file in an order that no product reads.
+
+    They are put in order when an expert enters its slot or a dense weight is loaded, never on the
+    disk.
+
+    Attributes:
+        along: what the first dimension of the tensors goes along.
+        orders: how each part lies.
+        adds_one: whether zero points are stored less one, as `StorageOrder` has it.
+    """
+
+    along: Literal["rows", "columns"] = "rows"
+    orders: Mapping[str, PartOrder] = field(default_factory=dict)
+    adds_one: bool = False
+
+    def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
+        """As of any weight, but for the whole matrix only.
+
+        Raises:
+            UnsupportedModelError: the rows are some of the matrix.
+            CheckpointError: a part is not where elements of its size can be read.
+        """
+        if (first, step, count) != (0, 1, self.num_rows):
+            raise UnsupportedModelError(
+                f"{self.name}: expected a matrix of an expert in tensors of its own, found rows "
+                f"{first} to {first + (count - 1) * step} of {self.num_rows} to be one; such "
+                f"checkpoints are not supported yet"
+            )
+        return self._cut(0, self.num_rows if self.along == "rows" else self.num_cols)
+
+    def pieces(self, most_elements: int) -> Iterator[Piece]:
+        """Cuts the weight along the first dimension of its tensors, each piece within a group."""
+        is_by_rows = self.along == "rows"
+        size, other = (self.num_rows, self.num_cols)[:: 1 if is_by_rows else -1]
+        group = size if is_by_rows else self.format.group_cols or size
+        step = max(1, most_elements // other // _FIRST_CUT) * _FIRST_CUT
+        if group % _FIRST_CUT and group != size:
+            group = step = size
+        for begin in range(0, size, group):
+            for first in range(begin, min(begin + group, size), step):
+                last = min(first + step, begin + group, size)
+                piece = slice(first, last), slice(None)
+                rows, cols = piece if is_by_rows else piece[::-1]
+                packing = Packing(self.format, self.num_cols if is_by_rows else last - first)
+                yield rows, cols, packing, self._cut(first, last)
+
+    def _cut(self, first: int, last: int) -> dict[str, TensorRange]:
+        """Where the parts of some rows or columns lie."""
+        is_by_rows, kind = self.along == "rows", self.format
+        size = self.num_rows if is_by_rows else self.num_cols
+        rows = last - first if is_by_rows else self.num_rows
+        cols = self.num_cols if is_by_rows else last - first
+        groups = kind.scales_shape(rows, cols)
+        found = {}
+        for name, entry in self.parts.items():
+            order, per = self.orders[name]
+            stored = _stored_rows(entry, size, per, first, last)
+            dtype, shape, stride = torch.uint8, groups, groups[1]
+            if name == "codes":
+                shape, stride = (rows, kind.row_bytes(cols)), stored.span_bytes // rows
+            elif name == "scales":
+                dtype = SCALES[kind.scales]
+            described = replace(stored, dtype=dtype, shape=shape, stride=(stride, 1))
+            if order is not None:
+                put = self._order(order, name, stored, shape)
+                described = replace(described, order=put)
+            found[name] = described
+        return found
+
+    def _order(
+        self, kind: str, name: str, stored: TensorRange, shape: tuple[int, int]
+    ) -> StorageOrder:
+        rows, cols, bits = shape[0], shape[1], self.format.bits
+        if kind == "transposed":
+            cols, bits = stored.shape[0] // rows, stored.dtype.itemsize * 8
+        elif name == "codes":
+            cols = stored.span_bytes * 8 // bits // rows
+        return StorageOrder(kind, rows, cols, bits, self.adds_one and name == "zero_points")
+
+
+def _stored_rows(entry: TensorEntry, size: int, per: int, first: int, last: int) -> TensorRange:
+    """The elements of a tensor that belong to some of `size` rows or columns of a weight."""
+    num_rows = -(-size // per) if per else 1
+    begin, end = (first // per, -(-last // per)) if per else (0, 1)
+    dtype = TORCH_DTYPES[entry.dtype]
+    elements = entry.num_bytes // dtype.itemsize // num_rows
+    offset = entry.offset + begin * elements * dtype.itemsize
+    shape = ((end - begin) * elements,)
+    return TensorRange.of(entry.file, entry.name, offset, dtype, shape, (1,))
+
+
+def part_of(
     entries: Mapping[str, TensorEntry], name: str, suffixes: Iterable[str], what: str
 ) -> TensorEntry:
-    """The tensor beside a weight's codes that has a name of one of these ends.
-
-    Args:
-        entries: all tensors.
-        name: that the ends follow.
-        suffixes: the ends.
-        what: the tensor is, for the message.
+    """The tensor of a weight whose name is `name` and one of these ends.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none; says that it would be `what`.
     """
     names = [name + suffix for suffix in suffixes]
     for found in names:
@@ -253,31 +332,28 @@ def require_beside(
     entry: TensorEntry,
     of: TensorEntry,
     shape: Sequence[int],
-    kinds: Sequence[str],
+    dtypes: Sequence[str],
     hint: Callable[[], str] = str,
 ) -> None:
-    """Checks the type and the sizes of a part of a weight.
-
-    Args:
-        entry: the part.
-        of: the codes, for the message.
-        shape: its sizes must be; sizes of one may be missing.
-        kinds: safetensors names of the types that it may have.
-        hint: says what may be the cause of other sizes.
+    """Checks the type and the sizes of a part beside the codes; sizes of one may be missing.
 
     Raises:
-        CheckpointError: it has another type or other sizes.
+        CheckpointError: it has another type or other sizes; `hint` says what may be the cause.
     """
     is_shaped = _without_ones(entry.shape) == _without_ones(shape)
-    if entry.dtype not in kinds or not is_shaped:
+    if entry.dtype not in dtypes or not is_shaped:
         raise CheckpointError(
-            f"{entry.name}: expected {' or '.join(kinds)} {list(shape)} beside {of.name} "
+            f"{entry.name}: expected {' or '.join(dtypes)} {list(shape)} beside {of.name} "
             f"{of.dtype} {list(of.shape)}, found {entry.dtype} {list(entry.shape)}"
             f"{(not is_shaped and hint()) or '; fetch the checkpoint again, or save it so'}"
         )
 
 
-def other_groups(
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _other_groups(
     kind: WeightFormat, sizes: Sequence[int], found: Sequence[int], place: str = CONFIG
 ) -> str:
     """The end of a message about scales that are those of other groups; empty where of none.
@@ -288,14 +364,12 @@ def other_groups(
         found: the shape of the scales, in the order of `sizes`.
         place: where the size of groups stands.
     """
-    *lead, rows, cols = sizes
-    if len(found) != len(sizes) or [*found[:-2]] != lead:
+    if len(found) != len(sizes) or [*found[:-2]] != [*sizes[:-2]]:
         return ""
     fitting = []
     asked_for = kind.group_rows, kind.group_cols
-    for axis, (size, count, asked) in enumerate(
-        zip((rows, cols), found[-2:], asked_for, strict=True)
-    ):
+    axes = zip(sizes[-2:], found[-2:], asked_for, strict=True)
+    for axis, (size, count, asked) in enumerate(axes):
         likely = [asked or size]
         if count and (axis or asked != 1):  # most formats have groups of one row
             likely += [2**power for power in range(12)]
@@ -321,10 +395,9 @@ def codes_shape(
         CheckpointError: they have not, or there are none.
     """
     if entry.dtype not in dtypes or len(entry.shape) not in dims or 0 in entry.shape:
-        expected = " or ".join(dtypes)
-        sizes = " or ".join(map(str, dims))
+        expected = f"{' or '.join(dtypes)} of {' or '.join(map(str, dims))} dimensions"
         raise CheckpointError(
-            f"{entry.name}: expected {expected} of {sizes} dimensions, as the {place} says, found "
+            f"{entry.name}: expected {expected}, as the {place} says, found "
             f"{entry.dtype} {list(entry.shape)}"
         )
     return entry.shape
@@ -336,7 +409,7 @@ def one_number(entry: TensorEntry, num_matrices: int = 1) -> TensorEntry:
     Raises:
         CheckpointError: it is something else.
     """
-    if entry.dtype != "F32" or _num_elements(entry) not in (1, num_matrices):
+    if entry.dtype != "F32" or math.prod(entry.shape) not in (1, num_matrices):
         found = f"{entry.dtype} {list(entry.shape)}"
         raise CheckpointError(f"{entry.name}: expected one F32 number, found {found}")
     return entry
@@ -347,7 +420,7 @@ def with_scales(
     codes: TensorEntry,
     sizes: Sequence[int],
     scales: TensorEntry,
-    kinds: Sequence[str],
+    dtypes: Sequence[str],
     kind: WeightFormat,
     *,
     global_scale: TensorEntry | None = None,
@@ -358,10 +431,10 @@ def with_scales(
 
     Args:
         name: of the weight.
-        codes: its codes, checked already.
+        codes: checked already.
         sizes: `(*lead, N, K)`.
-        scales: its scales.
-        kinds: safetensors names of the types that they may have.
+        scales: of the weight.
+        dtypes: safetensors names of the types that scales may have.
         kind: its format, but for the type of scales.
         global_scale: as `PackedWeight` has it.
         is_transposed: as `PackedWeight` has it.
@@ -371,28 +444,105 @@ def with_scales(
         CheckpointError: the scales are not those of the weight.
     """
     *lead, rows, cols = sizes
-    groups = kind.scales_shape(rows, cols)
+    shape = (*lead, *kind.scales_shape(rows, cols))
     require_beside(
-        *(scales, codes, (*lead, *groups), kinds),
-        lambda: other_groups(kind, sizes, scales.shape, place),
+        scales, codes, shape, dtypes, lambda: _other_groups(kind, sizes, scales.shape, place)
     )
-    kind = replace(kind, scales=SCALE_NAMES[scales.dtype])
     return PackedWeight(
-        name,
-        tuple(lead),
-        rows,
-        cols,
-        kind,
-        codes,
-        scales,
-        global_scale=global_scale,
-        is_transposed=is_transposed,
+        *(name, tuple(lead), rows, cols, replace(kind, scales=SCALE_NAMES[scales.dtype])),
+        *(codes, scales, None, global_scale, is_transposed),
     )
 
 
-def _without_ones(shape: Sequence[int]) -> list[int]:
-    return [size for size in shape if size != 1]
+def by_columns(
+    module: str,
+    entries: Mapping[str, TensorEntry],
+    codes: tuple[TensorEntry, PartOrder],
+    sizes: tuple[int, int],
+    group: int,
+    zeros_kind: str,
+    bits: int,
+    *,
+    adds_one: bool = False,
+) -> ReorderedWeight:
+    """A weight in the tensors `.qweight`, `.qzeros` and `.scales`, whose rows are columns.
+
+    Args:
+        module: whose weight.
+        entries: all tensors.
+        codes: the first of these tensors, checked already, and how it lies.
+        sizes: `(N, K)`.
+        group: columns of a group; 0 where all are one.
+        zeros_kind: how the zero points lie.
+        bits: of a code.
+        adds_one: as `ReorderedWeight` has it.
+
+    Raises:
+        CheckpointError: another part is missing or not that of the weight.
+    """
+    (entry, order), (rows, cols) = codes, sizes
+    scales, zeros = (
+        part_of(entries, module, [suffix], f"a part of {entry.name}")
+        for suffix in (".scales", ".qzeros")
+    )
+    kind = WeightFormat(
+        "uint4" if bits == 4 else "uint8", "f32", group_cols=group, has_zero_points=True
+    )
+    _require_rows(entry, rows, scales, zeros, bits)
+    groups = kind.scales_shape(rows, cols)[1]
+
+    def hint() -> str:  # where zero points agree with them, the configuration is wrong
+        agree = zeros.shape[:1] == scales.shape[:1]
+        return _other_groups(kind, sizes, scales.shape[::-1]) if agree else ""
+
+    require_beside(scales, entry, (groups, rows), ("F16", "BF16", "F32"), hint)
+    require_beside(zeros, entry, (groups, _words(rows, bits)), ["I32"])
+    kind = replace(kind, scales=SCALE_NAMES[scales.dtype])
+    return ReorderedWeight(
+        *(f"{module}.weight", (), rows, cols, kind, entry, scales, zeros),
+        along="columns",
+        orders={
+            "codes": order,
+            "scales": PartOrder("transposed", group),
+            "zero_points": PartOrder(zeros_kind, group),
+        },
+        adds_one=adds_one,
+    )
 
 
-def _num_elements(entry: TensorEntry) -> int:
-    return math.prod(entry.shape)
+def _require_rows(
+    codes: TensorEntry, rows: int, scales: TensorEntry, zeros: TensorEntry, bits: int
+) -> None:
+    """Checks the rows of codes where scales and zero points agree on another number, and bits.
+
+    Raises:
+        CheckpointError: codes are of that many rows, transposed or another format's; zero points
+            are of other bits.
+    """
+    if len(scales.shape) != 2 or len(zeros.shape) != 2:
+        return
+    others, num_words = scales.shape[1], zeros.shape[1]
+    beside = f"{scales.name} {[*scales.shape]} and {zeros.name} {[*zeros.shape]}"
+    if others == rows:
+        for likely in (2, 4, 8):
+            if _words(rows, likely) == num_words != _words(rows, bits):
+                raise CheckpointError(
+                    f"{zeros.name}: expected {_words(rows, bits)} words, {rows} zero points of "
+                    f"{bits} bits, found {num_words}, as of {likely} bits; correct bits in the "
+                    "quantization_config of config.json"
+                )
+    elif num_words == _words(others, bits) != _words(rows, bits):
+        # one has a word for several rows, the other for several columns
+        sizes = (others, num_words) if codes.shape[1] == rows else (num_words, others)
+        method = "awq" if codes.shape[1] == rows else "gptq"
+        causes = [f"as quant_method {method} has them"] if codes.shape[1] == sizes[1] else []
+        causes += ["transposed"] if codes.shape[0] == sizes[0] else []
+        raise CheckpointError(
+            f"{codes.name}: expected codes of {others} rows, as {beside} have, found those of "
+            f"{rows} in {[*codes.shape]}; {' or '.join(causes) or 'damaged'}: correct the "
+            "quantization_config of config.json, or fetch the checkpoint again"
+        )
+
+
+def _words(count: int, bits: int) -> int:
+    return -(-count * bits // WORD_BITS)

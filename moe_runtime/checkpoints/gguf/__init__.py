@@ -13,13 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.formats import PackedWeight
-from moe_runtime.checkpoints.gguf.architectures import ValueChange, architecture_of, named_weights
+from moe_runtime.checkpoints.gguf.architectures import (
+    ValueChange,
+    architecture_of,
+    named_weights,
+    settings_of,
+)
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor, read_header
-from moe_runtime.checkpoints.gguf.model_settings import settings_of
 from moe_runtime.checkpoints.gguf.tokenizer import make_tokenizer, read_vocabulary
-from moe_runtime.checkpoints.opening import TORCH_DTYPES, Checkpoint
-from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.checkpoints.settings_check import (
     check_config,
     check_generation_settings,
@@ -74,15 +78,15 @@ def read_model(file: Path) -> Checkpoint:
         UnsupportedModelError: nothing here reads models or weights of this kind.
     """
     header = _read_parts(file)
-    architecture = architecture_of(header, file)
-    values = settings_of(header, architecture, file)
+    architecture = architecture_of(header)
+    values = settings_of(header, architecture)
     check_config({"model_type": architecture.model_type, **values}, file)
     entries: dict[str, TensorEntry] = {}
     packed: dict[str, PackedWeight] = {}
     origins: dict[str, str] = {}
     elements: Counter[str] = Counter()
     mixed = _mixed_layers(header.tensors)
-    for name, tensor, expert in named_weights(header, architecture, file):
+    for name, tensor, expert in named_weights(header, architecture):
         if name in entries:
             raise CheckpointError(
                 f"{one_line(str(file))}: expected {name} once, found it twice: in {tensor.name} too"
@@ -234,7 +238,7 @@ def _read_parts(file: Path, *, with_texts: bool = False) -> GgufHeader:
                     f"{part}: expected {clipped(tensor.name)} once, found {where}"
                 )
             tensors[tensor.name] = tensor
-    return GgufHeader(header.metadata, [*tensors.values()])
+    return replace(header, tensors=[*tensors.values()])
 
 
 def _entry(

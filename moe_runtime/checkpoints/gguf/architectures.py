@@ -9,18 +9,18 @@ defaults and has no olmoe.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.families import give_experts_interface
 from moe_runtime.checkpoints.gguf.header import GgufHeader, GgufTensor
 from moe_runtime.checkpoints.strict_json import clipped, one_line
-from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.lazy import LazyTable
 
 if TYPE_CHECKING:
@@ -216,20 +216,20 @@ ARCHITECTURES = {
 """By `general.architecture`, where all files of one have the same row."""
 
 _HERE = "moe_runtime.checkpoints.gguf"
-_MADE: Mapping[str, Callable[[GgufHeader, Path], Architecture]] = LazyTable(
+_MADE: Mapping[str, Callable[[GgufHeader], Architecture]] = LazyTable(
     {
-        "deepseek2": f"{_HERE}.deepseek:deepseek2",
-        "ernie4_5-moe": f"{_HERE}.corrected_gates:ernie4_5_moe",
-        "glm4moe": f"{_HERE}.corrected_gates:glm4moe",
-        "minimax-m2": f"{_HERE}.corrected_gates:minimax_m2",
-        "qwen35moe": f"{_HERE}.linear_attention:qwen35moe",
-        "qwen3next": f"{_HERE}.linear_attention:qwen3next",
+        "deepseek2": f"{_HERE}.families:deepseek2",
+        "ernie4_5-moe": f"{_HERE}.families:ernie4_5_moe",
+        "glm4moe": f"{_HERE}.families:glm4moe",
+        "minimax-m2": f"{_HERE}.families:minimax_m2",
+        "qwen35moe": f"{_HERE}.families:qwen35moe",
+        "qwen3next": f"{_HERE}.families:qwen3next",
     }
 )
 """What makes the row of a file, where files differ."""
 
 
-def architecture_of(header: GgufHeader, file: Path) -> Architecture:
+def architecture_of(header: GgufHeader) -> Architecture:
     """The row of a file's architecture.
 
     Raises:
@@ -237,18 +237,16 @@ def architecture_of(header: GgufHeader, file: Path) -> Architecture:
     """
     name = header.name
     if isinstance(name, str) and name in _MADE:
-        return _MADE[name](header, file)
+        return _MADE[name](header)
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(sorted([*ARCHITECTURES, *_MADE]))
-        raise UnsupportedModelError(
-            f"{one_line(str(file))}: expected a GGUF file of {known}, found "
-            f"architecture {clipped(name)}; its safetensors checkpoint may be supported"
-        )
+        found = f"architecture {clipped(name)}; its safetensors checkpoint may be supported"
+        header.unsupported(f"a GGUF file of {known}", found)
     return ARCHITECTURES[name]
 
 
 def named_weights(
-    header: GgufHeader, architecture: Architecture, file: Path
+    header: GgufHeader, architecture: Architecture
 ) -> Iterator[tuple[str, GgufTensor, int]]:
     """What a checkpoint of `transformers` calls each tensor, and which matrix of it that is.
 
@@ -276,7 +274,7 @@ def named_weights(
         is_whole = part is not None and part.endswith(_WHOLE)
         if found is None or part is None or (found[3] is None and not is_whole):
             raise UnsupportedModelError(
-                f"{one_line(str(file))}: no part of {architecture.model_class} is called "
+                f"{one_line(str(header.file))}: no part of {architecture.model_class} is called "
                 f"{clipped(tensor.name)} in GGUF files; expected a file that llama.cpp's converter "
                 "wrote, without additions"
             )
@@ -286,10 +284,10 @@ def named_weights(
             continue
         num_dims = 2 if found[3] == "bias" else 3
         if len(tensor.shape) != num_dims:
-            refuse(file, f"{tensor.name} of {num_dims} dimensions", clipped([*tensor.shape]))
+            header.refuse(f"{tensor.name} of {num_dims} dimensions", clipped([*tensor.shape]))
         num_experts, num_rows, *rest = tensor.shape
         if num_rows % len(parts):
-            refuse(file, f"{tensor.name} of as many rows for gates as for ups", str(num_rows))
+            header.refuse(f"{tensor.name} of as many rows for gates as for ups", str(num_rows))
         shape = (num_experts * len(parts), num_rows // len(parts), *rest)
         stack = replace(tensor, shape=shape)
         names = itertools.product(range(num_experts), parts)
@@ -305,19 +303,134 @@ def num_layers_of(header: GgufHeader) -> int | None:
     return None
 
 
-def refuse(file: Path, expected: str, found: str) -> NoReturn:
-    """Says what a file lacks.
+_REALS = ("_epsilon", "rope.freq_base", "_factor", "scaling.factor", "_linear", "_fast", "_slow")
+_MAY_BE_0 = ("_token_id", "leading_dense_block_count", "expert_shared_count", "sliding_window")
+_TOKEN_ROLES = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+_NEUTRAL = {
+    **{"temperature_scale": (0,), "_scale": (0, 1), "_layer_step": (0, 1)},
+    **{"_group_count": (0, 1), "_group_used_count": (0, 1)},
+}
+"""Values without effect, by the ends of keys; for all other keys 0 and false have none."""
+_SOFTMAX = 1
+_DESCRIPTIVE = (
+    *("vocab_size", "feed_forward_length", "expert_feed_forward_length", "expert_shared_count"),
+    *("expert_shared_feed_forward_length", "attention.recurrent_layers", "full_attention_interval"),
+    *("rope.scaling.finetuned", "rope.dimension_sections", "rope.scaling.original_context_length"),
+    *("attention.head_count_kv", "tensor_data_layout"),  # latent attention has none of the former
+)
+"""Keys that change no number: tensors have these sizes, too, or they matter to images alone."""
+
+
+def settings_of(header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
+    """The configuration that `transformers` has for a model.
 
     Raises:
-        CheckpointError: always.
+        CheckpointError: something that it needs is missing.
+        UnsupportedModelError: a key changes what the model computes in a way that is not read.
     """
-    raise CheckpointError(f"{one_line(str(file))}: expected {expected}, found {found}")
+    metadata, name = header.metadata, header.name
+    values: dict[str, Any] = dict(architecture.constants)
+    for setting, key in architecture.fields.items():
+        if f"{name}.{key}" not in metadata:
+            header.refuse(f"{name}.{key} among its metadata", "no such key")
+        values[setting] = _number(header, key)
+    if (num_layers := num_layers_of(header)) is not None:
+        values["num_hidden_layers"] = num_layers
+    elif further := header.value("nextn_predict_layers"):
+        header.refuse(f"{name}.nextn_predict_layers below block_count", clipped(further))
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
+        header.refuse("a matrix token_embd.weight", "none")
+    values["vocab_size"], values["hidden_size"] = tensors["token_embd.weight"].shape
+    parts = {
+        found[2]: tensor
+        for tensor in reversed(header.tensors)
+        if (found := BLOCK.fullmatch(tensor.name)) and found[3] == "weight"
+    }
+    for setting, (part, dim) in architecture.sizes.items():
+        if part in parts and len(parts[part].shape) >= -dim:
+            values[setting] = parts[part].shape[dim]
+    values["tie_word_embeddings"] = "output.weight" not in tensors
+    values["rope_parameters"] = positions = _positions(header, architecture)
+    if architecture.rotated is not None:
+        positions["partial_rotary_factor"] = architecture.rotated
+    for setting, token in _TOKEN_ROLES.items():
+        key = f"tokenizer.ggml.{token}_token_id"
+        values[setting] = _number(header, key, metadata[key]) if key in metadata else None
+    _require_understood(header, values)
+    return values
 
 
-def unsupported(file: Path, expected: str, found: str) -> NoReturn:
-    """Says what a sound file has that no model here computes.
+def _require_understood(header: GgufHeader, values: Mapping[str, Any]) -> None:
+    """Refuses keys of the architecture that nothing has used and that would change numbers."""
+    theta = values["rope_parameters"]["rope_theta"]
+    head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    turned = header.metadata.get(f"{header.name}.rope.dimension_count", head)
+    alike = {
+        **dict.fromkeys(("attention.key_length", "attention.value_length"), head),
+        **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), head),
+        **{"rope.dimension_count": head, "rope.dimension_count_swa": turned},
+        **{"rope.freq_base_swa": theta, "embedding_length": values["hidden_size"]},
+        **{"attention.causal": True, "expert_gating_func": _SOFTMAX},
+        "expert_weights_norm": values.get("norm_topk_prob", True),
+        **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"), 1),
+        "rope.scaling.yarn_attn_factor": _attention_factor(values["rope_parameters"]),
+    }
+    for key, value in header.metadata.items():
+        own = key.removeprefix(f"{header.name}.")
+        if own == "expert_weights_norm" and not isinstance(value, bool):
+            header.refuse(f"{key} to be true or false", clipped(value))
+        if own == key or own in header.understood or own in _DESCRIPTIVE:
+            continue
+        neutral = next((found for end, found in _NEUTRAL.items() if own.endswith(end)), (0,))
+        expected = alike.get(own, neutral[0])
+        is_close = isinstance(value, float) and math.isclose(value, expected, rel_tol=1e-5)
+        if value != expected and not is_close and (own in alike or value not in neutral):
+            header.unsupported(f"{key} to be {clipped(expected)}", clipped(value))
 
-    Raises:
-        UnsupportedModelError: always.
-    """
-    raise UnsupportedModelError(f"{one_line(str(file))}: expected {expected}, found {found}")
+
+def _number(header: GgufHeader, key: str, value: Any = None) -> Any:
+    """The number of a key that is there: positive, or a whole one."""
+    if value is None:
+        value, key = header.value(key), f"{header.name}.{key}"
+    least = int(not key.endswith(_MAY_BE_0))
+    if key.endswith(_REALS):
+        if type(value) is not float or not 0 < value < math.inf:
+            header.refuse(f"{key} to be a real number above 0", clipped(value))
+    elif type(value) is not int or value < least:
+        header.refuse(f"{key} to be a whole number of at least {least}", clipped(value))
+    return value
+
+
+def _positions(header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
+    """How positions are rotated; a factor without a type is linear, as in llama.cpp."""
+
+    def given(key: str, otherwise: Any = None) -> Any:
+        return otherwise if header.value(key) is None else _number(header, key)
+
+    lead, positions = "rope.scaling.", {"rope_theta": given("rope.freq_base", 10000.0)}
+    kind = header.value(f"{lead}type", "linear")
+    names = (f"{lead}factor", "rope.scale_linear", f"{lead}yarn_beta_fast", f"{lead}yarn_beta_slow")
+    factor, old, *_ = map(header.value, names)
+    if kind == "none" or (kind == "linear" and factor is None and old is None):
+        return {"rope_type": "default", **positions}
+    positions |= {"rope_type": kind, "factor": given(names[0], given(names[1]))}
+    if kind == "linear":
+        return positions
+    if kind != "yarn" or positions["factor"] is None:
+        expected = f"{header.name}.{lead}type none, linear, or yarn with a factor"
+        header.unsupported(expected, clipped(kind))
+    length = given(f"{lead}original_context_length", header.value("context_length"))
+    scale = given(f"{lead}attn_factor", 1.0)
+    positions |= {"original_max_position_embeddings": length, **architecture.rope}
+    if scale != 1:
+        positions["attention_factor"] = scale * _attention_factor(positions)
+    for name in ("beta_fast", "beta_slow"):
+        if (number := given(f"{lead}yarn_{name}")) is not None:
+            positions[name] = number
+    return positions
+
+
+def _attention_factor(positions: Mapping[str, Any]) -> float:
+    """What queries and keys are multiplied by where a file does not say it."""
+    return 1 + 0.1 * math.log(max(1.0, positions.get("factor", 1.0)))

@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata, and where its tensors lie.
 
-Nobody vouches for it: a length is compared with what is left of the file before anything is read or
-made of it, and every tensor must lie within the file, apart from the others.
+No part of it is trusted: a length is compared with what is left of the file before it is used, and
+every tensor must lie within the file, apart from the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from moe_runtime.checkpoints.strict_json import clipped, one_line
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
 
 VERSIONS = (2, 3)
 MOST_HEADER_BYTES = 1 << 28
@@ -56,11 +56,13 @@ class GgufHeader:
     """What a file says before its tensors.
 
     Attributes:
+        file: the file, or the first of several.
         metadata: by key; of an array of texts, how many there are, unless they were asked for.
         tensors: in the file's order.
         understood: ends of the architecture's keys whose values have been used.
     """
 
+    file: Path
     metadata: dict[str, Any]
     tensors: list[GgufTensor]
     understood: set[str] = field(default_factory=set, compare=False)
@@ -70,10 +72,39 @@ class GgufHeader:
         """The name of the architecture."""
         return self.metadata.get("general.architecture")
 
+    @property
+    def parts(self) -> dict[str, GgufTensor]:
+        """A tensor of each name that layers have, such as ``attn_q.weight``: of the first one."""
+        found = (t for t in reversed(self.tensors) if t.name.startswith("blk."))
+        return {name[2]: t for t in found if len(name := t.name.split(".", 2)) > 2}
+
     def value(self, key: str, otherwise: Any = None) -> Any:
         """The value of one of the architecture's keys, which thereby counts as understood."""
         self.understood.add(key)
         return self.metadata.get(f"{self.name}.{key}", otherwise)
+
+    def refuse(self, expected: str, found: str) -> NoReturn:
+        """Says what a file lacks.
+
+        Raises:
+            CheckpointError: always.
+        """
+        refuse(self.file, expected, found)
+
+    def unsupported(self, expected: str, found: str) -> NoReturn:
+        """Says what a sound file has that no model here computes.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        refuse(self.file, expected, found, UnsupportedModelError)
+
+
+def refuse(
+    file: Path, expected: str, found: str, kind: type[MoERuntimeError] = CheckpointError
+) -> NoReturn:
+    """Raises an error of a kind that names the file, what was expected and what was found."""
+    raise kind(f"{one_line(str(file))}: expected {expected}, found {found}")
 
 
 BLOCK_SIZES = {
@@ -139,7 +170,7 @@ class _Reader:
             expected = f"general.alignment to be a power of two up to {_MOST_ALIGNMENT}"
             self._refuse(expected, clipped(alignment))
         data = -(-self._place // alignment) * alignment
-        return GgufHeader(metadata, self._placed(described, data, alignment))
+        return GgufHeader(self._file, metadata, self._placed(described, data, alignment))
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, sizes, type and place after the header."""
@@ -224,4 +255,4 @@ class _Reader:
         return raw
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
-        raise CheckpointError(f"{one_line(str(self._file))}: expected {expected}, found {found}")
+        refuse(self._file, expected, found)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.checkpoints.gguf.architectures import refuse
+from moe_runtime.checkpoints.gguf.header import refuse
 from moe_runtime.checkpoints.gguf.word_splits import WORD_SPLITS, WordSplit
 from moe_runtime.checkpoints.strict_json import clipped, one_line
 from moe_runtime.config import nearest

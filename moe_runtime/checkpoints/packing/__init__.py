@@ -3,28 +3,173 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.checkpoints.expert_map import map_experts
+import torch
+from torch import Tensor
+
+from moe_runtime.checkpoints.checkpoint import QUANT_METHOD, Checkpoint, Progress, require_plain
+from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
+from moe_runtime.checkpoints.expert_tensors import TensorFinder
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
-from moe_runtime.checkpoints.packing.manifest import CODES, Code, read_manifest
-from moe_runtime.checkpoints.packing.packed_writer import PackedWriter
+from moe_runtime.checkpoints.packed_experts import (
+    CODES,
+    MANIFEST_NAME,
+    PART_ALIGNMENT,
+    Code,
+    Manifest,
+    MatrixForm,
+    PackedLayer,
+    aligned,
+    lay_out_parts,
+    read_manifest,
+    tensor_name,
+)
 from moe_runtime.checkpoints.packing.quantized_writer import (
+    SCHEMES,
     MatrixError,
     QuantizedWriter,
+    Scheme,
     read_report,
 )
-from moe_runtime.checkpoints.packing.schemes import SCHEMES, Scheme
-from moe_runtime.checkpoints.packing.staging import read_progress, staging_of
-from moe_runtime.checkpoints.packing.writer import Progress, write_checkpoint
-from moe_runtime.checkpoints.plain import require_plain
+from moe_runtime.checkpoints.packing.writer import (
+    CheckpointWriter,
+    Experts,
+    GrowingFile,
+    read_progress,
+    staging_of,
+    write_checkpoint,
+)
+from moe_runtime.checkpoints.safetensors_index import PACKED_INDEX_NAME, header_of
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.errors import CheckpointError
-from moe_runtime.files import check_output_folder
-from moe_runtime.places import require_replaceable
+from moe_runtime.files import check_output_folder, require_replaceable
+from moe_runtime.kernels.lossless import PlanesMatrix, decode_planes, encode_planes
+from moe_runtime.memory.layout import BLOCK_BYTES
+from moe_runtime.memory.slab import aligned_bytes, host_view
+from moe_runtime.types import ExpertKey
+
+_ROOM_SHARE = 1024
+"""Escapes get room in steps of this part of a matrix, so that few forms of experts occur."""
+_LEAST_RATIO = {"planes": 0.65, "none": 1.0}
+"""No trained weights get smaller than this share of their bytes: the entropy of their code."""
+
+
+class PackedWriter(CheckpointWriter):
+    """Writes experts packed.
+
+    Args:
+        checkpoint: where they are from.
+        experts: where they lie there.
+        code: `planes` for the lossless code of bf16 matrices; `none` only lays experts out.
+    """
+
+    stage = "packing experts"
+    index_name = PACKED_INDEX_NAME
+    report_name = MANIFEST_NAME
+
+    def __init__(self, checkpoint: Checkpoint, experts: ExpertMap, code: Code) -> None:
+        super().__init__(checkpoint, experts)
+        self._code: Code = code
+        self._forms = [self._forms_of(layer) for layer in range(len(experts.modules))]
+        self.settings = {"code": code}
+        self.replaced = TensorFinder(checkpoint.entries.values()).of_experts(experts)
+        self.expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
+
+    def units(self) -> Iterable[list[ExpertKey]]:
+        """Each expert alone."""
+        return ([key] for key in sorted(self.experts.layouts))
+
+    def file_name(self, number: int, num_files: int) -> str:
+        """Experts and dense weights have files of different names."""
+        if number == num_files:
+            return "dense.safetensors"
+        return f"experts-{number + 1:05}-of-{num_files:05}.safetensors"
+
+    def tensors_of(self, keys: Sequence[ExpertKey]) -> Iterable[str]:
+        """One for each expert."""
+        return [tensor_name(key.layer, key.expert) for key in keys]
+
+    def least_bytes(self, keys: Sequence[ExpertKey]) -> int:
+        """What experts take that could not be smaller."""
+        size = sum(self.experts.layouts[key].tensor_bytes for key in keys)
+        return int(size * _LEAST_RATIO[self._code])
+
+    def write_file(self, file: GrowingFile, keys: Sequence[ExpertKey], experts: Experts) -> None:
+        """Writes one expert behind the other, and before them the header, whose room is left."""
+        layouts, names = self.experts.layouts, [*self.tensors_of(keys)]
+        most = sum(2 * layouts[key].slot_bytes + BLOCK_BYTES for key in keys)
+        _, header = header_of([(name, "U8", (most,), most) for name in names], BLOCK_BYTES)
+        lead = end = len(header)
+        for key, views in experts:
+            content, rooms = _packed(self._forms[key.layer], views, self._code, file.pool)
+            file.put(host_view(content), end)
+            file.notes.append(rooms)
+            end += len(content)
+        sizes = [size for _, size, _ in file.pieces]
+        tensors = zip(names, sizes, strict=True)
+        # its numbers are no longer than those that room was left for
+        _, header = header_of([(name, "U8", (size,), size) for name, size in tensors], lead)
+        file.put(header, 0)
+
+    def quantization(self) -> Mapping[str, Any]:
+        """What only this runtime reads."""
+        return {"quant_method": QUANT_METHOD, "code": self._code}
+
+    def report(self, notes: Mapping[ExpertKey, list[Any]], files: list[str]) -> str:
+        """The manifest."""
+        layers = []
+        for layer, module in enumerate(self.experts.modules):
+            keys = [ExpertKey(layer, expert) for expert in range(module.num_experts)]
+            rooms = [tuple(notes[key]) for key in keys]
+            layers.append(PackedLayer(module.name, self._forms[layer], rooms))
+        return Manifest(self._code, tuple(layers), files).to_json()
+
+    def _forms_of(self, layer: int) -> tuple[MatrixForm, ...]:
+        layout = self.experts.layouts[ExpertKey(layer, 0)]
+        pairs = zip(self.experts.matrices[layer], layout.tensors, strict=True)
+        return tuple(MatrixForm(name, found.dtype, tuple(found.shape)) for name, found in pairs)
+
+
+def _packed(
+    forms: Sequence[MatrixForm], views: Mapping[str, Tensor], code: Code, pool: ThreadPoolExecutor
+) -> tuple[Tensor, list[int]]:
+    """The bytes of an expert, and the rooms of its escapes.
+
+    Raises:
+        CheckpointError: a matrix does not come back from the code.
+    """
+    coded = [form for form in forms if form.is_coded(code)]
+    matrices = [*pool.map(_coded, coded, (views[form.name] for form in coded))]
+    found = {form.name: matrix for form, matrix in zip(coded, matrices, strict=True)}
+    rooms = []
+    for matrix in matrices:
+        step = aligned(max(1, math.prod(matrix.shape) // _ROOM_SHARE), PART_ALIGNMENT)
+        rooms.append(aligned(len(matrix.escapes), step))
+    parts, num_bytes = lay_out_parts(forms, rooms, code)
+    content = aligned_bytes(num_bytes)
+    for part in parts:
+        into = content[part.offset : part.offset + part.num_bytes].view(part.dtype)
+        matrix, _, kind = part.name.partition(".")
+        if not kind:
+            into.view(part.shape).copy_(views[matrix])
+            continue
+        values = getattr(found[matrix], kind).flatten()
+        into[: len(values)].copy_(values)
+    return content, rooms
+
+
+def _coded(form: MatrixForm, view: Tensor) -> PlanesMatrix:
+    matrix = encode_planes(view if view.stride(-1) == 1 else view.contiguous())
+    if not torch.equal(decode_planes(matrix).view(torch.int16), view.view(torch.int16)):
+        raise CheckpointError(f"{form.name} does not come back from the lossless code")
+    return matrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

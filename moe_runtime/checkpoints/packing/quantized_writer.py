@@ -1,36 +1,52 @@
-"""Quantised checkpoints: experts in fewer bits, everything else as it is, and the error made."""
+"""Quantised checkpoints: experts in fewer bits, everything else as it is, and the error made.
+
+Experts are written apart in a format of compressed-tensors, those of gpt-oss in MXFP4 as gpt-oss
+has them, so that others read them too. https://github.com/vllm-project/compressed-tensors
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.opening import Checkpoint
-from moe_runtime.checkpoints.packing.schemes import (
-    SCHEMES,
-    Field,
-    QuantizedLayout,
-    Scheme,
-    Target,
-)
-from moe_runtime.checkpoints.packing.staging import header_of
+from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
+from moe_runtime.checkpoints.expert_tensors import TensorFinder
+from moe_runtime.checkpoints.opening import build_on_meta
 from moe_runtime.checkpoints.packing.writer import CheckpointWriter, Experts, GrowingFile
+from moe_runtime.checkpoints.safetensors_index import TensorEntry, header_of
 from moe_runtime.checkpoints.strict_json import parse_object
-from moe_runtime.errors import CheckpointError
-from moe_runtime.kernels.quantized import QuantizedMatrix
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.kernels.quantized import SCALES, QuantizedMatrix, ScaleName, WeightFormat
 from moe_runtime.kernels.quantized.rounding import quantize
+from moe_runtime.memory.layout import TensorRange
 from moe_runtime.memory.slab import host_view
 from moe_runtime.types import ExpertKey
 
+Scheme = Literal["mxfp4", "int4", "int8", "fp8"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 REPORT_NAME = "quantized_experts.json"
+
+_GROUPS = (128, 32)
+"""Columns that share the scale of integers: the first that divides all rows."""
+_MX_GROUP = 32
+_SCALE_NAMES: Mapping[str, ScaleName] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+_DTYPES = {"e8m0": "U8", "bf16": "BF16", "f16": "F16", "f32": "F32"}
+_FORMATS = {
+    "mxfp4": "mxfp4-pack-quantized",
+    "int4": "pack-quantized",
+    "int8": "pack-quantized",
+    "fp8": "float-quantized",
+}
+_EXPERTS = r"re:.*\.experts\.\d+\..*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,151 +69,6 @@ class MatrixError:
     worst_relative_rms: float
 
 
-class QuantizedWriter(CheckpointWriter):
-    """Writes experts quantised.
-
-    Args:
-        checkpoint: where they are from.
-        experts: where they lie there.
-        scheme: how.
-
-    Raises:
-        UnsupportedModelError: the scheme has no form for these experts.
-    """
-
-    stage = "quantising experts"
-    report_name = REPORT_NAME
-
-    def __init__(self, checkpoint: Checkpoint, experts: ExpertMap, scheme: Scheme) -> None:
-        super().__init__(checkpoint, experts)
-        self._layout = QuantizedLayout(checkpoint, experts, scheme)
-        self.errors: list[MatrixError] = []
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of the matrices, as they were; biases stay as they are."""
-        return sum(
-            math.prod(tensor.shape) * tensor.dtype.itemsize
-            for layout in self.experts.layouts.values()
-            for tensor in layout.tensors
-            if len(tensor.shape) == 2
-        )
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The scheme."""
-        return {"quantize": self._layout.scheme}
-
-    @property
-    def replaced(self) -> set[str]:
-        """The tensors that hold matrices of experts."""
-        return self._layout.replaced
-
-    def units(self) -> Iterable[list[ExpertKey]]:
-        """Each expert alone, or those of a layer, which share tensors."""
-        if not self._layout.is_stacked:
-            return [[key] for key in self._layout.targets]
-        layers: dict[int, list[ExpertKey]] = {}
-        for key in self._layout.targets:
-            layers.setdefault(key.layer, []).append(key)
-        return layers.values()
-
-    def file_name(self, number: int, num_files: int) -> str:
-        """As transformers names them."""
-        return f"model-{number + 1:05}-of-{num_files + 1:05}.safetensors"
-
-    def tensors_of(self, keys: Sequence[ExpertKey]) -> Iterable[str]:
-        """Codes, scales and so on."""
-        return [field.name for field in self._fields(keys)]
-
-    def least_bytes(self, keys: Sequence[ExpertKey]) -> int:
-        """Just what they take."""
-        return sum(field.num_bytes for field in self._fields(keys))
-
-    def write_file(self, file: GrowingFile, keys: Sequence[ExpertKey], experts: Experts) -> None:
-        """Writes codes and scales of each expert where the header has them."""
-        tensors = [(f.name, f.dtype, f.shape, f.num_bytes) for f in self._fields(keys)]
-        offsets, header = header_of(tensors)
-        file.put(header, 0)
-        for key, views in experts:
-            targets = self._layout.targets[key]
-            found = file.pool.map(self._quantized, targets, [views] * len(targets))
-            squares: dict[str, tuple[float, float]] = {}
-            for target, (matrix, of_target) in zip(targets, found, strict=True):
-                squares |= of_target
-                for field in self._layout.fields(target):
-                    content = host_view(_part(field, target, matrix).flatten().view(torch.uint8))
-                    place = len(header) + offsets[field.name] + target.place * len(content)
-                    file.put(content, place)
-            names = self._matrices(key.layer)
-            if not all(math.isfinite(number) for name in names for number in squares[name]):
-                raise CheckpointError(
-                    f"expert {key.expert} of {self.experts.modules[key.layer].name}: its weights "
-                    "are too large for the squares of their errors"
-                )
-            file.notes.append([number for name in names for number in squares[name]])
-
-    def quantization(self) -> Mapping[str, Any]:
-        """What compressed-tensors or gpt-oss says there."""
-        return self._layout.quantization()
-
-    def report(self, notes: Mapping[ExpertKey, list[Any]], files: list[str]) -> str:
-        """The files and the errors, which stay in `errors` too."""
-        self.errors = [*self._errors(notes)]
-        values = {
-            **self.settings,
-            "errors": [asdict(error) for error in self.errors],
-            "files": files,
-        }
-        return json.dumps(values, indent=2) + "\n"
-
-    def _matrices(self, layer: int) -> list[str]:
-        targets = self._layout.targets[ExpertKey(layer, 0)]
-        return [name for target in targets for name in target.matrices]
-
-    def _fields(self, keys: Sequence[ExpertKey]) -> list[Field]:
-        """The tensors of a file in its order: aligned, and if they can, an expert's in one run."""
-        experts = [
-            [field for target in self._layout.targets[key] for field in self._layout.fields(target)]
-            for key in keys
-        ]
-        shapes = {field.name: field for found in experts for field in found if field.width == 8}
-        runs = [
-            sorted((f for f in found if f.width < 8), key=lambda field: -field.width)
-            for found in experts
-        ]
-        if any(sum(field.num_bytes for field in run) % run[0].width for run in runs):
-            runs = [sorted((f for run in runs for f in run), key=lambda field: -field.width)]
-        # the experts of a layer may share tensors
-        return [*shapes.values(), *{field.name: field for run in runs for field in run}.values()]
-
-    def _quantized(
-        self, target: Target, views: Mapping[str, Tensor]
-    ) -> tuple[QuantizedMatrix, dict[str, tuple[float, float]]]:
-        """A weight, and for its matrices the sums of squares of their errors and of themselves."""
-        plain = torch.stack([views[name] for name in target.matrices], 1).float()
-        try:
-            matrix = quantize(plain.flatten(0, 1), self._layout.kind)
-        except ValueError as error:
-            raise CheckpointError(f"{target.name}, place {target.place}: {error}") from None
-        errors = matrix.dequantize().view_as(plain).sub_(plain)
-        squares = {
-            name: (_square(errors[:, number]), _square(plain[:, number]))
-            for number, name in enumerate(target.matrices)
-        }
-        return matrix, squares
-
-    def _errors(self, notes: Mapping[ExpertKey, list[Any]]) -> Iterator[MatrixError]:
-        for layer, module in enumerate(self.experts.modules):
-            keys = [ExpertKey(layer, expert) for expert in range(module.num_experts)]
-            for number, name in enumerate(self._matrices(layer)):
-                pairs = [notes[key][2 * number : 2 * number + 2] for key in keys]
-                each = [_root(*pair) for pair in pairs]
-                worst = max(range(len(each)), key=each.__getitem__)
-                whole = _root(sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs))
-                yield MatrixError(module.name, name, whole, worst, each[worst])
-
-
 class Report(NamedTuple):
     """What a folder that was written quantised says of itself."""
 
@@ -217,16 +88,325 @@ def read_report(folder: Path) -> Report | None:
     return Report(scheme, [name for name in files if isinstance(name, str)])
 
 
-def _part(field: Field, target: Target, matrix: QuantizedMatrix) -> Tensor:
+class _Field(NamedTuple):
+    """A tensor that holds a part of a weight, or of a stack of weights.
+
+    Attributes:
+        part: `codes`, `scales`, or `shape`, the sizes of the weight.
+        name: of the tensor.
+        dtype: as safetensors names it.
+        shape: its sizes.
+        width: bytes of an element.
+    """
+
+    part: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    width: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.width
+
+
+class _Target(NamedTuple):
+    """A weight of the new checkpoint.
+
+    Attributes:
+        name: of the weight, or of the stack that it lies in.
+        matrices: of an expert; the weight has a row of each in turn.
+        shape: N, K.
+        place: in the stack.
+        num_stacked: weights in the stack; 0 for a weight of its own.
+    """
+
+    name: str
+    matrices: tuple[str, ...]
+    shape: tuple[int, int]
+    place: int = 0
+    num_stacked: int = 0
+
+
+class QuantizedWriter(CheckpointWriter):
+    """Writes experts quantised.
+
+    Args:
+        checkpoint: where they are from.
+        experts: where they lie there.
+        scheme: how.
+
+    Attributes:
+        errors: of all matrices, once they are written.
+
+    Raises:
+        UnsupportedModelError: the scheme has no form for these experts.
+    """
+
+    stage = "quantising experts"
+    report_name = REPORT_NAME
+
+    def __init__(self, checkpoint: Checkpoint, experts: ExpertMap, scheme: Scheme) -> None:
+        super().__init__(checkpoint, experts)
+        self.errors: list[MatrixError] = []
+        self.settings = {"quantize": scheme}
+        self.replaced = set()
+        self.expert_bytes = 0
+        self._scheme: Scheme = scheme
+        # the experts of a layer of gpt-oss share tensors
+        self._is_stacked = scheme == "mxfp4" and checkpoint.config.model_type == "gpt_oss"
+        self._targets: dict[ExpertKey, list[_Target]] = {}
+        finder = TensorFinder(checkpoint.entries.values())
+        for key in sorted(experts.layouts):
+            pairs = zip(experts.matrices[key.layer], experts.layouts[key].tensors, strict=True)
+            found = {  # biases stay as they are
+                name: (tensor, finder.entry_of(tensor))
+                for name, tensor in pairs
+                if len(tensor.shape) == 2
+            }
+            self.replaced |= {entry.name for _, entry in found.values()}
+            self.expert_bytes += sum(tensor.num_bytes for tensor, _ in found.values())
+            self._targets[key] = [*(self._stacked if self._is_stacked else _apart)(key, found)]
+        self._kind = self._make_kind()
+        if not self._is_stacked:
+            self._require_names()
+
+    def units(self) -> Iterable[list[ExpertKey]]:
+        """Each expert alone, or those of a layer, which share tensors."""
+        units: dict[object, list[ExpertKey]] = {}
+        for key in self._targets:
+            units.setdefault(key.layer if self._is_stacked else key, []).append(key)
+        return units.values()
+
+    def file_name(self, number: int, num_files: int) -> str:
+        """As transformers names them."""
+        return f"model-{number + 1:05}-of-{num_files + 1:05}.safetensors"
+
+    def tensors_of(self, keys: Sequence[ExpertKey]) -> Iterable[str]:
+        """Codes, scales and so on."""
+        return [field.name for field in self._fields(keys)]
+
+    def least_bytes(self, keys: Sequence[ExpertKey]) -> int:
+        """Just what they take."""
+        return sum(field.num_bytes for field in self._fields(keys))
+
+    def write_file(self, file: GrowingFile, keys: Sequence[ExpertKey], experts: Experts) -> None:
+        """Writes codes and scales of each expert where the header has them."""
+        tensors = [(f.name, f.dtype, f.shape, f.num_bytes) for f in self._fields(keys)]
+        offsets, header = header_of(tensors)
+        file.put(header, 0)
+        for key, views in experts:
+            targets = self._targets[key]
+            found = file.pool.map(self._quantized, targets, [views] * len(targets))
+            squares: list[float] = []
+            for target, (matrix, of_target) in zip(targets, found, strict=True):
+                squares += of_target
+                for field in self._fields_of(target):
+                    content = host_view(_part(field, target, matrix).flatten().view(torch.uint8))
+                    place = len(header) + offsets[field.name] + target.place * len(content)
+                    file.put(content, place)
+            if not all(map(math.isfinite, squares)):
+                raise CheckpointError(
+                    f"expert {key.expert} of {self.experts.modules[key.layer].name}: its weights "
+                    "are too large for the squares of their errors"
+                )
+            file.notes.append(squares)
+
+    def quantization(self) -> Mapping[str, Any]:
+        """What compressed-tensors or gpt-oss says there."""
+        modules = [
+            name.removesuffix(".weight")
+            for name, entry in self.checkpoint.entries.items()
+            if name not in self.replaced and name.endswith(".weight") and len(entry.shape) == 2
+        ]
+        # one pattern for the modules of all layers that stay as they are
+        if self._is_stacked:
+            dense = {re.sub(r"\.\d+\.", ".*.", name) for name in modules}
+            return {"quant_method": "mxfp4", "modules_to_not_convert": sorted(dense)}
+        dense = {
+            "re:" + re.sub(r"\\\.\d+(?=\\\.)", lambda _: r"\.\d+", re.escape(name)) + "$"
+            for name in modules
+        }
+        kind = self._kind
+        weights: dict[str, Any] = {
+            "num_bits": kind.bits,
+            "type": "float" if kind.codes.startswith("e") else "int",
+            "symmetric": True,
+            "strategy": "group" if kind.group_cols else "channel",
+            "dynamic": False,
+        }
+        if kind.group_cols:
+            weights["group_size"] = kind.group_cols
+        if kind.scales == "e8m0":
+            weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        name = _FORMATS[self._scheme]
+        return {
+            "quant_method": "compressed-tensors",
+            "format": name,
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {"targets": [_EXPERTS], "weights": weights, "format": name}
+            },
+            "ignore": sorted(dense),
+        }
+
+    def report(self, notes: Mapping[ExpertKey, list[Any]], files: list[str]) -> str:
+        """The files and the errors, which stay in `errors` too."""
+        self.errors = [*self._errors(notes)]
+        errors = [asdict(error) for error in self.errors]
+        return json.dumps({**self.settings, "errors": errors, "files": files}, indent=2) + "\n"
+
+    def _fields(self, keys: Sequence[ExpertKey]) -> list[_Field]:
+        """The tensors of a file in its order: aligned, and if they can, an expert's in one run."""
+        experts = [
+            [field for target in self._targets[key] for field in self._fields_of(target)]
+            for key in keys
+        ]
+        shapes = {field.name: field for found in experts for field in found if field.width == 8}
+        runs = [
+            sorted((f for f in found if f.width < 8), key=lambda field: -field.width)
+            for found in experts
+        ]
+        if any(sum(field.num_bytes for field in run) % run[0].width for run in runs):
+            runs = [sorted((f for run in runs for f in run), key=lambda field: -field.width)]
+        # the experts of a layer may share tensors
+        return [*shapes.values(), *{field.name: field for run in runs for field in run}.values()]
+
+    def _fields_of(self, target: _Target) -> list[_Field]:
+        """The tensors of a weight."""
+        kind, name, (rows, cols) = self._kind, target.name, target.shape
+        dtype, width = _DTYPES[kind.scales], SCALES[kind.scales].itemsize
+        if self._is_stacked:
+            blocks = (target.num_stacked, rows, cols // _MX_GROUP)
+            return [
+                _Field("codes", f"{name}_blocks", "U8", (*blocks, _MX_GROUP // 2), 1),
+                _Field("scales", f"{name}_scales", dtype, blocks, width),
+            ]
+        scales = _Field("scales", f"{name}_scale", dtype, kind.scales_shape(rows, cols), width)
+        if kind.codes == "e4m3":
+            return [_Field("codes", name, "F8_E4M3", target.shape, 1), scales]
+        packed, row_bytes = f"{name}_packed", kind.row_bytes(cols)
+        if kind.codes == "e2m1":
+            return [_Field("codes", packed, "U8", (rows, row_bytes), 1), scales]
+        shape = _Field("shape", f"{name}_shape", "I64", (2,), 8)
+        return [_Field("codes", packed, "I32", (rows, row_bytes // 4), 4), scales, shape]
+
+    def _quantized(
+        self, target: _Target, views: Mapping[str, Tensor]
+    ) -> tuple[QuantizedMatrix, list[float]]:
+        """A weight, and for each of its matrices the squares of its errors and of itself."""
+        plain = torch.stack([views[name] for name in target.matrices], 1).float()
+        try:
+            matrix = quantize(plain.flatten(0, 1), self._kind)
+        except ValueError as error:
+            raise CheckpointError(f"{target.name}, place {target.place}: {error}") from None
+        errors = matrix.dequantize().view_as(plain).sub_(plain)
+        pairs = [(errors[:, n], plain[:, n]) for n in range(len(target.matrices))]
+        return matrix, [float(part.double().square().sum()) for pair in pairs for part in pair]
+
+    def _errors(self, notes: Mapping[ExpertKey, list[Any]]) -> Iterator[MatrixError]:
+        for layer, module in enumerate(self.experts.modules):
+            keys = [ExpertKey(layer, expert) for expert in range(module.num_experts)]
+            matrices = (name for target in self._targets[keys[0]] for name in target.matrices)
+            for number, name in enumerate(matrices):
+                pairs = [notes[key][2 * number : 2 * number + 2] for key in keys]
+                each = [_root(*pair) for pair in pairs]
+                worst = max(range(len(each)), key=each.__getitem__)
+                whole = _root(sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs))
+                yield MatrixError(module.name, name, whole, worst, each[worst])
+
+    def _stacked(
+        self, key: ExpertKey, found: Mapping[str, tuple[TensorRange, TensorEntry]]
+    ) -> Iterator[_Target]:
+        """An expert as a part of the tensors that it lay in, those with rows in turn together."""
+        for name in dict.fromkeys(entry.name for _, entry in found.values()):
+            matrices = tuple(matrix for matrix in found if found[matrix][1].name == name)
+            rows, cols = found[matrices[0]][0].shape
+            num_experts = self.experts.modules[key.layer].num_experts
+            yield _Target(name, matrices, (len(matrices) * rows, cols), key.expert, num_experts)
+
+    def _make_kind(self) -> WeightFormat:
+        """What codes and scales mean, the same for all experts.
+
+        Raises:
+            UnsupportedModelError: rows are no multiple of a group, or scales have no type.
+        """
+        if self._scheme == "mxfp4":
+            self._group((_MX_GROUP,))
+            return WeightFormat("e2m1", "e8m0", group_cols=_MX_GROUP)
+        dtypes = {self.checkpoint.entries[name].dtype for name in self.replaced}
+        scales = _SCALE_NAMES["BF16" if len(dtypes) > 1 else dtypes.pop()]
+        if self._scheme == "fp8":
+            return WeightFormat("e4m3", scales)
+        bits = 4 if self._scheme == "int4" else 8
+        group = self._group(_GROUPS)
+        codes = "uint4" if bits == 4 else "uint8"
+        return WeightFormat(codes, scales, group_cols=group, zero=1 << (bits - 1))
+
+    def _group(self, sizes: Iterable[int]) -> int:
+        widths = sorted({target.shape[1] for found in self._targets.values() for target in found})
+        for size in sizes:
+            if not any(width % size for width in widths):
+                return size
+        raise UnsupportedModelError(
+            f"{self.checkpoint.folder}: {self._scheme} takes groups of 32 columns, and experts "
+            f"have {' and '.join(map(str, widths))}; expected multiples of 32, or fp8"
+        )
+
+    def _require_names(self) -> None:
+        """Refuses experts that the model's conversion table would not find under their new names.
+
+        Raises:
+            UnsupportedModelError: it would not.
+        """
+        targets = [target for found in self._targets.values() for target in found]
+        pattern = _EXPERTS.removeprefix("re:")
+        unknown = [target.name for target in targets if not re.match(pattern, target.name)]
+        if not unknown and any(t.name not in self.checkpoint.entries for t in targets):
+            unknown = self._not_found(targets)
+        if unknown:
+            model = self.checkpoint.config.model_type
+            advice = "; expected --quantize mxfp4" if model == "gpt_oss" else ""
+            raise UnsupportedModelError(
+                f"{self.checkpoint.folder}: {self._scheme} needs weights for each expert, and "
+                f"transformers knows no {unknown[0]} in {model}{advice}"
+            )
+
+    def _not_found(self, targets: Sequence[_Target]) -> list[str]:
+        """The weights, if a checkpoint that had them as they are would not be read."""
+        dtype = self.checkpoint.entries[min(self.replaced)].dtype
+        width = SCALES[_SCALE_NAMES[dtype]].itemsize
+        entries = {n: e for n, e in self.checkpoint.entries.items() if n not in self.replaced}
+        for name, _, shape, *_ in targets:
+            size = math.prod(shape) * width
+            entries[name] = TensorEntry(name, self.checkpoint.folder, dtype, shape, 0, size)
+        apart = replace(self.checkpoint, entries=entries)
+        try:
+            map_experts(build_on_meta(apart), apart)
+        except (CheckpointError, UnsupportedModelError):
+            return [target.name for target in targets]
+        return []
+
+
+def _apart(
+    key: ExpertKey, found: Mapping[str, tuple[TensorRange, TensorEntry]]
+) -> Iterator[_Target]:
+    """Each matrix of an expert, under the name that it had, or that it has in others' files."""
+    for matrix, (tensor, entry) in found.items():
+        rows, cols = tensor.shape
+        name = entry.name
+        if entry.shape != (rows, cols) or not name.endswith(".weight"):
+            stack = name.removesuffix(".weight").rpartition(".")[0]
+            name = f"{stack}.{key.expert}.{matrix}_proj.weight"
+        yield _Target(name, (matrix,), (rows, cols))
+
+
+def _part(field: _Field, target: _Target, matrix: QuantizedMatrix) -> Tensor:
     if field.part == "shape":
         return torch.tensor(target.shape)
     part = matrix.codes if field.part == "codes" else matrix.scales
     assert part is not None
     return part.contiguous()
-
-
-def _square(values: Tensor) -> float:
-    return float(values.double().square().sum())
 
 
 def _root(error: float, weight: float) -> float:

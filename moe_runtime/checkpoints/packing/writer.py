@@ -12,31 +12,28 @@ import abc
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
-from moe_runtime.checkpoints.export import INDEX_NAME, copy_tensor, write_at, write_index
-from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
-from moe_runtime.checkpoints.packing.encoding import read_ahead
-from moe_runtime.checkpoints.packing.manifest import aligned
-from moe_runtime.checkpoints.packing.staging import (
-    PROGRESS_NAME,
-    WrittenFile,
-    header_of,
-    link_or_move,
-    read_progress,
-    staging_of,
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.packed_experts import aligned
+from moe_runtime.checkpoints.safetensors_index import (
+    INDEX_FILE_NAME,
+    copy_tensor,
+    widest_first,
+    write_at,
+    write_index,
 )
-from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
@@ -49,46 +46,121 @@ from moe_runtime.types import ExpertKey
 
 SHARD_BYTES = 2 << 30
 """Bytes of experts, as they were, in a file: what a kill loses at most."""
+PROGRESS_NAME = "packing_progress.json"
 _NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 
-Progress = Callable[[str, int, int], None]
 Experts = Iterator[tuple[ExpertKey, Mapping[str, Tensor]]]
 """Experts as they are read, with their tensors by the names of `ExpertMap.matrices`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file of experts that is whole.
+
+    Attributes:
+        file: its name.
+        pieces: begin, bytes and digest of what it holds, the header too.
+        notes: for each expert what its writer wants to know again: the rooms of its escapes, or the
+            squares of its errors.
+    """
+
+    file: str
+    pieces: list[list[int]]
+    notes: list[list[Any]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors, which lie behind the header."""
+        return sum(size for begin, size, _ in self.pieces if begin)
+
+
+def staging_of(folder: Path) -> Path:
+    """Where a new checkpoint grows until it takes its place."""
+    place = Path(os.path.realpath(folder))
+    return place.with_name(f"{place.name}.packing")
+
+
+def read_progress(staging: Path) -> dict[str, Any] | None:
+    """What an interrupted run says that it has written; None where it wrote nothing.
+
+    Raises:
+        ValueError: the folder is none that a run left, or what it says is damaged.
+    """
+    if not os.path.lexists(staging):
+        return None
+    advice = "is in the way of what is packed; move or remove it"
+    if staging.is_symlink() or not staging.is_dir():
+        raise ValueError(f"{staging} {advice}")
+    path = staging / PROGRESS_NAME
+    if not path.exists():
+        if all(left.name.startswith(PROGRESS_NAME) for left in staging.iterdir()):
+            return None
+        raise ValueError(f"{staging} {advice}: it holds something else")
+    try:
+        values = parse_object(path.read_bytes())
+        origin, shards = values["origin"], [_written_file(shard) for shard in values["shards"]]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} cannot be read; {staging} {advice}") from None
+    if any(left.is_dir() for left in staging.iterdir()):
+        raise ValueError(f"{staging} {advice}: it holds folders, which no run makes")
+    return {"origin": origin, "shards": shards}
+
+
+def _written_file(shard: Any) -> WrittenFile:
+    """Raises KeyError, TypeError or ValueError: it is none."""
+    file, pieces, notes = (shard[name] for name in ("file", "pieces", "notes"))
+    if type(file) is not str or type(pieces) is not list or type(notes) is not list:
+        raise ValueError(f"expected a file and its experts, found {shard}")
+    for begin, size, digest in pieces or [(0, 0, 0)]:
+        if {type(begin), type(size), type(digest)} != {int} or begin < 0 or size < 1:
+            raise ValueError(f"expected begin, bytes and digest of pieces, found {pieces}")
+    return WrittenFile(file, pieces, notes)
+
+
+class GrowingFile:
+    """A file of experts that is being written.
+
+    Attributes:
+        pieces: begin, bytes and digest of each piece that was written.
+        notes: what the writer noted of each expert.
+        pool: threads for what it computes.
+    """
+
+    def __init__(self, descriptor: int, pool: ThreadPoolExecutor) -> None:
+        self._descriptor = descriptor
+        self.pieces: list[list[int]] = []
+        self.notes: list[list[Any]] = []
+        self.pool = pool
+
+    def put(self, content: bytes | memoryview, begin: int) -> None:
+        """Writes a piece, and notes what must be read back."""
+        write_at(self._descriptor, content, begin)
+        self.pieces.append([begin, len(content), zlib.crc32(content)])
 
 
 class CheckpointWriter(abc.ABC):
     """What becomes of a checkpoint's experts; everything else is copied.
 
-    Args:
-        checkpoint: where they are from.
-        experts: where they lie there.
+    Attributes:
+        stage: what is being done, for people.
+        report_name: name of the file that lists the files of the new checkpoint.
+        index_name: name of the file that says which file has which tensor.
+        settings: what files of an earlier run must have been written with.
+        replaced: the tensors of the checkpoint that the new one has in another form.
+        expert_bytes: bytes of what is written anew, as it was.
     """
 
     stage: ClassVar[str]
-    """What is being done, for people."""
-    index_name: ClassVar[str] = INDEX_NAME
-    """Name of the file that says which file has which tensor."""
     report_name: ClassVar[str]
-    """Name of the file that lists the files of the new checkpoint."""
+    index_name: ClassVar[str] = INDEX_FILE_NAME
+    settings: dict[str, Any]
+    replaced: set[str]
+    expert_bytes: int
 
     def __init__(self, checkpoint: Checkpoint, experts: ExpertMap) -> None:
+        """Takes the experts of a checkpoint, and where they lie there."""
         self.checkpoint = checkpoint
         self.experts = experts
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of what is written anew, as it was."""
-        return sum(layout.tensor_bytes for layout in self.experts.layouts.values())
-
-    @property
-    @abc.abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """What files of an earlier run must have been written with."""
-
-    @property
-    @abc.abstractmethod
-    def replaced(self) -> set[str]:
-        """The tensors of the checkpoint that the new one has in another form."""
 
     @abc.abstractmethod
     def units(self) -> Iterable[list[ExpertKey]]:
@@ -119,27 +191,6 @@ class CheckpointWriter(abc.ABC):
         """The content of the file `report_name`, with the notes of all experts."""
 
 
-class GrowingFile:
-    """A file of experts that is being written.
-
-    Attributes:
-        pieces: begin, bytes and digest of each piece that was written.
-        notes: what the writer noted of each expert.
-        pool: threads for what it computes.
-    """
-
-    def __init__(self, descriptor: int, pool: ThreadPoolExecutor) -> None:
-        self._descriptor = descriptor
-        self.pieces: list[list[int]] = []
-        self.notes: list[list[Any]] = []
-        self.pool = pool
-
-    def put(self, content: bytes | memoryview, begin: int) -> None:
-        """Writes a piece, and notes what must be read back."""
-        write_at(self._descriptor, content, begin)
-        self.pieces.append([begin, len(content), zlib.crc32(content)])
-
-
 def write_checkpoint(
     writer: CheckpointWriter,
     folder: Path,
@@ -167,22 +218,32 @@ def write_checkpoint(
     make_folders(staging.parent)
     read_progress(staging)
     staging.mkdir(exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(held(staging, advice=f"remove {staging}"))
+    with held(staging, advice=f"remove {staging}"):
         growing = _Growing(writer, staging, progress)
-        stack.callback(growing.remove_if_empty)
         kept = len(growing.done)
-        layouts = writer.experts.layouts
-        with contextlib.closing(ExpertSource(layouts, io_threads=io_threads)) as source:
-            growing.write_experts(source)
-        growing.write_rest()
-        growing.require_experts()
-        with replace_folder(folder) as new:
-            for path in sorted(staging.iterdir()):
-                if path.name != PROGRESS_NAME:
-                    link_or_move(path, new / path.name)
-        shutil.rmtree(staging)
+        try:
+            source = ExpertSource(writer.experts.layouts, io_threads=io_threads)
+            with contextlib.closing(source):
+                growing.write_experts(source)
+            growing.write_rest()
+            growing.require_experts()
+            with replace_folder(folder) as new:
+                for path in sorted(staging.iterdir()):
+                    if path.name != PROGRESS_NAME:
+                        _link_or_move(path, new / path.name)
+            shutil.rmtree(staging)
+        finally:
+            if not growing.done:  # nothing from which another run could go on
+                shutil.rmtree(staging, ignore_errors=True)
     return growing.done, kept
+
+
+def _link_or_move(path: Path, target: Path) -> None:
+    """Gives a file a second name, or, where the filesystem has none, another one."""
+    try:
+        os.link(path, target)
+    except OSError:
+        os.rename(path, target)
 
 
 class _Growing:
@@ -193,60 +254,61 @@ class _Growing:
         self._staging = staging
         self._progress = progress
         self._plan = [*self._files()]
+        checkpoint = writer.checkpoint
+        self._outside = [e for e in checkpoint.entries.values() if e.name not in writer.replaced]
+        files = sorted({entry.file for entry in checkpoint.entries.values()})
+        versions = [[file.name, *file_version(file)] for file in files]
+        self._origin = {**writer.settings, "shard_bytes": SHARD_BYTES, "files": versions}
         self.done = self._read_done()
         self._write_done()
 
-    def remove_if_empty(self) -> None:
-        """Leaves nothing where no file of experts is whole, from which another run could go on."""
-        if not self.done:
-            shutil.rmtree(self._staging, ignore_errors=True)
-
     def write_experts(self, source: ExpertSource) -> None:
         """Writes the files of experts that are missing, each read back and compared."""
-        raw = [sum(map(self._bytes_of, keys)) for keys in self._plan]
-        done, total = sum(raw[: len(self.done)]), sum(raw)
+        sizes = [sum(map(self._bytes_of, keys)) for keys in self._plan]
+        done, total = sum(sizes[: len(self.done)]), sum(sizes)
         self._require_room()
+
+        def experts_of(keys: Sequence[ExpertKey]) -> Experts:
+            nonlocal done
+            for key, views in _read_ahead(source, self._writer.experts, keys):
+                yield key, views
+                done += self._bytes_of(key)
+                if self._progress is not None:
+                    self._progress(self._writer.stage, done, total)
+
         with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as pool:
             for number in range(len(self.done), len(self._plan)):
-
-                def tell(num_bytes: int, before: int = done) -> None:
-                    if self._progress is not None:
-                        self._progress(self._writer.stage, before + num_bytes, total)
-
-                self.done.append(self._write_file(number, source, pool, tell))
+                keys = self._plan[number]
+                self.done.append(self._write_file(number, experts_of(keys), pool))
                 self._write_done()
-                done += raw[number]
 
     def write_rest(self) -> None:
         """Writes what is no expert: dense weights, index, configuration and tokenizer."""
-        outside, name = self._entries_outside(), self._file_name(len(self._plan))
-        offsets, header = header_of([(e.name, e.dtype, e.shape, e.num_bytes) for e in outside])
-        with write_atomically(self._staging / name) as output:
-            descriptor = output.fileno()
-            write_at(descriptor, header, 0)
-            for entry in outside:
-                copy_tensor(entry, descriptor, len(header) + offsets[entry.name])
-        file_of = {entry.name: name for entry in outside}
+        writer, staging = self._writer, self._staging
+        name = writer.file_name(len(self._plan), len(self._plan))
+        offsets, header, total = widest_first(self._outside)
+        with write_atomically(staging / name) as output:
+            write_at(output.fileno(), header, 0)
+            for entry in self._outside:
+                copy_tensor(entry, output.fileno(), len(header) + offsets[entry.name])
+        file_of = dict.fromkeys(offsets, name)
         for keys, written in zip(self._plan, self.done, strict=True):
-            file_of |= dict.fromkeys(self._writer.tensors_of(keys), written.file)
-        total = sum(entry.num_bytes for entry in outside)
-        total += sum(written.num_bytes for written in self.done)
-        source, own = self._writer.checkpoint.folder, (INDEX_NAME, PROGRESS_NAME)
+            file_of |= dict.fromkeys(writer.tensors_of(keys), written.file)
+            total += written.num_bytes
+        source = writer.checkpoint.folder
+        own = (INDEX_FILE_NAME, PROGRESS_NAME, writer.report_name)
         for found in sorted(source.iterdir()):
-            is_ours = found.name in (*own, self._writer.report_name)
-            if found.is_file() and found.suffix not in _NOT_COPIED and not is_ours:
-                shutil.copyfile(found, self._staging / found.name)
-        write_index(self._staging / self._writer.index_name, file_of, {"total_size": total})
+            if found.is_file() and found.suffix not in _NOT_COPIED and found.name not in own:
+                shutil.copyfile(found, staging / found.name)
+        write_index(staging / writer.index_name, file_of, {"total_size": total})
         config = parse_object((source / "config.json").read_bytes(), has_infinity=True)
-        config["quantization_config"] = self._writer.quantization()
-        write_text(self._staging / "config.json", json.dumps(config, indent=2) + "\n")
-        files = {path.name for path in self._staging.iterdir()} - {PROGRESS_NAME}
+        config["quantization_config"] = writer.quantization()
+        write_text(staging / "config.json", json.dumps(config, indent=2) + "\n")
+        files = {path.name for path in staging.iterdir()} - {PROGRESS_NAME} | {writer.report_name}
         every = (key for keys in self._plan for key in keys)
         notes = (note for written in self.done for note in written.notes)
-        report = self._writer.report(
-            dict(zip(every, notes, strict=True)), sorted(files | {self._writer.report_name})
-        )
-        write_text(self._staging / self._writer.report_name, report)
+        report = writer.report(dict(zip(every, notes, strict=True)), sorted(files))
+        write_text(staging / writer.report_name, report)
 
     def require_experts(self) -> None:
         """Opens what was written as any other checkpoint, and finds its experts.
@@ -262,26 +324,12 @@ class _Growing:
                 f"was written, found {len(found)}"
             )
 
-    def _write_file(
-        self,
-        number: int,
-        source: ExpertSource,
-        pool: ThreadPoolExecutor,
-        tell: Callable[[int], None],
-    ) -> WrittenFile:
-        keys, name = self._plan[number], self._file_name(number)
-
-        def told() -> Experts:
-            done = 0
-            for key, views in read_ahead(source, self._writer.experts, keys):
-                yield key, views
-                done += self._bytes_of(key)
-                tell(done)
-
+    def _write_file(self, number: int, experts: Experts, pool: ThreadPoolExecutor) -> WrittenFile:
+        keys, name = self._plan[number], self._writer.file_name(number, len(self._plan))
         with write_atomically(self._staging / name) as output:
             descriptor = output.fileno()
             file = GrowingFile(descriptor, pool)
-            self._writer.write_file(file, keys, told())
+            self._writer.write_file(file, keys, experts)
             os.fsync(descriptor)
             written = WrittenFile(name, file.pieces, file.notes)
             self._compare(Path(f"/proc/self/fd/{descriptor}"), written)
@@ -289,8 +337,7 @@ class _Growing:
 
     def _compare(self, path: Path, written: WrittenFile) -> None:
         """Reads a file back, past the page cache where that can be."""
-        file = CheckpointFile(path)
-        try:
+        with contextlib.closing(CheckpointFile(path)) as file:
             most = max(size for _, size, _ in written.pieces)
             view = host_view(aligned_bytes(aligned(most, BLOCK_BYTES) + BLOCK_BYTES))
             for begin, size, digest in written.pieces:
@@ -300,10 +347,8 @@ class _Growing:
                 if zlib.crc32(view[begin - first : end]) != digest:
                     raise CheckpointError(
                         f"{self._staging / written.file}: what was read back is not what was "
-                        "written; the disk is faulty, or somebody else writes to it"
+                        "written; the disk is faulty, or another program writes to it"
                     )
-        finally:
-            file.close()
 
     def _files(self) -> Iterator[list[ExpertKey]]:
         keys: list[ExpertKey] = []
@@ -319,23 +364,8 @@ class _Growing:
     def _bytes_of(self, key: ExpertKey) -> int:
         return self._writer.experts.layouts[key].tensor_bytes
 
-    def _file_name(self, number: int) -> str:
-        return self._writer.file_name(number, len(self._plan))
-
-    def _entries_outside(self) -> list[TensorEntry]:
-        """The tensors that stay as they are, widest elements first, so that all are aligned."""
-        replaced = self._writer.replaced
-        outside = [
-            entry
-            for entry in self._writer.checkpoint.entries.values()
-            if entry.name not in replaced
-        ]
-        return sorted(
-            outside, key=lambda entry: -(entry.num_bytes // max(1, math.prod(entry.shape)))
-        )
-
     def _require_room(self) -> None:
-        needed = sum(entry.num_bytes for entry in self._entries_outside())
+        needed = sum(entry.num_bytes for entry in self._outside)
         needed += sum(map(self._writer.least_bytes, self._plan[len(self.done) :]))
         free = shutil.disk_usage(self._staging).free
         if free < needed:
@@ -345,12 +375,6 @@ class _Growing:
                 "another folder"
             )
 
-    def _origin(self) -> dict[str, Any]:
-        """What the whole files of an earlier run must have been made of."""
-        files = sorted({entry.file for entry in self._writer.checkpoint.entries.values()})
-        versions = [[file.name, *file_version(file)] for file in files]
-        return {**self._writer.settings, "shard_bytes": SHARD_BYTES, "files": versions}
-
     def _read_done(self) -> list[WrittenFile]:
         """The files that an earlier run has written, and that are still what it wrote.
 
@@ -358,9 +382,8 @@ class _Growing:
         """
         found: list[WrittenFile] = []
         progress = read_progress(self._staging)
-        if progress is not None and progress["origin"] == json.loads(json.dumps(self._origin())):
-            for values in progress["shards"]:
-                written = WrittenFile(**values)
+        if progress is not None and progress["origin"] == json.loads(json.dumps(self._origin)):
+            for written in progress["shards"]:
                 if not self._is_whole(written):
                     break
                 found.append(written)
@@ -382,5 +405,19 @@ class _Growing:
 
     def _write_done(self) -> None:
         shards = [dataclasses.asdict(written) for written in self.done]
-        text = json.dumps({"origin": self._origin(), "shards": shards})
+        text = json.dumps({"origin": self._origin, "shards": shards})
         write_text(self._staging / PROGRESS_NAME, text)
+
+
+def _read_ahead(source: ExpertSource, experts: ExpertMap, keys: Sequence[ExpertKey]) -> Experts:
+    """Each expert, the next one read meanwhile; views hold until the next one is asked for."""
+    slots = [aligned_bytes(experts.slot_bytes) for _ in range(2)]
+    with ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(source.read, {keys[0]: slots[0]})
+        for number, key in enumerate(keys):
+            reading.result()
+            if number + 1 < len(keys):
+                following = {keys[number + 1]: slots[(number + 1) % 2]}
+                reading = reader.submit(source.read, following)
+            views = experts.layouts[key].views(slots[number % 2])
+            yield key, dict(zip(experts.matrices[key.layer], views, strict=True))

@@ -11,24 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.commands.run import find_sampling, load_tokenizer
+from moe_runtime.cli.commands.run import find_sampling, load_tokenizer, runtime_rows
 from moe_runtime.cli.console import (
-    Session,
     fetch_model,
     loading_bar,
     print_rows,
     quiet_transformers,
     say_line,
 )
-from moe_runtime.cli.run_outcome import runtime_rows
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.cli.streams import TextOutput
-from moe_runtime.cli.strict import refuse_given
-from moe_runtime.config import parse_budget
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.file_names import at_home
-from moe_runtime.files import check_output_path, write_text
-from moe_runtime.places import require_file_name
+from moe_runtime.files import at_home, check_output_path, require_file_name, write_text
 
 if TYPE_CHECKING:
     from moe_runtime.serving.conversation import Conversation
@@ -45,61 +39,35 @@ _HELP = (
 )
 _COMMANDS = {"/exit", *(usage.split()[0] for usage, _ in _HELP)}
 
-System = Annotated[
-    str | None, typer.Option(help="What the model is told before the first message.")
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=16,
-        help="Tokens of the whole conversation that memory is set aside for; as many as the model "
-        "knows when omitted, at most 4096.",
-    ),
-]
-MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens of an answer.")
-]
-
 
 def chat(
     ctx: typer.Context,
+    *,
     model: options.Model,
-    system: System = None,
-    max_new_tokens: MaxNewTokens = 1024,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = None,
-    host_memory: options.HostMemory = "auto",
-    device_memory: options.DeviceMemory = "auto",
-    max_tokens: MaxTokens = None,
-    policy: options.Policy = "auto",
-    shares: options.Shares = "auto",
-    cache_code: options.CacheCode = "none",
-    activations: options.Activations = "exact",
-    misses: options.Misses = "device",
-    prefetch: options.Prefetch = "auto",
-    predictor: options.Predictor = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    debug: options.Debug = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message at the beginning of the conversation.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens of an answer.")
+    ] = 1024,
+    sampling: options.Sampling,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=16,
+            help="Memory for the whole conversation, in tokens; the model's maximum when omitted, "
+            "at most 4096.",
+        ),
+    ] = None,
+    loading: options.Loading,
     config: options.Config = None,
 ) -> None:
-    """Talk to a model; each line is a message, and /help lists what else can be typed.
+    """Talk to a model; each line is a message, and /help lists the commands.
 
-    What was computed of a turn serves the next one. Ctrl-C stops an answer, a second one leaves.
-    Lines can come from a pipe, too.
+    The chat keeps its cache between turns. Ctrl-C stops an answer, a second one leaves. Lines can
+    also come from a pipe.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=False)
-    if prefetch == "off" and policy not in ("auto", "predicted"):
-        refuse_given(
-            ctx,
-            {"predictor"},
-            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
-        )
-    for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):
-        parse_budget(budget, name=option)
-    quiet_transformers(session)
+    quiet_transformers(ctx.obj)
     fetch_model(model, weights=False)
     import moe_runtime
     from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
@@ -112,7 +80,7 @@ def chat(
     from moe_runtime.inference.token_limit import known_positions
     from moe_runtime.serving.requests import SamplingOptions
 
-    sampling = find_sampling(ctx, model, temperature, top_p)
+    chosen = find_sampling(ctx, model, sampling)
     tokenizer = load_tokenizer(model)
     known = known_positions(read_config(find_checkpoint(model, weights=False)))
     if max_tokens is not None and known is not None and max_tokens > known:
@@ -126,17 +94,7 @@ def chat(
     with loading_bar() as progress:
         loaded: Any = moe_runtime.load(
             model,
-            device=device,
-            dtype=dtype,
-            host_memory=host_memory,
-            device_memory=device_memory,
-            policy=policy,
-            shares=shares,
-            cache_code=cache_code,
-            activations=activations,
-            misses=misses,
-            prefetch=prefetch,
-            predictor=predictor,
+            **loading.settings(),
             max_tokens=max_tokens,
             progress=progress,
         )
@@ -150,15 +108,15 @@ def chat(
             end_ids=frozenset(end_token_ids(loaded, tokenizer)),
             stops=stop_strings_of(loaded.generation_config),
             sampling=SamplingOptions(
-                **sampling,
-                seed=seed,
+                **chosen,
+                seed=sampling.seed,
                 repetition_penalty=loaded.generation_config.repetition_penalty or 1.0,
             ),
             max_new_tokens=max_new_tokens,
             known_tokens=known,
             system=system,
         )
-        _Terminal(conversation, loaded, sampling_words(sampling)).run()
+        _Terminal(conversation, loaded, sampling_words(chosen)).run()
 
 
 class _Terminal:

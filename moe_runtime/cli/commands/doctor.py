@@ -1,37 +1,70 @@
 """``moe-runtime doctor``: what this machine offers, and what to do where it falls short."""
 
 import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
 from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal
 
 import typer
 
 import moe_runtime
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.cli.console import print_json, print_table
+from moe_runtime.cli.disk import measure_disk
+from moe_runtime.config import format_bytes
 
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
+Status = Literal["ok", "note", "problem"]
+
+_REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
+_OPTIONAL = ("accelerate", "llama-cpp-python", "gguf")
+_VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "sve")
+_IN_REGISTERS = MappingProxyType({"amx": 8, "avx512bf16": 8, "avx512": 8, "avx2": 16})
+"""Codes that an instruction set decodes in registers: the least columns of a group, which are all
+or a power of two; GGUF's blocks are decoded there too."""
+_SLOW_DISK_BYTES_PER_S = 500e6
+_LITTLE_MEMORY_BYTES = 2 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what it is.
+        status: ``"ok"``, ``"note"`` (works, could be better) or ``"problem"`` (does not work).
+        value: what was found.
+        advice: what to do about it; empty when there is nothing to do.
+    """
+
+    name: str
+    status: Status
+    value: str
+    advice: str = ""
 
 
 def doctor(
-    ctx: typer.Context,
-    path: options.MeasuredPath = Path("."),
-    read_size: options.ReadSize = "12MiB",
+    path: Annotated[
+        Path, typer.Argument(metavar="[PATH]", help="File or folder whose disk is measured.")
+    ] = Path("."),
+    read_size: Annotated[str, typer.Option(help="Size of one read: that of an expert.")] = "12MiB",
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Look at processor, kernels, GPU, memory and disk, and say what to do where they fall short.
 
     Takes a few seconds. Exit code 2 when something does not work at all.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     read_bytes = options.bytes_of(read_size, "--read-size")
     if not 4096 <= read_bytes <= 1 << 30:
         raise ValueError(f"--read-size must lie between 4KiB and 1GiB, got {read_size!r}")
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
-    from moe_runtime.cli.machine import examine
-
     findings = examine(path, read_bytes)
     healthy = all(finding.status != "problem" for finding in findings)
     if as_json:
@@ -55,3 +88,179 @@ def doctor(
         print_table(f"moe-runtime {moe_runtime.__version__}", columns, rows)
     if not healthy:
         raise typer.Exit(2)
+
+
+def examine(path: Path, read_bytes: int) -> list[Finding]:
+    """Looks at everything that decides whether models run here, and how fast."""
+    return [
+        _python(),
+        _packages(),
+        _processor(),
+        _native_kernel(),
+        _quantised_kernels(),
+        *_accelerators(),
+        _memory(),
+        _disk(path, read_bytes),
+    ]
+
+
+def _finding(name: str, value: str, advice: str = "") -> Finding:
+    """What was found; with advice it could be better."""
+    return Finding(name=name, status="note" if advice else "ok", value=value, advice=advice)
+
+
+def _python() -> Finding:
+    value = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    is_tested = sys.platform == "linux"
+    return _finding("python", value, "" if is_tested else "only Linux is tested")
+
+
+def _packages() -> Finding:
+    versions = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
+    missing = [name for name in _REQUIRED if versions[name] is None]
+    if missing:
+        value, advice = f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
+        return Finding(name="packages", status="problem", value=value, advice=advice)
+    listed = (f"{name} {version}" for name, version in versions.items() if version)
+    return _finding("packages", ", ".join(listed))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> Finding:
+    model, flags = _cpu_model_and_flags()
+    vectors = [flag for flag in _VECTOR_FLAGS if flag in flags]
+    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    cores = f"{num_usable or os.cpu_count()} of {os.cpu_count()} threads usable"
+    value = f"{model}; {cores}; {' '.join(vectors) or 'no vector extensions known'}"
+    is_slow = flags and not flags & {"avx2", "asimd"}
+    advice = "without AVX2 the portable kernel runs; decoding will be slow" if is_slow else ""
+    return _finding("processor", value, advice)
+
+
+def _cpu_model_and_flags() -> tuple[str, frozenset[str]]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown processor", frozenset()
+    facts = dict(_split_fact(line) for line in reversed(lines) if ":" in line)
+    flags = facts.get("flags") or facts.get("Features") or ""
+    return facts.get("model name", platform.machine()), frozenset(flags.split())
+
+
+def _split_fact(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip(), value.strip()
+
+
+def _native_kernel() -> Finding:
+    from moe_runtime.kernels.native.library import describe
+
+    found = describe()
+    if found.problem is not None:
+        return _finding("native kernel", "not usable; torch is used, slower", found.problem)
+    others = [isa for isa in found.isas if isa != found.isa]
+    value = f"{found.isa}, {found.num_threads} threads"
+    if others:
+        value += f" (also built: {', '.join(others)})"
+    return _finding("native kernel", value)
+
+
+def _quantised_kernels() -> Finding:
+    """How the native kernel multiplies by quantised experts of each format."""
+    from moe_runtime.checkpoints.formats import FORMATS
+    from moe_runtime.kernels.native.library import describe
+
+    isa = describe().isa
+    if isa is None:
+        how = "by torch, from their values, written out for every product"
+    elif isa not in _IN_REGISTERS:
+        how = (
+            f"from their codes, decoded a few rows at a time ({isa}); AVX2 is several times as fast"
+        )
+    else:
+        least = _IN_REGISTERS[isa]
+        what = f"groups of {least}, {2 * least}, {4 * least}... or all columns, and GGUF's blocks"
+        how = f"from their codes; {isa} decodes {what} in registers, all else a few rows at a time"
+    names = ", ".join([*FORMATS, "gguf", "planes"])
+    return _finding("quantised experts", f"{names}: {how}")
+
+
+def _accelerators() -> list[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    if not torch.cuda.is_available():
+        return [_no_gpu(torch.version.cuda), _triton(needed=False)]
+    names = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        names.append(
+            f"{properties.name}, {format_bytes(free_bytes)} of {format_bytes(total_bytes)} free"
+        )
+    return [_finding("gpu", "; ".join(names)), _triton(needed=True)]
+
+
+def _no_gpu(cuda_version: str | None) -> Finding:
+    if shutil.which("nvidia-smi") is None:
+        return _finding("gpu", "none; everything runs on the processor")
+    advice = "torch sees no GPU; check that nvidia-smi works and CUDA_VISIBLE_DEVICES is right"
+    if cuda_version is None:
+        advice = "this torch is built without CUDA; install a CUDA build from pytorch.org"
+    return _finding("gpu", "installed, but not usable", advice)
+
+
+def _triton(*, needed: bool) -> Finding:
+    version = _version("triton")
+    if version is not None or not needed:
+        return _finding("triton", version or "absent; only used with a GPU")
+    advice = "GPU experts run through torch; pip install triton for faster kernels"
+    return _finding("triton", "absent", advice)
+
+
+def _memory() -> Finding:
+    import psutil
+
+    from moe_runtime.inference.budget import (
+        AUTO_SHARE,
+        available_host_bytes,
+        control_group_free_bytes,
+    )
+
+    machine = psutil.virtual_memory()
+    value = f"{format_bytes(machine.available)} of {format_bytes(machine.total)} free"
+    group_bytes = control_group_free_bytes()
+    if group_bytes is not None:
+        value += f", {format_bytes(group_bytes)} free in the control group"
+    budget_bytes = int(available_host_bytes() * AUTO_SHARE)
+    value += f"; --host-memory auto takes {format_bytes(budget_bytes)}"
+    is_little = budget_bytes < _LITTLE_MEMORY_BYTES
+    advice = "close other programs, or raise the limit of the control group" if is_little else ""
+    return _finding("memory", value, advice)
+
+
+def _disk(path: Path, read_bytes: int) -> Finding:
+    try:
+        speed = measure_disk(path, read_bytes=read_bytes)
+    except (OSError, ValueError) as error:
+        advice = "name a readable file, or a folder that a scratch file may be written to"
+        return Finding(name="disk", status="problem", value=str(error), advice=advice)
+    direct, buffered = speed.direct_bytes_per_s, speed.buffered_bytes_per_s
+    direct_text = "not possible" if direct is None else f"{direct / 1e9:.2f} GB/s"
+    value = (
+        f"{path}: random reads of {format_bytes(speed.read_bytes)}, {speed.in_flight} at once: "
+        f"direct {direct_text}, buffered {buffered / 1e9:.2f} GB/s"
+    )
+    advice = ""
+    if max(direct or 0, buffered) < _SLOW_DISK_BYTES_PER_S:
+        advice = "slow for experts on disk; put the checkpoint on a local NVMe drive"
+    elif direct is None:
+        advice = "this file system has no direct reads; reads go through the page cache"
+    return _finding("disk", value, advice)

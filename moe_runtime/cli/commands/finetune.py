@@ -8,144 +8,132 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.commands.train import budget_rows, offload_row, outcome_rows, take_steps
+from moe_runtime.cli.commands.train import (
+    budget_rows,
+    offload_row,
+    outcome_rows,
+    predict_step,
+    speed_row,
+    take_steps,
+    warn_of_slow_disk,
+    warn_where_much_moves,
+)
 from moe_runtime.cli.console import (
-    Session,
     loading_bar,
     print_json,
     print_rows,
     quiet_transformers,
     say_line,
 )
-from moe_runtime.cli.step_speed import (
-    predict_step,
-    speed_row,
-    warn_of_slow_disk,
-    warn_where_much_moves,
-)
 from moe_runtime.cli.strict import FOLDER, refuse_given
-from moe_runtime.config import parse_budget
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.training.finetune.finetuning import FinetunePreparation
     from moe_runtime.training.finetune.settings import FinetuneConfig
 
-Data = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="DATA...", help="Text files, folders of .txt files, or patterns such as 'a/*.md'."
-    ),
-]
-Output = Annotated[Path, typer.Option("--output", "-o", metavar=FOLDER, help="Folder of the run.")]
-Lora = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="RANK", help="Train adapters of this rank, nothing else."),
-]
-LoraOn = Annotated[
-    str, typer.Option(help="What has adapters: attention, experts, or both with a comma.")
-]
-Steps = Annotated[
-    int | None, typer.Option(min=1, help="Optimizer steps; once over the text when omitted.")
-]
-ZerothOrder = Annotated[
-    bool,
-    typer.Option(
-        "--zeroth-order", help="Train by forward passes alone: no gradients, no optimizer states."
-    ),
-]
-Eps = Annotated[
-    float | None, typer.Option(help="With --zeroth-order: how far to either side it measures.")
-]
-Rate = Annotated[
-    float | None,
-    typer.Option(
-        help="Learning rate after the warm-up; a cosine follows. 1e-5, or 1e-7 with --zeroth-order."
-    ),
-]
-Warmup = Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")]
-SequenceTokens = Annotated[int, typer.Option("--context", min=1, help="Tokens of a sequence.")]
-Sequences = Annotated[int, typer.Option(min=1, help="Sequences of a step.")]
-MicroBatches = Annotated[
-    int, typer.Option(min=1, help="Parts that a step is computed in; fewer need more memory.")
-]
-StorageDir = Annotated[
-    Path | None,
-    typer.Option(help="Folder on a fast disk for the experts' states; the run's own if omitted."),
-]
-Precision = Annotated[
-    str, typer.Option(help="Of products: float32 or bfloat16; trained weights stay float32.")
-]
-Recompute = Annotated[
-    bool, typer.Option("--recompute", help="Keep a block's input alone, and compute it twice.")
-]
-CheckpointEvery = Annotated[int, typer.Option(min=0, help="Steps between checkpoints.")]
-ExportDtype = Annotated[
-    str, typer.Option(help="Of the result: auto (as it was), float32, bfloat16 or float16.")
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace", metavar="FILE.npz", help="Record where the gates send tokens, for `report`."
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would happen, write nothing, and stop.")
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Decides the order of the text, adapters' first weights, random directions."
-    ),
-]
-
 
 def finetune(
     ctx: typer.Context,
     model: options.Model,
-    data: Data,
-    output: Output = Path("finetuned"),
-    lora: Lora = None,
-    lora_on: LoraOn = "attention,experts",
-    steps: Steps = None,
-    zeroth_order: ZerothOrder = False,
-    eps: Eps = None,
-    rate: Rate = None,
-    warmup: Warmup = 0,
-    context: SequenceTokens = 512,
-    sequences: Sequences = 8,
-    micro_batches: MicroBatches = 1,
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DATA...",
+            help="Text files, folders of .txt files, or patterns such as 'a/*.md'.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar=FOLDER, help="Folder of the run.")
+    ] = Path("finetuned"),
+    lora: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="RANK", help="Train adapters of this rank only."),
+    ] = None,
+    lora_on: Annotated[
+        str, typer.Option(help="Modules with adapters: attention, experts, or both with a comma.")
+    ] = "attention,experts",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps; once over the text when omitted.")
+    ] = None,
+    zeroth_order: Annotated[
+        bool,
+        typer.Option(
+            "--zeroth-order",
+            help="Train by forward passes alone: no gradients, no optimizer states.",
+        ),
+    ] = False,
+    eps: Annotated[
+        float | None,
+        typer.Option(help="With --zeroth-order: the distance of its two measurements."),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Learning rate after the warm-up, followed by a cosine. 1e-5, or 1e-7 with "
+            "--zeroth-order."
+        ),
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")] = 0,
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of a sequence.")] = 512,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8,
+    micro_batches: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Split each step into N parts (gradient accumulation). More parts use less "
+            "memory.",
+        ),
+    ] = 1,
     host_memory: options.HostMemory = "auto",
     device_memory: options.DeviceMemory = "auto",
     device: options.Device = "cpu",
-    storage_dir: StorageDir = None,
-    precision: Precision = "float32",
-    recompute: Recompute = False,
-    checkpoint_every: CheckpointEvery = 100,
-    export_dtype: ExportDtype = "auto",
-    seed: Seed = 0,
-    trace: Trace = None,
+    storage_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder on a fast disk for the experts' states; the run's own if omitted."
+        ),
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(help="Of products: float32 or bfloat16; trained weights stay float32.")
+    ] = "float32",
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Use gradient checkpointing: less memory, slower.")
+    ] = False,
+    checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints.")] = 100,
+    export_dtype: Annotated[
+        str, typer.Option(help="Of the result: auto (as it was), float32, bfloat16 or float16.")
+    ] = "auto",
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Seed of the text's order, initial adapters and random directions."
+        ),
+    ] = 0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE.npz",
+            help="Record which experts the gates choose, for `report`.",
+        ),
+    ] = None,
     resume: options.Resume = False,
     reschedule: options.Reschedule = False,
-    dry_run: DryRun = False,
+    dry_run: options.DryRun = False,
     config: options.Config = None,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Train a Mixture-of-Experts checkpoint further; its experts may exceed the memory.
 
-    Without --lora every parameter is trained: experts live with their optimizer states in memory as
-    far as --host-memory goes and on the disk beyond it. With --lora experts are read from the
-    checkpoint and never written. With --zeroth-order every parameter is trained, along random
-    directions, and an expert takes the room of its weights. Ctrl-C saves a checkpoint and stops;
-    --resume goes on. At the end the folder's model/ holds a checkpoint with the names and layout of
-    the first one. Beside quantised or packed weights --lora alone trains, and adapters/ holds the
-    adapters, as PEFT reads them; `serve` takes those of --lora-on attention.
+    Without --lora every parameter is trained: experts and their optimizer states are in memory up
+    to --host-memory, and the rest on disk. With --lora experts are read from the checkpoint and
+    never written. With --zeroth-order every parameter is trained, along random directions, and an
+    expert takes the memory of its weights only. Ctrl-C saves a checkpoint and stops; --resume
+    continues. At the end the folder's model/ has a checkpoint with the names and layout of MODEL.
+    Quantised and packed checkpoints can be trained with --lora only: adapters/ then has the
+    adapters in PEFT's format, and `serve` takes those of --lora-on attention.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
-    parse_budget(host_memory, name="--host-memory")
-    parse_budget(device_memory, name="--device-memory")
     from moe_runtime.training.config_tree import build_tree
     from moe_runtime.training.finetune.settings import FinetuneConfig
 
@@ -197,8 +185,8 @@ def finetune(
     if not resume:
         refuse_given(ctx, ("reschedule",), "changes a run that goes on; give --resume too")
     settings = build_tree(config_class, tree)
-    quiet_transformers(session)
-    from moe_runtime.training.data.prepared import run_folder
+    quiet_transformers(ctx.obj)
+    from moe_runtime.training.prepared import run_folder
 
     with run_folder(settings.run.output, settings.run.storage_dir, is_used=not dry_run):
         preparation = _prepare(settings, has_steps=steps is not None, keeps_text=not dry_run)

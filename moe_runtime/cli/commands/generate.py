@@ -5,26 +5,25 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moe_runtime.cli import options
+from moe_runtime.cli.commands.run import runtime_rows
 from moe_runtime.cli.console import (
-    Session,
     loading_bar,
     print_json,
     print_rows,
     quiet_transformers,
     say_line,
+    terminal_bar,
 )
 from moe_runtime.cli.prompts import read_text
-from moe_runtime.cli.run_outcome import runtime_rows
-from moe_runtime.cli.strict import refuse_given
-from moe_runtime.config import parse_budget
-from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from moe_runtime.serving.batches.batch_run import BatchOutcome
 
 _INTERRUPTED, _SOME_FAILED = 130, 2
@@ -38,92 +37,56 @@ _COUNTS = (
     "seconds",
 )
 
-Prompts = Annotated[
-    Path,
-    typer.Option(
-        help="File with a request in each line: a JSON string, an object with a prompt or "
-        "messages, or a line of OpenAI's batch format. - reads standard input."
-    ),
-]
-Output = Annotated[
-    Path,
-    typer.Option(
-        "--output", "-o", help="Answers, a line of JSON each; those that it has are kept."
-    ),
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Room for prompts and answers of all requests at a time; when omitted, what they "
-        "need, up to a fourth of the memory that experts lack.",
-    ),
-]
-MaxRunning = Annotated[
-    int, typer.Option(min=1, help="Most requests at a time; fewer where memory has no room.")
-]
-Exact = Annotated[
-    bool,
-    typer.Option(
-        "--exact",
-        help="A request gets the bits that it would get alone, whatever runs beside it; slower.",
-    ),
-]
-Chat = Annotated[
-    bool, typer.Option("--chat", help="Put prompts that are text into the model's chat template.")
-]
-
 
 def generate(
     ctx: typer.Context,
+    *,
     model: options.Model,
-    prompts: Prompts,
-    output: Output,
-    chat: Chat = False,
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help="File with a request in each line: a JSON string, an object with a prompt or "
+            "messages, or a line of OpenAI's batch format. - reads standard input."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="Answers, one line of JSON each; existing answers are kept."
+        ),
+    ],
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Put prompts that are text into the model's chat template."),
+    ] = False,
     max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = None,
-    max_running: MaxRunning = _MOST_TOGETHER,
-    exact: Exact = False,
-    host_memory: options.HostMemory = "auto",
-    device_memory: options.DeviceMemory = "auto",
-    max_tokens: MaxTokens = None,
-    policy: options.Policy = "auto",
-    shares: options.Shares = "auto",
-    cache_code: options.CacheCode = "none",
-    activations: options.Activations = "exact",
-    misses: options.Misses = "device",
-    prefetch: options.Prefetch = "auto",
-    predictor: options.Predictor = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
+    sampling: options.Sampling,
+    max_running: Annotated[
+        int, typer.Option(min=1, help="Most requests at a time; fewer where memory has no room.")
+    ] = _MOST_TOGETHER,
+    exact: options.Exact = False,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Room for prompts and answers of all requests at a time; when omitted, what they "
+            "need, up to a quarter of the memory that experts lack.",
+        ),
+    ] = None,
+    loading: options.Loading,
     as_json: options.Json = False,
     verbose: options.Verbose = False,
-    debug: options.Debug = False,
     config: options.Config = None,
 ) -> None:
     """Answer a file of prompts, as many together as memory allows.
 
-    What is quickest for all of them decides which is answered when. Answers are written as they
-    come and put in the order of the prompts at the end. Stopped at any point, the same command goes
-    on with those that have no answer yet. What a line says itself goes before these options.
+    Requests are answered in the order that is fastest for all of them. Answers are written as they
+    come and put in the order of the prompts at the end. After an interruption the same command
+    continues with the requests that have no answer yet. Options in a request line override these
+    options.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
-    if prefetch == "off" and policy not in ("auto", "predicted"):
-        refuse_given(
-            ctx,
-            {"predictor"},
-            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
-        )
-    if as_json and verbose:
-        raise ValueError("--verbose is for the table, which --json leaves out; give one of them")
-    for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):
-        parse_budget(budget, name=option)
-    check_output_path(output, "results")
     text = read_text(prompts)
-    quiet_transformers(session)
+    quiet_transformers(ctx.obj)
     from moe_runtime.serving.batches.batch_run import BatchSettings, run_batch
     from moe_runtime.serving.engine_options import EngineOptions
 
@@ -132,25 +95,11 @@ def generate(
         file=str(prompts),
         output=output,
         chat=chat,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
+        **dataclasses.asdict(sampling),
         max_new_tokens=max_new_tokens,
-        loading={
-            "device": device,
-            "dtype": dtype,
-            "host_memory": host_memory,
-            "device_memory": device_memory,
-            "policy": policy,
-            "shares": shares,
-            "cache_code": cache_code,
-            "activations": activations,
-            "misses": misses,
-            "prefetch": prefetch,
-            "predictor": predictor,
-        },
+        loading=loading.settings(),
         max_tokens=max_tokens,
-        # nobody waits for a text's next token, and all share a pass
+        # only the whole batch's time counts, not the time of each token
         engine=EngineOptions(
             most_running=max_running, max_slowdown=math.inf, exact=exact, decode_rows=0
         ),
@@ -206,28 +155,25 @@ def _tell(outcome: "BatchOutcome", model: str, *, as_json: bool, verbose: bool) 
 
 
 class _Bar:
-    """Shows on stderr what is done: a bar, or where it is no terminal a line at every tenth."""
+    """Shows on stderr how many requests are answered: a bar, or without a terminal ten lines."""
 
     def __init__(self, shown: contextlib.ExitStack) -> None:
         self._shown = shown
         self._num_requests = 0
-        self._bar: Any = None
+        self._bar: Progress | None = None
 
     def begin(self, num_requests: int) -> None:
-        """Takes the place of what is shown."""
+        """Replaces what is shown."""
         self._num_requests = num_requests
         self._shown.close()
         if not sys.stderr.isatty():
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
+        from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
-        columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), Elapsed())
-        tokens = TextColumn("{task.fields[tokens]} new tokens")
-        bar = Progress(*columns, tokens, console=Console(stderr=True), transient=True)
+        columns = ("answering", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        bar = terminal_bar(*columns, "{task.fields[tokens]} new tokens")
         self._bar = self._shown.enter_context(bar)
-        bar.add_task("", total=self._num_requests, tokens=0)
+        bar.add_task("", total=num_requests, tokens=0)
 
     def show(self, outcome: "BatchOutcome") -> None:
         """One more request has ended."""

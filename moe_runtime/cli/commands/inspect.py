@@ -8,7 +8,6 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import (
-    Session,
     loading_bar,
     print_json,
     print_rows,
@@ -19,7 +18,7 @@ from moe_runtime.config import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from moe_runtime.inference.inspection import CheckpointSummary
-    from moe_runtime.policies.eviction.setting import PolicyChoice
+    from moe_runtime.policies.eviction.base import PolicyChoice
 
 Verify = Annotated[
     bool,
@@ -35,21 +34,28 @@ _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 def inspect(
     ctx: typer.Context,
     model: options.Model,
-    host_memory: options.Budget = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option("--host-memory", help="Also show what this budget buys, such as 7GiB."),
+    ] = None,
     dtype: options.Dtype = "auto",
-    max_tokens: options.Context = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            min=1,
+            help="Tokens to set memory aside for; the model's maximum when omitted, at most 4096.",
+        ),
+    ] = None,
     cache_code: options.CacheCode = "none",
     verify: Verify = False,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Show a model's layers and experts, its sizes, and what a memory budget buys."""
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     budget = None if host_memory is None else parse_budget(host_memory, name="--host-memory")
     if budget is not None and budget.num_bytes is None:
         raise ValueError(f"--host-memory must be a size such as 7GiB here, got {host_memory!r}")
-    quiet_transformers(session)
+    quiet_transformers(ctx.obj)
     if os.path.isdir(os.path.expanduser(model)):
         from moe_runtime.checkpoints.model_files import find_checkpoint, read_config
 

@@ -9,7 +9,6 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import (
-    Session,
     loading_bar,
     print_json,
     print_rows,
@@ -32,16 +31,16 @@ CodeName = Annotated[
     Literal["planes", "none"] | None,
     typer.Option(
         "--code",
-        help="planes: bf16 matrices in a code that loses nothing, about 0.70 of their bytes; none: "
-        "as they are, each expert in one run.  [default: planes]",
+        help="planes: lossless compression of bf16 matrices to about 70 % of their bytes; none: "
+        "unchanged, each expert stored contiguously.  [default: planes]",
     ),
 ]
 SchemeName = Annotated[
     Literal["mxfp4", "int4", "int8", "fp8"] | None,
     typer.Option(
         "--quantize",
-        help="Round experts to 4 or 8 bits, as compressed-tensors or gpt-oss has them, so that "
-        "transformers and others load them too. Loses precision; says how much.",
+        help="Quantise experts to 4 or 8 bits in the format of compressed-tensors or gpt-oss, "
+        "which transformers and others also load. Lossy; reports the error.",
     ),
 ]
 IoThreads = Annotated[int, typer.Option(min=1, help="Reads in flight at once.")]
@@ -55,17 +54,14 @@ def pack(
     quantize: SchemeName = None,
     io_threads: IoThreads = 4,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Write a checkpoint again so that its experts are read faster and take less memory.
 
-    Nothing is lost unless `--quantize` is given: `run`, `inspect` and `load` take the packed folder
-    as they take any other, and compute the same bits. Experts stay packed in memory too, so that a
-    budget holds more of them. What an interrupted run has written is taken up by the same command.
+    Lossless unless `--quantize` is given: `run`, `inspect` and `load` take the packed folder like
+    any other and compute the same bits. Experts stay packed in memory too, so that a budget holds
+    more of them. After an interruption the same command continues.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
-    quiet_transformers(session)
+    quiet_transformers(ctx.obj)
     from moe_runtime.checkpoints.packing import pack_checkpoint, staging_of
     from moe_runtime.checkpoints.packing.quantized_writer import REPORT_NAME
     from moe_runtime.errors import CheckpointError

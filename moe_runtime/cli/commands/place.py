@@ -1,18 +1,14 @@
 """``moe-runtime place``: where a model's experts should lie, from a recorded trace."""
 
-import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, print_json, print_table
+from moe_runtime.cli.console import loading_bar, print_json, print_table
 from moe_runtime.cli.strict import refuse_given
-from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
     from moe_runtime.parallel.placement_map import MapUpdate, PlacementMap
@@ -22,28 +18,32 @@ if TYPE_CHECKING:
 TraceFile = Annotated[
     Path, typer.Argument(metavar="TRACE", help="Recorded by `run --trace`, of the same model.")
 ]
-Gpus = Annotated[int, typer.Option(min=1, help="Devices (ranks) over all nodes.")]
-Nodes = Annotated[int, typer.Option(min=1, help="Machines that the devices are in.")]
+Gpus = Annotated[int, typer.Option(min=1, help="Devices (ranks) on all nodes together.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Machines with these devices.")]
 Replicas = Annotated[
     int, typer.Option(min=0, help="Slots of a layer for second copies of hot experts.")
 ]
 Algorithm = Annotated[
     str,
     typer.Option(
-        help="eplb balances with replicas; greedy and anti-correlation without; exflow saves hops "
-        "between devices; moetuner balances and saves hops; round-robin is what runs without a map."
+        help="eplb balances load with replicas; greedy and anti-correlation without; exflow saves "
+        "hops between devices; moetuner does both; round-robin is the default without a map."
     ),
 ]
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the map here; only scores without it.")
+    Path | None,
+    typer.Option("--output", "-o", help="Map to write; only scores are shown without it."),
 ]
 FromMap = Annotated[
     Path | None,
-    typer.Option("--from", help="The map in use: arrange the new one for the fewest transfers."),
+    typer.Option("--from", help="The map in use: the new one needs the fewest transfers from it."),
 ]
 Groups = Annotated[int, typer.Option(min=1, help="Groups of experts that stay on one node (eplb).")]
 Fit = Annotated[
-    float, typer.Option(help="Share of the trace to place by; the rest is what it is scored on.")
+    float,
+    typer.Option(
+        help="Share of the trace that the placement is made from; the rest is for scores."
+    ),
 ]
 Slack = Annotated[
     float,
@@ -53,14 +53,14 @@ TimeLimit = Annotated[
     float,
     typer.Option(
         min=0.1,
-        help="Seconds for the search (exflow, moetuner); the best placement found by then counts.",
+        help="Seconds for the search (exflow, moetuner), which returns the best placement found.",
     ),
 ]
 Align = Annotated[
     bool,
     typer.Option(
-        help="Rename devices layer by layer to save hops (eplb, greedy, anti-correlation); balance "
-        "stays as it is."
+        help="Rename devices layer by layer to save hops (eplb, greedy, anti-correlation). Balance "
+        "does not change."
     ),
 ]
 
@@ -96,16 +96,12 @@ def place(
     time_limit: TimeLimit = 30.0,
     align: Align = True,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Choose where experts and their replicas lie, and score the choice on the rest of the trace.
 
-    Balance is mean over largest load of the devices (1 is perfect). Hops are ways of tokens from
-    layer to layer that lead to another device. Both are counted on tokens that the placement was
-    not made from.
+    Balance is the mean load of the devices divided by the largest (1 is perfect). A hop is a token
+    that changes device between two layers. Scores use tokens that the placement was not made from.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     refuse_given(
         ctx,
         {name for name, readers in _READERS.items() if algorithm not in readers},
@@ -114,18 +110,19 @@ def place(
     devices = devices_of(gpus, nodes)
     from moe_runtime.lab.traces import read_trace
     from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
-    from moe_runtime.planning.placement import PlacementOptions, random_score, split_window
-    from moe_runtime.policies.placement import RoundRobin, RoutingProfile
-    from moe_runtime.policies.placement.scoring import score_placement
+    from moe_runtime.policies.placement import PlacementOptions, RoundRobin, RoutingProfile
+    from moe_runtime.policies.placement.scoring import random_score, score_placement, split_window
     from moe_runtime.research.placement_solvers import SEARCHING, check_algorithm, place_experts
 
-    if output is not None:
-        check_output_path(output, "placement map")
     told = PlacementOptions(
         num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
     )
     check_algorithm(algorithm)
-    with _working() as say:
+    with loading_bar() as progress:
+
+        def say(stage: str) -> None:
+            progress(stage, 0, 0)
+
         say(f"reading {trace.name}")
         recorded = read_trace(trace)
         recorded.require_choices(trace)
@@ -177,22 +174,6 @@ def devices_of(gpus: int, nodes: int) -> "Devices":
     if gpus % nodes:
         raise ValueError(f"--gpus {gpus} is not a multiple of --nodes {nodes}")
     return Devices(num_nodes=nodes, gpus_per_node=gpus // nodes)
-
-
-@contextlib.contextmanager
-def _working() -> Iterator[Callable[[str], None]]:
-    """Says on a terminal what is being done and how long; each step of a long trace takes a
-    while."""
-    if not sys.stderr.isatty():
-        yield lambda what: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("")
-        yield lambda what: shown.update(task, description=what)
 
 
 def _as_json(

@@ -1,19 +1,29 @@
 """``moe-runtime predictor``: train predictors from traces, and measure them honestly."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, print_json, print_rows, print_table
-from moe_runtime.cli.strict import StrictCommand, refuse_given
+from moe_runtime.cli.commands.run import load_tokenizer
+from moe_runtime.cli.console import (
+    Session,
+    loading_bar,
+    print_json,
+    print_rows,
+    print_table,
+    quiet_transformers,
+)
+from moe_runtime.cli.prompts import read_text
+from moe_runtime.cli.strict import StrictCommand, expanded, refuse_given
 from moe_runtime.config import nearest
-from moe_runtime.files import check_output_path
 
 if TYPE_CHECKING:
-    from moe_runtime.cli.hidden_routing import ReadText
+    import numpy as np
+
     from moe_runtime.lab.replay.evaluation import Evaluation
     from moe_runtime.policies.prediction import Estimator, Routes
     from moe_runtime.types import ModelSignature
@@ -24,10 +34,10 @@ Traces = Annotated[
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option("--model", help="Instead of traces: a checkpoint, which reads --text."),
+    typer.Option("--model", help="Instead of traces: a checkpoint that reads --text."),
 ]
 Text = Annotated[
-    Path | None, typer.Option(help="Text that the model reads, for what hidden states tell.")
+    Path | None, typer.Option(help="Text that the model reads, to record its hidden states.")
 ]
 Name = Annotated[
     str, typer.Option("--predictor", help="Which predictor; `predictor list` shows them.")
@@ -40,8 +50,10 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="File to write (.np
 TestShare = Annotated[
     float, typer.Option(min=0.01, max=0.99, help="Share of the sequences kept from training.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of the split into training and test sequences.")]
-Distances = Annotated[str, typer.Option(help="Layers to look ahead, with commas between.")]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Seed of the split into training and test sequences.")
+]
+Distances = Annotated[str, typer.Option(help="Layers to look ahead, separated by commas.")]
 MaxTokens = Annotated[
     int | None, typer.Option("--max-tokens", min=1, help="Measure a sample of this many tokens.")
 ]
@@ -52,15 +64,14 @@ def predictor_app() -> typer.Typer:
     app = typer.Typer(
         help="Train and measure predictors of the experts to come.", no_args_is_help=True
     )
-    app.command("list", cls=StrictCommand)(show)
-    app.command(cls=StrictCommand)(fit)
-    app.command(cls=StrictCommand)(evaluate)
+    app.command("list", cls=StrictCommand)(expanded(show))
+    app.command(cls=StrictCommand)(expanded(fit))
+    app.command(cls=StrictCommand)(expanded(evaluate))
     return app
 
 
-def show(ctx: typer.Context, as_json: options.Json = False, debug: options.Debug = False) -> None:
-    """List the predictors and what they look at."""
-    _begin(ctx, debug, as_json)
+def show(as_json: options.Json = False) -> None:
+    """List the predictors and what they use."""
     from moe_runtime.policies.prediction import PREDICTORS
 
     about = {name: (kind.__doc__ or "").split("\n")[0] for name, kind in PREDICTORS.items()}
@@ -79,22 +90,19 @@ def fit(
     text: Text = None,
     host_memory: options.HostMemory = "auto",
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Train a predictor on all sequences of traces, for `run --predictor FILE`.
 
-    With --model and --text instead of traces the model reads the text, and hidden-lookahead, which
-    learns from hidden states, can be trained too.
+    With --model and --text instead of traces the model reads the text, so that hidden-lookahead,
+    which uses hidden states, can be trained too.
     """
-    _begin(ctx, debug, as_json)
-    from moe_runtime.lab.traces.predictor_file import write_predictor
+    from moe_runtime.lab.traces.learned import write_predictor
 
     if output.suffix != ".npz":
         raise ValueError(
             f"--output {output}: expected a name that ends in .npz, by which `run --predictor` "
             "tells a file from a predictor's name"
         )
-    check_output_path(output, "predictor")
     read = _read_text(ctx, traces, model, text, host_memory, [predictor])
     if read is None:
         routes, signature = read_sequences(traces or [])
@@ -128,15 +136,13 @@ def evaluate(
     distances: Distances = "1,2,4",
     max_tokens: MaxTokens = None,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Measure predictors on sequences held out from their training, without repeated prompts.
 
-    recall@K and @2K say which share of the visited experts was among the K or 2K likeliest. The
-    control knows the answer: a measurement in which it does not read 100 % is wrong. With --model
-    and --text instead of traces the predictors that look at hidden states are measured too.
+    recall@K and @2K are the shares of the visited experts among the K or 2K most likely. The
+    control knows the answer: if it is below 100 %, the measurement is wrong. With --model and
+    --text instead of traces, predictors that use hidden states are measured too.
     """
-    _begin(ctx, debug, as_json)
     from moe_runtime.lab.replay.evaluation import evaluate as measure
     from moe_runtime.lab.traces.routes import split_unrepeated
     from moe_runtime.policies.prediction import PREDICTORS
@@ -176,11 +182,6 @@ def evaluate(
     print_table("recall on held-out sequences", header, rows)
 
 
-def _begin(ctx: typer.Context, debug: bool, as_json: bool) -> None:
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
-
-
 def _read_text(
     ctx: typer.Context,
     traces: list[Path] | None,
@@ -203,9 +204,7 @@ def _read_text(
     if model is None or text is None:
         refuse_given(ctx, ("host_memory",), "is for the model that reads --text; give --model too")
         return None
-    from moe_runtime.cli.hidden_routing import read_text
-
-    return read_text(ctx.obj, model, text, host_memory)
+    return _read_file(ctx.obj, model, text, host_memory)
 
 
 def check_trainable(name: str, *, from_text: bool = False) -> str:
@@ -336,3 +335,84 @@ def _finite(value: float) -> float | None:
 
 def _shown(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if math.isfinite(value) else "-"
+
+
+WINDOW_TOKENS = 128
+"""Tokens of a sequence; the text is cut into such windows, what is left over is not read."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReadText:
+    """What a model did while it read a text.
+
+    Attributes:
+        model: the model.
+        signature: what it is.
+        routes: where the tokens went.
+        hidden_TLD: ``[T, L, D]`` float16, what the gates were given.
+    """
+
+    model: Any
+    signature: "ModelSignature"
+    routes: "Routes"
+    hidden_TLD: "np.ndarray"
+
+    def part(self, windows: list[int]) -> "tuple[Routes, np.ndarray]":
+        """Some of the windows, with their hidden states."""
+        import numpy as np
+
+        rows = [np.arange(*self.routes.tokens_of(window).indices(10**9)[:2]) for window in windows]
+        return self.routes.select(windows), self.hidden_TLD[np.concatenate(rows)]
+
+    def trained(self, name: str, windows: list[int]) -> "Estimator":
+        """The named predictor, trained on some of the windows.
+
+        Those that look at hidden states get the model's gates.
+        """
+        from moe_runtime.inference.prediction.hidden_states import fit_lookahead, next_gate
+        from moe_runtime.policies.prediction import HiddenLookahead, NextGate, make_estimator
+
+        routes, hidden = self.part(windows)
+        if name == HiddenLookahead.name:
+            return fit_lookahead(self.model, routes, hidden)
+        if name == NextGate.name:
+            return next_gate(self.model, routes.shape)
+        estimator = make_estimator(name, routes.shape)
+        estimator.fit(routes)
+        return estimator
+
+
+def _read_file(session: Session, model: str, text: Path, host_memory: str) -> ReadText:
+    """Lets a model read a text file window by window.
+
+    Raises:
+        CheckpointError: the model or its tokenizer cannot be loaded.
+        ValueError: the text is not UTF-8, or shorter than two windows.
+    """
+    words = read_text(text)
+    quiet_transformers(session)
+    tokenizer = load_tokenizer(model)
+    ids = tokenizer(words)["input_ids"]
+    windows = [ids[at : at + WINDOW_TOKENS] for at in range(0, len(ids), WINDOW_TOKENS)]
+    windows = [window for window in windows if len(window) == WINDOW_TOKENS]
+    if len(windows) < 2:
+        raise ValueError(
+            f"{text}: has {len(ids)} tokens, expected at least {2 * WINDOW_TOKENS} to learn from"
+        )
+    import moe_runtime
+    from moe_runtime.inference.prediction.hidden_states import record_hidden
+
+    with loading_bar() as progress:
+        loaded: Any = moe_runtime.load(
+            model, host_memory=host_memory, max_tokens=WINDOW_TOKENS, progress=progress
+        )
+        with loaded.moe:
+            routes, hidden = record_hidden(
+                loaded, windows, progress=lambda n: progress(f"window {n} of {len(windows)}", 0, 0)
+            )
+    return ReadText(
+        model=loaded,
+        signature=loaded.moe.facts.signature,
+        routes=routes,
+        hidden_TLD=hidden,
+    )

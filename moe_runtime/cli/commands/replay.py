@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, loading_bar, print_json, print_table, say_line
+from moe_runtime.cli.console import loading_bar, print_json, print_table, say_line
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 
 if TYPE_CHECKING:
     from moe_runtime.lab.replay.experiment import Experiment, Row
-    from moe_runtime.lab.replay.link_model import Machine
+    from moe_runtime.lab.replay.timed import Machine
     from moe_runtime.lab.traces.format import Trace
     from moe_runtime.policies.prediction import Routes
     from moe_runtime.types import ExpertKey
@@ -34,63 +34,67 @@ PredictorName = Annotated[
     str | None,
     typer.Option(
         "--predictor",
-        help="Also prefetch by this predictor: a name (needs --train), or the .npz file of a "
-        "trained one.",
+        help="Also prefetch with this predictor: a name (needs --train), or an .npz file.",
     ),
 ]
 Train = Annotated[
     Path | None,
-    typer.Option(help="Trace that predictors, static pinning and activation-aware learn from."),
+    typer.Option(help="Trace to train predictors, static and activation-aware on."),
 ]
 Capacity = Annotated[
     str | None,
     typer.Option(
-        help="Shares of the experts that fit; when omitted, those of 12.5%,25%,50% that have room "
-        "for a token's experts."
+        help="Shares of the experts that fit in memory; when omitted, those of 12.5%,25%,50% that "
+        "hold a token's experts."
     ),
 ]
 Scope = Annotated[
-    str, typer.Option(help="per-layer: a share for every layer; global: one pool for all.")
+    str, typer.Option(help="per-layer: a share for each layer; global: one pool for all.")
 ]
-Shares = Annotated[str, typer.Option(help="even, or adaptive: slots move to where misses cost.")]
+Shares = Annotated[
+    str, typer.Option(help="even, or adaptive: layers whose misses cost more get more slots.")
+]
 Reset = Annotated[
-    bool, typer.Option("--reset", help="Empty the cache whenever another request begins.")
+    bool, typer.Option("--reset", help="Empty the cache at the beginning of each request.")
 ]
 SideBySide = Annotated[
     int | None,
     typer.Option(
         min=1,
         max=4096,
-        help="Serve the trace's requests so many at a time, a token of each in a step, in the "
-        "place of the steps that were recorded.",
+        help="Replay this many requests of the trace at a time, a token of each in a step, "
+        "instead of the recorded steps.",
     ),
 ]
 NumExperts = Annotated[
-    int | None, typer.Option(min=1, help="Experts of a layer, for files that do not say.")
+    int | None, typer.Option(min=1, help="Experts of a layer, for files that lack the number.")
 ]
 Bandwidth = Annotated[
-    str | None, typer.Option(help="Bytes per second of the link, such as 3GB; models time.")
+    str | None,
+    typer.Option(help="Bytes per second of the link, such as 3GB. With it, time is modelled."),
 ]
-Latency = Annotated[float, typer.Option(min=0.0, help="Seconds of a transfer beside its bytes.")]
+Latency = Annotated[
+    float, typer.Option(min=0.0, help="Seconds of a transfer in addition to its bytes.")
+]
 ASSUMED_EXPERT = "16MiB"
 """Of traces that do not say how large an expert is."""
 ExpertSize = Annotated[
     str | None,
     typer.Option(
-        help="Bytes of one expert; the trace's own, or 16MiB where it lacks them. Without "
-        "--bandwidth: sizes separated by commas, one for each layer, or one for each expert of "
-        "each layer; what is read is weighed by them, and lec and gdsf go by them."
+        help="Bytes of one expert; the trace's own when omitted, or 16MiB where it lacks them. "
+        "Without --bandwidth also sizes separated by commas, one for each layer or each expert: "
+        "reads are weighed by them, and lec and gdsf use them."
     ),
 ]
 LayerTime = Annotated[
-    float, typer.Option(min=0.0, help="Seconds a layer computes without experts.")
+    float, typer.Option(min=0.0, help="Seconds that a layer computes without experts.")
 ]
 KnownAhead = Annotated[
     float,
     typer.Option(
         min=0.0,
-        help="Of --layer-time, seconds after the experts are chosen that need none of them, as "
-        "with ScMoE's shortcut.",
+        help="Part of --layer-time that comes after the choice of experts and needs none of them, "
+        "as with ScMoE's shortcut.",
     ),
 ]
 LEARNERS = frozenset({"static", "activation-aware"})
@@ -117,19 +121,16 @@ def replay(
     known_ahead: KnownAhead = 0.0,
     expert_time: ExpertTime = 1e-4,
     as_json: options.Json = False,
-    debug: options.Debug = False,
     config: options.Config = None,
 ) -> None:
     """Replay a recorded trace: hits, bytes and time with other policies and capacities.
 
-    LRU, random eviction and Belady's optimum (with and without bypass) always stand beside. With
-    --bandwidth the link and the computation are modelled too.
+    The table always includes LRU, random eviction and Belady's optimum (with and without bypass).
+    With --bandwidth the link and the computation are modelled too.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     from moe_runtime.inference.prediction.predictors import is_file_name
     from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
-    from moe_runtime.lab.traces.predictor_file import read_predictor
+    from moe_runtime.lab.traces.learned import read_predictor
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.eviction import POLICIES
 
@@ -197,7 +198,7 @@ def read_trace_to_replay(path: Path, num_experts: int | None, count: int | None)
         ValueError: it has not so many requests.
     """
     from moe_runtime.lab.traces.readers import read_any_trace
-    from moe_runtime.lab.traces.side_by_side import side_by_side
+    from moe_runtime.lab.traces.routes import side_by_side
 
     recorded = read_any_trace(path, num_experts=num_experts)
     recorded.require_choices(path)
@@ -255,7 +256,7 @@ def machine_of(
     """
     if bandwidth is None:
         return None
-    from moe_runtime.lab.replay.link_model import Machine
+    from moe_runtime.lab.replay.timed import Machine
 
     if known_ahead > layer_time:
         raise ValueError(

@@ -1,90 +1,81 @@
 """``moe-runtime report``: a trace, or the statistics of a run, as a page to look at."""
 
 import dataclasses
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows
+from moe_runtime.cli.commands.predictor import check_trainable
+from moe_runtime.cli.commands.replay import NumExperts, machine_of, parse_shares
+from moe_runtime.cli.console import loading_bar, print_json, print_rows
 from moe_runtime.cli.strict import FOLDER, refuse_given
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.files import check_output_folder, check_output_path
+from moe_runtime.files import check_output_folder
 
 if TYPE_CHECKING:
     from moe_runtime.lab.report.page import Page
 
-Source = Annotated[
-    Path,
-    typer.Argument(
-        metavar="TRACE|STATS",
-        help="A trace of `run --trace` (or another file that `replay` reads), or what "
-        "`run --json` printed.",
-    ),
-]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Page to write (.html).")]
-Png = Annotated[
-    Path | None, typer.Option("--png", metavar=FOLDER, help="Also write every plot into a folder.")
-]
-Policies = Annotated[
-    str, typer.Option("--policy", help="Policies to compare, with commas between.")
-]
-Predictors = Annotated[
-    str,
-    typer.Option(
-        "--predictor",
-        help="Predictors to judge, with commas between; the last one prefetches. none leaves "
-        "them out.",
-    ),
-]
-Capacity = Annotated[str, typer.Option(help="Share of the experts that fit, for bytes and time.")]
-MaxAccesses = Annotated[
-    int, typer.Option(min=1, help="Replay the last so many experts asked for, of a long trace.")
-]
 
-_OF_TRACES = (
-    "policy",
-    "predictor",
-    "capacity",
-    "bandwidth",
-    "expert_size",
-    "max_accesses",
-    "num_experts",
-)
-"""Parameters that the page of a run has no use for."""
+@dataclass(frozen=True, kw_only=True)
+class OfTraces:
+    """Options that the page of a run has no use for."""
+
+    policy: Annotated[
+        str, typer.Option("--policy", help="Policies to compare, separated by commas.")
+    ] = "lfu-aging,reuse"
+    predictor: Annotated[
+        str,
+        typer.Option(
+            "--predictor",
+            help="Predictors to compare, separated by commas; the last one prefetches. none omits "
+            "them.",
+        ),
+    ] = "popularity,previous-token,layer-affinity,naive-bayes"
+    capacity: Annotated[
+        str, typer.Option(help="Share of the experts that fit in memory, for bytes and time.")
+    ] = "25%"
+    bandwidth: Annotated[str, typer.Option(help="Bytes per second of the modelled link.")] = "25GB"
+    expert_size: Annotated[
+        str | None,
+        typer.Option(help="Bytes of one expert; the trace's own, or 16MiB where it lacks them."),
+    ] = None
+    max_accesses: Annotated[
+        int, typer.Option(min=1, help="Replay only this many of the last requests for experts.")
+    ] = 60_000
+    num_experts: NumExperts = None
 
 
 def report(
     ctx: typer.Context,
-    source: Source,
-    output: Output = Path("report.html"),
-    png: Png = None,
-    policy: Policies = "lfu-aging,reuse",
-    predictor: Predictors = "popularity,previous-token,layer-affinity,naive-bayes",
-    capacity: Capacity = "25%",
-    bandwidth: Annotated[str, typer.Option(help="Bytes per second of the modelled link.")] = "25GB",
-    expert_size: Annotated[
-        str | None,
-        typer.Option(help="Bytes of one expert; the trace's own, or 16MiB where it lacks them."),
+    *,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE|STATS",
+            help="A trace of `run --trace` (or another file that `replay` reads), or what "
+            "`run --json` printed.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Page to write (.html).")] = Path(
+        "report.html"
+    ),
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", metavar=FOLDER, help="Also write every plot into a folder."),
     ] = None,
-    max_accesses: MaxAccesses = 60_000,
-    num_experts: Annotated[
-        int | None, typer.Option(min=1, help="Experts of a layer, for files that do not say.")
-    ] = None,
+    asked: OfTraces,
     as_json: options.Json = False,
-    debug: options.Debug = False,
     config: options.Config = None,
 ) -> None:
-    """Draw a trace or the statistics of a run: one page that needs no network.
+    """Draw a trace or the statistics of a run as one HTML page that needs no network.
 
-    Of a trace: which experts the tokens visit, how soon they come back, what caches of each size
-    would find, how well the next experts can be predicted, what prefetching would move and save. Of
-    a run: where its experts were, what was read and why, where the time went.
+    For a trace: which experts the tokens visit, when they visit them again, hit rates of caches of
+    each size, how well the next experts can be predicted, and what prefetching would read and save.
+    For a run: where its experts were, what was read and why, and where the time went.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
-    check_output_path(output, "report")
     if png is not None:
         check_output_folder(png, "plots")
         if output.suffix == ".png" and output.resolve().parent == png.resolve():
@@ -94,19 +85,14 @@ def report(
 
     if source.suffix == ".json":
         if source.exists():
-            refuse_given(ctx, _OF_TRACES, f"is about traces, and {source} is of a run")
-        page = _page_of_run(source)
+            names = {field.name for field in fields(OfTraces)}
+            refuse_given(ctx, names, f"is about traces, and {source} is of a run")
+        from moe_runtime.lab.report.run_page import run_page
+        from moe_runtime.lab.report.run_stats import read_run_stats
+
+        page = run_page(read_run_stats(source), source.name)
     else:
-        page = _page_of_trace(
-            source,
-            policies=_names(policy),
-            predictors=_names(predictor),
-            capacity=capacity,
-            bandwidth=bandwidth,
-            expert_size=expert_size,
-            max_accesses=max_accesses,
-            num_experts=num_experts,
-        )
+        page = _page_of_trace(source, asked)
     write_page(page, output)
     plots = [] if png is None else write_plots(page, png)
     facts = {"report": str(output), "plots": [str(path) for path in plots]}
@@ -117,57 +103,31 @@ def report(
         print_rows("written", shown, to_stderr=False)
 
 
-def _page_of_run(source: Path) -> "Page":
-    from moe_runtime.lab.report.run_page import run_page
-    from moe_runtime.lab.report.run_stats import read_run_stats
-
-    return run_page(read_run_stats(source), source.name)
-
-
-def _page_of_trace(
-    source: Path,
-    *,
-    policies: list[str],
-    predictors: list[str],
-    capacity: str,
-    bandwidth: str,
-    expert_size: str | None,
-    max_accesses: int,
-    num_experts: int | None,
-) -> "Page":
-    from moe_runtime.cli.commands.predictor import check_trainable
-    from moe_runtime.cli.commands.replay import ASSUMED_EXPERT, parse_shares
-    from moe_runtime.lab.replay.link_model import Machine
+def _page_of_trace(source: Path, asked: OfTraces) -> "Page":
     from moe_runtime.lab.report.findings import ReportSettings, find
     from moe_runtime.lab.report.trace_page import trace_page
     from moe_runtime.lab.traces.readers import read_any_trace
 
-    shares = parse_shares(capacity)
+    shares = parse_shares(asked.capacity)
     if len(shares) != 1:
-        raise ValueError(f"--capacity of a report is one share such as 25%, got {capacity!r}")
+        raise ValueError(f"--capacity of a report is one share such as 25%, got {asked.capacity!r}")
+    machine = machine_of(asked.bandwidth, 1e-4, asked.expert_size, 5e-4, 0.0, 1e-4)
+    assert machine is not None, "there is a bandwidth"
     settings = ReportSettings(
-        policies=policies,
-        predictors=[check_trainable(name) for name in predictors],
-        machine=Machine(
-            bytes_per_s=options.bytes_of(
-                bandwidth.removesuffix("/s"), "--bandwidth", needs_unit=True
-            ),
-            latency_s=1e-4,
-            expert_bytes=options.bytes_of(expert_size or ASSUMED_EXPERT, "--expert-size"),
-            layer_s=5e-4,
-            expert_s=1e-4,
-        ),
+        policies=_names(asked.policy),
+        predictors=[check_trainable(name) for name in _names(asked.predictor)],
+        machine=machine,
         capacity=shares[0],
-        max_accesses=max_accesses,
+        max_accesses=asked.max_accesses,
     )
     with loading_bar() as progress:
         progress(f"reading {source.name}", 0, 0)
-        trace = read_any_trace(source, num_experts=num_experts)
+        trace = read_any_trace(source, num_experts=asked.num_experts)
         trace.require_choices(source)
-        if expert_size is None and trace.expert_bytes is not None:
+        if asked.expert_size is None and trace.expert_bytes is not None:
             machine = dataclasses.replace(settings.machine, expert_bytes=trace.expert_bytes)
             settings = dataclasses.replace(settings, machine=machine)
-        elif expert_size is None:
+        elif asked.expert_size is None:
             settings = dataclasses.replace(settings, assumes_size=True)
         found = find(trace, settings, on_progress=lambda what: progress(what, 0, 0))
         progress("drawing", 0, 0)

@@ -5,28 +5,27 @@ import dataclasses
 import json
 import secrets
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import (
-    Session,
     loading_bar,
     print_json,
     print_rows,
     quiet_transformers,
+    terminal_bar,
 )
 from moe_runtime.cli.processes import at_first, from_first, joined_processes
-from moe_runtime.cli.prompt_progress import prompt_progress
 from moe_runtime.cli.prompts import read_prompts
-from moe_runtime.cli.run_outcome import outcome_json, outcome_rows
 from moe_runtime.cli.streams import TextOutput
 from moe_runtime.cli.strict import refuse_given
-from moe_runtime.config import parse_budget
-from moe_runtime.files import check_not_in_progress, check_output_path
+from moe_runtime.config import format_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,86 +33,87 @@ if TYPE_CHECKING:
     from moe_runtime.inference.generation import GenerationResult
     from moe_runtime.types import RuntimeStats
 
+_OF_A_TEXT = (
+    *("text", "finish_reason", "prompt_tokens", "new_tokens", "ttft_s", "decode_tokens_per_s"),
+)
+
 
 def run(
     ctx: typer.Context,
+    *,
     model: options.Model,
-    prompt: options.Prompt = None,
-    prompt_file: options.PromptFile = None,
-    prompts: options.Prompts = None,
-    chat: options.Chat = False,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="Text to continue; repeat it for several prompts."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="File with the prompt; - reads standard input.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with a prompt in each line; in a .jsonl file a JSON string, or an object "
+            "with a prompt. - reads standard input."
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
     max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = None,
-    host_memory: options.HostMemory = "auto",
-    device_memory: options.DeviceMemory = "auto",
-    max_tokens: options.MaxTokens = None,
-    policy: options.Policy = "auto",
-    shares: options.Shares = "auto",
-    cache_code: options.CacheCode = "none",
-    activations: options.Activations = "exact",
-    misses: options.Misses = "device",
-    prefetch: options.Prefetch = "auto",
-    predictor: options.Predictor = "auto",
-    placement: options.PlacementFile = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    trace: options.Trace = None,
-    timeline: options.Timeline = None,
+    sampling: options.Sampling,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Room for prompt and new tokens; just enough when omitted."),
+    ] = None,
+    loading: options.Loading,
+    placement: Annotated[
+        Path | None,
+        typer.Option(
+            "--placement",
+            help="Map made by `moe-runtime place` that assigns experts to processes, under "
+            "torchrun.",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Record every routing decision into this .npz file.")
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Write the times of layers, waits and reads as a Chrome trace (.json)."),
+    ] = None,
     as_json: options.Json = False,
     verbose: options.Verbose = False,
-    debug: options.Debug = False,
     config: options.Config = None,
 ) -> None:
     """Generate text; experts that do not fit in memory stream from disk.
 
-    The text goes to stdout as it comes, a table of what the runtime did to stderr. Several prompts
-    are answered one after another, each as if it were alone, by a model that is loaded once. Under
-    `torchrun` the processes divide the experts between them and print the text once.
+    The text goes to stdout as it is generated, a table of statistics to stderr. Several prompts are
+    answered one after another, each as if it were alone. Under `torchrun` the processes divide the
+    experts between them and print the text once.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
-    if prefetch == "off" and policy not in ("auto", "predicted"):
-        refuse_given(
-            ctx,
-            {"predictor"},
-            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
-        )
-    if as_json and verbose:
-        raise ValueError("--verbose is for the table, which --json leaves out; give one of them")
-    with joined_processes(session) as group:
+    with joined_processes(ctx.obj) as group:
         texts: list[str] = json.loads(
             from_first(
                 group, "prompts", lambda: json.dumps(read_prompts(prompt, prompt_file, prompts))
             )
         )
-        _check_budgets_and_files(host_memory, device_memory, trace, timeline)
         from moe_runtime.checkpoints.model_files import find_checkpoint
 
         with loading_bar() as progress:
-            quiet_transformers(session)
+            quiet_transformers(ctx.obj)
             find_checkpoint(model, weights=False, progress=progress)
-            sampling = find_sampling(ctx, model, temperature, top_p)
-            if group is not None and sampling["temperature"] > 0 and seed is None:
+            chosen, seed = find_sampling(ctx, model, sampling), sampling.seed
+            if group is not None and chosen["temperature"] > 0 and seed is None:
                 # Every process samples, and all must draw the same tokens.
                 drawn = from_first(group, "seed", lambda: str(secrets.randbelow(2**63)))
                 seed = int(drawn)
             tokenizer = load_tokenizer(model)
             room = _room_for(model, tokenizer, texts, max_new_tokens, max_tokens, chat=chat)
-            loaded = _load_model(
+            import moe_runtime
+
+            loaded: Any = moe_runtime.load(
                 model,
-                device=device,
-                dtype=dtype,
-                host_memory=host_memory,
-                device_memory=device_memory,
-                policy=policy,
-                shares=shares,
-                cache_code=cache_code,
-                activations=activations,
-                misses=misses,
-                prefetch=prefetch,
-                predictor=predictor,
+                **loading.settings(),
                 trace=trace,
                 timeline=timeline,
                 max_tokens=room,
@@ -122,7 +122,7 @@ def run(
                 **({} if group is None else {"group": group}),
             )
         with contextlib.closing(loaded.moe):
-            settings = {**sampling, "seed": seed, "max_new_tokens": max_new_tokens, "chat": chat}
+            settings = {**chosen, "seed": seed, "max_new_tokens": max_new_tokens, "chat": chat}
             results = _generate(loaded, tokenizer, texts, show=not as_json, **settings)
             stats = loaded.moe.stats()
         is_interrupted = results[-1].finish_reason == "interrupted"
@@ -130,19 +130,14 @@ def run(
             stats = _stats_of_all(group, stats)
         if as_json:
             is_list = prompts is not None or len(texts) > 1
-            outcome = outcome_json(model, results, stats, is_list=is_list)
-            print_json({**outcome, "sampling": sampling})
+            outcome = _outcome_json(model, results, stats, is_list=is_list)
+            print_json({**outcome, "sampling": chosen})
         else:
             from moe_runtime.inference.generation import sampling_words
 
-            print_rows(
-                "what the runtime did",
-                [
-                    ("choice of tokens", sampling_words(sampling)),
-                    *outcome_rows(results, stats, verbose=verbose),
-                ],
-                to_stderr=True,
-            )
+            rows = outcome_rows(results, stats, verbose=verbose)
+            choice = ("choice of tokens", sampling_words(chosen))
+            print_rows("what the runtime did", [choice, *rows], to_stderr=True)
     if is_interrupted:
         raise typer.Exit(130)
 
@@ -154,18 +149,6 @@ def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats
 
     parts = at_first(group, "stats", json.dumps(dataclasses.asdict(stats)))
     return add_up([RuntimeStats(**json.loads(part)) for part in parts]) if parts else stats
-
-
-def _check_budgets_and_files(
-    host_memory: str, device_memory: str, trace: Path | None, timeline: Path | None
-) -> None:
-    """Refuses what loading would refuse minutes later."""
-    parse_budget(host_memory, name="--host-memory")
-    parse_budget(device_memory, name="--device-memory")
-    for path, what in ((trace, "trace"), (timeline, "timeline")):
-        if path is not None:
-            check_output_path(path, what)
-            check_not_in_progress(path, what)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -181,9 +164,7 @@ def load_tokenizer(model: str) -> Any:
     return load(find_checkpoint(model, weights=False))
 
 
-def find_sampling(
-    ctx: typer.Context, model: str, temperature: float | None, top_p: float | None
-) -> dict[str, Any]:
+def find_sampling(ctx: typer.Context, model: str, asked: options.Sampling) -> dict[str, Any]:
     """How tokens are chosen: as the options say, else as the checkpoint's settings say.
 
     Raises:
@@ -193,6 +174,7 @@ def find_sampling(
     from moe_runtime.checkpoints.model_files import find_checkpoint, read_generation_config
     from moe_runtime.inference.generation import check_options, sampling_for
 
+    temperature, top_p = asked.temperature, asked.top_p
     without_effect = "has no effect without sampling: give --temperature too"
     if temperature == 0:
         refuse_given(ctx, {"top_p", "seed"}, without_effect)
@@ -232,12 +214,6 @@ def _room_for(
     return max_tokens or needed
 
 
-def _load_model(model: str, **settings: Any) -> Any:
-    import moe_runtime
-
-    return moe_runtime.load(model, **settings)
-
-
 def _generate(
     loaded: Any, tokenizer: Any, texts: list[str], *, show: bool, **settings: Any
 ) -> "list[GenerationResult]":
@@ -252,7 +228,7 @@ def _generate(
         shows_prompt = show and sys.stdout.isatty()
         on_text = output.write if show else None
         try:
-            with prompt_progress(
+            with _prompt_progress(
                 loaded, partial(output.show_prompt, text) if shows_prompt else lambda: None
             ):
                 results.append(generate_text(loaded, tokenizer, text, on_text=on_text, **settings))
@@ -261,3 +237,176 @@ def _generate(
         finally:
             output.end_line()
     return results
+
+
+@contextlib.contextmanager
+def _prompt_progress(model: Any, on_read: Callable[[], None]) -> Iterator[None]:
+    """Shows on stderr how many layers a prompt has passed; nothing where stderr is no terminal.
+
+    The bar comes with the first forward pass within the block and goes with its end, or with the
+    block. Later passes run without a hook.
+
+    Args:
+        model: a loaded model.
+        on_read: called once when the bar is gone, for what is then written to the terminal; at once
+            where there is none.
+    """
+    if not sys.stderr.isatty():
+        on_read()
+        yield
+        return
+    with contextlib.ExitStack() as shown:
+        passed = _show_first_pass(model, shown)
+
+        def end(*_: Any) -> None:
+            shown.close()
+            on_read()
+
+        shown.callback(model.register_forward_hook(end).remove)
+        for block in _blocks(model):
+            shown.callback(block.register_forward_hook(passed).remove)
+        yield
+
+
+def _show_first_pass(model: Any, shown: contextlib.ExitStack) -> Callable[..., None]:
+    """Makes the bar, which starts when the model does; returns what is called after each block."""
+    from rich.progress import BarColumn, MofNCompleteColumn
+
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
+    bar = terminal_bar(*columns, "layers{task.fields[speed]}")
+    num_blocks = len(_blocks(model))
+    bytes_before = model.moe.stats().bytes_read
+    task = bar.add_task("", total=num_blocks or None, speed="")
+    num_tokens, started_s = 0, 0.0
+
+    def start(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal num_tokens, started_s
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        num_tokens, started_s = (0 if tokens is None else tokens.numel()), time.perf_counter()
+        bar.update(task, description=f"reading a prompt of {num_tokens:,} tokens")
+        shown.enter_context(bar)
+
+    def passed(*_: Any) -> None:
+        bar.advance(task)
+        done = num_tokens * bar.tasks[0].completed / num_blocks
+        rate = done / (time.perf_counter() - started_s)
+        read = format_bytes(model.moe.stats().bytes_read - bytes_before)
+        bar.update(task, speed=f", {rate:,.0f} tokens/s, {read} read")
+
+    shown.callback(model.register_forward_pre_hook(start, with_kwargs=True).remove)
+    return passed
+
+
+def _blocks(model: Any) -> Any:
+    """The layers that a token passes one after another; none where they are not found."""
+    from torch.nn import ModuleList
+
+    lists = [part for part in model.get_decoder().children() if isinstance(part, ModuleList)]
+    return max(lists, key=len, default=())
+
+
+def _outcome_json(
+    model: str, results: "Sequence[GenerationResult]", stats: "RuntimeStats", *, is_list: bool
+) -> dict[str, Any]:
+    """The object that `--json` prints.
+
+    Args:
+        model: as given.
+        results: of each prompt.
+        stats: of all of them together.
+        is_list: whether each prompt gets an object of its own under `results`, and what they add up
+            to stands where the only one's values would.
+    """
+    of_each = [{name: getattr(result, name) for name in _OF_A_TEXT} for result in results]
+    if not is_list:
+        return {"model": model, **of_each[0], **dataclasses.asdict(stats)}
+    return {"model": model, "results": of_each, **_sums(results), **dataclasses.asdict(stats)}
+
+
+def _sums(results: "Sequence[GenerationResult]") -> dict[str, Any]:
+    waits = [result.ttft_s for result in results if result.ttft_s is not None]
+    rated = [(r.new_tokens - 1, r.decode_tokens_per_s) for r in results if r.decode_tokens_per_s]
+    decode_s = sum(tokens / rate for tokens, rate in rated)
+    return {
+        "prompt_tokens": sum(result.prompt_tokens for result in results),
+        "new_tokens": sum(result.new_tokens for result in results),
+        "ttft_s": sum(waits) if waits else None,
+        "decode_tokens_per_s": sum(tokens for tokens, _ in rated) / decode_s if rated else None,
+    }
+
+
+def outcome_rows(
+    results: "Sequence[GenerationResult]", stats: "RuntimeStats", *, verbose: bool = False
+) -> list[tuple[str, str]]:
+    """The rows of the table for people.
+
+    Args:
+        results: of each prompt.
+        stats: of all of them together.
+        verbose: with the reasons for the policy and the prefetch mode, and what prefetch did.
+    """
+    sums = _sums(results)
+    prompts = "the prompt" if len(results) == 1 else f"{len(results)} prompts"
+    rows = [
+        ("tokens", f"{sums['prompt_tokens']} in {prompts}, {sums['new_tokens']} new"),
+        ("loading", f"{stats.load_s:.2f} s"),
+    ]
+    num_begun = sum(result.ttft_s is not None for result in results)
+    if num_begun:
+        each = "" if num_begun == 1 else " on average"
+        rows.append(("first token after", f"{sums['ttft_s'] / num_begun:.2f} s{each}"))
+    if sums["decode_tokens_per_s"] is not None:
+        rows.append(("decoding", f"{sums['decode_tokens_per_s']:.2f} tokens/s"))
+    return [*rows, *runtime_rows(stats, verbose=verbose)]
+
+
+def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[str, str]]:
+    """The rows about memory and experts, as `outcome_rows`."""
+    asked = stats.hits + stats.late_hits + stats.misses
+    hit_share = f"{stats.hits / asked:.1%}" if asked else "none asked for"
+    used_bytes = stats.peak_rss_bytes - stats.baseline_rss_bytes
+    return [
+        (
+            "memory",
+            f"{format_bytes(used_bytes)} at the peak, budget {format_bytes(stats.budget_bytes)}, "
+            f"model {format_bytes(stats.dense_bytes + stats.expert_bytes)}",
+        ),
+        ("room in memory", f"{stats.expert_slots} experts of {format_bytes(stats.slot_bytes)}"),
+        (
+            "experts asked for",
+            f"{asked}: {hit_share} in memory, {stats.late_hits} on their way, {stats.misses} read",
+        ),
+        ("read from disk", f"{format_bytes(stats.bytes_read)}, waited {stats.stall_s:.2f} s"),
+        *_miss_rows(stats),
+        *_policy_rows(stats, verbose=verbose),
+        *_prefetch_rows(stats, verbose=verbose),
+    ]
+
+
+def _miss_rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
+    if not stats.computed_misses and not stats.planned_s:
+        return []
+    copied = stats.misses - stats.computed_misses
+    row = f"{stats.computed_misses} computed on the CPU, {copied} copied"
+    if stats.planned_s:
+        row += f"; planned {stats.planned_s:.2f} s, took {stats.spent_s:.2f} s"
+    return [("misses", row)]
+
+
+def _policy_rows(stats: "RuntimeStats", *, verbose: bool) -> list[tuple[str, str]]:
+    if not stats.policy_reason:
+        return []
+    chosen = f"{stats.policy}, {stats.shares} shares"
+    return [("policy", f"{chosen}: {stats.policy_reason}" if verbose else chosen)]
+
+
+def _prefetch_rows(stats: "RuntimeStats", *, verbose: bool) -> list[tuple[str, str]]:
+    if stats.prefetch == "off":
+        return []
+    if not verbose:
+        return [("prefetch", stats.prefetch.partition(";")[0].partition(":")[0])]
+    outcome = (
+        f"{stats.guesses} experts: {stats.useful_guesses} in time, {stats.late_guesses} late, "
+        f"{stats.wasted_guesses} wasted; guessing took {stats.predict_s:.2f} s"
+    )
+    return [("prefetch", stats.prefetch), ("prefetched", outcome)]

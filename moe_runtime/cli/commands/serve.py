@@ -3,226 +3,195 @@
 import contextlib
 import gc
 import importlib.util
+import json
+import sys
 import threading
 import warnings
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, loading_bar, quiet_transformers
-from moe_runtime.cli.serve_screen import LOOPBACK, ServerLog, announce
+from moe_runtime.cli.console import (
+    loading_bar,
+    print_json,
+    print_rows,
+    quiet_transformers,
+    say_line,
+)
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.cli.strict import refuse_given
-from moe_runtime.config import parse_budget
+from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.reading import read_bounded
+from moe_runtime.files import read_bounded
 
 if TYPE_CHECKING:
-    from moe_runtime.serving.http.starting import Ready
+    from moe_runtime.serving.http.starting import Ready, ServeSettings
 
 _NEEDED = ("starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance")
 _MOST_KEY_BYTES = 1 << 20
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _STOPPING = (
     "finishing running answers; Ctrl-C or SIGTERM once more cuts them off",
     "cutting answers off; ends with the step that runs, once more stops at once",
 )
 """What is said at the first signal, and at the second one."""
 
-Models = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="MODEL...",
-        help="Folders of safetensors checkpoints, GGUF files, or names on the hub; requests that "
-        "name no model get the first.",
-    ),
-]
-Name = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="By which requests ask for the model, its folder's name when omitted; once for each "
-        "of several models, in their order.",
-    ),
-]
-Adapters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--adapter",
-        metavar="NAME=FOLDER",
-        help="LoRA adapter, as PEFT writes it, that requests ask for by this name; several times "
-        "for several. MODEL:NAME=FOLDER says whose it is where there are several models.",
-    ),
-]
-AdapterMemory = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Memory for the adapters of a model, out of --host-memory: those asked for are read, "
-        "and those used last stay. That of all when omitted.",
-    ),
-]
-Host = Annotated[
-    str, typer.Option(help="Address to listen at; 0.0.0.0 for all, and then give --api-keys.")
-]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")]
-ApiKeys = Annotated[
-    Path | None,
-    typer.Option(help="File with a key in each line; requests must come with one of them."),
-]
-Cors = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ORIGIN",
-        help="Pages of this origin may read answers in a browser, * for all; several times for "
-        "several.",
-    ),
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Tokens of all requests at a time, prompts and answers, that memory is set aside "
-        "for; as many as the model knows when omitted, at most 4096.",
-    ),
-]
-MaxRunning = Annotated[int, typer.Option(min=1, help="Requests that are answered at a time.")]
-MaxWaiting = Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")]
-StepTokens = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Most tokens of prompts in a step: more reads experts less often, fewer holds up "
-        "those less who get their answer meanwhile.",
-    ),
-]
-MaxSlowdown = Annotated[
-    float,
-    typer.Option(
-        help="Times as long that a step may take with a prompt's tokens as without: fewer tokens "
-        "of it are read at a time then, as long as they cost less than three times as much each; "
-        "with inf they grow to --step-tokens.",
-    ),
-]
-Exact = Annotated[
-    bool,
-    typer.Option(
-        "--exact",
-        help="A request gets the bits that it would get alone, whatever runs beside it; slower.",
-    ),
-]
-DecodeRows = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        max=16,
-        help="On a GPU, answers at a time whose steps are recorded and replayed; what they keep "
-        "takes half of --max-tokens, a row each. Fewer rows are longer: an answer that outgrows "
-        "its row, or has none, goes on in steps that are not recorded. 0 records none.",
-    ),
-]
-PrefixCache = Annotated[
-    bool, typer.Option(help="Keep what was computed of prompts for those that begin alike.")
-]
-SharePrefixes = Annotated[
-    bool,
-    typer.Option(
-        "--share-prefixes",
-        help="With --api-keys, requests of one key find what requests of other keys left in the "
-        "prefix cache; their users can tell by cached_tokens and by time what others sent.",
-    ),
-]
-PrefixDisk = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Keep it on the disk too, at most so much of it, for what memory forgets and for "
-        "later servers: in $XDG_CACHE_HOME/moe-runtime/prefixes, or ~/.cache/...",
-    ),
-]
-MaxBody = Annotated[
-    str, typer.Option(help="Longest body of a request; 1MiB is a text of 200,000 tokens.")
-]
-MaxSeconds = Annotated[
-    float, typer.Option(min=0.001, help="Seconds that a request may take, its wait included.")
-]
-DrainSeconds = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        help="Seconds that running answers get to finish after SIGTERM or Ctrl-C; as many as they "
-        "need when omitted.",
-    ),
-]
-WarmUp = Annotated[
-    bool,
-    typer.Option(
-        "--warm-up",
-        help="Read experts as far as memory has room, and compile kernels, before the first "
-        "request rather than while it waits.",
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Load the models, say how they would be served, and stop.")
-]
-JsonLog = Annotated[
-    bool,
-    typer.Option("--json", help="Log in JSON lines; say on stdout in JSON where the server is."),
-]
-
 
 def serve(
     ctx: typer.Context,
-    models: Models,
-    name: Name = None,
-    adapters: Adapters = None,
-    adapter_memory: AdapterMemory = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    api_keys: ApiKeys = None,
-    cors: Cors = None,
-    host_memory: options.HostMemory = "auto",
-    device_memory: options.DeviceMemory = "auto",
-    max_tokens: MaxTokens = None,
-    max_running: MaxRunning = 32,
-    max_waiting: MaxWaiting = 256,
-    step_tokens: StepTokens = 256,
-    max_slowdown: MaxSlowdown = 3.0,
-    exact: Exact = False,
-    decode_rows: DecodeRows = 4,
-    prefix_cache: PrefixCache = True,
-    share_prefixes: SharePrefixes = False,
-    prefix_disk: PrefixDisk = None,
-    max_body: MaxBody = "1MiB",
-    max_seconds: MaxSeconds = 3600.0,
-    drain_seconds: DrainSeconds = None,
-    policy: options.Policy = "auto",
-    shares: options.Shares = "auto",
-    cache_code: options.CacheCode = "none",
-    activations: options.Activations = "exact",
-    misses: options.Misses = "device",
-    prefetch: options.Prefetch = "auto",
-    predictor: options.Predictor = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    warm_up: WarmUp = False,
-    dry_run: DryRun = False,
-    as_json: JsonLog = False,
-    debug: options.Debug = False,
+    *,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Folders of safetensors checkpoints, GGUF files, or names on the hub; requests "
+            "that name no model get the first.",
+        ),
+    ],
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name by which requests ask for the model, its folder's name when omitted; repeat "
+            "it for several models, in their order."
+        ),
+    ] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=FOLDER",
+            help="LoRA adapter, in PEFT's format, that requests ask for by this name; repeatable. "
+            "MODEL:NAME=FOLDER names its model where there are several.",
+        ),
+    ] = None,
+    adapter_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for the adapters of a model, part of --host-memory: adapters are read "
+            "when requested, and the least recently used are evicted. Enough for all when omitted.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 for all, and then give --api-keys.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(help="File with a key in each line; requests must have one of them."),
+    ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Pages of this origin may read answers in a browser, * for all; repeatable.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Memory for all requests at a time, in tokens of prompts and answers; the model's "
+            "maximum when omitted, at most 4096.",
+        ),
+    ] = None,
+    loading: options.Loading,
+    max_running: Annotated[
+        int, typer.Option(min=1, help="Requests that are answered at a time.")
+    ] = 32,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait; more get 429.")
+    ] = 256,
+    step_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Maximum prompt tokens per step. A higher value gives more throughput; a lower "
+            "value keeps running answers smooth.",
+        ),
+    ] = 256,
+    max_slowdown: Annotated[
+        float,
+        typer.Option(
+            help="How many times as long a step may take with prompt tokens as without. A step "
+            "takes fewer prompt tokens to keep to it, unless each then costs three times as much. "
+            "inf always allows --step-tokens.",
+        ),
+    ] = 3.0,
+    exact: options.Exact = False,
+    decode_rows: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=16,
+            help="On a GPU, answers at a time whose steps are CUDA graphs. Their KV cache takes "
+            "half of --max-tokens, divided into rows. An answer that outgrows its row, or has "
+            "none, continues without graphs. 0 uses no graphs.",
+        ),
+    ] = 4,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Keep the KV cache of prompts for later prompts that begin alike.")
+    ] = True,
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes",
+            help="With --api-keys, requests of one key use the prefix cache of other keys. Their "
+            "users can tell by cached_tokens and by time what others sent.",
+        ),
+    ] = False,
+    prefix_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Also keep the prefix cache on disk, up to this size, for later servers too: in "
+            "$XDG_CACHE_HOME/moe-runtime/prefixes, or ~/.cache/...",
+        ),
+    ] = None,
+    max_body: Annotated[
+        str, typer.Option(help="Longest body of a request; 1MiB is a text of 200,000 tokens.")
+    ] = "1MiB",
+    max_seconds: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a request may take, waiting included.")
+    ] = 3600.0,
+    drain_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="How long running answers may take after SIGTERM or Ctrl-C. No limit by default.",
+        ),
+    ] = None,
+    warm_up: Annotated[
+        bool,
+        typer.Option(
+            "--warm-up",
+            help="Fill memory with experts and compile kernels before accepting requests.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Load the models, show how they would be served, and stop."),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Log in JSON lines; print the server's address as JSON."),
+    ] = False,
     config: options.Config = None,
 ) -> None:
     """Answer requests over HTTP as OpenAI's API does; experts that do not fit stream from disk.
 
-    Several models divide one budget between them and compute one at a time, in turns.
+    Several models share one budget and take turns to compute.
 
-    Clients of that API work as they are: give them the address with /v1 behind it. A page to chat
-    and to watch hit rate and reads is at the address itself, metrics for Prometheus at /metrics.
+    Clients of that API work as they are: give them the address followed by /v1. The address itself
+    has a page to chat and to watch hit rate and reads; /metrics has metrics for Prometheus.
 
-    The first Ctrl-C or SIGTERM takes no more requests and lets running answers finish; a second
-    one cuts them off with an error. docs/serving.md has units, containers, dashboards and sizes.
+    After the first Ctrl-C or SIGTERM the server accepts no requests and finishes running answers; a
+    second one cuts them off with an error. docs/serving.md has units, containers and dashboards.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     _require_packages()
     keys = read_keys(api_keys)
     body_bytes = options.bytes_of(max_body, "--max-body")
@@ -234,24 +203,16 @@ def serve(
         adapter_bytes = options.bytes_of(adapter_memory, "--adapter-memory", needs_unit=True)
         if not adapters:
             raise ValueError("--adapter-memory is for adapters: give --adapter NAME=FOLDER too")
-    if prefetch == "off" and policy not in ("auto", "predicted"):
-        refuse_given(
-            ctx,
-            {"predictor"},
-            "has nobody to guess for: give --prefetch, or --policy predicted or auto",
-        )
-    for budget, option in ((host_memory, "--host-memory"), (device_memory, "--device-memory")):
-        parse_budget(budget, name=option)
-    quiet_transformers(session)
+    quiet_transformers(ctx.obj)
     from moe_runtime.allocator import use_one_heap
     from moe_runtime.serving.engine_options import EngineOptions
     from moe_runtime.serving.http.models.dividing import is_on_cpu
     from moe_runtime.serving.http.server import Access, Limits
     from moe_runtime.serving.http.starting import ServeSettings, run_server
 
-    if is_on_cpu({"device": device}):
+    if is_on_cpu({"device": loading.device}):
         why = "has no effect: steps are recorded on a GPU, and this server computes on the CPU"
-        refuse_given(ctx, {"decode_rows"}, f"{why} (--device {device}); leave it out")
+        refuse_given(ctx, {"decode_rows"}, f"{why} (--device {loading.device}); leave it out")
     use_one_heap()
     log = ServerLog(as_json=as_json)
     if as_json:
@@ -262,21 +223,7 @@ def serve(
         adapters=adapters or (),
         host=host,
         port=port,
-        loading={
-            "device": device,
-            "dtype": dtype,
-            "host_memory": host_memory,
-            "device_memory": device_memory,
-            "policy": policy,
-            "shares": shares,
-            "cache_code": cache_code,
-            "activations": activations,
-            "misses": misses,
-            "prefetch": prefetch,
-            "predictor": predictor,
-            "max_tokens": max_tokens,
-            "warm_up": warm_up,
-        },
+        loading={**loading.settings(), "max_tokens": max_tokens, "warm_up": warm_up},
         engine=EngineOptions(
             most_waiting=max_waiting,
             most_running=max_running,
@@ -354,3 +301,102 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     if not keys or not all(key.isascii() and key.isprintable() for key in keys):
         raise ValueError(f"--api-keys {file}: expected a key of printable ASCII in each line")
     return keys
+
+
+def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> None:
+    """The first screen: what is served, where, and how to call it."""
+    if settings.host not in LOOPBACK and not settings.access.keys:
+        warning = (
+            f"whoever reaches {settings.host} may ask, and so may pages that browsers there open; "
+            "give --api-keys"
+        )
+        if as_json:
+            ServerLog(as_json=True)("warning", {"message": warning})
+        else:
+            say_line(f"warning: {warning}")
+    models = ready.models
+    stats = [loaded.moe.stats() for loaded in ready.loaded]
+    if as_json:
+        described = [
+            {
+                "model": model.name,
+                "max_request_tokens": model.engine.most_request_tokens,
+                "budget_bytes": some.budget_bytes,
+                "adapter_bytes": model.engine.statistics().adapter_bytes,
+            }
+            for model, some in zip(models, stats, strict=True)
+        ]
+        adapters = {adapter.name: adapter.parent for adapter in ready.adapters}
+        print_json(
+            {
+                "address": ready.address,
+                **described[0],
+                "models": described,
+                "adapters": adapters,
+            }
+        )
+        return
+    from moe_runtime.inference.generation import sampling_words
+
+    rows = [
+        ("address", f"{ready.address}/v1" + ("" if settings.access.keys else " (no key needed)")),
+        ("page, metrics", f"{ready.address}/  {ready.address}/metrics"),
+    ]
+    for model, some in zip(models, stats, strict=True):
+        working = model.engine.statistics()
+        kept = min(some.expert_slots * some.slot_bytes, some.expert_bytes)
+        rows += [
+            ("model", model.name),
+            (
+                "memory",
+                f"{format_bytes(some.budget_bytes)}; {format_bytes(kept)} of "
+                f"{format_bytes(some.expert_bytes)} of experts fit",
+            ),
+            (
+                "requests",
+                f"{model.engine.most_request_tokens} tokens each, {working.kv_capacity} together",
+            ),
+        ]
+        chosen = sampling_words(model.defaults)
+        rows.append(("choice of tokens", f"{chosen}, unless a request says otherwise"))
+        if working.adapter_bytes:
+            rows.append(("adapters", f"{format_bytes(working.adapter_bytes)} of memory beside it"))
+    rows += [("adapter", f"{adapter.name} of {adapter.parent}") for adapter in ready.adapters]
+    print_rows("serving", rows, to_stderr=True)
+    path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
+    if models[0].template is not None:
+        path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    print(
+        f"curl {ready.address}/v1/{path} -H 'content-type: application/json' \\\n"
+        f"  -d '{{{asked}}}'",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+class ServerLog:
+    """Writes events to stderr, as lines for people or in JSON."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def line_of(self, message: str) -> str:
+        """A line that says something to people, whenever it is printed."""
+        return json.dumps({"event": "signal", "message": message}) if self._as_json else message
+
+    def __call__(self, event: str, fields: Mapping[str, Any]) -> None:
+        now = datetime.now(UTC)
+        if self._as_json:
+            line = json.dumps(
+                {"time": now.isoformat(timespec="milliseconds"), "event": event, **fields}
+            )
+        else:
+            words = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
+            line = f"{now.astimezone():%H:%M:%S} {event} {words}".rstrip()
+        print(line, file=sys.stderr, flush=True)
+
+
+def _shown(value: Any) -> str:
+    """A value as one word that a terminal can be shown."""
+    text = str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text)

@@ -1,17 +1,15 @@
 """``moe-runtime simulate``: time of an expert-parallel layer on ranks that one need not have."""
 
-import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, print_json, print_table
-from moe_runtime.files import check_output_path, write_atomically
+from moe_runtime.cli.console import loading_bar, print_json, print_table
+from moe_runtime.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +36,7 @@ Straggler = Annotated[float, typer.Option(min=1.0, help="How much slower rank 0 
 Shortcut = Annotated[
     str | None,
     typer.Option(
-        help="Seconds of each operation that ScMoE's shortcut lets compute beside the exchange, in "
+        help="Seconds of each operation that ScMoE's shortcut overlaps with the exchange, in "
         "order; the paper's are feed-forward, attention and shared expert: 3e-4,1e-3,2e-4."
     ),
 ]
@@ -52,7 +50,6 @@ MOST_RANKS = 1 << 13
 
 
 def simulate(
-    ctx: typer.Context,
     ranks: Ranks = "8,64,512",
     degrees: Degrees = "1,2,4,8",
     machine: Machine = None,
@@ -69,29 +66,29 @@ def simulate(
     shortcut: Shortcut = None,
     plot: Plot = None,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Predict the time of one Mixture-of-Experts layer spread over many ranks.
 
-    Compares one flat all-to-all with two levels, and degrees of chunking. Exposed is communication
-    that no computation hides; its ratio is to one flat all-to-all without overlap.
+    Compares a flat all-to-all with one in two levels, and numbers of chunks. Exposed is
+    communication that no computation hides; its ratio is to a flat all-to-all without overlap.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     numbers = _numbers(ranks, "--ranks", MOST_RANKS)
     chunks = _numbers(degrees, "--degrees", 64)
     backbone_s = None if shortcut is None else _seconds(shortcut, "--shortcut")
     if backbone_s is not None and 1 not in chunks:
         raise ValueError("--shortcut hides the exchange in one piece: --degrees must have 1")
-    from moe_runtime.lab.simulate.machine_file import ASSUMED, read_machine
-    from moe_runtime.lab.simulate.scaling import Imbalance, SimulatedLayer, sweep_scaling
+    from moe_runtime.lab.simulate.scaling import (
+        ASSUMED,
+        Imbalance,
+        SimulatedLayer,
+        read_machine,
+        sweep_scaling,
+    )
     from moe_runtime.research.placement_solvers import place_experts
 
-    if plot is not None:
-        check_output_path(plot, "plot")
-        if plot.suffix and plot.suffix.lower() not in PLOT_SUFFIXES:
-            endings = ", ".join(PLOT_SUFFIXES)
-            raise ValueError(f"--plot {plot}: expected a name that ends in one of {endings}")
+    if plot is not None and plot.suffix and plot.suffix.lower() not in PLOT_SUFFIXES:
+        endings = ", ".join(PLOT_SUFFIXES)
+        raise ValueError(f"--plot {plot}: expected a name that ends in one of {endings}")
     cluster = ASSUMED if machine is None else read_machine(machine)
     shape = SimulatedLayer(
         tokens_per_rank=tokens,
@@ -104,7 +101,7 @@ def simulate(
     imbalance = Imbalance(
         zipf=zipf, algorithm=algorithm, replicas_per_rank=replicas_per_rank, straggler=straggler
     )
-    with _bar() as on_point:
+    with loading_bar() as progress:
         points = list(
             sweep_scaling(
                 cluster,
@@ -113,7 +110,7 @@ def simulate(
                 ranks=numbers,
                 degrees=chunks,
                 place=place_experts,
-                on_point=on_point,
+                on_point=lambda done, total: progress(f"simulating {done} of {total}", 0, 0),
             )
         )
     if plot is not None:
@@ -140,45 +137,36 @@ def simulate(
 
 
 def draw(points: "list[ScalingPoint]", path: Path) -> None:
-    """Draws layer time over ranks, and exposed communication over degree at the most ranks."""
+    """Draws layer time over ranks, and exposed communication over the number of chunks."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
     figure, (times, exposed) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for hierarchical, style in ((False, "--"), (True, "-")):
-        name = "two levels" if hierarchical else "flat"
-        for number, degree in enumerate(sorted({point.degree for point in points})):
-            mine = [
-                point
-                for point in points
-                if point.degree == degree and point.hierarchical == hierarchical
-            ]
-            times.plot(
-                [point.num_ranks for point in mine],
-                [1e3 * point.prediction.layer_s for point in mine],
-                style,
-                color=f"C{number}",
-                marker="o",
-                markersize=4,
-                label=f"{name}, {degree} chunk{'s' if degree > 1 else ''}",
-            )
-        for number, size in enumerate(sorted({point.num_ranks for point in points})):
-            mine = [
-                point
-                for point in points
-                if point.num_ranks == size and point.hierarchical == hierarchical
-            ]
-            exposed.plot(
-                [point.degree for point in mine],
-                [100 * point.exposed_ratio for point in mine],
-                style,
-                color=f"C{number}",
-                marker="o",
-                markersize=4,
-                label=f"{name}, {size} ranks",
-            )
+    degrees, sizes = ({getattr(p, n) for p in points} for n in ("degree", "num_ranks"))
+
+    def line(axes: "Axes", own: "list[ScalingPoint]", x: str, y: Any, number: int, of: str) -> None:
+        name, style = ("two levels", "-") if own[0].hierarchical else ("flat", "--")
+        axes.plot(
+            [getattr(point, x) for point in own],
+            [y(point) for point in own],
+            style,
+            color=f"C{number}",
+            marker="o",
+            markersize=4,
+            label=f"{name}, {of}",
+        )
+
+    for level in (False, True):
+        mine = [point for point in points if point.hierarchical == level]
+        for number, degree in enumerate(sorted(degrees)):
+            own = [point for point in mine if point.degree == degree]
+            of = f"{degree} chunk{'s' if degree > 1 else ''}"
+            line(times, own, "num_ranks", lambda p: 1e3 * p.prediction.layer_s, number, of)
+        for number, size in enumerate(sorted(sizes)):
+            own = [point for point in mine if point.num_ranks == size]
+            line(exposed, own, "degree", lambda p: 100 * p.exposed_ratio, number, f"{size} ranks")
     times.set(xscale="log", yscale="log", xlabel="ranks", ylabel="layer time (ms)")
     exposed.set(
         xscale="log",
@@ -186,10 +174,7 @@ def draw(points: "list[ScalingPoint]", path: Path) -> None:
         ylabel="exposed communication\n(% of flat without overlap)",
         ylim=(0, 150),
     )
-    for axes, numbers in (
-        (times, {point.num_ranks for point in points}),
-        (exposed, {point.degree for point in points}),
-    ):
+    for axes, numbers in ((times, sizes), (exposed, degrees)):
         plain_numbers(axes, sorted(numbers))
         axes.legend(fontsize=7, handlelength=3)
     figure.tight_layout()
@@ -273,20 +258,6 @@ def _print_shortcuts(schedules: "dict[int, ShortcutSchedule]") -> None:
         for num_ranks, schedule in schedules.items()
     ]
     print_table("with a shortcut", columns, rows)
-
-
-@contextlib.contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr while points are simulated; nothing where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("simulating", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _print(points: "list[ScalingPoint]", *, assumed: bool, plot: Path | None) -> None:

@@ -1,28 +1,36 @@
 """``moe-runtime train``: train a language model built on the drop-in layer."""
 
 import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, loading_bar, print_json, print_rows, quiet_transformers
-from moe_runtime.cli.processes import joined_processes
-from moe_runtime.cli.step_speed import (
-    predict_step,
-    speed_row,
-    warn_of_slow_disk,
-    warn_where_much_moves,
+from moe_runtime.cli.console import (
+    loading_bar,
+    print_json,
+    print_rows,
+    quiet_transformers,
+    say_line,
+    terminal_bar,
 )
+from moe_runtime.cli.disk import measure_disk
+from moe_runtime.cli.processes import joined_processes
 from moe_runtime.cli.stopping import stop_on_signals
-from moe_runtime.cli.train_progress import training_display
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.reading import require_not_read
+from moe_runtime.files import require_not_read
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from moe_runtime.training.loop import Trainer
+    from moe_runtime.training.metrics import Record, StepRecord
     from moe_runtime.training.ranks import OneRank
     from moe_runtime.training.run_config import RunConfig
     from moe_runtime.training.session import Preparation
@@ -30,49 +38,49 @@ if TYPE_CHECKING:
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG.toml", help="The run, as docs/training.md describes it.")
 ]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Overrides a key, such as run.steps=100. Repeatable."
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would happen, write nothing, and stop.")
-]
 
 # Weight, gradient and AdamW's two moments, all in float32.
 _STATE_BYTES = 16
+_READ_BYTES = 4 << 20
+_SECONDS = 0.2
+_WIDTH = 512
+WORTH_MEASURING_BYTES = 64 << 20
+"""That a step moves, from which on a beginning run measures the disk."""
+_OPERATIONS = 6
+"""Of a parameter and a token, forward and backward: a product and a sum, three times."""
 
 
 def train(
     ctx: typer.Context,
     config_file: ConfigFile,
-    settings: Settings = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Overrides a key, such as run.steps=100. Repeatable."
+        ),
+    ] = None,
     resume: options.Resume = False,
     reschedule: options.Reschedule = False,
-    dry_run: DryRun = False,
+    dry_run: options.DryRun = False,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Train a Mixture-of-Experts language model on text files.
 
-    Ctrl-C finishes the step, saves a checkpoint and stops; --resume goes on as if nothing had
-    happened. At the end the run's folder holds a Hugging Face checkpoint in model/. Under
-    `torchrun` the processes divide the experts and each step's micro-batches between them.
+    Ctrl-C finishes the step, saves a checkpoint and stops; --resume continues from there. At the
+    end the run's folder has a Hugging Face checkpoint in model/. Under `torchrun` the processes
+    divide the experts and each step's micro-batches between them.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     if reschedule and not resume:
         raise ValueError("--reschedule changes a run that goes on: give --resume too")
     from moe_runtime.training.config_tree import read_tree
-    from moe_runtime.training.data.prepared import run_folder
+    from moe_runtime.training.prepared import run_folder
     from moe_runtime.training.run_config import TrainConfig
 
-    with joined_processes(session) as group, contextlib.ExitStack() as stack:
+    with joined_processes(ctx.obj) as group, contextlib.ExitStack() as stack:
         config = read_tree(TrainConfig, config_file, settings=tuple(settings or ()))
         folder = config_file.resolve().parent
         require_not_read(config.run.trace and folder / config.run.trace, "trace", [config_file])
-        quiet_transformers(session)
+        quiet_transformers(ctx.obj)
         is_first = group is None or group.rank() == 0
         is_used = is_first and not dry_run
         storage = config.run.storage_dir and folder / config.run.storage_dir
@@ -191,7 +199,7 @@ def _plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
 
 def _dense_equivalent(preparation: "Preparation") -> dict[str, Any] | None:
     """The dense model that a scaling law expects to be as good; None of a dense model."""
-    from moe_runtime.planning.laws import ROUTED_LAWS, routed_law_of
+    from moe_runtime.research.scaling_laws import ROUTED_LAWS, routed_law_of
 
     moe = preparation.config.model.moe
     if moe is None:
@@ -309,3 +317,171 @@ def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if not summary["complete"]:
         rows.append(("go on", "the same command with --resume"))
     return rows
+
+
+def predict_step(
+    plan: dict[str, Any], folder: Path, *, tokens: int, active_parameters: int
+) -> dict[str, float]:
+    """The time of a step, from the speed of the disk and of products measured here and now.
+
+    Both go on at the same time, so the longer one counts; writes are taken to be as fast as reads.
+
+    Args:
+        plan: `read_bytes_per_step` and `written_bytes_per_step`.
+        folder: where experts would live; may not exist yet.
+        tokens: of a step.
+        active_parameters: that a token passes.
+
+    Raises:
+        OSError: the disk cannot be measured.
+    """
+    moved = plan["read_bytes_per_step"] + plan["written_bytes_per_step"]
+    compute_s = _OPERATIONS * active_parameters * tokens / _operations_per_s()
+    disk = {}
+    if moved:
+        there = next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
+        speed = measure_disk(there, read_bytes=_READ_BYTES, seconds=_SECONDS)
+        rate = speed.direct_bytes_per_s or speed.buffered_bytes_per_s
+        disk = {"disk_bytes_per_s": rate, "disk_s": moved / rate}
+    return {**disk, "compute_s": compute_s, "step_s": max(compute_s, disk.get("disk_s", 0.0))}
+
+
+def speed_row(predicted: dict[str, float], tokens: int) -> str:
+    """For people."""
+    text = f"about {predicted['step_s']:.3g} s a step, {tokens / predicted['step_s']:,.0f} tokens/s"
+    if "disk_s" in predicted:
+        text += f"; {predicted['disk_s']:.3g} s of it for the disk, if it were alone"
+    return text
+
+
+def warn_of_slow_disk(predicted: dict[str, float], folder: Path) -> None:
+    """Says on stderr when the disk makes a step take over twice as long as its products."""
+    if predicted.get("disk_s", 0.0) > 2 * predicted["compute_s"]:
+        say_line(
+            f"warning: the disk of {folder} reads "
+            f"{format_bytes(round(predicted['disk_bytes_per_s']))}/s, so a step will take about "
+            f"{predicted['step_s']:.3g} s, its products alone {predicted['compute_s']:.3g} s; more "
+            "memory, larger steps or a faster storage_dir help"
+        )
+
+
+def warn_where_much_moves(
+    plan: dict[str, Any], folder: Path, *, tokens: int, active_parameters: int
+) -> None:
+    """`warn_of_slow_disk` as a run begins, where its steps move enough to be worth a measurement.
+
+    Args:
+        plan: as of `predict_step`; empty where nothing is offloaded.
+        folder: where experts live, with their files already.
+        tokens, active_parameters: as of `predict_step`.
+    """
+    moved = plan.get("read_bytes_per_step", 0) + plan.get("written_bytes_per_step", 0)
+    if not plan or moved < WORTH_MEASURING_BYTES:
+        return
+    try:
+        predicted = predict_step(plan, folder, tokens=tokens, active_parameters=active_parameters)
+    except OSError:
+        # a disk too full for the measurement is no reason not to train
+        return
+    warn_of_slow_disk(predicted, folder)
+
+
+def _operations_per_s() -> float:
+    """Of products in fp32, as wide as those of a small expert."""
+    import torch
+
+    left, right = torch.ones(_WIDTH, _WIDTH), torch.ones(_WIDTH, _WIDTH)
+    done, started = 0, time.perf_counter()
+    while done < 2 or time.perf_counter() - started < _SECONDS / 2:
+        torch.mm(left, right)
+        done += 1
+    return 2 * _WIDTH**3 * done / (time.perf_counter() - started)
+
+
+class TrainingDisplay:
+    """Shows records on stderr: a live line on a terminal, else a line every `log_every` steps.
+
+    Args:
+        num_steps: steps of the run.
+        log_every: steps between lines, and over which the live line takes means.
+        bar: the live line with its only task; None where stderr is no terminal.
+    """
+
+    def __init__(self, num_steps: int, log_every: int, bar: "Progress | None") -> None:
+        self._num_steps = num_steps
+        self._log_every = log_every
+        self._recent: deque[StepRecord] = deque(maxlen=log_every)
+        self._bar = bar
+
+    def show(self, record: "Record") -> None:
+        """Takes a record."""
+        from moe_runtime.training.metrics import StepRecord
+
+        step = f"step {record.step}/{self._num_steps}  "
+        if not isinstance(record, StepRecord):
+            shown = ", ".join(f"{name} {nats:.4f}" for name, nats in record.held_out.items())
+            each = f" ({shown})" if len(record.held_out) > 1 else ""
+            line = f"{step}held out {record.held_out_mean:.4f}{each}"
+            if self._bar is None:
+                print(line, file=sys.stderr, flush=True)
+            else:
+                self._bar.console.print(line, markup=False, highlight=False)
+            return
+        self._recent.append(record)
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=record.step, status=self._status())
+        elif record.step % self._log_every == 0 or record.step == self._num_steps:
+            print(f"{step}{self._status()}", file=sys.stderr, flush=True)
+
+    def _status(self) -> str:
+        """Loss, speed, balance and drops over the recent steps."""
+        records = list(self._recent)
+        last = records[-1]
+        tokens = last.tokens // last.step * len(records)
+        seconds = sum(record.step_s for record in records)
+        losses = [record.loss for record in records if record.loss is not None]
+        loss = f"{sum(losses) / len(losses):.4f}" if losses else "no number"
+
+        def mean(name: str) -> float:
+            return sum(getattr(record, name) for record in records) / len(records)
+
+        parts = [f"loss {loss}", f"{tokens / seconds:,.0f} tokens/s"]
+        if last.max_load is not None:
+            parts.append(f"load {mean('max_load'):.2f}")
+        if last.dropped_share is not None:
+            parts.append(f"dropped {mean('dropped_share'):.1%}")
+        if last.stall_s is not None:
+            parts.append(f"stall {mean('stall_s') * len(records) / seconds:.1%}")
+            found, read, written = (
+                format_bytes(mean(f"{way}_bytes")) for way in ("memory", "read", "written")
+            )
+            parts.append(f"memory {found}  disk {read} in, {written} out a step")
+        parts.append(f"rate {last.rate:.2e}")
+        if skipped := sum(record.is_skipped for record in records):
+            parts.append(f"skipped {skipped}")
+        return "  ".join(parts)
+
+
+@contextlib.contextmanager
+def training_display(num_steps: int, log_every: int, first_step: int) -> Iterator[TrainingDisplay]:
+    """A display for the `with` block.
+
+    Args:
+        num_steps: steps of the run.
+        log_every: steps between lines where stderr is no terminal.
+        first_step: steps already taken.
+    """
+    if not sys.stderr.isatty():
+        yield TrainingDisplay(num_steps, log_every, None)
+        return
+    from rich import progress
+    from rich.table import Column
+
+    # where a line is short, the end of the status goes, and step and loss stay
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    status = progress.TextColumn("{task.fields[status]}", markup=False, table_column=rest)
+    columns = ("step", progress.MofNCompleteColumn(), status, progress.TimeRemainingColumn())
+    with terminal_bar(*columns, expand=True, transient=False) as bar:
+        bar.add_task("train", total=num_steps, completed=first_step, status="")
+        yield TrainingDisplay(num_steps, log_every, bar)

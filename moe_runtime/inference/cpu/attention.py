@@ -8,13 +8,27 @@ are padded to lengths of which there are few.
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
+from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, is_observed
 from moe_runtime.inference.cpu.threads import torch_threads_for
+from moe_runtime.inference.known_classes import (
+    EAGER_ATTENTION_CLASSES,
+    LATENT_ATTENTION,
+    class_name,
+    is_theirs,
+)
+from moe_runtime.kernels.latent_attention.op import Tokens, native_latent_attention
+from moe_runtime.kernels.linear.op import keeps_code
+from moe_runtime.kernels.native import needs_torch
 from moe_runtime.kernels.single_query_attention.native import native_attention
 
 if TYPE_CHECKING:
@@ -40,8 +54,6 @@ def use_single_query_attention(model: PreTrainedModel) -> None:
 
     name = private.attention_name(model)
     if name == "eager":
-        from moe_runtime.inference.cpu.eager_attention import use_eager_attention
-
         return use_eager_attention(model)
     if name != "sdpa" or private.decides_by_attention_name(model):
         return
@@ -49,8 +61,6 @@ def use_single_query_attention(model: PreTrainedModel) -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
     if any(hasattr(layer, "expand_kv") for layer in model.modules()):
-        from moe_runtime.inference.cpu.latent_attention import use_latents
-
         use_latents(model)
 
 
@@ -166,8 +176,7 @@ def single_query_attention(
         or torch.is_autocast_enabled("cpu")
     ):
         return None
-    scaling = options.get("scaling")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = _scale_of(query, options)
     added = None if mask is None else added_mask(mask[:, 0, 0])
     mixed = native_attention(query.squeeze(2), key, value, added, scale, sinks)
     return None if mixed is None else mixed.unsqueeze(1)
@@ -179,9 +188,394 @@ def changes_attention(options: dict[str, Any]) -> bool:
     return any(isinstance(option, torch.Tensor) or bool(option) for option in asked)
 
 
+def _scale_of(query: torch.Tensor, options: dict[str, Any]) -> float:
+    scaling = options.get("scaling")
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
 def added_mask(mask_BS: torch.Tensor) -> torch.Tensor:
     """What is added to the scores for a mask that allows (bool) or adds."""
     if mask_BS.dtype != torch.bool:
         return mask_BS.float()
     lowest = torch.finfo(torch.float32).min
     return torch.zeros(mask_BS.shape).masked_fill(~mask_BS, lowest)
+
+
+_OWN = "eager_attention_forward"
+"""What families call their own attention, a function of their module."""
+
+
+class _EagerName(str):
+    """What finds the attention of this file, and says to whoever compares it that it is eager.
+
+    Some families mask other keys under a name that they do not know.
+    """
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other == "eager" or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+_NAME = _EagerName(EAGER_ATTENTION)
+
+
+def use_eager_attention(model: PreTrainedModel) -> None:
+    """Gives the known layers of a model on the CPU that has no SDPA the attention of this file.
+
+    The model's own attention stays what it is called; set to another one, it has that one.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(EAGER_ATTENTION, attend_eagerly)
+    for layer in model.modules():
+        family = type(layer).__module__
+        if class_name(layer) in EAGER_ATTENTION_CLASSES and is_theirs(_own_attention_of(family)):
+            vars(layer)["config"] = LayerConfig(layer.config, family)
+
+
+class LayerConfig:
+    """The configuration of an attention layer, whose attention is ours where it says eager.
+
+    Attributes:
+        behind: the configuration itself, the model's.
+        family: the name of the family's module.
+        own: its attention; ours stands for no other that is put there.
+    """
+
+    def __init__(self, config: Any, family: str) -> None:
+        vars(self).update(behind=config, family=family, own=_own_attention_of(family))
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        name = getattr(self.behind, private.ATTENTION_SETTING)
+        if name != "eager" or torch.compiler.is_compiling():
+            return name
+        return _NAME if _own_attention_of(self.family) is self.own else name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "behind":  # asked for by copies that are being made
+            raise AttributeError(name)
+        return getattr(self.behind, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.behind, name, value)
+
+
+def _own_attention_of(family: str) -> Any:
+    return vars(sys.modules[family]).get(_OWN)
+
+
+def attend_eagerly(
+    module: Any,
+    query: torch.Tensor,
+    key: Any,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The layer's own eager attention.
+
+    Args:
+        module: the attention layer.
+        query: ``[B, H, Q, D]``.
+        key: ``[B, G, S, D]``, with H a multiple of G; or what knows the keys of several caches.
+        value: ``[B, G, S, V]``.
+        attention_mask: None, or what transformers makes for eager attention.
+        **options: as transformers passes them; ``s_aux`` are the sinks.
+
+    Returns:
+        ``[B, Q, H, V]`` in the dtype of ``query``; weights ``[B, H, Q, S]`` where somebody may see
+        them, else None.
+    """
+    if not isinstance(key, torch.Tensor):  # keys of several caches, see serving
+        return key.attend(attend_eagerly, module, query, value, attention_mask, options)
+    others = {name: option for name, option in options.items() if name != "s_aux"}
+    sinks = options.get("s_aux")
+    if (
+        changes_attention(others)
+        or torch.is_autocast_enabled("cpu")
+        or needs_torch(query, key, value, sinks)
+        or (attention_mask is not None and attention_mask.shape[-1] != key.shape[2])
+        or _shows_weights(module)
+    ):
+        return _own_attention(module, query, key, value, attention_mask, options)
+    mixed = single_query_attention(query, key, value, attention_mask, others, sinks)
+    if mixed is not None:
+        return mixed, None
+    scale = _scale_of(query, options)
+    num_queries, with_threads = query.shape[2], torch_threads_for(query, key)
+    parts = query, key, value, attention_mask
+    if keeps_code_of_length(query, key):
+        parts = padded(*parts, is_causal=False)
+    with with_threads:
+        mixed = _fused_with_sinks(*parts, scale, sinks)
+    return mixed[:, :, :num_queries].transpose(1, 2).to(query.dtype), None
+
+
+def _shows_weights(module: Any) -> bool:
+    """Whether what a layer returns beside its result is seen by anybody."""
+    hooks = (vars(module).get("_forward_hooks") or {}).values()
+    if not hooks:
+        return False
+    return module.config.output_attentions or not all(map(private.is_output_recorder, hooks))
+
+
+def _own_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """That of the layer's family, in fp32 where torch would keep code for one context's length.
+
+    A prompt has one length of many, and its scores take memory by the square of it; steps of one
+    token meet every length.
+    """
+    attend_own = module.config.own
+    is_differentiable = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    is_long_prompt = query.shape[2] > 1 and key.shape[2] > SHORT_CONTEXT
+    if is_differentiable or not keeps_code(query) or is_long_prompt:
+        return attend_own(module, query, key, value, mask, **options)
+    options = {name: _widened(option) for name, option in options.items()}
+    parts = [_widened(part) for part in (query, key, value, mask)]
+    mixed, weights = attend_own(module, *parts, **options)
+    return mixed.to(query.dtype), None if weights is None else weights.to(query.dtype)
+
+
+def _widened(part: Any) -> Any:
+    """In fp32 if it is a tensor of numbers that have a precision: some models add a bias."""
+    is_number = isinstance(part, torch.Tensor) and part.is_floating_point()
+    return part.float() if is_number else part
+
+
+def _fused_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention ``[B, H, Q, V]`` in which a sink's weight is left out, by torch's fused kernel.
+
+    The other weights, which sum to one there, sum to ``sum / (sum + exp(sink))`` with a sink, which
+    is the logistic function of how far it is below the logarithm of their sum.
+    """
+    shared = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
+    width = max(key.shape[-1], value.shape[-1])  # the kernel knows one for both
+    wide = [F.pad(part, (0, width - part.shape[-1])) for part in (query, key, value)]
+    mixed, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *wide, 0.0, False, attn_mask=mask, scale=scale
+    )
+    mixed = mixed[..., : value.shape[-1]]
+    if sinks is None:
+        return mixed
+    return mixed * torch.sigmoid(sums - sinks.float().view(-1, 1)).unsqueeze(-1)
+
+
+_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""What layers call N, P and V."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def use_latents(model: PreTrainedModel) -> None:
+    """Gives the latent attention layers of a model that uses ``attend`` an ``expand_kv``."""
+    for layer in model.modules():
+        expand = getattr(type(layer), "expand_kv", None)
+        if expand is not None:
+            is_known = class_name(layer) in LATENT_ATTENTION and is_theirs(expand)
+            vars(layer)["expand_kv"] = ExpandLatents(layer, may_absorb=is_known)
+
+
+class ExpandLatents:
+    """The ``expand_kv`` of an attention layer."""
+
+    def __init__(self, layer: Any, *, may_absorb: bool) -> None:
+        """Takes the place of the method; the layer's own stays in its class.
+
+        Args:
+            layer: the layer.
+            may_absorb: whether a head's keys are products with the first rows of its weights and
+                then the part with positions, and its values products with the other rows.
+        """
+        self._layer = layer
+        self._may_absorb = may_absorb
+
+    def __call__(self, latents: Any, turned: torch.Tensor) -> tuple[Any, Any]:
+        """Keys and values of all heads.
+
+        Args:
+            latents: ``[B, 1, S, R]``; or what knows those of several caches, see serving.
+            turned: the part of the keys with positions, ``[B, 1, S, P]``.
+
+        Returns:
+            ``[B, H, S, D]`` and ``[B, H, S, V]``; or what stands for them where they go.
+        """
+        if not isinstance(latents, torch.Tensor):
+            return dataclasses.replace(latents, expand=self), turned
+        is_ours = getattr(self._layer.config, ATTENTION_SETTING) == ATTENTION
+        if not is_ours or torch.compiler.is_compiling() or self._weight() is None:
+            return self.expanded(latents, turned)
+        shared = _Latents(self, latents, turned)
+        return LatentPart(shared, 0), LatentPart(shared, 1)
+
+    def expanded(self, latents: torch.Tensor, turned: torch.Tensor) -> Pair:
+        """As the layer itself does it."""
+        return type(self._layer).expand_kv(self._layer, latents, turned)
+
+    def attend_each(
+        self,
+        query: torch.Tensor,
+        latents: Sequence[torch.Tensor],
+        turned: Sequence[torch.Tensor],
+        options: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """Attention of one query of each sequence, without expanding: the bits of each alone.
+
+        Args:
+            query: ``[B, H, 1, D]``.
+            latents: of each sequence, ``[1, 1, S, R]``.
+            turned: of each sequence, ``[1, 1, S, P]``.
+            options: as transformers passes them.
+
+        Returns:
+            ``[B, 1, H, V]``; None where keys and values have to be expanded, or are cheaper.
+        """
+        tokens = [Tokens(*(p[0, 0] for p in pair)) for pair in zip(latents, turned, strict=True)]
+        if not all(self._is_cheaper(1, len(each.latents)) for each in tokens):
+            return None
+        return self._attend(query, tokens, options)
+
+    def attend_all(
+        self,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        turned: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """Attention without expanding.
+
+        Args:
+            query: ``[B, H, Q, D]``.
+            latents: ``[B, 1, S, R]``.
+            turned: ``[B, 1, S, P]``.
+            mask: None, or what transformers makes for SDPA.
+            options: as transformers passes them.
+
+        Returns:
+            ``[B, Q, H, V]``; None where keys and values have to be expanded, or are cheaper.
+        """
+        batch, num_new, length = len(query), query.shape[2], latents.shape[2]
+        if not self._is_cheaper(num_new, length):
+            return None
+        if mask is None and num_new > 1:  # it is causal, or the layer is not
+            return None
+        if mask is not None and mask.shape != (batch, 1, num_new, length):
+            return None
+        rows = [row // num_new for row in range(batch * num_new)]
+        added = [None] * len(rows) if mask is None else added_mask(mask[:, 0].flatten(0, 1))
+        tokens = [Tokens(latents[b, 0], turned[b, 0], a) for b, a in zip(rows, added, strict=True)]
+        return self._attend(query, tokens, options)
+
+    def _attend(
+        self, query: torch.Tensor, tokens: Sequence[Tokens], options: dict[str, Any]
+    ) -> torch.Tensor | None:
+        weight = self._weight()
+        if weight is None or changes_attention(options) or torch.is_autocast_enabled("cpu"):
+            return None
+        scale = _scale_of(query, options)
+        rows = query.transpose(1, 2).flatten(0, 1)
+        mixed = native_latent_attention(rows, tokens, weight, scale)
+        return None if mixed is None else mixed.unflatten(0, (-1, query.shape[2]))
+
+    def _is_cheaper(self, num_new: int, length: int) -> bool:
+        """Whether a head multiplies less often on latents than on keys and values made of them."""
+        layer = self._layer
+        key_dim, turned_dim, value_dim = (getattr(layer, name) for name in _SIZES)
+        width, rank = key_dim + value_dim, layer.kv_b_proj.in_features
+        absorbed = num_new * (length * (2 * rank + turned_dim) + rank * width)
+        return absorbed < length * rank * width + num_new * length * (width + turned_dim)
+
+    def _weight(self) -> torch.Tensor | None:
+        """``[H, N + V, R]``, or None where somebody sees or changes what is expanded."""
+        layer, part = self._layer, self._layer._modules.get("kv_b_proj")
+        if not self._may_absorb or type(part) not in (SmallBatchLinear, torch.nn.Linear):
+            return None
+        if is_observed(part) or torch.nn.modules.module._has_any_global_hook():
+            return None
+        weight = part._parameters.get("weight")
+        if type(weight) is not torch.nn.Parameter or part._parameters.get("bias") is not None:
+            return None
+        return weight.unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
+
+
+class LatentPart:
+    """Stands for expanded keys or values; whoever looks at them gets them."""
+
+    def __init__(self, latents: _Latents, place: int) -> None:
+        """Keys are in place 0, values in 1."""
+        self._latents, self._place = latents, place
+
+    def attend(
+        self,
+        attention: Callable[..., tuple[torch.Tensor, Any]],
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        value: Any,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor, Any]:
+        """Attention of a layer with these keys, on the latents where that is cheaper.
+
+        Args:
+            attention: over keys and values.
+            module: the attention layer.
+            query: ``[B, H, Q, D]``.
+            value: the values, or what somebody made of them.
+            mask: None, or what transformers makes for SDPA.
+            options: as transformers passes them.
+
+        Returns:
+            ``[B, Q, H, V]`` in the dtype of ``query``, and what ``attention`` gives beside it.
+        """
+        latents = self._latents
+        if isinstance(value, LatentPart) and value._latents is latents:
+            mixed = latents.expand.attend_all(query, *latents.cached, mask, options)
+            if mixed is not None:
+                return mixed, None
+            value = latents.both()[1]
+        return attention(module, query, latents.both()[0], value, mask, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for by copies that are being made
+            raise AttributeError(name)
+        return getattr(self._latents.both()[self._place], name)
+
+
+class _Latents:
+    """What keys and values share, neither of which holds the other: both go with the layer's pass.
+
+    Attributes:
+        expand: makes keys ``[B, H, S, D]`` and values ``[B, H, S, V]``.
+        cached: of these, ``[B, 1, S, R]`` and ``[B, 1, S, P]``.
+    """
+
+    def __init__(self, expand: ExpandLatents, latents: torch.Tensor, turned: torch.Tensor) -> None:
+        self.expand = expand
+        self.cached = latents, turned
+        self._expanded: Pair | None = None
+
+    def both(self) -> Pair:
+        if self._expanded is None:
+            self._expanded = self.expand.expanded(*self.cached)
+        return self._expanded

@@ -1,15 +1,12 @@
 """Attention layers in steps of one token: one call of the kernels instead of forty operations.
 
-A layer is recognised by what it does, not by its family. Before the fused call is used, the layer's
-own ``forward`` is run on stand-ins: it may read nothing but the parts and constants of the usual
-attention layer, and the fused call has to give its bits on inputs that would show any difference.
-Of several tokens of a sequence the kernels compute what lies between products and scores, if that
-gives the layer's bits too. Every layer that somebody looks into or changes goes its own way.
+Of several tokens of a sequence the kernels compute what lies between products and scores. Both give
+the bits of the layer's own ``forward``. A layer that somebody looks into or changes goes its own
+way.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import operator
 from collections.abc import Sequence
@@ -19,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING, cache_name
-from moe_runtime.inference.cpu import attention_parts as parts
 from moe_runtime.inference.cpu.attention import (
     ATTENTION,
     CHANGING_OPTIONS,
@@ -29,11 +26,24 @@ from moe_runtime.inference.cpu.attention import (
     changes_attention,
 )
 from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm, is_observed
-from moe_runtime.inference.cpu.stand_ins import Asked, call_on_stand_ins, takes_usual_arguments
-from moe_runtime.inference.kv_cache import growing_cache, take_place
-from moe_runtime.kernels.attention_step import AttentionWeights, attention_heads, attention_step
+from moe_runtime.inference.known_classes import (
+    PAIRS_SHARE,
+    ROTARY_ATTENTION,
+    class_name,
+    is_theirs,
+    is_usual_rotary,
+    rotary_settings,
+)
+from moe_runtime.inference.kv_cache import take_place
+from moe_runtime.kernels.attention_step import (
+    AttentionWeights,
+    HeadNorm,
+    attention_heads,
+    attention_step,
+)
 from moe_runtime.kernels.linear import ROWS_PER_CALL, native_row_limit
 from moe_runtime.kernels.native import native_library
+from moe_runtime.memory.slab import aligned_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,12 +51,9 @@ if TYPE_CHECKING:
 _CALLED = ("ALL_ATTENTION_FUNCTIONS", "apply_rotary_pos_emb", "eager_attention_forward")
 """What it calls, of its module: programs put functions of their own in their place."""
 
-Case = tuple[int, float, bool, int]
-"""Of the comparison: tokens in the cache, the size of the hidden values (those that are clipped
-show in large ones), whether the first token is masked, and how many are new."""
 
-_STEPS = ((3, 1.0, False, 1), (6, 1.0, True, 1), (3, 1e3, False, 1))
-_PROMPT = (6, 1.0, True, 3)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NORMS = ("q_norm", "k_norm")
 
 
 def fuse_attention_layers(model: PreTrainedModel) -> None:
@@ -58,10 +65,9 @@ def fuse_attention_layers(model: PreTrainedModel) -> None:
     library = native_library()
     if library is None:
         return
-    known: dict[type, bool] = {}
     for module in model.modules():
-        if has_usual_parts(module) and _asks_for_nothing_else(module, known):
-            parts.merge(*(parts.linear_of(module, name) for name in parts.PROJECTIONS[:3]))
+        if has_usual_parts(module):
+            merge(*(linear_of(module, name) for name in PROJECTIONS[:3]))
             cast(Any, module).forward = FusedAttention(module)
 
 
@@ -75,22 +81,17 @@ class FusedAttention:
         """Takes the place of the method; the layer's own stays in its class."""
         self._module = module
         self._attention = self._served = getattr(module.config, ATTENTION_SETTING)
-        self._names = parts.names_of(module)
+        self._names = names_of(module)
         self._parts = [module.get_submodule(name) for name in self._names]
         # not the function around it that takes the older name of the cache
         self._own: Any = inspect.unwrap(type(module).forward)
         self._cache_name = cache_name(self._own)
         self._functions = self._functions_now()
-        self._norms: list[tuple[object, set[str]]] = [
-            (module._modules[name], {"eps"}) for name in self._names if name in parts.NORMS
-        ]
-        self._owners = self._norms
-        self._options: set[str] = set()
-        self._constants: list[Any] = []
-        self._places: list[Any] = []
+        self._norms = [module._modules[name] for name in self._names if name in NORMS]
+        self._config = getattr(module.config, "behind", module.config)
+        self._settings: list[Any] = []
         self._weights: AttentionWeights | None = None
-        self._angle_dim = 0
-        self._fuses_prompts = False
+        self._pairs_share = class_name(module) in PAIRS_SHARE
         registered = self._functions[2]
         self._prompt_attention = registered and registered.get(self._attention)
         self.most_sequences = 0
@@ -129,12 +130,13 @@ class FusedAttention:
         if cos.ndim != 3 or cos.shape[1] != num_new:
             return None
         if num_new != 1:
-            if not (self._may_fuse(1, cos, options) and self._fuses_prompts):
+            # in fp32, how torch adds squares of several rows differs by processor
+            if not self._may_fuse(1) or (self._norms and cos.dtype is torch.float32):
                 return None
             return self._prompt(hidden_states, cos, sin, attention_mask, cache, options)
         # sequences with caches of their own, see serving, are gone through one by one
         each = getattr(cache, "step_each", None) if batch > 1 else None
-        if not self._may_fuse(1 if each else batch, cos, options):
+        if not self._may_fuse(1 if each else batch):
             return None
         if each:
             return each(self._module.layer_idx, hidden_states, self._weights, cos, sin)
@@ -157,24 +159,19 @@ class FusedAttention:
             return True
         return is_observed(*self._parts)
 
-    def _may_fuse(self, num_sequences: int, cos: Tensor, options: dict[str, Any]) -> bool:
-        """Whether a step of so many sequences has been found to give the layer's own bits."""
-        places = self._places_now()
-        constants: list[Any] = []
-        for owner, names in self._owners:
-            constants.extend(map(vars(owner).get, names))
-        if (
-            places != self._places
-            or len(constants) != len(self._constants)
-            or any(map(operator.is_not, constants, self._constants))
-            or cos.shape[-1] != self._angle_dim
-            or not options.keys() <= self._options
-        ):
-            self._places = []  # until all that depends on them is known
-            self._options.update(options)
-            agrees = any(self._bind(pairs_share=b) and self._compare(cos) for b in (False, True))
-            self.most_sequences = self._most_sequences() if agrees else 0
-            self._places, self._angle_dim = places, cos.shape[-1]
+    def _may_fuse(self, num_sequences: int) -> bool:
+        """Whether the kernels take so many sequences, with the settings and weights of now."""
+        settings = [
+            *self._places_now(),
+            self._module.scaling,
+            *(norm.eps for norm in self._norms),
+            *(usual := rotary_settings(self._module, self._config)),
+        ]
+        if settings != self._settings:
+            self._settings = []  # until all that depends on them is known
+            may_fuse = is_usual_rotary(self._module, usual) and self._bind()
+            self.most_sequences = self._most_sequences() if may_fuse else 0
+            self._settings = settings
         return num_sequences <= self.most_sequences
 
     def _places_now(self) -> list[Any]:
@@ -190,8 +187,8 @@ class FusedAttention:
                     places += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         return places
 
-    def _bind(self, *, pairs_share: bool) -> bool:
-        self._weights = parts.bind(self._module, pairs_share=pairs_share)
+    def _bind(self) -> bool:
+        self._weights = bind(self._module, pairs_share=self._pairs_share)
         return self._weights is not None
 
     def _most_sequences(self) -> int:
@@ -205,8 +202,8 @@ class FusedAttention:
 
     def _functions_now(self) -> list[Any]:
         """What the layer's own way calls, and the configuration it asks."""
-        names = getattr(self._own, "__globals__", {})  # any object may have been put in its place
-        return [type(self._module).forward, self._module.config, *map(names.get, _CALLED)]
+        forward = type(self._module).forward
+        return [forward, self._module.config, *map(self._own.__globals__.get, _CALLED)]
 
     def _fused(
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
@@ -246,7 +243,7 @@ class FusedAttention:
             return None
         if {hidden_states.dtype, cos.dtype, sin.dtype} != {weights.dtype}:
             return None
-        q, k, v, o = (parts.linear_of(module, name) for name in parts.PROJECTIONS)
+        q, k, v, o = (linear_of(module, name) for name in PROJECTIONS)
         query, key = attention_heads(q(hidden_states), k(hidden_states), weights, cos, sin)
         value = v(hidden_states).unflatten(-1, (weights.num_key_heads, -1)).transpose(1, 2)
         key, value = cache.update(key, value, module.layer_idx)
@@ -255,122 +252,119 @@ class FusedAttention:
         mixed, _ = attend(module, query, key, value, mask, scaling=module.scaling, **options)
         return o(mixed.flatten(2))
 
-    def _compare(self, cos: Tensor) -> bool:
-        """Whether the layer's own way asks for nothing else, and the fused step gives its bits."""
-        asked = Asked()
-        generator = torch.Generator().manual_seed(0)
-        agrees = False
-        # on stand-ins, code that nobody knows may fail in any way
-        with torch.inference_mode(), contextlib.suppress(Exception):
-            agrees = all(self._agrees(cos, asked, generator, case) for case in _STEPS)
-        asked_more, self._fuses_prompts = Asked(), False
-        if agrees and self.takes_prompts:
-            with torch.inference_mode(), contextlib.suppress(Exception):
-                self._fuses_prompts = self._agrees(cos, asked_more, generator, _PROMPT)
-            self._fuses_prompts &= not asked_more.more
-        constants = asked.constants + asked_more.constants
-        owners = [(getattr(owner, "behind", owner), names) for owner, names in constants]
-        self._owners = [*owners, *self._norms]
-        self._constants = [vars(owner).get(name) for owner, names in self._owners for name in names]
-        return agrees and not asked.more
-
-    def _agrees(self, cos: Tensor, asked: Asked, generator: torch.Generator, case: Case) -> bool:
-        """Whether both ways give the same bits for tokens behind some in the cache."""
-        length, scale, is_masked, num_new = case
-        weights, index = self._weights, self._module.layer_idx
-        assert weights is not None
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(weights.dtype)
-
-        hidden = random(1, num_new, weights.qkv.shape[1]) * scale
-        angles = random(1, num_new, cos.shape[-1]), random(1, num_new, cos.shape[-1])
-        mask = torch.arange(length + num_new).view(1, 1, 1, -1) > 0 if is_masked else None
-        if mask is not None and num_new > 1:
-            mask = added_mask(mask).to(weights.dtype).expand(1, 1, num_new, -1)
-        keys = (1, weights.num_key_heads, length, weights.key_dim)
-        cached = random(*keys), random(*keys[:3], weights.value_dim)
-        caches = growing_cache(), growing_cache()
-        for cache in caches:
-            for token in zip(*(part.split(1, dim=-2) for part in cached), strict=True):
-                cache.update(*token, index)
-        own, others = call_on_stand_ins(
-            self._module,
-            [*self._names, *self._module._parameters.keys() & {"sinks"}],
-            asked,
-            hidden=hidden,
-            angles=angles,
-            cache=caches[0],
-            mask=mask,
-            options=self._options - CHANGING_OPTIONS,
-        )
-        if num_new == 1:
-            ours = self._fused(hidden, *angles, mask, caches[1])
-        else:
-            ours = self._prompt(hidden, *angles, mask, caches[1], {})
-        if others is not None or ours is None or not same_bits(own, ours):
-            return False
-        layers = [cache.layers[index] for cache in caches]
-        rows = ([getattr(layer, name) for layer in layers] for name in ("keys", "values"))
-        return all(same_bits(*row) for row in rows)
-
 
 def has_usual_parts(
     module: torch.nn.Module,
     attentions: Sequence[str] = (ATTENTION, EAGER_ATTENTION),
     forms: Sequence[str] = ("rounded",),
 ) -> bool:
-    """Whether a layer has the parts of the usual attention, one of some attentions and of some
-    forms of norms, and its ``forward`` the arguments."""
-    children = module._modules
-    if not children.keys() >= set(parts.PROJECTIONS) or "forward" in vars(module):
+    """Whether a layer is one of ``ROTARY_ATTENTION`` with parts that are as it was made with, one
+    of some attentions and of some forms of norms."""
+    turn = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(_CALLED[1])
+    if class_name(module) not in ROTARY_ATTENTION or not (turn is None or is_theirs(turn)):
         return False
-    linears = [children[name] for name in parts.PROJECTIONS]
-    norms = [children.get(name) for name in parts.NORMS]
-    if not all(type(part) in (SmallBatchLinear, torch.nn.Linear) for part in linears):
+    linears, norms = (
+        [module._modules.get(name) for name in names] for names in (PROJECTIONS, NORMS)
+    )
+    if "forward" in vars(module) or not all(
+        type(part) in (SmallBatchLinear, torch.nn.Linear) for part in linears
+    ):
         return False
-    known = [
-        type(part) is SmallBatchRMSNorm and part.form in forms for part in norms if part is not None
-    ]
-    if not all(known):
+    if not all(
+        norm is None or (type(norm) is SmallBatchRMSNorm and norm.form in forms) for norm in norms
+    ):
         return False
-    q, k, v, _ = (parts.linear_of(module, name) for name in parts.PROJECTIONS)
-    weights = {(type(part.weight), part.weight.dtype) for part in (q, k, v)}
-    if len(weights) * len({(part.bias is None, part.in_features) for part in (q, k, v)}) != 1:
-        return False
-    constants = [getattr(module, name, None) for name in ("head_dim", "layer_idx", "scaling")]
-    if not all(isinstance(constant, int | float) for constant in constants):
-        return False
+    q, k, v, _ = cast(list[SmallBatchLinear], linears)
+    kinds = {(type(p.weight), p.weight.dtype, p.bias is None, p.in_features) for p in (q, k, v)}
     attention = getattr(vars(module).get("config"), ATTENTION_SETTING, None)
-    if attention not in attentions or not module._parameters.keys() <= {"sinks"}:
-        return False
-    return takes_usual_arguments(type(module).forward)
+    return len(kinds) == 1 and attention in attentions and module._parameters.keys() <= {"sinks"}
 
 
-def _asks_for_nothing_else(module: Any, known: dict[type, bool]) -> bool:
-    """Whether a class of layers can do with stand-ins, found by the first layer of it."""
-    kind = type(module)
-    if kind not in known:
-        widths = (module.head_dim, module.head_dim // 2)  # of angles, some for pairs of values
-        known[kind] = any(_can_do_with_stand_ins(module, width) for width in widths)
-    return known[kind]
+def names_of(module: torch.nn.Module) -> list[str]:
+    """The names of the parts that a layer has."""
+    return [name for name in (*PROJECTIONS, *NORMS) if name in module._modules]
 
 
-def _can_do_with_stand_ins(module: Any, width: int) -> bool:
-    weight, asked, is_done = parts.linear_of(module, "q_proj").weight, Asked(), False
-    with torch.inference_mode(), contextlib.suppress(Exception):
-        call_on_stand_ins(
-            module,
-            [*parts.names_of(module), *module._parameters],
-            asked,
-            hidden=weight.new_zeros(1, 1, weight.shape[1]),
-            angles=tuple(weight.new_zeros(2, 1, 1, width)),
-            cache=growing_cache(),
-        )
-        is_done = True
-    return is_done and not asked.more
+def linear_of(module: torch.nn.Module, name: str) -> SmallBatchLinear:
+    """One of its projections."""
+    return cast(SmallBatchLinear, module._modules[name])
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, a NaN like a NaN."""
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def merge(*parts: SmallBatchLinear) -> None:
+    """Moves the weights of linear layers into one buffer, one behind the other; biases likewise."""
+    for name in ("weight", "bias"):
+        parameters = [parameter for part in parts if (parameter := getattr(part, name)) is not None]
+        if not parameters:
+            continue
+        if isinstance(parameters[0], AbsentTensor):
+            from moe_runtime.checkpoints.packed_parameter import join_packed
+
+            join_packed(parts)
+            continue
+        memory = aligned_bytes(sum(parameter.nbytes for parameter in parameters))
+        for parameter in parameters:
+            place = memory[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+            place.copy_(parameter.data)
+            parameter.data = place
+            memory = memory[parameter.nbytes :]
+
+
+def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Tensors that lie one behind the other as one, or None where they do not."""
+    first = parameters[0]
+    if any(isinstance(parameter, AbsentTensor) for parameter in parameters):
+        from moe_runtime.checkpoints.packed_parameter import whole_of
+
+        return whole_of(parameters)
+    if first is None:
+        return None
+    end = first.data_ptr()
+    for parameter in parameters:
+        if parameter is None or parameter.data_ptr() != end or not parameter.is_contiguous():
+            return None
+        end += parameter.nbytes
+    rows = sum(len(parameter) for parameter in parameters if parameter is not None)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def bind(module: Any, *, pairs_share: bool) -> AttentionWeights | None:
+    """The layer's weights for the kernel, or None where they do not lie together any more."""
+    q, k, v, o = (linear_of(module, name) for name in PROJECTIONS)
+    qkv = _joined([q.weight, k.weight, v.weight])
+    qkv_bias = _joined([q.bias, k.bias, v.bias])
+    if qkv is None or (qkv_bias is None) != (q.bias is None):
+        return None
+    heads, key_heads = q.out_features // module.head_dim, k.out_features // module.head_dim
+    if not key_heads or heads % key_heads or v.out_features % key_heads:
+        return None
+    value_dim = v.out_features // key_heads
+    if o.in_features != heads * value_dim or q.out_features != heads * module.head_dim:
+        return None
+    sinks = module._parameters.get("sinks")
+    if sinks is not None and sinks.shape != (heads,):
+        return None
+    norms: dict[str, Any] = {name: _head_norm(module._modules.get(name)) for name in NORMS}
+    sizes = {None, module.head_dim}
+    for norm, size in zip(norms.values(), (q.out_features, k.out_features), strict=True):
+        if (None if norm is None else len(norm.weight)) not in {*sizes, size}:
+            return None
+    return AttentionWeights(
+        qkv=qkv,
+        output=o.weight.detach(),
+        qkv_bias=qkv_bias,
+        output_bias=None if o.bias is None else o.bias.detach(),
+        **norms,
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=module.head_dim,
+        value_dim=value_dim,
+        scale=float(module.scaling),
+        sinks=None if sinks is None else sinks.detach(),
+        pairs_share=pairs_share,
+    )
+
+
+def _head_norm(part: torch.nn.Module | None) -> HeadNorm | None:
+    if not isinstance(part, SmallBatchRMSNorm):
+        return None
+    return HeadNorm(part.weight.detach(), part.eps)

@@ -14,12 +14,13 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_runtime.inference.known_classes import RECURRENT_LAYERS, class_name, is_theirs
 from moe_runtime.kernels.native import DTYPE_CODES, needs_torch
 from moe_runtime.kernels.recurrent_step import conv_step, delta_rule_step
 
@@ -35,7 +36,8 @@ def use_recurrent_steps(layer: torch.nn.Module) -> None:
 
     Its code is the layer's own. A layer that takes such steps by no known function is left alone.
     """
-    if "forward" not in vars(layer) and _with_steps(type(layer).forward) is not None:
+    is_known = class_name(layer) in RECURRENT_LAYERS and "forward" not in vars(layer)
+    if is_known and _with_steps(type(layer).forward) is not None:
         vars(layer)["forward"] = _Forward(layer)
 
 
@@ -80,7 +82,7 @@ class _Forward:
 
 
 class _Globals(dict[str, Any]):
-    """Those of a module as they are now, with our steps for the functions that were compared."""
+    """Those of a module as they are now, with our steps for the functions that they stand for."""
 
     def __init__(self, own: dict[str, Any], steps: dict[str, functools.partial[Any]]) -> None:
         super().__init__()
@@ -95,21 +97,15 @@ class _Globals(dict[str, Any]):
 def _with_steps(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """A class's own function, which finds our steps under the names it calls them by.
 
-    None where there are none, or where somebody else than transformers has wrapped it.
+    None where there are none, or where a program has wrapped it.
     """
-    function: Any = forward
-    while hasattr(function, "__wrapped__"):
-        if not function.__globals__["__name__"].startswith("transformers."):
-            return None
-        function = function.__wrapped__
-    if not inspect.isfunction(function):
+    if not is_theirs(forward):
         return None
+    function: Any = inspect.unwrap(forward)
     names = _STEPS.keys() & function.__code__.co_names & function.__globals__.keys()
     theirs = {name: function.__globals__[name] for name in names}
     steps = {
-        name: functools.partial(_STEPS[name][0], own)
-        for name, own in theirs.items()
-        if _compute_the_same(own, *_STEPS[name])
+        name: functools.partial(_STEPS[name], own) for name, own in theirs.items() if is_theirs(own)
     }
     if not steps:
         return None
@@ -228,65 +224,6 @@ def _causal_conv(
     return (out_BC if activation is None else F.silu(out_BC))[..., None]
 
 
-def _compute_the_same(
-    theirs: Callable[..., Any], step: Callable[..., Any], sample: Callable[[], dict[str, Tensor]]
-) -> bool:
-    """Whether a family's function differs from ours by roundings alone."""
-    results = []
-    for function in (inspect.unwrap(theirs), functools.partial(step, None)):
-        arguments = sample()
-        try:
-            result = function(**arguments)
-        except TypeError:  # it takes other arguments, or ours asks for it
-            return False
-        changed = [arguments[name] for name in ("state", "conv_state") if name in arguments]
-        results.append(result if isinstance(result, tuple) else (result, *changed))
-    return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in zip(*results, strict=True))
-
-
-def _random() -> Callable[..., Tensor]:
-    """Numbers of the type that states have, whatever torch's default is."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    return functools.partial(torch.rand, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def _delta_sample(*, by_channel: bool) -> dict[str, Any]:
-    """Arguments of ``_delta_rule``, with a key so short that it shows how its length is taken."""
-    random = _random()
-    shape = (2, 1, 3, 4)
-    query, key, value = random(3, *shape)
-    key[0] *= NORM_EPS**0.5
-    return {
-        **{"query": query, "key": key, "value": value, "initial_state": random(2, 3, 4, 4)},
-        **{"g": -random(shape if by_channel else shape[:3]), "beta": random(shape[:3])},
-        **{"output_final_state": True, "use_qk_l2norm_in_kernel": True},
-    }
-
-
-def _mamba2_sample() -> dict[str, Any]:
-    """Arguments of ``_mamba2``."""
-    random = _random()
-    batch, heads, groups, dim, num_states = 2, 4, 2, 3, 8
-    return {
-        **{"state": random(batch, heads, dim, num_states), "hidden_states": random(2, heads, dim)},
-        "dt": random(batch, heads, 1).expand(-1, -1, dim),
-        "A": (-random(heads))[:, None, None].expand(-1, dim, num_states),
-        **{"B": random(batch, groups, num_states), "C": random(batch, groups, num_states)},
-        "D": random(heads)[:, None].expand(-1, dim),
-        "dt_bias": random(heads)[:, None].expand(-1, dim),
-        **{"dt_softplus": True, "z": random(batch, heads, dim)},
-    }
-
-
-def _conv_sample() -> dict[str, Any]:
-    """Arguments of ``_causal_conv``."""
-    random = _random()
-    return {
-        **{"hidden_states": random(2, 3, 1), "conv_state": random(2, 3, 4)},
-        **{"weight": random(3, 4), "bias": random(3), "activation": "silu"},
-    }
-
-
 def _mamba2_scan(
     theirs: Callable[..., Any], hidden_states: Tensor, *args: Any, chunk_size: int, **options: Any
 ) -> Any:
@@ -301,19 +238,13 @@ def _mamba2_scan(
 
 
 _SCAN = "mamba2_chunk_scan"
-_STEPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
-    "torch_recurrent_gated_delta_rule": (
-        _delta_rule,
-        functools.partial(_delta_sample, by_channel=False),
-    ),
-    "recurrent_kimi_delta_attention": (
-        _delta_rule,
-        functools.partial(_delta_sample, by_channel=True),
-    ),
-    "mamba2_selective_state_update": (_mamba2, _mamba2_sample),
-    "causal_conv1d_update": (_causal_conv, _conv_sample),
+_STEPS: dict[str, Callable[..., Any]] = {
+    "torch_recurrent_gated_delta_rule": _delta_rule,
+    "recurrent_kimi_delta_attention": _delta_rule,
+    "mamba2_selective_state_update": _mamba2,
+    "causal_conv1d_update": _causal_conv,
 }
-"""What stands for transformers' functions, by their names, and arguments to compare both with."""
+"""What stands for transformers' functions, by their names."""
 
 
 def _are_packed(options: dict[str, Any]) -> bool:
@@ -344,3 +275,140 @@ def _can_change_in_place(state: Tensor, *parts: Tensor | None) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+MAX_TAPS = 8
+"""Of more taps torch's way was never compared."""
+PORTION = 2**16
+"""Values of the output that are summed at once: a prompt needs little memory beside the output."""
+
+
+def use_shifted_products(layer: torch.nn.Conv1d) -> None:
+    """Gives a depthwise layer a weight with which calls of ``conv1d`` are sums of shifted products.
+
+    The layer, its forward pass and its parameters' names stay. Other layers are left alone.
+    """
+    is_depthwise = layer.groups == layer.in_channels == layer.out_channels
+    if is_depthwise and type(layer.weight) is torch.nn.Parameter and _slow_types():
+        layer.weight = _DepthwiseWeight.of(layer.weight)
+
+
+def shifted_products(x_BCL: Tensor, taps_C1K: Tensor, bias_C: Tensor | None, pad: int) -> Tensor:
+    """A depthwise convolution with sums in fp32, which are rounded once.
+
+    Products of two values in half precision are exact in fp32, so that a position has the same
+    bits whatever the others are.
+
+    Args:
+        x_BCL: `[B, C, L]`, in bf16 or fp16.
+        taps_C1K: `[C, 1, K]` in the same type, of no more taps than padded positions.
+        bias_C: `[C]`, or None.
+        pad: zeros before the first position and after the last, fewer than taps.
+
+    Returns:
+        `[B, C, L + 2 * pad - K + 1]` in the type of `x`, laid out as it where that is by position.
+    """
+    batch, channels, length = x_BCL.shape
+    taps_KC1 = taps_C1K.float().permute(2, 0, 1).contiguous()
+    bias_C1 = None if bias_C is None else bias_C.float()[:, None]
+    size = length + 2 * pad - len(taps_KC1) + 1
+    portion = max(1, PORTION // max(1, batch * channels))
+    if size <= portion or needs_torch(x_BCL, taps_C1K, bias_C):
+        return _outputs(x_BCL, taps_KC1, bias_C1, pad, 0, size)
+    if x_BCL.stride(1) == 1:
+        y_BCN = x_BCL.new_empty(batch, size, channels).transpose(1, 2)
+    else:
+        y_BCN = x_BCL.new_empty(batch, channels, size)
+    for first in range(0, size, portion):
+        last = min(first + portion, size)
+        y_BCN[..., first:last] = _outputs(x_BCL, taps_KC1, bias_C1, pad, first, last)
+    return y_BCN
+
+
+def _outputs(
+    x_BCL: Tensor, taps_KC1: Tensor, bias_C1: Tensor | None, pad: int, first: int, last: int
+) -> Tensor:
+    """Positions `first` to `last` of the output."""
+    begin, end = first - pad, last - pad + len(taps_KC1) - 1
+    length, size = x_BCL.shape[-1], last - first
+    wide = x_BCL[..., max(begin, 0) : min(end, length)].float()
+    if begin < 0 or end > length:
+        wide = F.pad(wide, (max(-begin, 0), max(end - length, 0)))
+    if bias_C1 is None:
+        sums = wide[..., :size] * taps_KC1[0]
+    else:
+        sums = torch.addcmul(bias_C1, wide[..., :size], taps_KC1[0])
+    for tap in range(1, len(taps_KC1)):
+        sums.addcmul_(wide[..., tap : tap + size], taps_KC1[tap])
+    return sums.to(x_BCL.dtype)
+
+
+class _DepthwiseWeight(torch.nn.Parameter):
+    """Taps that somebody gives to ``torch.nn.functional.conv1d``: a layer, or a model's own code.
+
+    Families take the dimension of size one away and put it back on the way there.
+    """
+
+    @staticmethod
+    def of(weight: Tensor) -> torch.nn.Parameter:
+        own = weight.detach().as_subclass(cast(Any, _DepthwiseWeight))
+        return cast(torch.nn.Parameter, own.requires_grad_(weight.requires_grad))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        # torch's own way to leave subclasses aside: no exception can leave it switched on
+        call = torch._C._disabled_torch_function_impl
+        if func is F.conv1d:
+            return call(_conv1d, types, args, kwargs)
+        result = call(func, types, args, kwargs)
+        if func is Tensor.squeeze or func is Tensor.unsqueeze:
+            return result.as_subclass(cast(Any, cls))
+        return result
+
+
+def _conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    """``torch.nn.functional.conv1d``."""
+    pad = padding[0] if isinstance(padding, tuple) else padding
+    if (
+        weight.dtype not in _slow_types()
+        or {input.dtype, weight.dtype if bias is None else bias.dtype} != {weight.dtype}
+        or (input.ndim, weight.ndim) != (3, 3)
+        or weight.shape[:2] != (input.shape[1], 1)
+        or not isinstance(pad, int)
+        or not 0 <= pad < weight.shape[2] <= min(MAX_TAPS, input.shape[2] + 2 * pad)
+        or {*_sizes(stride), *_sizes(dilation)} != {1}
+        or groups != len(weight)
+        or not (input.is_cpu and weight.is_cpu)
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return F.conv1d(input, weight, bias, stride, padding, dilation, groups)
+    return shifted_products(input, weight, bias, pad)
+
+
+def _sizes(size: Any) -> Any:
+    return (size,) if isinstance(size, int) else size
+
+
+@functools.cache
+def _slow_types() -> frozenset[torch.dtype]:
+    """Those for which oneDNN has no convolutions on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return frozenset((torch.bfloat16, torch.float16))
+    ops = torch.ops.mkldnn
+    fast = {
+        torch.bfloat16: ops._is_mkldnn_bf16_supported(),
+        torch.float16: ops._is_mkldnn_fp16_supported(),
+    }
+    return frozenset(dtype for dtype, is_fast in fast.items() if not is_fast)

@@ -6,15 +6,14 @@ layers read their weights by our kernel; normalisations become one operation ins
 
 from __future__ import annotations
 
-import copy
-import inspect
 from typing import Any, TypeGuard, cast
 
 import torch
 
+from moe_runtime.inference.known_classes import norm_form
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.prepared import PreparedLinear, PreparedRMSNorm
-from moe_runtime.kernels.rms_norm import FORMS, NormForm, rms_norm, rms_norm_reference
+from moe_runtime.kernels.rms_norm import NormForm, rms_norm
 
 
 def use_small_batch_layers(model: torch.nn.Module) -> None:
@@ -22,20 +21,21 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
 
     A layer that is not known to compute just what its replacement computes is left alone.
     """
-    known_norms: dict[tuple[Any, ...], NormForm | None] = {}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if is_plain_linear(child):
                 setattr(module, name, SmallBatchLinear(child))
             elif type(child) is torch.nn.Conv1d:
-                from moe_runtime.inference.cpu.depthwise import use_shifted_products
-                from moe_runtime.inference.cpu.recurrent_steps import use_recurrent_steps
+                from moe_runtime.inference.cpu.recurrent_steps import (
+                    use_recurrent_steps,
+                    use_shifted_products,
+                )
 
                 use_shifted_products(child)
                 use_recurrent_steps(module)
             elif is_router(child):
                 child.weight = _SmallBatchWeight.of(cast(torch.nn.Parameter, child.weight))
-            elif (norm := as_rms_norm(child, known_norms)) is not None:
+            elif (norm := as_rms_norm(child)) is not None:
                 setattr(module, name, norm)
 
 
@@ -167,45 +167,11 @@ def is_router(module: Any) -> bool:
     return is_linear and type(module).__name__.endswith("Router")
 
 
-def as_rms_norm(
-    module: Any, known: dict[tuple[Any, ...], NormForm | None]
-) -> SmallBatchRMSNorm | None:
-    """The replacement of a module that computes just what ``rms_norm`` does, else None.
-
-    Families write normalisation in their own classes and forms, so the module is asked rather than
-    its name; ``known`` keeps the answers.
-    """
-    own = dict(module.named_parameters(recurse=False))
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if list(own) != ["weight"] or own["weight"].ndim != 1 or not isinstance(eps, float):
+def as_rms_norm(module: Any) -> SmallBatchRMSNorm | None:
+    """The replacement of a module that computes just what ``rms_norm`` does, else None."""
+    weight, form = module._parameters.get("weight"), norm_form(module)
+    if weight is None or form is None or "forward" in vars(module):
         return None
-    if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
-        return None
-    if len(inspect.signature(module.forward).parameters) != 1:  # it takes a gate too
-        return None
-    key = (type(module), own["weight"].shape[0], own["weight"].dtype, eps)
-    if key not in known:
-        known[key] = _form_of_norm(module, eps)
-    form = known[key]
-    return None if form is None else SmallBatchRMSNorm(module, eps, form)
-
-
-def _form_of_norm(module: Any, eps: float) -> NormForm | None:
-    """Of those that it may have in its type, the one it has in bf16, where roundings show it."""
-    sample = copy.deepcopy(module).cpu()
-    forms = _forms_of_norm(sample, eps)
-    narrow = _forms_of_norm(sample.bfloat16(), eps) if forms else []
-    return next((form for form in (*narrow, *forms) if form in forms), None)
-
-
-def _forms_of_norm(sample: Any, eps: float) -> list[NormForm]:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        sample.weight.normal_(generator=generator)
-        dim = len(sample.weight)
-        x = torch.randn(3 + 256 // dim, dim, generator=generator)
-        x[1] *= eps**0.5  # where the epsilon is added shows in rows whose mean square is near it
-        x = x.to(sample.weight.dtype)
-        expected = sample(x)
-        found = {form: rms_norm_reference(x, sample.weight, eps, form) for form in FORMS}
-    return [form for form in FORMS if torch.equal(expected, found[form])]
+    return SmallBatchRMSNorm(
+        module, next(vars(module)[n] for n in _EPS_NAMES if n in vars(module)), form
+    )

@@ -8,22 +8,27 @@ in several (`step_experts`).
 from __future__ import annotations
 
 import inspect
+import itertools
+import operator
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
-from moe_runtime.checkpoints.transformers_private import cache_name, cache_of
+from moe_runtime.checkpoints.transformers_private import (
+    CACHE_NAMES,
+    attention_name,
+    cache_name,
+    cache_of,
+)
 from moe_runtime.config import PrefetchMode
 from moe_runtime.inference.device.device_experts import DeviceExperts, Routed
-from moe_runtime.inference.device.recordings import put_first, recording_of
-from moe_runtime.inference.device.static_caches import StaticCaches
-from moe_runtime.inference.device.step_calls import StepCall, read_step
+from moe_runtime.inference.device.static_caches import StaticCaches, is_filled
 from moe_runtime.inference.device.step_experts import experts_of_step
-from moe_runtime.inference.device.structure import Structure, is_own, memory_of
+from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.memory.device.device import Device, GraphRecorder
 from moe_runtime.memory.device.device_store import DeviceStore
 
@@ -33,9 +38,13 @@ Forward = Callable[..., Any]
 class RecordedStep:
     """One step of a model, to be replayed with other tokens.
 
+    A server has one for each number of sequences that decode together, and `generate` one of its
+    own. They go together: an expert that one of them relied on, and that has left, was there for
+    the others.
+
     Attributes:
         key: of the calls that it stands for.
-        others: as of `CacheRecording`.
+        others: by their caches, those beside it, for as long as the caches live.
     """
 
     def __init__(
@@ -118,7 +127,7 @@ class RecordedStep:
 
     @property
     def cache(self) -> Any:
-        """As of `CacheRecording`."""
+        """Its cache; None where that is gone."""
         return self._cache()
 
     def replay(self, call: StepCall) -> Any:
@@ -251,3 +260,184 @@ class DecodeGraphs:
         store = self._modules[0].store
         assert isinstance(store, DeviceStore)
         return store
+
+
+_ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
+
+
+class CallKey(NamedTuple):
+    """What two calls have in common that one recording is good for."""
+
+    values: tuple[tuple[str, Any], ...]
+    tensors: tuple[Any, ...]
+    is_inference: bool
+
+
+class StepCall(NamedTuple):
+    """A call of a model.
+
+    Attributes:
+        key: of the call.
+        tensors: by their names, all but what is in the cache.
+        cache: the static cache.
+    """
+
+    key: CallKey
+    tensors: dict[str, torch.Tensor]
+    cache: Any
+
+    def arguments(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What the model is called with, but for the cache, with tensors of these names."""
+        return {**_nested(tensors), **dict(self.key.values)}
+
+
+def read_step(model: Any, kwargs: Mapping[str, Any]) -> StepCall | None:
+    """A call that can be recorded, or None."""
+    ids_B1, config = kwargs.get("input_ids"), model.config
+    cache = cache_of(kwargs)
+    if (
+        not isinstance(ids_B1, torch.Tensor)
+        or ids_B1.shape[1:] != (1,)
+        or not 0 < len(ids_B1) <= MAX_TOKENS
+        or not is_filled(cache)
+        or any(kwargs.get(name) for name in _ASKS_FOR_MORE)
+        or any(getattr(config, name, False) for name in _ASKS_FOR_MORE)
+        or not (config.return_dict if (kind := kwargs.get("return_dict")) is None else kind)
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled(ids_B1.device.type)
+        or model.training
+    ):
+        return None
+    tensors, values = {}, []
+    for name, value in kwargs.items():
+        if name in CACHE_NAMES:
+            continue
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        elif isinstance(value, dict) and all(isinstance(v, torch.Tensor) for v in value.values()):
+            tensors |= {f"{name}.{part}": tensor for part, tensor in value.items()}
+        elif value is None or isinstance(value, (bool, int)):
+            values.append((name, value))
+        else:
+            return None
+    kinds = tuple((name, t.shape, t.dtype, t.device) for name, t in tensors.items())
+    key = CallKey(tuple(values), kinds, torch.is_inference_mode_enabled())
+    return StepCall(key, tensors, cache)
+
+
+def _nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Arguments by name; those whose name has two parts are in a dictionary of the first."""
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        outer, _, inner = name.partition(".")
+        if inner:
+            found.setdefault(outer, {})[inner] = tensor
+        else:
+            found[name] = tensor
+    return found
+
+
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+
+
+class Structure:
+    """The modules of a model, their parameters and their settings."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Takes note of a model as it is."""
+        every = [*model.modules()]
+        members = [part for m in every for part in (m._parameters, m._buffers, m._modules)]
+        # those of the model itself are called around a recording
+        hooks = [part for m in every[1:] for part in (m._forward_hooks, m._forward_pre_hooks)]
+        self._members = [part for part in members if part]
+        self._empty = [part for part in members if not part] + hooks
+        self._model: Any = model
+        self._attention = attention_name(self._model)
+        # held, so that nothing else gets their names
+        self._held = [*self._now()]
+        self._weights = [p for p in self._held if type(p) is torch.nn.Parameter]
+        self._addresses = [*map(torch.Tensor.data_ptr, self._weights)]
+        # numbers that are part of a recording: how many are chosen, the scale of an adapter
+        inner = [m for m in every[1:] if not type(m).__module__.startswith("torch.nn.")]
+        own = [(vars(m), name) for m in inner for name in vars(m) if name not in _OF_MODULES]
+        parts = [owner[name] for owner, name in own]
+        own += [(part, name) for part in parts if type(part) is dict for name in part]
+        self._owners = [owner for owner, _ in own]
+        self._settings = [name for _, name in own]
+        self._values = [*map(dict.get, self._owners, self._settings)]
+        self._sized = [
+            *self._members,
+            *map(vars, every[1:]),
+            *(part for part in parts if isinstance(part, (dict, list))),
+        ]
+        self._sizes = [*map(len, self._sized)]
+
+    def holds(self) -> bool:
+        """Whether all are the same, where they were, and nobody looks into a module."""
+        return (
+            not any(self._empty)
+            and not torch.nn.modules.module._has_any_global_hook()
+            and [*map(len, self._sized)] == self._sizes
+            and all(map(operator.is_, self._now(), self._held))
+            and [*map(torch.Tensor.data_ptr, self._weights)] == self._addresses
+            and attention_name(self._model) == self._attention
+            and all(map(operator.is_, map(dict.get, self._owners, self._settings), self._values))
+        )
+
+    def _now(self) -> itertools.chain[Any]:
+        return itertools.chain.from_iterable(map(dict.values, self._members))
+
+
+def memory_of(cache: Any) -> list[int]:
+    """Where a static cache has its tensors: beams, for one, move them."""
+    return [
+        tensor.data_ptr()
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values, layer.cumulative_length)
+    ]
+
+
+def is_own(code: Any) -> bool:
+    """Whether a class or a function is of this package or of transformers, which leave a model as
+    it is while it generates."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] in ("moe_runtime", "transformers")
+
+
+_MOST_OTHERS = 16
+
+
+def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> Any:
+    """The recording of a cache, the store's from then on; None where there is none.
+
+    Those go that alone hold another cache, and those whose cache is gone.
+    """
+    first: RecordedStep | None = store.recorded
+    if first is None or (not first.others and first.cache is cache):
+        return first
+    there = [*first.others.values(), first]
+    left = [one for one in there if one.cache is not None and not one.keeps_other(cache, caches)]
+    if len(left) < len(there):
+        store.recorded = None
+        for recorded in left:
+            put_first(store, recorded)
+    for recorded in left:
+        if recorded.cache is cache:
+            put_first(store, recorded)
+            return recorded
+    return None
+
+
+def put_first(store: DeviceStore[Any], recorded: RecordedStep) -> None:
+    """Makes a recording the store's; the one before it stays beside it."""
+    before: RecordedStep | None = store.recorded
+    if before is recorded:
+        return
+    store.recorded, recorded.others = recorded, WeakKeyDictionary()
+    if before is None:
+        return
+    recorded.others, before.others = before.others, recorded.others
+    recorded.others.pop(recorded.cache, None)
+    if (cache := before.cache) is not None:
+        recorded.others[cache] = before
+    while len(recorded.others) > _MOST_OTHERS:
+        del recorded.others[next(iter(recorded.others))]

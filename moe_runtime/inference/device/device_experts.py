@@ -151,13 +151,7 @@ class DeviceExperts(OffloadedExperts):
         routed: Routed,
         launch: Callable[[], tuple[Residents, Found]],
     ) -> None:
-        """Queues everything that the sums of these tokens lack.
-
-        Args:
-            products: of the tokens.
-            routed: what the layer was called with.
-            launch: queues the residents; returns them, and what the host will know.
-        """
+        """Queues everything that the sums of these tokens lack."""
         store = self.store
         assert isinstance(store, DeviceStore)
         residents, found = launch()

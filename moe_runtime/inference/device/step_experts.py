@@ -12,13 +12,12 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from moe_runtime.inference.device.device_experts import DeviceExperts, Routed
-from moe_runtime.inference.device.recorded_layer import RecordedLayer
+from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
 from moe_runtime.kernels.expert_fetch import fetch_experts
 from moe_runtime.memory.device.device import Graph, GraphRecorder
 from moe_runtime.memory.device.device_store import DeviceStore, Residents
@@ -35,35 +34,32 @@ MOST_REFUSED = 8
 many of these it is looked whether all are there."""
 
 
-class StepExperts(Protocol):
+class StepExperts(ABC):
     """The experts of one step.
 
     Attributes:
         is_over: whether the next step is to be recorded anew.
+        is_one_graph: whether the host has probably nothing to do in the midst of the next step.
     """
 
-    is_over: bool
+    is_over = False
+    is_one_graph = True
 
-    @property
-    def is_one_graph(self) -> bool:
-        """Whether the host has probably nothing to do in the midst of the next step."""
-        ...
-
+    @abstractmethod
     def record(self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder) -> Any:
         """The sums of a layer's experts ``[T, D]``, which are computed in a replay."""
-        ...
 
+    @abstractmethod
     def end(self) -> None:
         """All layers are recorded, the last graph is not ended yet."""
-        ...
 
+    @abstractmethod
     def replay(self, last: Graph) -> bool:
         """Queues the step, whose last graph this is.
 
         Returns:
             Whether it is queued: not where experts are not where they have to be.
         """
-        ...
 
 
 def experts_of_step(
@@ -74,15 +70,7 @@ def experts_of_step(
     *,
     reads_ahead: bool,
 ) -> StepExperts:
-    """How a step is to be recorded now.
-
-    Args:
-        store: of the experts.
-        modules: all layers.
-        num_choices: experts of a token.
-        num_tokens: of the step.
-        reads_ahead: whether experts may be read that nobody has asked for.
-    """
+    """How a step is to be recorded now."""
     # their stacks are made now: not what is recorded
     found = {m.layer: store.with_residents(m.layer, lambda r: r.stack) for m in modules}
     if all(map(_is_quiet, modules)) and all(each.are_all for each in found.values()):
@@ -132,45 +120,36 @@ def _is_quiet(experts: DeviceExperts) -> bool:
     return not listens and experts.store is not None and experts.store.listener is None
 
 
-class _OneGraph(ABC):
+class _OneGraph(StepExperts):
     """What has nothing to ask the host within a step, which hears of the choices afterwards."""
-
-    is_over = False
 
     def __init__(self, store: DeviceStore[Any], modules: Sequence[DeviceExperts]) -> None:
         self._store, self._modules = store, modules
         self._ids: list[torch.Tensor] = []
         self._ids_LTK: torch.Tensor | None = None
 
-    @property
-    def is_one_graph(self) -> bool:
-        """As ``StepExperts.is_one_graph``."""
-        return True
-
     def end(self) -> None:
-        """As ``StepExperts.end``."""
         self._ids_LTK = torch.stack(self._ids) if self._ids else None
 
     def replay(self, last: Graph) -> bool:
-        """As ``StepExperts.replay``."""
         if not all(map(_is_quiet, self._modules)):
             self.is_over = True
             return False
-        found = self._launch(last)
-        if found is not None and self._ids_LTK is not None:
+        count = self._launch(last)
+        if count is not None and self._ids_LTK is not None:
             ids_LTK = self._ids_LTK.to(torch.int32, copy=True)
             ids_LTK, copied = self._store.device.download(ids_LTK, is_kept=True)
-            self._store.count_later(copied, self._counting(found, ids_LTK))
-        return found is not None
+            self._store.count_later(copied, partial(count, ids_LTK))
+        return count is not None
 
     @abstractmethod
-    def _launch(self, last: Graph) -> Any:
-        """Queues the step; None where it cannot be."""
+    def _launch(self, last: Graph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
+        """Queues the step; None where it cannot be.
 
-    @abstractmethod
-    def _counting(self, found: Any, ids_LTK: torch.Tensor) -> Callable[[], Sequence[ExpertKey]]:
-        """As ``used`` of ``DeviceStore.count_later``, without this recording, whose memory may be
-        given up before."""
+        Returns:
+            What ``used`` of ``DeviceStore.count_later`` is of the choices ``[L, T, K]``, without
+            this recording, whose memory may be given up before.
+        """
 
 
 class ResidentExperts(_OneGraph):
@@ -188,19 +167,14 @@ class ResidentExperts(_OneGraph):
     def record(
         self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder
     ) -> torch.Tensor:
-        """As ``StepExperts.record``."""
         products = experts.products(routed)
         products.add(self._residents[experts.layer].stack)
         self._ids.append(routed.ids_TK)
         return products.sums()
 
-    def _launch(self, last: Graph) -> Any:
-        is_queued = self._store.with_same_residents(self._residents, last.replay)
-        self.is_over = not is_queued
-        return True if is_queued else None
-
-    def _counting(self, found: Any, ids_LTK: torch.Tensor) -> Callable[[], Sequence[ExpertKey]]:
-        return partial(_used, self._modules, ids_LTK)
+    def _launch(self, last: Graph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
+        self.is_over = not self._store.with_same_residents(self._residents, last.replay)
+        return None if self.is_over else partial(_used, self._modules)
 
 
 class FetchedExperts(_OneGraph):
@@ -218,15 +192,9 @@ class FetchedExperts(_OneGraph):
         self._tables, self._reads_ahead = tables, reads_ahead
         self._num_refused = 0
 
-    @property
-    def is_one_graph(self) -> bool:
-        """As ``StepExperts.is_one_graph``: not while experts are found in neither memory."""
-        return self._num_refused == 0
-
     def record(
         self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder
     ) -> torch.Tensor:
-        """As ``StepExperts.record``."""
         assert self._store.stacks is not None, "the layer has a stack"
         places, products = self._tables.layers[experts.layer], experts.products(routed)
         slots_E = self._tables.slots_E[: experts.num_experts]
@@ -240,22 +208,22 @@ class FetchedExperts(_OneGraph):
         self._ids.append(routed.ids_TK)
         return products.sums()
 
-    def _launch(self, last: Graph) -> Mapping[int, Residents] | None:
+    def _launch(self, last: Graph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
         found = self._tables.launch(last.replay)
         self._num_refused = 0 if found is not None else self._num_refused + 1
+        self.is_one_graph = found is not None
         self.is_over = self._num_refused >= MOST_REFUSED
         if found is None and self._reads_ahead:
             read_rest(self._store, _all_keys(self._modules))
-        return found
+        return (
+            None if found is None else partial(_count_fetched, self._tables, self._modules, found)
+        )
 
-    def _counting(self, found: Any, ids_LTK: torch.Tensor) -> Callable[[], Sequence[ExpertKey]]:
-        return partial(_count_fetched, self._tables, self._modules, found, ids_LTK)
 
-
-class ExpertsInParts:
+class ExpertsInParts(StepExperts):
     """What a layer lacks is queued between two graphs."""
 
-    is_over = False
+    is_one_graph = False
 
     def __init__(
         self,
@@ -276,23 +244,15 @@ class ExpertsInParts:
     def record(
         self, experts: DeviceExperts, routed: Routed, recorder: GraphRecorder
     ) -> torch.Tensor:
-        """As ``StepExperts.record``."""
         tables_2E = self._tables[experts.layer]
         self._layers.append(RecordedLayer(experts, routed, recorder, tables_2E))
         return self._layers[-1].sums()
 
-    @property
-    def is_one_graph(self) -> bool:
-        """As ``StepExperts.is_one_graph``."""
-        return False
-
     def end(self) -> None:
-        """As ``StepExperts.end``."""
         for layer, following in itertools.pairwise(self._layers):
             layer.following = following
 
     def replay(self, last: Graph) -> bool:
-        """As ``StepExperts.replay``."""
         self._layers[0].prepare()
         are_all = [layer.replay() for layer in self._layers]
         last.replay()
@@ -331,3 +291,85 @@ def _used(modules: Sequence[DeviceExperts], ids_LTK: torch.Tensor) -> list[Exper
         return [key for m, (ids,) in layers for key in m.keys_of(dict.fromkeys(ids))]
     layers = zip(modules, ids_LTK, strict=True)
     return [key for m, ids_TK in layers for key in m.keys_of(m.rows_of(ids_TK))]
+
+
+class RecordedLayer:
+    """The experts of one layer in a recorded step, to which missing ones are added.
+
+    Attributes:
+        sums: queues the sums of all experts.
+        takes_rows: as of `SlottedProducts`.
+        arrived_E: where the slots are of those that arrived.
+        following: the next layer, which is prepared while the device computes this one.
+    """
+
+    following: RecordedLayer | None = None
+
+    def __init__(
+        self,
+        experts: DeviceExperts,
+        routed: Routed,
+        recorder: GraphRecorder,
+        tables_2E: torch.Tensor,
+    ) -> None:
+        """Records the residents and those that arrive, whoever they will be.
+
+        Args:
+            experts: of the layer.
+            routed: what the layer is called with.
+            recorder: of the step; the part before the sums is ended.
+            tables_2E: slots of residents and of those that arrived, filled before a replay.
+        """
+        assert isinstance(experts.store, DeviceStore)
+        assert experts.store.stacks is not None, "the layer has a stack"
+        self._experts, self._routed, self._store = experts, routed, experts.store
+        self._residents_E, self.arrived_E = tables_2E
+        self._listed: Residents | None = None
+        self._products = experts.products(routed)
+        self.sums, self.takes_rows = self._products.sums, self._products.takes_rows
+        self.give = self._products.give
+        stack_over = partial(experts.store.stacks.stack_over, experts.layer)
+        may_plan = experts.misses is not None and self.takes_rows
+        self._told = recorder.tell(routed.ids_TK, *[routed.hidden_TD][:may_plan])
+        self._is_counted = True
+        self._products.add(stack_over(self._residents_E))
+        self._at_once = recorder.cut()
+        self._products.add(stack_over(self.arrived_E))
+        self._arrivals = recorder.cut()
+
+    def add(self, experts: Any) -> None:
+        """As `SlottedProducts.add`, for experts that have arrived, whose slots are in a table."""
+        self._arrivals.replay()
+
+    def replay(self) -> bool:
+        """Replays the part with this layer's choices and residents, and queues what it lacks.
+
+        Returns:
+            Whether the whole layer was resident.
+        """
+        self._experts.complete(self, self._routed, self._launch)
+        return self._listed is not None and self._listed.are_all
+
+    def prepare(self) -> None:
+        """To be called before each replay: forgets the choices of the step before."""
+        self._told.settle()
+        if not self._is_counted:
+            self._store.count_behind(self._told)
+        self._told.forget()
+        self._is_counted = False
+
+    def _launch(self) -> tuple[Residents, Found]:
+        residents = self._store.with_residents(self._experts.layer, self._list_and_replay)
+        if self.following is not None:
+            self.following.prepare()
+        return residents, self._experts.found(self, self._routed, self._told, self._used)
+
+    def _used(self) -> list[ExpertKey]:
+        self._is_counted = True
+        return self._experts.keys_of_rows(self._told.numbers)
+
+    def _list_and_replay(self, residents: Residents) -> None:
+        if residents is not self._listed:
+            self._store.device.upload(residents.slots, self._residents_E)
+            self._listed = residents
+        self._at_once.replay()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.inference.hugging_face.gate_formulas import recognise_activation
+from moe_runtime.inference.known_classes import recognise_activation
 from moe_runtime.kernels.expert_mlp import QuantizedExperts, StackedExperts, expert_mlp
 from moe_runtime.kernels.quantized import (
     SCALES,

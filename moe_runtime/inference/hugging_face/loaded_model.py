@@ -23,7 +23,6 @@ from moe_runtime.checkpoints.absent import (
 from moe_runtime.checkpoints.transformers_private import attention_name, has_adapters
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.cpu.attention import ATTENTION
-from moe_runtime.inference.hugging_face.transforms import refuse_tracing, require_plain_call
 from moe_runtime.inference.steps import Steps
 from moe_runtime.inference.token_limit import limit_batching, limit_generation
 from moe_runtime.memory.source import FileVersion
@@ -42,13 +41,6 @@ def as_loaded_model(
     """Makes a model with offloaded experts one that knows what cannot be asked of it.
 
     Its class becomes a subclass of its own class, under the same name.
-
-    Args:
-        model: the model.
-        folder: the checkpoint that its experts are in.
-        versions: of the files that its experts are read from.
-        steps: what holds around its forward passes.
-        max_tokens: tokens that memory was set aside for.
     """
     kind = type(model)
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -264,3 +256,48 @@ def _require_something_to_train(model: Any, args: Any, kwargs: Mapping[str, Any]
             "parameters beside the experts, add adapters to them with PEFT, or train experts with "
             "`moe-runtime finetune`; to measure the loss alone, call eval() first"
         )
+
+
+_FUNCTORCH: Any = torch._C._functorch  # type: ignore[attr-defined]
+_INSTEAD = {
+    "Vmap": "call it on a batch",
+    "Grad": "use backward() or torch.autograd.grad",
+    "Jvp": "use backward() or torch.autograd.grad",
+}
+"""By torch's name of a transform, what to do in its place."""
+
+_TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
+"""Under which torch passes around tensors without content."""
+
+
+def require_plain_call() -> None:
+    """Refuses a call whose tensors have no content that a kernel could read.
+
+    Raises:
+        UnsupportedUseError: torch traces, or a transform of ``torch.func`` is under way.
+    """
+    if torch._C._get_tracing_state() is not None:
+        refuse_tracing("torch.jit.trace")
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
+        refuse_tracing("a tracer of torch (make_fx, fake tensors)")
+    transform = _FUNCTORCH.peek_interpreter_stack()
+    if transform is not None:
+        name = transform.key().name
+        instead = _INSTEAD.get(name, "call it outside of the transform")
+        raise UnsupportedUseError(
+            f"torch.func cannot transform a loaded model ({name.lower()}), since its experts come "
+            f"and go: {instead}"
+        )
+
+
+def refuse_tracing(who: str) -> NoReturn:
+    """Says that no graph of a loaded model can be made.
+
+    Raises:
+        UnsupportedUseError: always.
+    """
+    raise UnsupportedUseError(
+        f"{who} cannot follow a loaded model, since its experts come and go: use torch.compile, "
+        "which makes graphs between them, or give it the model that from_pretrained of "
+        "transformers has in memory"
+    )

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint, require_plain
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import TensorsOf
-from moe_runtime.checkpoints.export import LikeCheckpoint, write_index
+from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.model_files import QUANTIZATION_FILE
-from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
-from moe_runtime.checkpoints.plain import require_plain
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.safetensors_index import write_index
 from moe_runtime.checkpoints.settings_check import QUANTIZATION_NAMES
 from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.errors import CheckpointError, UnsupportedUseError
@@ -167,18 +168,13 @@ def _exporter_for(
     experts = map_experts(bare, checkpoint)
     if checkpoint.runs is None:
         return experts, LikeCheckpoint(bare, checkpoint, experts), nullcontext()
-    from moe_runtime.checkpoints.packing.unpacking import as_plain, unpacked
+    from moe_runtime.checkpoints.export import as_plain, unpacked
 
     return experts, LikeCheckpoint(bare, *as_plain(bare, checkpoint, experts)), unpacked(experts)
 
 
 def _copy_quantization(source: Path, folder: Path) -> None:
-    """Says of quantised weights in one folder what is said in another.
-
-    Args:
-        source: a checkpoint.
-        folder: with a configuration of the same model.
-    """
+    """Says of quantised weights in one folder what is said in another."""
     files = source / "config.json", folder / "config.json"
     said, config = (parse_object(file.read_bytes(), has_infinity=True) for file in files)
     for name in QUANTIZATION_NAMES:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.prediction.gates import find_gates
+from moe_runtime.inference.prediction.predictors import find_gates
 from moe_runtime.inference.steps import LayerRouting, Listener
 from moe_runtime.policies.prediction import HiddenLookahead, NextGate, Routes, Shape
 from moe_runtime.policies.prediction.base import shape_of
@@ -25,11 +25,6 @@ def record_hidden(
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Routes, np.ndarray]:
     """Runs a model that ``load`` returned over texts and keeps what each layer's gate was given.
-
-    Args:
-        model: the model.
-        windows: token ids; each is a sequence of its own.
-        progress: called with the number of windows done.
 
     Returns:
         The routes, and ``[T, L, D]`` float16.

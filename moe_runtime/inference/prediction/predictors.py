@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
 from moe_runtime.config import nearest
-from moe_runtime.inference import options
+from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.policies.prediction import NEED_TRAINING, PREDICTORS, make_estimator
-from moe_runtime.policies.prediction.base import shape_of
+from moe_runtime.policies.prediction.base import Shape, shape_of
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
@@ -28,7 +32,9 @@ def check_predictor(predictor: str | Path) -> None:
         ValueError: no predictor has this name, or the one that has it must be trained first.
     """
     if is_file_name(predictor):
-        options.read_predictor_signature(predictor)
+        from moe_runtime.lab.traces.learned import read_predictor_signature
+
+        read_predictor_signature(predictor)
     elif predictor not in PREDICTORS:
         raise ValueError(
             f"unknown predictor {predictor!r}: {nearest(str(predictor), PREDICTORS)}; "
@@ -44,16 +50,14 @@ def check_predictor(predictor: str | Path) -> None:
 def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Estimator:
     """The estimator that a caller named: trained, from a file, or one that needs no training.
 
-    Args:
-        predictor: a predictor's name, or the file of a trained one.
-        signature: what a trained predictor must have been trained for.
-
     Raises:
         CheckpointError: the file cannot be used, or belongs to another model.
         ValueError: no predictor has this name.
     """
     if is_file_name(predictor):
-        return options.read_predictor(predictor, signature)
+        from moe_runtime.lab.traces.learned import read_predictor
+
+        return read_predictor(predictor, signature)
     return make_estimator(str(predictor), shape_of(signature))
 
 
@@ -65,3 +69,59 @@ def learned_bytes(predictor: str | Path, estimator: Estimator) -> int:
     if not is_file_name(predictor):
         return 0
     return sum(array.nbytes for array in estimator.state().values())
+
+
+def find_gate(
+    model: torch.nn.Module, block_name: str, shape: Shape
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A layer's gate: weight ``[E, D]`` and bias ``[E]``, if it has one.
+
+    A gate is the module beside the experts, or a part of one, whose weight has a row for every
+    expert.
+
+    Raises:
+        UnsupportedModelError: the layer has no such module.
+    """
+    gates = [
+        (weight, getattr(part, "bias", None))
+        for child in model.get_submodule(block_name).children()
+        for part in (child, *child.children())
+        if isinstance(weight := getattr(part, "weight", None), torch.Tensor)
+        and weight.ndim == 2
+        and len(weight) == shape.num_experts
+    ]
+    if len(gates) != 1:
+        raise UnsupportedModelError(
+            f"{block_name}: found no gate with {shape.num_experts} rows beside the experts; use a "
+            "predictor that needs routing only, such as running-counts"
+        )
+    weight, bias = gates[0]
+    if isinstance(bias, torch.Tensor) and bias.shape == (shape.num_experts,):
+        return weight.detach(), bias.detach()
+    return weight.detach(), None
+
+
+def find_gates(
+    model: torch.nn.Module, block_names: Sequence[str], shape: Shape
+) -> tuple[np.ndarray, np.ndarray]:
+    """Copies of all gates, to train with: weights ``[L, E, D]`` and biases ``[L, E]``, float32.
+
+    Raises:
+        UnsupportedModelError: a layer has no gate, or the gates differ in width.
+    """
+    found = [find_gate(model, name, shape) for name in block_names]
+    if len({weight.shape for weight, _ in found}) != 1:
+        raise UnsupportedModelError("the gates of this model differ in width between layers")
+    no_bias = np.zeros(shape.num_experts, dtype=np.float32)
+    biases = [no_bias if bias is None else as_numpy(bias) for _, bias in found]
+    return np.stack([as_numpy(weight) for weight, _ in found]), np.stack(biases)
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The same values; integers of 64 bits as they are, all others as float32."""
+    # each of these costs as much as a small gate, even where it has nothing to do
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype is not torch.float32 and tensor.dtype is not torch.int64:
+        tensor = tensor.float()
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor.cpu().numpy()

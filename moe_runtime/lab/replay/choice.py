@@ -8,7 +8,7 @@ from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.format import Trace
 from moe_runtime.lab.traces.workload import Workload, workload_of
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
-from moe_runtime.policies.eviction.setting import Events, PolicyChoice
+from moe_runtime.policies.eviction.base import Events, PolicyChoice
 from moe_runtime.policies.prediction import (
     Estimator,
     PreviousToken,

@@ -29,16 +29,27 @@ class Recall:
             layer so far before it.
         at_2k: ``[L]`` the same among the 2K likeliest.
         mass_at_2k: ``[L]`` share of the gate weights that fell on the 2K likeliest.
-        mean_at_k, mean_at_2k, mean_mass_at_2k: means over the layers that have a value.
     """
 
     distance: int
     at_k: np.ndarray
     at_2k: np.ndarray
     mass_at_2k: np.ndarray
-    mean_at_k: float
-    mean_at_2k: float
-    mean_mass_at_2k: float
+
+    @property
+    def mean_at_k(self) -> float:
+        """The mean of ``at_k`` over the layers that have a value."""
+        return float(np.nanmean(self.at_k))
+
+    @property
+    def mean_at_2k(self) -> float:
+        """Of ``at_2k``."""
+        return float(np.nanmean(self.at_2k))
+
+    @property
+    def mean_mass_at_2k(self) -> float:
+        """Of ``mass_at_2k``."""
+        return float(np.nanmean(self.mass_at_2k))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +151,8 @@ class _Score:
         self._estimator = estimator
         self._shape = routes.shape
         self._distances = tuple(distances)
-        sizes = (len(self._distances), routes.shape.num_layers)
-        self._visited = np.zeros(sizes)
-        self._found_k = np.zeros(sizes)
-        self._found_2k = np.zeros(sizes)
-        self._mass = np.zeros(sizes)
-        self._found_mass = np.zeros(sizes)
+        # found among K, among 2K, visited; gate mass found among 2K, gate mass
+        self._sums = np.zeros((len(self._distances), routes.shape.num_layers, 5))
         self._bins = np.zeros((3, CALIBRATION_BINS))
         self._call_s = 0.0
         self._num_tokens = 0
@@ -171,12 +178,13 @@ class _Score:
         mass_BE = mass_BE[:, :-1]
         ranked = np.argsort(-chance_BE, axis=1, kind="stable")[:, : 2 * shape.top_k]
         found_BW = np.take_along_axis(visited_BE, ranked, axis=1)
-        at = (place, layer)
-        self._visited[at] += visited_BE.sum()
-        self._found_k[at] += found_BW[:, : shape.top_k].sum()
-        self._found_2k[at] += found_BW.sum()
-        self._mass[at] += mass_BE.sum()
-        self._found_mass[at] += np.take_along_axis(mass_BE, ranked, axis=1).sum()
+        self._sums[place, layer] += (
+            found_BW[:, : shape.top_k].sum(),
+            found_BW.sum(),
+            visited_BE.sum(),
+            np.take_along_axis(mass_BE, ranked, axis=1).sum(),
+            mass_BE.sum(),
+        )
         if place == 0:
             bins = np.minimum((chance_BE * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
             for row, values in enumerate((chance_BE, visited_BE, np.ones_like(chance_BE))):
@@ -204,22 +212,17 @@ class _Score:
         )
 
     def _recall(self, place: int) -> Recall:
-        at_k = _share(self._found_k[place], self._visited[place])
-        at_2k = _share(self._found_2k[place], self._visited[place])
-        mass = _share(self._found_mass[place], self._mass[place])
+        found_k, found_2k, visited, found_mass, mass = self._sums[place].T
         return Recall(
             distance=self._distances[place],
-            at_k=at_k,
-            at_2k=at_2k,
-            mass_at_2k=mass,
-            mean_at_k=float(np.nanmean(at_k)),
-            mean_at_2k=float(np.nanmean(at_2k)),
-            mean_mass_at_2k=float(np.nanmean(mass)),
+            at_k=_share(found_k, visited),
+            at_2k=_share(found_2k, visited),
+            mass_at_2k=_share(found_mass, mass),
         )
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return np.divide(part, whole, out=np.full_like(part, np.nan), where=whole > 0)
+    return np.divide(part, whole, out=np.full(len(part), np.nan), where=whole > 0)
 
 
 def _time_one_call(estimator: Estimator, contexts: Contexts) -> float:

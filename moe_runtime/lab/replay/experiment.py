@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moe_runtime.config import nearest
-from moe_runtime.lab.replay.link_model import Machine
-from moe_runtime.lab.replay.timed import TimedReplay, replay_timed
+from moe_runtime.lab.replay.timed import Machine, TimedReplay, replay_timed
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.routes import routes_of
 from moe_runtime.lab.traces.workload import Workload
@@ -18,7 +17,7 @@ from moe_runtime.policies.eviction import (
     make_global_policy,
     make_policy,
 )
-from moe_runtime.policies.eviction.setting import Events
+from moe_runtime.policies.eviction.base import Events
 from moe_runtime.policies.prediction import (
     PREDICTORS,
     Estimator,

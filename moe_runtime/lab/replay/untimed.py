@@ -8,8 +8,8 @@ import numpy as np
 
 from moe_runtime.lab.traces.workload import Workload
 from moe_runtime.policies.eviction import EvictionPolicy
+from moe_runtime.policies.eviction.base import Events
 from moe_runtime.policies.eviction.compiled import NEED_GATES, count_hits
-from moe_runtime.policies.eviction.setting import Events
 from moe_runtime.types import ExpertKey
 
 MakePolicy = Callable[[Events], EvictionPolicy[ExpertKey]]
@@ -85,55 +85,42 @@ def replay_demand(
             are asked.
     """
     bounds = [*(workload.sequence_starts if reset_per_sequence else [0]), workload.num_events]
-    if sizes is not None:
-        return _weigh_loads(workload, make_policy, num_slots, bounds, sizes)
-    counted = _follow_rule(workload, make_policy(workload.keys), num_slots, bounds)
+    counted = None
+    if sizes is None:
+        counted = _follow_rule(workload, make_policy(workload.keys), num_slots, bounds)
     if counted is not None:
         return DemandReplay(workload, counted)
-    return ask_policy(workload, make_policy, num_slots, bounds)
+    return ask_policy(workload, make_policy, num_slots, bounds, sizes)
 
 
 def ask_policy(
-    workload: Workload, make_policy: MakePolicy, num_slots: int, bounds: Sequence[int]
-) -> DemandReplay:
-    """Serves all events with policy objects, a new one from each of the bounds to the next."""
-    hits: list[int] = []
-    for start, stop in itertools.pairwise(bounds):
-        events = workload.keys[start:stop]
-        policy = make_policy(events)
-        if policy.needs_no_events or not policy.watcher:
-            hits.extend(policy.access_all(events, num_slots))
-            continue
-        watcher, access = policy.watcher, policy.access
-        for number, (begins, routed) in enumerate(workload.routing(start, stop), start):
-            if begins is not None:
-                workload.begin(number, begins, [watcher])
-            watcher.observe(routed)
-            hits.append(access(workload.keys[number], num_slots))
-    return DemandReplay(workload, np.array(hits, dtype=np.int64))
-
-
-def _weigh_loads(
     workload: Workload,
     make_policy: MakePolicy,
     num_slots: int,
     bounds: Sequence[int],
-    sizes: Mapping[ExpertKey, int],
+    sizes: Mapping[ExpertKey, int] | None = None,
 ) -> DemandReplay:
-    """``ask_policy``, event by event, adding up the bytes of what was not held."""
+    """Serves all events with policy objects, a new one from each of the bounds to the next."""
     hits: list[int] = []
     loaded_bytes = 0
     for start, stop in itertools.pairwise(bounds):
-        policy = make_policy(workload.keys[start:stop])
+        events = workload.keys[start:stop]
+        policy = make_policy(events)
+        watcher, access = policy.watcher, policy.access
+        if not watcher and sizes is None:
+            hits += [access(keys, num_slots) for keys in events]
+            continue
         for number, (begins, routed) in enumerate(workload.routing(start, stop), start):
             keys = workload.keys[number]
-            if policy.watcher and begins is not None:
-                workload.begin(number, begins, [policy.watcher])
-            if policy.watcher:
-                policy.watcher.observe(routed)
-            loaded_bytes += sum(sizes[key] for key in keys if key not in policy)
-            hits.append(policy.access(keys, num_slots))
-    return DemandReplay(workload, np.array(hits, dtype=np.int64), loaded_bytes)
+            if watcher:
+                if begins is not None:
+                    workload.begin(number, begins, [watcher])
+                watcher.observe(routed)
+            if sizes is not None:
+                loaded_bytes += sum(sizes[key] for key in keys if key not in policy)
+            hits.append(access(keys, num_slots))
+    found = np.array(hits, dtype=np.int64)
+    return DemandReplay(workload, found, None if sizes is None else loaded_bytes)
 
 
 def _follow_rule(

@@ -7,8 +7,7 @@ import numpy as np
 
 from moe_runtime.lab.replay.evaluation import Evaluation, evaluate
 from moe_runtime.lab.replay.experiment import Experiment, Row, run_experiment
-from moe_runtime.lab.replay.link_model import Machine
-from moe_runtime.lab.replay.timed import TimedReplay
+from moe_runtime.lab.replay.timed import Machine, TimedReplay
 from moe_runtime.lab.report.measures import (
     expert_loads,
     popularity_curves,

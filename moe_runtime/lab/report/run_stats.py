@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import read_bounded
 from moe_runtime.lab.report.charts import BYTE_COLOURS, stacked_bars
-from moe_runtime.reading import read_bounded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

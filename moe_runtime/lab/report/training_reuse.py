@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_runtime.lab.record_tiers import TierReplay, replay_tiers
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.planning.record_tiers import TierReplay, replay_tiers
 from moe_runtime.types import ExpertKey
 
 HOME_SHARES = (0.125, 0.25, 0.5, 0.75)

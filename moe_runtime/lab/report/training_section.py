@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moe_runtime.lab.record_tiers import TIER_CHANGE_MARGIN, TIER_CHANGE_STEPS
 from moe_runtime.lab.report.page import Section, Table
 from moe_runtime.lab.report.style import INK, SERIES, drawing
 from moe_runtime.lab.report.training_reuse import TrainingReuse
-from moe_runtime.planning.record_tiers import TIER_CHANGE_MARGIN, TIER_CHANGE_STEPS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ after all of them); what is left of the backbone hides the way back.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_runtime.lab.simulate.events import TaskGraph
+from moe_runtime.lab.simulate.layer_simulation import TaskGraph
 
 _COMPUTE, _LINK_THERE, _LINK_BACK = range(3)
 

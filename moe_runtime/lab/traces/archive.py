@@ -6,6 +6,7 @@ member, before anything is allocated; nothing is ever unpickled.
 """
 
 import contextlib
+import json
 import math
 import os
 import zipfile
@@ -18,7 +19,7 @@ import numpy as np
 from moe_runtime.config import format_bytes
 from moe_runtime.digests import ZIP_DAMAGE
 from moe_runtime.errors import CheckpointError
-from moe_runtime.reading import open_regular
+from moe_runtime.files import open_regular
 
 _MAX_NPY_HEADER_BYTES = 4096
 
@@ -92,6 +93,18 @@ class Archive:
             raise CheckpointError(f"{self.path}: cannot be read: {error}") from error
         except ZIP_DAMAGE as error:
             raise CheckpointError(f"{self.path}: array {name!r} is damaged: {error}") from error
+
+    def read_json(self, name: str, *, max_bytes: int, what: str) -> Any:
+        """Reads an array of bytes that are JSON.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or not JSON; ``what`` says what it is.
+        """
+        raw = self.read(name, np.dtype("|u1"), max_bytes=max_bytes)
+        try:
+            return json.loads(raw.tobytes())
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: {what} is not JSON: {error}") from None
 
     def _read_member(self, member: zipfile.ZipInfo, dtype: np.dtype[Any]) -> np.ndarray:
         with self._zip.open(member) as file:

@@ -1,5 +1,9 @@
 """The trace file: one ``.npz`` without pickles, described array by array in docs/trace-format.md.
 
+The journal of a recording holds blocks of finished steps, so that a crash costs only the last one.
+A block is the length of what follows (8 bytes), its CRC-32 (4 bytes), both little-endian, and a
+whole trace file with the steps since the block before.
+
 Legend: S steps, T tokens over all steps, L Mixture-of-Experts layers, K experts a token visits.
 """
 
@@ -7,7 +11,9 @@ import dataclasses
 import io
 import json
 import os
-from collections.abc import Iterator
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,10 +22,8 @@ import numpy as np
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, named_failure
-from moe_runtime.file_names import draft_of
-from moe_runtime.files import write_atomically
+from moe_runtime.files import OutputFile, draft_of, open_regular, write_atomically
 from moe_runtime.lab.traces.archive import Archive
-from moe_runtime.lab.traces.journal import is_journal, whole_blocks
 from moe_runtime.types import ModelSignature
 
 TRACE_FORMAT = "moe-runtime-trace"
@@ -31,6 +35,9 @@ PHASES = ("prefill", "decode", "train")
 
 _MAX_HEADER_BYTES = 1 << 16
 _DEFAULT_MAX_BYTES = 16 << 30
+_MAGIC = b"MOETRACE"
+_FRAME = struct.Struct("<QI")
+_MAX_BLOCK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,6 +108,24 @@ class Trace:
                 "was recorded"
             )
 
+    def record(self, layer: int, expert_ids: np.ndarray, weights: np.ndarray) -> None:
+        """Notes where a layer sent all tokens.
+
+        A choice of no expert, and one whose weight is no finite number from 0 on (a model that
+        diverged), was not recorded.
+
+        Args:
+            layer: index among the Mixture-of-Experts layers.
+            expert_ids: ``[T, K]``, or fewer columns; -1 for a choice of no expert.
+            weights: of the same shape.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            gates = weights.astype(np.float16)
+            is_choice = (expert_ids >= 0) & (gates >= 0) & (gates < np.inf)
+        width = expert_ids.shape[1]
+        self.expert_ids[:, layer, :width] = np.where(is_choice, expert_ids, self.absent)
+        self.gate_weights[:, layer, :width] = np.where(is_choice, gates, np.float16(0))
+
     def steps(self, first: int, stop: int) -> "Trace":
         """The steps from ``first`` up to, not including, ``stop``, as a trace of their own."""
         rows = slice(int(self.step_start[first]), int(self.step_start[stop]))
@@ -143,24 +168,54 @@ def absent_id(dtype: np.dtype[Any]) -> int:
     return int(np.iinfo(dtype).max)
 
 
-def as_recorded(
-    expert_ids: np.ndarray, weights: np.ndarray, absent: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Choices as a trace holds them.
+def one_step(
+    signature: ModelSignature,
+    *,
+    phase: str,
+    requests: np.ndarray,
+    token_ids: np.ndarray,
+    positions: np.ndarray,
+    update: int | None = None,
+    expert_bytes: int | None = None,
+) -> Trace:
+    """A step of which no layer is recorded yet: ``Trace.record`` notes them.
 
     Args:
-        expert_ids: of any shape, -1 for a choice of no expert.
-        weights: of the same shape.
-        absent: the id that stands for "not recorded".
-
-    Returns:
-        Ids, and weights as float16. A choice of no expert, and one whose weight is no finite number
-        from 0 on (a model that diverged), was not recorded.
+        signature: the model.
+        phase: one of ``PHASES``.
+        requests: ``[T]`` number of the request of each token.
+        token_ids: ``[T]``.
+        positions: ``[T]``.
+        update: in training, the number of the optimizer step.
+        expert_bytes: of the largest expert.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        gates = weights.astype(np.float16)
-        is_choice = (expert_ids >= 0) & (gates >= 0) & (gates < np.inf)
-    return np.where(is_choice, expert_ids, absent), np.where(is_choice, gates, np.float16(0))
+    dtype = expert_dtype(signature.num_experts)
+    block = (len(token_ids), signature.num_layers, signature.top_k)
+    return Trace(
+        version=TRACE_VERSION if update is None else TRAINING_TRACE_VERSION,
+        signature=signature,
+        step_phase=np.array([PHASES.index(phase)], np.uint8),
+        step_start=np.array([0, len(token_ids)], np.int64),
+        token_request=requests.astype(np.int32),
+        token_id=token_ids.astype(np.int32),
+        token_position=positions.astype(np.int32),
+        expert_ids=np.full(block, absent_id(dtype), dtype),
+        gate_weights=np.zeros(block, np.float16),
+        step_update=None if update is None else np.array([update], np.int32),
+        expert_bytes=expert_bytes,
+    )
+
+
+def join_traces(parts: Sequence[Trace]) -> Trace:
+    """The steps of one or more traces of one model and version, one after another."""
+    lengths = np.concatenate([np.diff(part.step_start) for part in parts])
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in _column_specs(parts[0].signature, parts[0].version)
+        if name != "step_start"
+    }
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return dataclasses.replace(parts[0], step_start=starts, **columns)
 
 
 def check_weights(weights: np.ndarray, name: str, path: Path) -> None:
@@ -227,6 +282,71 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = _DEFAULT_MAX_BY
         raise CheckpointError(f"{error}; an interrupted recording left {left}") from error
 
 
+class JournalWriter:
+    """Appends blocks to a new file beside a trace, which no other process can write meanwhile.
+
+    Args:
+        path: the trace. What a killed process left of its journal gets another name.
+
+    Raises:
+        CheckpointError: another process records the trace, or the journal cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with named_failure(path, "trace"):
+            self._output = OutputFile(path, is_draft=True)
+
+    def append(self, data: bytes, at: int) -> int:
+        """Writes a block; when this returns the operating system has it.
+
+        Args:
+            data: the block.
+            at: what the call for the block before returned, 0 for the first. What a call that
+                failed, or whose answer was lost, has written behind it goes.
+
+        Returns:
+            Where the journal ends now.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        frame = _FRAME.pack(len(data), zlib.crc32(data)) + data
+        with named_failure(self._path, "trace"):
+            return self._output.write_at(at, frame if at else _MAGIC + frame)
+
+    def remove(self) -> None:
+        """Closes and deletes the file: what it holds was written elsewhere."""
+        self._output.discard()
+
+
+def is_journal(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as a journal does; False also for what cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def whole_blocks(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """The blocks of a journal up to the first that is not whole.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        file.seek(len(_MAGIC))
+        while len(frame := file.read(_FRAME.size)) == _FRAME.size:
+            length, checksum = _FRAME.unpack(frame)
+            if length > _MAX_BLOCK_BYTES:
+                return
+            data = file.read(length)
+            if len(data) < length or zlib.crc32(data) != checksum:
+                return
+            yield data
+
+
 def _read_journal(path: str | os.PathLike[str], *, max_bytes: int) -> Trace:
     """Joins the blocks of an interrupted recording, up to the first that is not whole."""
     blocks: list[Trace] = []
@@ -245,14 +365,7 @@ def _read_journal(path: str | os.PathLike[str], *, max_bytes: int) -> Trace:
             )
     if not blocks:
         raise CheckpointError(f"{path}: the recording was interrupted before a block was whole")
-    lengths = np.concatenate([np.diff(block.step_start) for block in blocks])
-    columns = {
-        name: np.concatenate([getattr(block, name) for block in blocks])
-        for name in _column_specs(blocks[0].signature, blocks[0].version)
-        if name != "step_start"
-    }
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return dataclasses.replace(blocks[0], step_start=starts, **columns)
+    return join_traces(blocks)
 
 
 def _read_columns(
@@ -295,11 +408,8 @@ def _column_specs(
 
 def _read_header(archive: Archive) -> tuple[int, ModelSignature, int | None]:
     """The version, what was recorded, and the bytes of an expert."""
-    raw = archive.read("header", np.dtype("|u1"), max_bytes=_MAX_HEADER_BYTES)
-    try:
-        header = json.loads(raw.tobytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{archive.path}: the trace's header is not JSON: {error}") from None
+    what = "the trace's header"
+    header = archive.read_json("header", max_bytes=_MAX_HEADER_BYTES, what=what)
     if not isinstance(header, dict) or header.get("format") != TRACE_FORMAT:
         raise CheckpointError(f"{archive.path}: not a routing trace of moe-runtime")
     version = header.get("version")

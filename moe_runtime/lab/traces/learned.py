@@ -1,31 +1,107 @@
-"""What policies and predictors learned from a model's requests, kept in the user's cache."""
+"""What predictors and policies learned of a model, in files: trained ones, and the user's cache.
+
+A file is one ``.npz`` of plain arrays with a JSON header; nothing is unpickled.
+"""
 
 import contextlib
+import dataclasses
+import json
 import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from moe_runtime.errors import CheckpointError, MoERuntimeWarning
-from moe_runtime.files import make_folders
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_failure
+from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.lab.traces.format import parse_signature
 from moe_runtime.lab.traces.recent import cached_path
-from moe_runtime.lab.traces.routes import shown_model
-from moe_runtime.lab.traces.state_file import (
-    MAX_HEADER_BYTES,
-    StateKind,
-    read_arrays,
-    read_header,
-    write_state,
-)
-from moe_runtime.policies.prediction.base import Learner, shape_of
-from moe_runtime.policies.prediction.limits import most_learned_bytes
+from moe_runtime.lab.traces.routes import same_model, shown_model
+from moe_runtime.policies.prediction import PREDICTORS, Estimator
+from moe_runtime.policies.prediction.base import Learner, most_learned_bytes, shape_of
 from moe_runtime.types import ModelSignature
 
-_KIND = StateKind(format="moe-runtime-learned", version=1, owner="learner", remedy="remove it")
+_MAX_HEADER_BYTES = 1 << 16
+_DEFAULT_MAX_BYTES = 2 << 30
+_DTYPES = {"|u1", "<u2", "<i8", "<f4", "<f8"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """One kind of such files.
+
+    Attributes:
+        format: what the header calls it.
+        version: of its arrays; other versions are refused.
+        owner: the word of messages, and the header's entry for the name of what learned.
+        remedy: what to do about a file of another version.
+    """
+
+    format: str
+    version: int
+    owner: str
+    remedy: str
+
+
+_TRAINED = _Kind(
+    format="moe-runtime-predictor", version=1, owner="predictor", remedy="train it again"
+)
+_CACHED = _Kind(format="moe-runtime-learned", version=1, owner="learner", remedy="remove it")
+
+
+def write_predictor(
+    path: str | os.PathLike[str], estimator: Estimator, signature: ModelSignature
+) -> None:
+    """Writes what an estimator learned; the file appears under its name when it is complete.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    _write(path, _TRAINED, estimator.name, signature, estimator.state())
+
+
+def read_predictor(
+    path: str | os.PathLike[str],
+    signature: ModelSignature | None = None,
+    *,
+    max_bytes: int = _DEFAULT_MAX_BYTES,
+) -> Estimator:
+    """Reads and verifies a trained predictor.
+
+    Args:
+        path: a file that ``write_predictor`` wrote.
+        signature: the model that it is wanted for; not compared when omitted.
+        max_bytes: largest size of all arrays together, unpacked, that is accepted.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, too large, of another version, or was trained
+            for another model.
+    """
+    with Archive(path, max_bytes=max_bytes) as archive:
+        header, found = _read_header(archive, _TRAINED)
+        if signature is not None and not same_model(found, signature):
+            raise CheckpointError(
+                f"{archive.path}: was trained for {shown_model(found)}, but the model is "
+                f"{shown_model(signature)}; train one from a trace of this model"
+            )
+        state = _read_arrays(archive, header)
+    try:
+        return PREDICTORS[header["predictor"]].from_state(shape_of(found), state)
+    except ValueError as error:
+        raise CheckpointError(f"{archive.path}: the predictor is damaged: {error}") from error
+
+
+def read_predictor_signature(path: str | os.PathLike[str]) -> ModelSignature:
+    """The model that a predictor was trained for.
+
+    Raises:
+        CheckpointError: the file is not a predictor.
+    """
+    with Archive(path, max_bytes=_DEFAULT_MAX_BYTES) as archive:
+        return _read_header(archive, _TRAINED)[1]
 
 
 def learned_path(name: str, signature: ModelSignature, checkpoint: Path) -> Path:
@@ -50,8 +126,17 @@ def restore_learned(learner: Learner, signature: ModelSignature, path: Path) -> 
     """
     if not os.path.exists(path):
         return False
+    most_bytes = most_learned_bytes(shape_of(signature)) + _MAX_HEADER_BYTES
     try:
-        state = _read(path, learner.name, signature)
+        with Archive(path, max_bytes=most_bytes) as archive:
+            header, found = _read_header(archive, _CACHED)
+            if header.get("learner") != learner.name or found != signature:
+                raise CheckpointError(
+                    f"{path}: holds what {header.get('learner')!r} learned of "
+                    f"{shown_model(found)}, expected {learner.name!r} and "
+                    f"{shown_model(signature)}; remove it"
+                )
+            state = _read_arrays(archive, header)
         try:
             learner.restore(state)
         except ValueError as error:
@@ -72,17 +157,53 @@ def keep_learned(learner: Learner, signature: ModelSignature, path: Path) -> Non
         return
     with contextlib.suppress(OSError, CheckpointError):
         make_folders(path.parent)
-        write_state(path, _KIND, learner.name, signature, state)
+        _write(path, _CACHED, learner.name, signature, state)
 
 
-def _read(path: Path, name: str, signature: ModelSignature) -> Mapping[str, np.ndarray]:
-    most_bytes = most_learned_bytes(shape_of(signature)) + MAX_HEADER_BYTES
-    with Archive(path, max_bytes=most_bytes) as archive:
-        header = read_header(archive, _KIND)
-        found = parse_signature(header.get("signature"), path)
-        if header.get(_KIND.owner) != name or found != signature:
-            raise CheckpointError(
-                f"{path}: holds what {header.get(_KIND.owner)!r} learned of {shown_model(found)}, "
-                f"expected {name!r} and {shown_model(signature)}; remove it"
-            )
-        return read_arrays(archive, header)
+def _write(
+    path: str | os.PathLike[str],
+    kind: _Kind,
+    name: str,
+    signature: ModelSignature,
+    state: Mapping[str, np.ndarray],
+) -> None:
+    arrays = {each: np.ascontiguousarray(array) for each, array in state.items()}
+    header = {
+        "format": kind.format,
+        "version": kind.version,
+        kind.owner: name,
+        "signature": dataclasses.asdict(signature),
+        "arrays": {each: array.dtype.str for each, array in arrays.items()},
+    }
+    header_bytes = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    with named_failure(path, kind.owner), write_atomically(path) as file:
+        np.savez_compressed(file, allow_pickle=False, header=header_bytes, **arrays)
+
+
+def _read_header(archive: Archive, kind: _Kind) -> tuple[dict[str, Any], ModelSignature]:
+    """The header of a file of this kind, and the model that it names.
+
+    Raises:
+        CheckpointError: it is none, of another version, or announces arrays of unknown types.
+    """
+    header = archive.read_json("header", max_bytes=_MAX_HEADER_BYTES, what="the header")
+    if not isinstance(header, dict) or header.get("format") != kind.format:
+        raise CheckpointError(f"{archive.path}: not a {kind.owner} of moe-runtime")
+    if header.get("version") != kind.version:
+        raise CheckpointError(
+            f"{archive.path}: {kind.owner} version {header.get('version')!r} is not known, "
+            f"expected {kind.version}; {kind.remedy}"
+        )
+    arrays = header.get("arrays")
+    if not isinstance(arrays, dict) or not set(map(str, arrays.values())) <= _DTYPES:
+        raise CheckpointError(f"{archive.path}: the header announces arrays of unknown types")
+    if kind is _TRAINED and header.get("predictor") not in PREDICTORS:
+        raise CheckpointError(
+            f"{archive.path}: predictor {header.get('predictor')!r} is not known, expected one of "
+            f"{', '.join(sorted(PREDICTORS))}"
+        )
+    return header, parse_signature(header.get("signature"), archive.path)
+
+
+def _read_arrays(archive: Archive, header: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: archive.read(name, np.dtype(dtype)) for name, dtype in header["arrays"].items()}

@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import open_regular
 from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.lab.traces.format import (
     TRACE_VERSION,
@@ -22,11 +23,10 @@ from moe_runtime.lab.traces.format import (
     absent_id,
     check_weights,
     expert_dtype,
+    is_journal,
     read_trace,
 )
-from moe_runtime.lab.traces.journal import is_journal
 from moe_runtime.lab.traces.routes import UNKNOWN_MODEL
-from moe_runtime.reading import open_regular
 from moe_runtime.types import ModelSignature
 
 _MAX_BYTES = 16 << 30

@@ -18,16 +18,7 @@ import platformdirs
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import make_folders
-from moe_runtime.lab.traces.format import (
-    PHASES,
-    TRACE_VERSION,
-    Trace,
-    absent_id,
-    as_recorded,
-    expert_dtype,
-    read_trace,
-    write_trace,
-)
+from moe_runtime.lab.traces.format import Trace, join_traces, one_step, read_trace, write_trace
 from moe_runtime.types import ModelSignature
 
 KEPT_STEPS = 512
@@ -105,7 +96,6 @@ class RecentRouting:
         self._path = recent_path(signature, checkpoint)
         self._clock = clock
         self._written_s = clock()
-        self._dtype = expert_dtype(signature.num_experts)
         self._requests = 0
         self._running = 0
         self._num_passes = 0
@@ -146,22 +136,15 @@ class RecentRouting:
             if not rows.size:
                 return
         self._rows = rows
-        requests = (sequences[rows] + self._requests).astype(np.int32)
-        block = (len(requests), self._signature.num_layers, self._signature.top_k)
-        self._num_tokens += len(requests)
-        self._steps.append(
-            Trace(
-                version=TRACE_VERSION,
-                signature=self._signature,
-                step_phase=np.array([PHASES.index("decode")], np.uint8),
-                step_start=np.array([0, len(requests)], np.int64),
-                token_request=requests,
-                token_id=token_ids[rows].astype(np.int32),
-                token_position=positions[rows].astype(np.int32),
-                expert_ids=np.full(block, absent_id(self._dtype), self._dtype),
-                gate_weights=np.zeros(block, np.float16),
-            )
+        step = one_step(
+            self._signature,
+            phase="decode",
+            requests=sequences[rows] + self._requests,
+            token_ids=token_ids[rows],
+            positions=positions[rows],
         )
+        self._steps.append(step)
+        self._num_tokens += step.num_tokens
         while len(self._steps) > KEPT_STEPS or self._num_tokens > KEPT_TOKENS:
             if len(self._steps) == 1:
                 return
@@ -170,10 +153,7 @@ class RecentRouting:
     def routing(self, layer: int, expert_ids: np.ndarray, weights: np.ndarray) -> None:
         """Records where a layer sent the tokens of the step."""
         if self._rows is not None:
-            absent = absent_id(self._dtype)
-            ids, gates = as_recorded(expert_ids[self._rows], weights[self._rows], absent)
-            self._steps[-1].expert_ids[:, layer, : ids.shape[1]] = ids
-            self._steps[-1].gate_weights[:, layer, : ids.shape[1]] = gates
+            self._steps[-1].record(layer, expert_ids[self._rows], weights[self._rows])
 
     def discard(self) -> None:
         """Forgets what was recorded."""
@@ -192,10 +172,10 @@ class RecentRouting:
             return
         if self._before is None:
             before = _read(self._path, self._signature)
-            self._before = [] if before is None else [_join([_latest(before)])]  # a copy
+            self._before = [] if before is None else [join_traces([_latest(before)])]  # a copy
         first_new = max((int(b.token_request.max()) + 1 for b in self._before), default=0)
         own = [replace(s, token_request=s.token_request + np.int32(first_new)) for s in self._steps]
-        kept = _latest(_join([*self._before, *own]))
+        kept = _latest(join_traces([*self._before, *own]))
         # requests are numbered anew, or the numbers would grow for as long as the cache lives
         requests = np.unique(kept.token_request, return_inverse=True)[1].astype(np.int32)
         with contextlib.suppress(OSError, CheckpointError):
@@ -215,14 +195,3 @@ def _latest(trace: Trace) -> Trace:
     first = int(np.searchsorted(trace.step_start, trace.num_tokens - KEPT_TOKENS))
     first = max(first, trace.num_steps - KEPT_STEPS)
     return trace.steps(min(first, trace.num_steps - 1), trace.num_steps)
-
-
-def _join(parts: list[Trace]) -> Trace:
-    lengths = np.concatenate([np.diff(part.step_start) for part in parts])
-    columns = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in Trace.__dataclass_fields__
-        if name not in ("version", "signature", "step_start", "step_update", "expert_bytes")
-    }
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return replace(parts[0], version=TRACE_VERSION, step_start=starts, **columns)

@@ -18,17 +18,13 @@ import numpy.typing as npt
 from moe_runtime.files import check_draft_path
 from moe_runtime.lab.traces.format import (
     PHASES,
-    TRACE_VERSION,
-    TRAINING_TRACE_VERSION,
+    JournalWriter,
     Trace,
-    absent_id,
-    as_recorded,
-    expert_dtype,
+    join_traces,
+    one_step,
     save_columns,
     write_trace,
 )
-from moe_runtime.lab.traces.journal import JournalWriter
-from moe_runtime.places import writes_directly
 from moe_runtime.types import ModelSignature
 
 
@@ -71,11 +67,8 @@ class TraceRecorder:
             )
         self._path = Path(path)
         check_draft_path(path, "trace")
-        self._keeps_journal = not writes_directly(self._path)
         self._signature = signature
         self._expert_bytes = expert_bytes
-        self._expert_dtype = expert_dtype(signature.num_experts)
-        self._absent = absent_id(self._expert_dtype)
         self._recording = True
         self._closed = False
         self._first_request = 0
@@ -87,13 +80,7 @@ class TraceRecorder:
         self._waiting_tokens = 0
         self._last_block_s = time.monotonic()
         self._trains = trains
-        self._updates: list[int] = []
-        self._phases: list[int] = []
-        self._requests: list[np.ndarray] = []
-        self._token_ids: list[np.ndarray] = []
-        self._positions: list[np.ndarray] = []
-        self._expert_ids: list[np.ndarray] = []
-        self._weights: list[np.ndarray] = []
+        self._steps: list[Trace] = []  # of one step each
 
     def __enter__(self) -> Self:
         return self
@@ -113,7 +100,7 @@ class TraceRecorder:
     @property
     def num_steps(self) -> int:
         """Number of steps recorded so far."""
-        return len(self._phases)
+        return len(self._steps)
 
     def begin_request(self, *, num_sequences: int = 1) -> None:
         """Starts a prompt, or a batch of them: each sequence gets the next request number."""
@@ -147,7 +134,8 @@ class TraceRecorder:
         """
         if phase not in PHASES:
             raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
-        last = self._updates[-1] if self._updates else 1
+        before = self._steps[-1].step_update if self._steps else None
+        last = 1 if before is None else int(before[0])
         if self._trains != (update is not None) or (update is not None and update < last):
             wanted = f"a number from {last} on" if self._trains else "None outside of training"
             raise ValueError(f"update must be {wanted}, got {update}")
@@ -161,19 +149,20 @@ class TraceRecorder:
                 "token_ids, positions and sequences must be one-dimensional and equally long, got "
                 f"shapes {tokens.shape}, {places.shape} and {rows.shape}"
             )
-        self._drop_half_step()
         self._journal_if_due()
         self._waiting_tokens += len(tokens)
         self._num_requests = max(self._num_requests, 1)
-        if update is not None:
-            self._updates.append(update)
-        self._requests.append(rows + np.int32(self._first_request))
-        self._token_ids.append(tokens)
-        self._positions.append(places)
-        block = (len(tokens), self._signature.num_layers, self._signature.top_k)
-        self._expert_ids.append(np.full(block, self._absent, dtype=self._expert_dtype))
-        self._weights.append(np.zeros(block, dtype=np.float16))
-        self._phases.append(PHASES.index(phase))  # last: now it counts
+        self._steps.append(
+            one_step(
+                self._signature,
+                phase=phase,
+                requests=rows + np.int32(self._first_request),
+                token_ids=tokens,
+                positions=places,
+                update=update,
+                expert_bytes=self._expert_bytes,
+            )
+        )
 
     def routing(self, layer: int, expert_ids: npt.ArrayLike, weights: npt.ArrayLike) -> None:
         """Records where one layer sent the tokens of the current step.
@@ -189,12 +178,12 @@ class TraceRecorder:
         """
         if not self._recording:
             return
-        if not self._phases:
+        if not self._steps:
             raise ValueError("routing was called before begin_step")
         if not 0 <= layer < self._signature.num_layers:
             raise ValueError(f"layer must be below {self._signature.num_layers}, got {layer}")
         ids, gates = np.asarray(expert_ids), np.asarray(weights)
-        num_tokens, _, top_k = self._expert_ids[-1].shape
+        num_tokens, _, top_k = self._steps[-1].expert_ids.shape
         if ids.shape != gates.shape or len(ids) != num_tokens or not 0 < ids.shape[-1] <= top_k:
             raise ValueError(
                 f"expert_ids and weights must be [{num_tokens}, {top_k}], "
@@ -205,9 +194,7 @@ class TraceRecorder:
                 f"expert_ids must lie in [-1, {self._signature.num_experts}), "
                 f"got {ids.min()} to {ids.max()}"
             )
-        chosen, factors = as_recorded(ids, gates, self._absent)
-        self._expert_ids[-1][:, layer, : ids.shape[1]] = chosen
-        self._weights[-1][:, layer, : ids.shape[1]] = factors
+        self._steps[-1].record(layer, ids, gates)
 
     def hold(self) -> None:
         """Begins the journal, so that no other process can; otherwise the first steps do.
@@ -217,7 +204,7 @@ class TraceRecorder:
         Raises:
             CheckpointError: another process has begun it, or it cannot be made.
         """
-        if self._journal is None and self._keeps_journal:
+        if self._journal is None:
             self._journal = JournalWriter(self._path)
 
     def pause(self) -> None:
@@ -236,12 +223,11 @@ class TraceRecorder:
         """
         if self._closed:
             return
-        if self._phases:
+        if self._steps:
             self._closed = True
             self._recording = False
-            self._drop_half_step()
             self._journal_waiting()
-            write_trace(self._path, self._trace(0))
+            write_trace(self._path, join_traces(self._steps))
         self.discard()
 
     def discard(self) -> None:
@@ -251,16 +237,8 @@ class TraceRecorder:
         if self._journal is not None:
             self._journal.remove()
 
-    def _drop_half_step(self) -> None:
-        """Forgets what was noted of a step before an exception struck."""
-        columns = (self._requests, self._token_ids, self._positions, self._expert_ids)
-        for column in (*columns, self._weights, self._updates):
-            del column[len(self._phases) :]
-
     def _journal_if_due(self) -> None:
         """Appends the finished steps to the journal when there are many, or some wait long."""
-        if not self._keeps_journal:
-            return
         now_s = time.monotonic()
         is_due = self._waiting_tokens >= self._block_tokens
         if not is_due and (not self._waiting_tokens or now_s - self._last_block_s < self._block_s):
@@ -272,31 +250,10 @@ class TraceRecorder:
     def _journal_waiting(self) -> None:
         """Appends the finished steps that the journal lacks."""
         end, num_steps = self._journalled
-        if not self._keeps_journal or num_steps == len(self._phases):
+        if num_steps == len(self._steps):
             return
         self.hold()
-        assert self._journal is not None, "a journal is kept"
+        assert self._journal is not None
         block = io.BytesIO()
-        save_columns(block, self._trace(num_steps), compressed=False)
-        self._journalled = self._journal.append(block.getvalue(), end), len(self._phases)
-
-    def _trace(self, first_step: int) -> Trace:
-        some = slice(first_step, None)
-        lengths = [len(tokens) for tokens in self._token_ids[some]]
-        layers, top_k = self._signature.num_layers, self._signature.top_k
-        no_tokens = np.zeros(0, dtype=np.int32)
-        no_ids = np.zeros((0, layers, top_k), dtype=self._expert_dtype)
-        no_weights = np.zeros((0, layers, top_k), dtype=np.float16)
-        return Trace(
-            version=TRAINING_TRACE_VERSION if self._trains else TRACE_VERSION,
-            signature=self._signature,
-            step_phase=np.array(self._phases[some], dtype=np.uint8),
-            step_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            token_request=np.concatenate([no_tokens, *self._requests[some]]),
-            token_id=np.concatenate([no_tokens, *self._token_ids[some]]),
-            token_position=np.concatenate([no_tokens, *self._positions[some]]),
-            expert_ids=np.concatenate([no_ids, *self._expert_ids[some]]),
-            gate_weights=np.concatenate([no_weights, *self._weights[some]]),
-            step_update=np.array(self._updates[some], np.int32) if self._trains else None,
-            expert_bytes=self._expert_bytes,
-        )
+        save_columns(block, join_traces(self._steps[num_steps:]), compressed=False)
+        self._journalled = self._journal.append(block.getvalue(), end), len(self._steps)

@@ -16,7 +16,6 @@ from typing import Any, Self
 
 from moe_runtime.errors import named_failure
 from moe_runtime.files import OutputFile, check_draft_path
-from moe_runtime.places import writes_directly
 from moe_runtime.types import ExpertKey
 
 COMPUTE = 1
@@ -86,13 +85,13 @@ class Timeline:
     def hold(self) -> None:
         """Begins the file beside its place, so that no other process can; else `flush` does.
 
-        From then on `close` must be called. A pipe is not opened before there is something to say.
+        From then on `close` must be called.
 
         Raises:
             CheckpointError: another process has begun it, or it cannot be made.
         """
         with self._flushing, self._named_failure():
-            if self._output is None and not self._closed and not writes_directly(self._path):
+            if self._output is None and not self._closed:
                 self._output = OutputFile(self._path, is_draft=True)
 
     def flush(self) -> None:

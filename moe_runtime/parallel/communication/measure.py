@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from moe_runtime.parallel.cluster import Link, fit_link
 from moe_runtime.parallel.communication.transport import Transport
-from moe_runtime.planning.cluster import Link, fit_link
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 
@@ -33,7 +33,7 @@ def time_exchanges(
 
     Returns:
         `(bytes sent by a rank, median seconds of this rank)` for each size: what
-        `moe_runtime.planning.cluster.fit_link` makes a link of.
+        `moe_runtime.parallel.cluster.fit_link` makes a link of.
 
     Raises:
         ValueError: The group has one rank only.

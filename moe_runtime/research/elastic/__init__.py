@@ -1,8 +1,7 @@
 """A generation service that grows and shrinks while it generates (ElasticMoE)."""
 
-from moe_runtime.research.elastic.coordinator import ChangeReport
-from moe_runtime.research.elastic.requests import ElasticRequest
-from moe_runtime.research.elastic.service import ElasticService
+from moe_runtime.research.elastic.member import ElasticRequest
+from moe_runtime.research.elastic.service import ChangeReport, ElasticService
 from moe_runtime.research.elastic.worker import run_worker, start_local_workers
 
 __all__ = [

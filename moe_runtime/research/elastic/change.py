@@ -19,10 +19,9 @@ import torch.distributed as dist
 from moe_runtime.errors import MoERuntimeError, RankFailureError
 from moe_runtime.parallel import Transport
 from moe_runtime.parallel.communication.membership import Store, open_group, open_transport
-from moe_runtime.planning.remap import moves_between
+from moe_runtime.parallel.remap import moves_between
 from moe_runtime.policies.placement import Devices, Placement
-from moe_runtime.research.elastic.paged_experts import Epoch, keys_of
-from moe_runtime.research.elastic.pages import ExpertPages
+from moe_runtime.research.elastic.paged_experts import Epoch, ExpertPages, keys_of
 from moe_runtime.types import ExpertKey
 
 
@@ -34,8 +33,6 @@ class Change:
         epoch: number of the epoch that it leads to.
         num_old: ranks of the present epoch; 0 at the start.
         members: numbers of the processes: all that are in either epoch, by rank.
-        num_new: ranks of the next epoch.
-        num_experts: E.
         slots: ``[L][S]`` experts of the next placement.
         transfers: ``(layer, expert, from rank, to rank)`` of every page that travels.
     """
@@ -122,22 +119,13 @@ class ChangePreparation:
     Pages in use are only read, so the rank goes on computing with them.
 
     Attributes:
-        arrivals: pages that came.
         transport: the next group, for a rank that belongs to it.
     """
 
     def __init__(
         self, change: Change, rank: int, pages: ExpertPages, store: Store, timeout_s: float
     ) -> None:
-        """Starts preparing.
-
-        Args:
-            change: what is to come.
-            rank: this process's.
-            pages: its experts.
-            store: shared by all processes.
-            timeout_s: for every wait.
-        """
+        """Starts preparing."""
         self.change = change
         self.rank = rank
         self.arrivals: dict[ExpertKey, torch.Tensor] = {}

@@ -1,4 +1,11 @@
-"""Routed experts spread over ranks whose number changes, without a changed bit.
+"""Experts as pages: each in memory of its own, found by a table.
+
+Which experts a rank holds can change while it computes: pages arrive beside those in use, the table
+is turned, and what is no longer wanted is given back. A page that stays is neither moved nor copied
+(ElasticMoE's remap of virtual pages; here the kernels take the address of each expert). It is no
+cache: the placement says which experts are here, and none is evicted or fetched on demand.
+
+Routed experts spread over ranks whose number changes, without a changed bit.
 
 Every rank computes a row by the calls that one process with all experts would make: the rows of one
 rank for one expert are a call of their own, however many ranks send rows to that expert, and the
@@ -7,25 +14,115 @@ nor the placement nor what the other ranks compute meanwhile changes a result.
 
 Shape suffixes: T tokens, D model, K choices, R rows, S slots of a rank, P ranks, L layers, E
 experts.
+
+A checkpoint's model on one rank: dense weights whole, routed experts as pages to come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_runtime.checkpoints.expert_map import ExpertsModule
+from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_experts
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.inference.budget import set_up_libraries
 from moe_runtime.inference.expert_layer import GateFunction, OffloadedExperts
-from moe_runtime.kernels.expert_mlp import ActivationName, expert_ffn
+from moe_runtime.inference.expert_weights import bind_weights
+from moe_runtime.inference.generation import end_token_ids
+from moe_runtime.inference.loading import finish_dense, replace_experts, signature_of
+from moe_runtime.kernels.expert_mlp import ActivationName, ExpertWeights, expert_ffn
+from moe_runtime.memory.slab import aligned_bytes
+from moe_runtime.memory.source import ExpertSource
 from moe_runtime.parallel import Transport
 from moe_runtime.parallel.plan import plan_dispatch
 from moe_runtime.policies.placement import Placement
-from moe_runtime.research.elastic.pages import ExpertPages
-from moe_runtime.types import ExpertKey
+from moe_runtime.types import ExpertKey, ModelSignature
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ExpertPages:
+    """The experts that one rank holds.
+
+    Attributes:
+        peak_bytes: the most that pages took, with those that arrive while the old ones still serve.
+    """
+
+    def __init__(self, experts: ExpertMap) -> None:
+        """Starts without a page."""
+        self._layouts = experts.layouts
+        self._bind = bind_weights(experts)
+        self._pages: dict[ExpertKey, torch.Tensor] = {}
+        self._weights: dict[ExpertKey, ExpertWeights] = {}
+        self.num_bytes = 0
+        self.peak_bytes = 0
+
+    def __contains__(self, key: ExpertKey) -> bool:
+        return key in self._pages
+
+    def page(self, key: ExpertKey) -> torch.Tensor:
+        """The bytes of an expert that is here: ``uint8``."""
+        return self._pages[key]
+
+    def weights(self, key: ExpertKey) -> ExpertWeights:
+        """An expert that is here, as the kernels take it."""
+        return self._weights[key]
+
+    def allocate(self, key: ExpertKey) -> torch.Tensor:
+        """Memory for an expert that is to arrive: ``uint8``; ``switch_epoch`` puts it into use.
+
+        Raises:
+            CapacityError: the memory cannot be had.
+        """
+        return aligned_bytes(self._layouts[key].slot_bytes)
+
+    def read(self, keys: Collection[ExpertKey]) -> dict[ExpertKey, torch.Tensor]:
+        """Reads experts from the checkpoint into new pages, which ``switch_epoch`` puts into use.
+
+        Raises:
+            CheckpointError: one cannot be read.
+            CapacityError: the memory cannot be had.
+        """
+        if not keys:
+            return {}
+        source = ExpertSource({key: self._layouts[key] for key in keys})
+        try:
+            pages = {key: self.allocate(key) for key in keys}
+            source.read(pages)
+        finally:
+            source.close()
+        return pages
+
+    def switch_epoch(
+        self, keys: Collection[ExpertKey], arrivals: Mapping[ExpertKey, torch.Tensor]
+    ) -> None:
+        """Makes these experts the ones that are here; the memory of all others is given back.
+
+        Raises:
+            ValueError: one of them is neither here nor among the arrivals; then nothing changes.
+        """
+        wanted = set(keys)
+        missing = wanted - self._pages.keys() - arrivals.keys()
+        if missing:
+            raise ValueError(f"{len(missing)} experts have not arrived, {min(missing)} among them")
+        coming = {key: page for key, page in arrivals.items() if key not in self._pages}
+        arriving_bytes = sum(page.numel() for page in coming.values())
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes + arriving_bytes)
+        for key in coming.keys() & wanted:
+            self._pages[key] = coming[key]
+            self._weights[key] = self._bind(key, coming[key])
+        for key in self._pages.keys() - wanted:
+            del self._pages[key], self._weights[key]
+        self.num_bytes = sum(page.numel() for page in self._pages.values())
 
 
 def keys_of(placement: Placement, rank: int) -> set[ExpertKey]:
@@ -57,8 +154,6 @@ class Epoch:
     """The ranks and the placement between two changes.
 
     Attributes:
-        number: counts the changes.
-        transport: the ranks.
         placement: the experts of all layers on them.
     """
 
@@ -71,7 +166,6 @@ class SpreadExperts:
     """One rank's part in computing the routed experts of all layers.
 
     Attributes:
-        pages: the experts that are here.
         loads_LE: ``[L, E]`` int64, how often tokens of this rank chose each expert.
     """
 
@@ -89,10 +183,6 @@ class SpreadExperts:
 
     def enter(self, epoch: Epoch, arrivals: Mapping[ExpertKey, Tensor]) -> None:
         """Goes over to another epoch, between two passes.
-
-        Args:
-            epoch: the next one.
-            arrivals: pages that came for it.
 
         Raises:
             ValueError: an expert of this rank has not arrived.
@@ -113,7 +203,6 @@ class SpreadExperts:
         """The outputs of the experts for each choice of this rank's tokens; a collective call.
 
         Args:
-            module: the layer.
             x_TD: ``[T, D]``; T may be 0, and differ between ranks.
             ids_TK: ``[T, K]`` experts; ids of no expert give rows of zeros.
 
@@ -190,11 +279,7 @@ class SpreadModule(OffloadedExperts):
         """Takes a module's place; see ``OffloadedExperts``.
 
         Args:
-            experts: the module to replace.
             layer: its index among the layers with experts.
-            spread: this rank's part.
-            width: D.
-            dtype: of the hidden states.
         """
         super().__init__(experts, layer, following=())
         self._spread = spread
@@ -213,3 +298,83 @@ class SpreadModule(OffloadedExperts):
     def serve_others(self) -> None:
         """Takes part in a call of the other ranks without a token of its own."""
         self._spread.compute(self, self._no_token, self._no_choice)
+
+
+@dataclass(frozen=True, eq=False)
+class SpreadModel:
+    """What a rank generates with.
+
+    Attributes:
+        model: the transformers model; its experts are ``modules``.
+        modules: one for each layer with experts, in order.
+        signature: what placements must be made for.
+        expert_form: the types of the experts' matrices, and a checksum of how they lie in pages,
+            which ranks send to each other.
+    """
+
+    model: PreTrainedModel
+    modules: tuple[SpreadModule, ...]
+    spread: SpreadExperts
+    signature: ModelSignature
+    ends: frozenset[int]
+    expert_form: str
+
+    def serve_others(self) -> None:
+        """Takes part in one forward pass of other ranks."""
+        for module in self.modules:
+            module.serve_others()
+
+
+def load_spread_model(path_or_id: str | Path, *, dtype: str | torch.dtype = "auto") -> SpreadModel:
+    """Loads everything but the routed experts, on the CPU.
+
+    Args:
+        path_or_id: the folder of a checkpoint, or the name of a repository on the hub.
+        dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or incomplete.
+        UnsupportedModelError: its model is not one that can be spread.
+    """
+    checkpoint = open_checkpoint(path_or_id, dtype)
+    model = build_on_meta(checkpoint)
+    set_up_libraries(checkpoint.dtype)
+    experts = map_experts(model, checkpoint)
+    if len({module.num_experts for module in experts.modules}) > 1:
+        raise UnsupportedModelError(
+            f"{checkpoint.config.model_type}: layers with different numbers of experts cannot be "
+            "spread over ranks yet"
+        )
+    signature = signature_of(checkpoint, experts)
+    spread = SpreadExperts(ExpertPages(experts), signature.num_layers, signature.num_experts)
+    modules = replace_experts(
+        model,
+        experts,
+        lambda module, layer: SpreadModule(
+            module, layer, spread, width=_width(experts, layer), dtype=checkpoint.dtype
+        ),
+    )
+    finish_dense(model, checkpoint, experts, torch.device("cpu"))
+    return SpreadModel(
+        model=model,
+        modules=tuple(modules),
+        spread=spread,
+        signature=signature,
+        ends=frozenset(end_token_ids(model)),
+        expert_form=_form(experts),
+    )
+
+
+def _form(experts: ExpertMap) -> str:
+    pages = [(key, layout.form) for key, layout in sorted(experts.layouts.items())]
+    described = repr((experts.matrices, experts.packings, pages)).encode()
+    return f"{' and '.join(experts.type_names)} (layout {zlib.crc32(described):08x})"
+
+
+def _width(experts: ExpertMap, layer: int) -> int:
+    """D: columns of the matrix that an expert multiplies its rows by."""
+    packing = experts.packings[layer].get("up")
+    if packing is not None:
+        return packing.num_cols
+    layout = experts.layouts[ExpertKey(layer, 0)]
+    return layout.tensors[experts.matrices[layer].index("up")].shape[1]

@@ -19,7 +19,7 @@ from moe_runtime.parallel.communication.membership import Store, open_store
 from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S
 from moe_runtime.research.elastic.change import Change
 from moe_runtime.research.elastic.member import POLL_S, Member
-from moe_runtime.research.elastic.spread_model import SpreadModel, load_spread_model
+from moe_runtime.research.elastic.paged_experts import SpreadModel, load_spread_model
 
 Address = tuple[str, int]
 
@@ -65,10 +65,7 @@ def run_worker(
 
     Args:
         path: the checkpoint that the service generates with.
-        address: host and port of the service.
-        dtype: as the service's.
         timeout_s: seconds after which waiting for another process is an error.
-        threads: of this process's kernels.
 
     Raises:
         CheckpointError: the checkpoint is not the service's.
@@ -97,10 +94,6 @@ def start_local_workers(
     """Starts workers on this machine; they end when the service does, or with this process.
 
     Args:
-        count: how many.
-        path: the checkpoint's folder.
-        address: where the service listens.
-        dtype: as of `moe_runtime.load`.
         timeout_s: seconds that a worker waits for the service.
     """
     # Forked from a clean process: what has threads, as this one has, must not be forked.

@@ -25,7 +25,7 @@ from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.parallel_experts import ParallelExperts
 from moe_runtime.parallel.replicas import keep_in_place
 from moe_runtime.parallel.slices import replace_tensors
-from moe_runtime.policies.placement.materialise import calibrate, plan_copies, reshard
+from moe_runtime.research.hecate.materialise import calibrate, plan_copies, reshard
 from moe_runtime.research.hecate.sparse import (
     PendingParameters,
     SparseMaterialisation,
@@ -77,10 +77,8 @@ def hidden_experts(compute_s: float, bytes_per_s: float, expert_bytes: int) -> i
     """Experts whose copying takes no longer than the computation before a layer.
 
     Args:
-        compute_s: Seconds of that computation.
-        bytes_per_s: Of the slowest link that copies take, as `planning.cluster.fit_link` makes it
+        bytes_per_s: Of the slowest link that copies take, as `parallel.cluster.fit_link` makes it
             of `time_exchanges`.
-        expert_bytes: Bytes of one expert's parameters.
     """
     return int(compute_s * bytes_per_s / expert_bytes)
 
@@ -94,7 +92,6 @@ class SparseExperts(ParallelExperts):
         intermediate_size: `F`.
         groups: As of `ParallelExperts`; whole experts only.
         rules: How much is copied.
-        options: As of `ParallelExperts`.
 
     Attributes:
         num_copied: experts that this rank sent in the last iteration's forward pass.
@@ -246,7 +243,6 @@ def reshard_layers(
     are right already, nothing moves.
 
     Args:
-        layers: All on the same ranks.
         optimizer: Its states of their parameters move along.
 
     Returns:

@@ -36,7 +36,6 @@ class SparseMaterialisation:
     """Copies of some experts on some ranks.
 
     Attributes:
-        transport: the ranks.
         slots: where the experts lie while the copies exist: owned slots first, then copies.
         copies: for each rank, the experts that are copied to it.
         sent_experts: experts that this rank sends, with repetitions: the traffic of one pass.
@@ -55,7 +54,6 @@ class SparseMaterialisation:
         Args:
             owners: Where the experts lie, each on one rank.
             copies: For each rank, experts to copy to it; those it owns are passed over.
-            group: The ranks.
             ranks_per_node: Consecutive ranks of a machine, for `ExpertSlots.from_ranks`.
 
         Raises:
@@ -195,16 +193,11 @@ def sparse_expert_parallel(
 
     Args:
         x_TD: `[T, D]` this rank's tokens.
-        routing: Their experts.
         experts: What computes them; it may not keep the parameters.
         parameters: `[S, ...]` what this rank owns.
-        plan: The copies of this iteration.
         copies: `plan.start(parameters)`, started earlier to hide it; made here by default.
         rematerialise: Drops the copies after the forward pass and makes them again in the backward
             pass: memory for more traffic.
-        overlap: As in `expert_parallel`.
-        shared: As in `expert_parallel`.
-        wire: As in `expert_parallel`.
 
     Returns:
         `[T, D]`.

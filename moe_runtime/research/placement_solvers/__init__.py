@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from moe_runtime.planning import placement
-from moe_runtime.planning.placement import Algorithms
+from moe_runtime.policies.placement import algorithms
+from moe_runtime.policies.placement.algorithms import Algorithms
 from moe_runtime.research.placement_solvers.exflow import Affinity
 from moe_runtime.research.placement_solvers.moetuner import TwoStage
 
@@ -14,7 +14,7 @@ SEARCHING: Algorithms = {
     ),
 }
 """The algorithms that search until their time is over, if they do not end before."""
-ALGORITHMS: Algorithms = {**placement.ALGORITHMS, **SEARCHING}
+ALGORITHMS: Algorithms = {**algorithms.ALGORITHMS, **SEARCHING}
 
-place_experts = partial(placement.place_experts, algorithms=ALGORITHMS)
-check_algorithm = partial(placement.check_algorithm, algorithms=ALGORITHMS)
+place_experts = partial(algorithms.place_experts, algorithms=ALGORITHMS)
+check_algorithm = partial(algorithms.check_algorithm, algorithms=ALGORITHMS)

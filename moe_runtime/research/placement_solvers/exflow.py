@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
 from moe_runtime.policies.placement.base import slots_needed
-from moe_runtime.research.placement_solvers.deadline import Deadline
+from moe_runtime.research.placement_solvers.mapping import Deadline
 
 _LEAST_GAIN = 1e-9
 """Relative gain below which a sweep counts as no gain: sums of floats are not exact."""

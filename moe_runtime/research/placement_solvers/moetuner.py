@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_runtime.planning.programme import Programme
+from moe_runtime.lab.programme import Programme
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
+from moe_runtime.policies.placement.algorithms import pack
 from moe_runtime.policies.placement.base import slots_needed
-from moe_runtime.policies.placement.packing import pack
-from moe_runtime.research.placement_solvers.deadline import Deadline
 from moe_runtime.research.placement_solvers.exflow import Affinity, hop_costs, placement_of
-from moe_runtime.research.placement_solvers.mapping import map_clusters
+from moe_runtime.research.placement_solvers.mapping import Deadline, map_clusters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,10 +78,7 @@ def cluster_layers(
     forwards and backwards, each layer with both neighbours and the integer programme.
 
     Args:
-        profile: loads and transitions.
-        num_clusters: Q, a divisor of E.
         load_slack: see ``TwoStage``.
-        time_limit_s: for searches and solver calls together.
     """
     deadline = Deadline(time_limit_s)
     limit_s = time_limit_s / (3 * profile.num_layers)
@@ -207,7 +203,6 @@ def attract(
         gains_EQ: ``[E, Q]`` what is gained by each expert in each cluster.
         loads_E: ``[E]`` loads.
         start: ``[E]`` clusters that keep the bound, the start of the heuristic.
-        max_load: the bound.
         time_limit_s: for the solver; 0 leaves it at swaps.
         gap: relative distance from the optimum that is good enough.
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from moe_runtime.research.zeroth_order.directions import Untouched, ZerothOrder
 from moe_runtime.research.zeroth_order.training import (
     PARAMETERS_ALONE,
+    Untouched,
+    ZerothOrder,
     ZerothOrderTraining,
     offload_zeroth_order,
 )
@@ -19,11 +20,7 @@ from moe_runtime.training.finetune.settings import FinetuneConfig
 
 @dataclass(frozen=True, slots=True)
 class ForwardPassesAlone:
-    """The training method: both sides go through the model at once, and blocks keep nothing.
-
-    Attributes:
-        settings: of MeZO.
-    """
+    """The training method: both sides go through the model at once, and blocks keep nothing."""
 
     settings: ZerothOrder
     state_format = PARAMETERS_ALONE
@@ -55,11 +52,7 @@ class ZerothOrderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZerothOrderFinetuneConfig(FinetuneConfig):
-    """A fine-tuning run without gradients.
-
-    Attributes:
-        zeroth_order: settings of its steps.
-    """
+    """A fine-tuning run without gradients."""
 
     zeroth_order: ZerothOrderConfig = field(default_factory=ZerothOrderConfig)
 

@@ -7,15 +7,13 @@ import errno
 import fcntl
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from moe_runtime.errors import CheckpointError, named_file
-from moe_runtime.files import write_atomically
-from moe_runtime.places import is_at, place_of
+from moe_runtime.files import is_at, place_of, write_atomically
 
 BEGINNING = '{"id": "batch_req_'
 """How every line begins."""
@@ -24,8 +22,7 @@ BEGINNING = '{"id": "batch_req_'
 class AnswerFile:
     """Answers by request, in the order in which they come until `finish` puts them in order.
 
-    A context manager that leaves whole lines, however it is left. What is no regular file gets its
-    lines when all are there.
+    A context manager that leaves whole lines, however it is left.
 
     Args:
         path: of the file; its folder must exist.
@@ -48,7 +45,7 @@ class AnswerFile:
         self._places: dict[int, tuple[int, int]] = {}
         self._failed: set[int] = set()
         self._place = place_of(path)
-        self._is_new = self._place is not None and not self._place.exists()
+        self._is_new = not self._place.exists()
         with named_file(path), contextlib.ExitStack() as stack:
             self._file = stack.enter_context(_open(self._place))
             self._read()
@@ -90,7 +87,7 @@ class AnswerFile:
         """
         places = [self._places[number] for number in sorted(self._places)]
         in_order = [start for start, _ in places] == [0, *(end for _, end in places)][:-1]
-        if in_order and self._place is not None and self._end == (places[-1][1] if places else 0):
+        if in_order and self._end == (places[-1][1] if places else 0):
             return
         with write_atomically(self._path) as file:
             for start, end in places:
@@ -107,7 +104,7 @@ class AnswerFile:
     ) -> None:
         try:
             self._cut()
-            if self._is_new and not self._end and self._place is not None:
+            if self._is_new and not self._end:
                 self._place.unlink(missing_ok=True)
         finally:
             self._file.close()
@@ -145,10 +142,8 @@ class AnswerFile:
             self._note(record, len(line))
 
 
-def _open(place: Path | None) -> IO[bytes]:
-    """The file, held against other processes; one without a name where answers cannot be kept."""
-    if place is None:
-        return tempfile.TemporaryFile()
+def _open(place: Path) -> IO[bytes]:
+    """The file, held against other processes."""
     with contextlib.ExitStack() as stack:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         file = stack.enter_context(os.fdopen(os.open(place, flags, 0o666), "r+b"))

@@ -22,8 +22,7 @@ import torch
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import MoERuntimeWarning
-from moe_runtime.file_names import PARTIAL_SUFFIX, partial_name
-from moe_runtime.files import make_folders
+from moe_runtime.files import PARTIAL_SUFFIX, make_folders, partial_name
 
 _DIGEST_BYTES = 32
 _SUM_BYTES = 16

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from moe_runtime.inference.device.row_cache import RowCache, RowLayer
+from moe_runtime.inference.device.static_caches import RowCache, RowLayer
 from moe_runtime.memory.device.device import Device
 
 

@@ -1,4 +1,8 @@
-"""Fine-tuning of a transformers checkpoint whose experts do not fit.
+"""What of fine-tuning can be computed on a device, and what it may take there.
+
+The stores that frozen experts are computed from: those that serve inference.
+
+Fine-tuning of a transformers checkpoint whose experts do not fit.
 
 With all parameters trained, the experts are read from the checkpoint once and live with their
 optimizer states where `offload_training` puts them. With adapters (LoRA), the experts are read from
@@ -8,6 +12,7 @@ one is written, expert by expert.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,27 +23,65 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from moe_runtime.checkpoints.dense_weights import Progress
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.model_files import read_generation_config
-from moe_runtime.checkpoints.opening import Checkpoint, build_on_meta, open_checkpoint
-from moe_runtime.errors import CheckpointError
-from moe_runtime.files import make_folders
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.digests import digest
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.files import make_folders, open_regular
+from moe_runtime.inference.budget import MemoryPlan
+from moe_runtime.inference.device.device_stores import DeviceStacks, experts_on_device, open_tiers
 from moe_runtime.inference.loading import signature_of
+from moe_runtime.kernels.operands import find_device
+from moe_runtime.memory.device.cuda_device import open_device
+from moe_runtime.memory.slab import Slab
+from moe_runtime.memory.source import ExpertSource
+from moe_runtime.memory.store import ExpertStore
+from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
+from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.training.checkpoint import TrainingState, named_checkpoint
-from moe_runtime.training.checkpoint_model import (
+from moe_runtime.training.data import (
+    Batches,
+    TokenStreams,
+    encode_corpus,
+    load_tokenizer,
+    read_corpus,
+    text_files,
+    windows_of,
+)
+from moe_runtime.training.finetune.checkpoint_model import (
     CheckpointModel,
     MergedAdapters,
     add_attention_adapters,
+    exporter_for,
     float_parameters,
     load_around_experts,
+    require_exportable,
     require_positions,
+    write_adapters,
 )
-from moe_runtime.training.data.batches import Batches, windows_of
-from moe_runtime.training.data.prepared import (
+from moe_runtime.training.finetune.memory import divide_budget, slots_plan
+from moe_runtime.training.finetune.settings import FinetuneConfig
+from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.offload.frozen import (
+    AdapterTraining,
+    ExpertAdapters,
+    FrozenPasses,
+    adapters_for,
+)
+from moe_runtime.training.offload.handle import ExpertTraining
+from moe_runtime.training.offload.memory import FrozenMemory, TrainingMemory, device_budget
+from moe_runtime.training.offload.offloading import find_sites, layouts_of
+from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offloaded import optimizer_settings, plan_of
+from moe_runtime.training.optimizer import Optimizer
+from moe_runtime.training.prepared import (
+    BASE_FILES,
     CHECKPOINTS,
     DATA,
     EXPERTS,
@@ -50,33 +93,110 @@ from moe_runtime.training.data.prepared import (
     settings_of,
     write_summary,
 )
-from moe_runtime.training.data.text import read_corpus, text_files
-from moe_runtime.training.data.tokens import TokenStreams, encode_corpus, load_tokenizer
-from moe_runtime.training.finetune.adapter_export import (
-    exporter_for,
-    require_exportable,
-    write_adapters,
-)
-from moe_runtime.training.finetune.devices import device_of, memory_of
-from moe_runtime.training.finetune.memory import divide_budget, slots_plan
-from moe_runtime.training.finetune.settings import FinetuneConfig
-from moe_runtime.training.finetune.stores import open_frozen
-from moe_runtime.training.loop import Trainer, TrainingRun
-from moe_runtime.training.offload.computing_device import device_budget
-from moe_runtime.training.offload.execution.adapters import AdapterTraining
-from moe_runtime.training.offload.execution.frozen import ExpertAdapters, FrozenPasses, adapters_for
-from moe_runtime.training.offload.expert_training import ExpertTraining
-from moe_runtime.training.offload.memory import FrozenMemory, TrainingMemory
-from moe_runtime.training.offload.offloading import find_sites, layouts_of
-from moe_runtime.training.offload.site import ExpertsModuleSpec
-from moe_runtime.training.offloaded import optimizer_settings, plan_of
-from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.tracing import TrainingTrace, open_trace
+from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
+def device_of(config: FinetuneConfig) -> torch.device:
+    """Where a run computes: on the CPU, unless it is told otherwise.
+
+    "auto" is a GPU, if there is one, but for training by forward passes alone.
+
+    Raises:
+        UnsupportedModelError: forward passes alone on a device.
+        ValueError: there is no such device, or a budget of a device that does not compute.
+    """
+    by_forwards_alone = config.lora is None and not config.method.has_backward
+    name = config.run.device or "cpu"
+    place = find_device("cpu" if name == "auto" and by_forwards_alone else name, "run.device")
+    if place.type == "cpu":
+        if config.run.device_memory != "auto":
+            raise ValueError(
+                f"device_memory is for a GPU; this run is on the CPU, got "
+                f"{config.run.device_memory!r}"
+            )
+    elif by_forwards_alone:
+        raise UnsupportedModelError(
+            "--zeroth-order computes on the CPU so far; give --device cpu, or train by gradients"
+        )
+    return place
+
+
+def memory_of(
+    config: FinetuneConfig, memory: TrainingMemory, place: torch.device
+) -> dict[str, Any]:
+    """The budgets of `TrainingMethod.offload`, which only asks for a device where there is one."""
+    budgets: dict[str, Any] = {
+        "host_memory": memory.budget_bytes,
+        "activation_memory": memory.activation_bytes,
+    }
+    if place.type != "cpu":
+        budgets["device_memory"] = config.run.device_memory
+    return budgets
+
+
+def open_frozen(
+    experts: ExpertMap, signature: ModelSignature, memory: FrozenMemory, place: torch.device
+) -> tuple[ExpertMap, list[ExpertStore[Tensor]]]:
+    """How experts lie in the slots that they are computed from, and the stores.
+
+    Returns:
+        The stores: the one that experts are computed from, and below it, where that is a device,
+        the one of the host.
+
+    Raises:
+        CapacityError: memory cannot be had, or not be locked.
+        ValueError: the device is none that experts can be computed on.
+    """
+    host, there = memory.host, memory.device
+    policy_of = _policies(signature)
+    with contextlib.ExitStack() as opened:
+        source = ExpertSource(experts.layouts)
+        opened.callback(source.close)
+        slab = Slab(host.num_slots, host.slot_bytes)
+        if there is None:
+            store = ExpertStore(
+                source, slab, policy_of(host), _filled, stream_slots=host.stream_slots()
+            )
+            opened.pop_all()
+            return experts, [store]
+        device = open_device(place)
+        slots = Slab(there.num_slots, there.slot_bytes, allocate=device.allocate)
+        on_device = experts_on_device(experts)
+        stores = open_tiers(
+            source, slab, slots, {"device": there, "host": host}, policy_of,
+            {"device": on_device, "host": experts}, (None, None), device, _filled,
+        )  # fmt: skip
+        if not any(on_device.packings):  # kernels have no gradients through codes
+            stores[0].stacks = DeviceStacks(device, slots, on_device)
+        opened.pop_all()
+        return on_device, [*stores]
+
+
+def _filled(_: ExpertKey, slot: Tensor) -> Tensor:
+    """The slot as it is: values are written out anew whenever an expert is used."""
+    return slot
+
+
+def _policies(signature: ModelSignature) -> Callable[[MemoryPlan], LayerShares]:
+    def of(plan: MemoryPlan) -> LayerShares:
+        return make_policy(
+            "lru",
+            num_slots=plan.num_slots,
+            setting=Setting(shape=shape_of(signature)),
+            adaptive=False,
+            reserve=plan.stream_slots(),
+        )
+
+    return of
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAMPLES, _SAMPLE_BYTES = 17, 4096
+"""Of each weight file, at equal distances: another training of the same model changes them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +204,8 @@ class FinetunePreparation:
     """Everything that a run needs before weights are read.
 
     Attributes:
-        config: with the number of steps.
-        output: the run's folder.
-        storage: folder of the experts' states.
-        streams: encoded text by source.
-        batches: windows of it.
-        held_out: held-out windows by source.
-        checkpoint: the one that is fine-tuned.
-        model: on the meta device.
-        experts: where its experts lie.
         exporter: writes checkpoints like it; None where adapters alone are written.
-        sites: the experts, as training sees them.
-        memory: how the budgets are divided.
         device: where everything but the experts lies, and what computes.
-        num_parameters, num_active_parameters: of the model.
     """
 
     config: FinetuneConfig
@@ -124,7 +232,8 @@ class FinetunePreparation:
     @property
     def settings(self) -> dict[str, Any]:
         """What must be the same when the run goes on, by dotted name."""
-        return settings_of(self.config, self.streams)
+        own = {BASE_FILES: _fingerprint(self.checkpoint)}
+        return settings_of(self.config, self.streams) | own
 
 
 def prepare(
@@ -138,7 +247,6 @@ def prepare(
     """Reads headers and text, and divides the budget; reads no weights yet.
 
     Args:
-        config: of the run.
         epochs: how often all text is trained on; replaces `config.run.steps`.
         on_stage: called with a word on what is being done.
         progress: of a download of the checkpoint, as for ``find_checkpoint``.
@@ -219,7 +327,6 @@ def start(
     """Reads the weights; a trainer at the beginning of the run, or at its last checkpoint.
 
     Args:
-        preparation: as `prepare` gave it.
         resume: go on from the newest checkpoint; without one, begin.
         reschedule: the number of steps and the rate's course may be others than before.
         progress: called with what is being done, the bytes done and the bytes in all.
@@ -385,6 +492,20 @@ def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
 
 def _parameters(module: Any) -> list[torch.nn.Parameter]:
     return [module.module.get_parameter(name) for name in module.parameters]
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """A digest of the configuration, and of the size of each weight file and samples of it."""
+    config = checkpoint.folder / "config.json"
+    found = digest(config.read_bytes()) if config.is_file() else ""
+    for path in sorted(checkpoint.stamps):
+        with open_regular(path) as file:
+            size = path.stat().st_size
+            found = digest(f"{path.name} {size}".encode(), found)
+            for number in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
+                found = digest(file.read(_SAMPLE_BYTES), found)
+    return found
 
 
 def _check_vocabulary(checkpoint: Checkpoint, streams: Mapping[str, TokenStreams]) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.opening import Checkpoint
 from moe_runtime.config import parse_budget
 from moe_runtime.inference.budget import (
     MemoryPlan,
@@ -19,9 +19,9 @@ from moe_runtime.inference.budget import plan_memory as plan_slots
 from moe_runtime.inference.device.device_stores import experts_on_device
 from moe_runtime.inference.loading import signature_of
 from moe_runtime.kernels.expert_mlp.kept_code import experts_code_bytes
-from moe_runtime.training.checkpoint_model import activation_bytes, trained_bytes
+from moe_runtime.training.finetune.checkpoint_model import activation_bytes, trained_bytes
 from moe_runtime.training.finetune.settings import FinetuneConfig
-from moe_runtime.training.offload.execution.frozen import adapters_for
+from moe_runtime.training.offload.frozen import adapters_for
 from moe_runtime.training.offload.memory import SPARE_BYTES, FrozenMemory, TrainingMemory
 from moe_runtime.training.offload.offloading import layouts_of, plan_memory
 from moe_runtime.training.offload.site import ExpertsModuleSpec

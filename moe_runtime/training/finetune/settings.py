@@ -1,14 +1,69 @@
-"""What a fine-tuning run is made of."""
+"""How a fine-tuned model is trained: the part of a run that a research room can replace.
+
+What a fine-tuning run is made of.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
-from moe_runtime.training.finetune.method import Backpropagation, TrainingMethod
+from torch import nn
+
+from moe_runtime.training.offload.adamw import AdamW
+from moe_runtime.training.offload.handle import ExpertTraining
+from moe_runtime.training.offload.offloading import offload_training
+from moe_runtime.training.offload.records import StateFormat
 from moe_runtime.training.offloaded import optimizer_settings
 from moe_runtime.training.run_config import DataConfig, OptimizerConfig, RunConfig
+
+
+class TrainingMethod(Protocol):
+    """A way to train every parameter of a model whose experts live elsewhere."""
+
+    @property
+    def state_format(self) -> StateFormat:
+        """What an expert's record holds."""
+        ...
+
+    @property
+    def num_sides(self) -> int:
+        """Forward passes of each micro-batch that go through the model at once."""
+        ...
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether blocks keep activations for a backward pass."""
+        ...
+
+    def offload(self, model: nn.Module, **places: Any) -> ExpertTraining:
+        """Sends the experts away; `places` are the keywords that say where to.
+
+        Raises:
+            CapacityError: a budget or the disk is too small.
+            CheckpointError: the folder cannot be written.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backpropagation:
+    """Gradients and AdamW."""
+
+    settings: AdamW
+    num_sides = 1
+    has_backward = True
+
+    @property
+    def state_format(self) -> StateFormat:
+        """Parameters, moments and gradients, as the settings have them."""
+        return self.settings.state_format
+
+    def offload(self, model: nn.Module, **places: Any) -> ExpertTraining:
+        """As `offload_training`."""
+        return offload_training(model, optimizer=self.settings, **places)
+
 
 LORA_PLACES = ("attention", "experts")
 ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]

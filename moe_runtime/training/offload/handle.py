@@ -1,39 +1,229 @@
-"""Training of a model whose routed experts live in host memory and on the disk."""
+"""What trainings of experts with records have in common: checkpoints, counters, the end.
+
+Training of a model whose routed experts live in host memory and on the disk.
+"""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from moe_runtime.errors import CheckpointError
+from moe_runtime.checkpoints.absent import TrainedElsewhere
+from moe_runtime.errors import CheckpointError, UnsupportedUseError
+from moe_runtime.inference.budget import peak_resident_bytes
+from moe_runtime.training.checkpoint import MAPPING, require_kind, require_kinds
+from moe_runtime.training.offload.activations import ActivationPolicy
+from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.execution.activations import ActivationPolicy
-from moe_runtime.training.offload.execution.device_link import DeviceLink
-from moe_runtime.training.offload.execution.offloaded_experts import OffloadedTrainingExperts
-from moe_runtime.training.offload.execution.passes import LayerExecutor
-from moe_runtime.training.offload.execution.window import MicroBatchBarrier, run_window
-from moe_runtime.training.offload.expert_training import (
-    ExpertTraining,
-    OffloadStats,
-    require_no_new_parameters,
-    trained_around_experts,
-)
+from moe_runtime.training.offload.dense_adamw import S, StepOptimizer, StepOutcome
+from moe_runtime.training.offload.device_link import DeviceLink, LinkTraffic
+from moe_runtime.training.offload.device_updates import DeviceUpdates
 from moe_runtime.training.offload.memory import TrainingMemory
-from moe_runtime.training.offload.optimizers.adamw import AdamW
-from moe_runtime.training.offload.optimizers.dense_adamw import DenseAdamW, StepOutcome
-from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates
-from moe_runtime.training.offload.optimizers.optimizer import ExpertOptimizer
+from moe_runtime.training.offload.offloaded_experts import (
+    MicroBatchBarrier,
+    OffloadedTrainingExperts,
+    run_window,
+)
+from moe_runtime.training.offload.optimizer import ExpertOptimizer
+from moe_runtime.training.offload.passes import LayerExecutor
 from moe_runtime.training.offload.processes import OneProcess
+from moe_runtime.training.offload.records import RecordLayout, Sections, Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec
-from moe_runtime.training.offload.states.states import ExpertStates
-from moe_runtime.training.stored_values import MAPPING, require_kind, require_kinds
+from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadStats:
+    """What a training run did so far.
+
+    Attributes:
+        steps: steps taken.
+        skipped_steps: steps left out because gradients were not finite.
+        traffic: bytes by way, and seconds of waiting.
+        link: bytes between tiers in memory and where products are computed.
+        num_experts: routed experts.
+        resident_experts: those whose tier is host memory.
+        budget_bytes: of host memory.
+        disk_bytes: bytes of the files.
+        peak_rss_bytes: highest resident memory of the process, by the kernel's counter.
+    """
+
+    steps: int
+    skipped_steps: int
+    traffic: Traffic
+    link: LinkTraffic
+    num_experts: int
+    resident_experts: int
+    budget_bytes: int
+    disk_bytes: int
+    peak_rss_bytes: int
+
+    def report(self) -> dict[str, Any]:
+        """What a run says of its tiers: bytes, waiting, memory."""
+        return {
+            "experts": self.num_experts,
+            "experts_in_memory": self.resident_experts,
+            "host_budget_bytes": self.budget_bytes,
+            "disk_bytes": self.disk_bytes,
+            "read_bytes": self.traffic.read_bytes,
+            "written_bytes": self.traffic.written_bytes,
+            "wasted_bytes": self.traffic.wasted_bytes,
+            "to_device_bytes": self.link.to_device_bytes,
+            "from_device_bytes": self.link.from_device_bytes,
+            "stall_s": round(self.traffic.stall_s, 3),
+            "peak_rss_bytes": self.peak_rss_bytes,
+        }
+
+
+class ExpertTraining(StepOptimizer):
+    """Training of experts that have records of their own, of which a checkpoint names versions.
+
+    Attributes:
+        skipped_steps: steps left out because something was not finite.
+    """
+
+    keeps_newest_alone = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[ExpertsModuleSpec],
+        states: ExpertStates,
+        memory: TrainingMemory,
+        checkpoints: ExpertCheckpoints,
+    ) -> None:
+        self.model = model
+        self.memory = memory
+        self.states = states
+        self.skipped_steps = 0
+        self._sites = list(sites)
+        self._checkpoints = checkpoints
+
+    @property
+    @abc.abstractmethod
+    def num_steps(self) -> int:
+        """Steps that were taken."""
+
+    @abc.abstractmethod
+    def expert(self, key: ExpertKey) -> dict[str, Tensor]:
+        """A copy of one expert's parameters as they are after the steps so far, by name."""
+
+    def stats(self) -> OffloadStats:
+        """Counters so far."""
+        experts = self.states.experts.values()
+        disk = self.states.disk
+        return OffloadStats(
+            steps=self.num_steps,
+            skipped_steps=self.skipped_steps,
+            traffic=dataclasses.replace(self.states.traffic),
+            link=LinkTraffic(),
+            num_experts=len(experts),
+            resident_experts=sum(expert.resident_slot is not None for expert in experts),
+            budget_bytes=self.memory.budget_bytes,
+            disk_bytes=0 if disk is None else disk.num_bytes,
+            peak_rss_bytes=peak_resident_bytes(),
+        )
+
+    def report(self) -> dict[str, Any]:
+        return self.stats().report()
+
+    def write(
+        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
+    ) -> None:
+        """As of `StepOptimizer`: copies the state; the job runs once every expert is durable."""
+        self._checkpoints.write(state, lambda found: own(found)["experts"], job)
+
+    def wait(self) -> None:
+        self._checkpoints.wait()
+
+    def transfers(self) -> dict[str, Any]:
+        return self.states.traffic.by_way()
+
+    def check(self) -> None:
+        """Proves that the entries of all records agree with each other.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        self.states.check()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses to be copied or pickled."""
+        TrainedElsewhere.refuse()
+
+    def close(self) -> None:
+        """Waits for the checkpoint under way and ends the transfers; the model is of no use then.
+
+        Raises:
+            MoERuntimeError, OSError: the checkpoint could not be written; the one before is intact.
+        """
+        self._checkpoints.close()
+        self.states.close()
+        self._checkpoints.wait()
+
+
+def trained_around_experts(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters beside the offloaded experts that require gradients, by name."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, TrainedElsewhere)
+    }
+
+
+def require_no_new_parameters(model: nn.Module, known: Iterable[Tensor]) -> None:
+    """Refuses parameters that came after the optimizer was made, which would not be trained.
+
+    Raises:
+        UnsupportedUseError: a parameter beside the experts requires gradients and is not known.
+    """
+    ids = set(map(id, known))
+    for name, parameter in trained_around_experts(model).items():
+        if id(parameter) not in ids:
+            raise UnsupportedUseError(
+                f"{name} requires gradients since the experts were offloaded and would not be "
+                "trained: add adapters and set requires_grad before that"
+            )
+
+
+def require_trained(model: nn.Module) -> None:
+    """Refuses a model of which nothing would be trained.
+
+    Raises:
+        ValueError: no parameter requires gradients.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "there is nothing to train: no parameter requires gradients; set requires_grad on "
+            "those that shall be trained"
+        )
+
+
+def fill(
+    states: ExpertStates,
+    layouts: Mapping[ExpertKey, RecordLayout],
+    tensors_of: Callable[[ExpertKey], Sequence[Tensor]],
+) -> None:
+    """Writes the first version of every expert: given weights, moments of zero."""
+    for key, layout in layouts.items():
+        record = states.acquire(key, Sections.NONE, writes=True)
+        layout.clear(record, Sections.ALL)
+        views = layout.views(record, Sections.PARAMETERS)
+        for view, tensor in zip(views, tensors_of(key), strict=True):
+            view.copy_(tensor)
+        states.write_state(key)
+        states.release(key)
+    states.commit()
+
 
 _KINDS = {"experts": MAPPING, "steps": MAPPING, "dense": MAPPING}
 
@@ -50,9 +240,7 @@ class OffloadedTraining(ExpertTraining):
     tiers for the step, and experts are fetched once for every micro-batch.
 
     Attributes:
-        optimizer: of the experts.
         activations: what becomes of them between forward and backward pass.
-        dense: of everything else.
     """
 
     def __init__(
@@ -87,13 +275,7 @@ class OffloadedTraining(ExpertTraining):
             module.train(site.module.training)
             site.put(model, module)
             self._modules.append(module)
-        self.dense = DenseAdamW(
-            trained_around_experts(model),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        self.dense = settings.dense(trained_around_experts(model))
 
     @property
     def num_steps(self) -> int:

@@ -1,8 +1,13 @@
-"""`offload_training`: the experts of a model go where there is room, and are trained there."""
+"""Saves of a model whose experts are with its optimizer: whole, or not at all.
+
+`offload_training`: the experts of a model go where there is room, and are trained there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -11,41 +16,94 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.allocator import return_freed_blocks
+from moe_runtime.checkpoints.absent import TrainedElsewhere
 from moe_runtime.checkpoints.expert_map import find_experts
-from moe_runtime.checkpoints.transformers_private import gate_of
+from moe_runtime.checkpoints.transformers_private import gate_of, has_adapters
 from moe_runtime.config import MemorySize, parse_budget, require_types
-from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.errors import CheckpointError, UnsupportedModelError, UnsupportedUseError
 from moe_runtime.inference.budget import available_host_bytes, resolve_budget
-from moe_runtime.inference.hugging_face.gate_formulas import recognise_activation
+from moe_runtime.inference.known_classes import recognise_activation
 from moe_runtime.parallel import LayoutGroups
-from moe_runtime.training.offload.computing_device import (
+from moe_runtime.training.offload.activations import (
+    SLOT_BYTES,
+    ActivationPolicy,
+    Activations,
+    ActivationSwap,
+)
+from moe_runtime.training.offload.adamw import AdamW
+from moe_runtime.training.offload.device_updates import DeviceUpdates, planned_updates
+from moe_runtime.training.offload.disk import Disk
+from moe_runtime.training.offload.handle import OffloadedTraining, fill, require_trained
+from moe_runtime.training.offload.memory import (
     CPU,
+    DEFAULT_ACTIVATION_SHARE,
+    TrainingMemory,
     computing_device,
+    dense_bytes,
     device_shares,
+    divide,
     held_bytes,
     link_bytes,
     open_link,
-)
-from moe_runtime.training.offload.execution.activation_swap import SLOT_BYTES, ActivationSwap
-from moe_runtime.training.offload.execution.activations import ActivationPolicy, Activations
-from moe_runtime.training.offload.expert_training import fill, require_trained
-from moe_runtime.training.offload.handle import OffloadedTraining
-from moe_runtime.training.offload.memory import (
-    DEFAULT_ACTIVATION_SHARE,
-    TrainingMemory,
-    dense_bytes,
-    divide,
     saved_bytes,
 )
-from moe_runtime.training.offload.optimizers.adamw import AdamW
-from moe_runtime.training.offload.optimizers.device_updates import DeviceUpdates, planned_updates
 from moe_runtime.training.offload.processes import OneProcess, processes_of
+from moe_runtime.training.offload.records import RecordLayout, StateFormat
 from moe_runtime.training.offload.site import ExpertsModuleSpec, layer_sites
-from moe_runtime.training.offload.states.disk import Disk
-from moe_runtime.training.offload.states.records import RecordLayout, StateFormat
-from moe_runtime.training.offload.states.states import ExpertStates
-from moe_runtime.training.offload.whole_saves import require_whole_saves
+from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
+
+
+def require_whole_saves(model: nn.Module, sites: Sequence[ExpertsModuleSpec]) -> None:
+    """Makes ``save_pretrained`` of a model and of its parts refuse to leave experts out.
+
+    Args:
+        model: about to give its experts up; nothing happens where no part is of transformers.
+    """
+    parameters = {
+        f"{site.name}.{name}": site.module.get_parameter(name)
+        for site in sites
+        for name in site.parameter_names
+    }
+    trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    for path, part in model.named_modules():
+        prefix = f"{path}." if path else ""
+        own = {n.removeprefix(prefix): t for n, t in trained.items() if n.startswith(prefix)}
+        if own and hasattr(type(part), "save_pretrained"):
+            part.__dict__["save_pretrained"] = _whole_save(part, own)
+
+
+def _whole_save(model: Any, trained: Mapping[str, bool]) -> Any:
+    """A model's ``save_pretrained`` that refuses.
+
+    Args:
+        trained: for each parameter of the experts, whether it is trained.
+    """
+    save = cast(Any, type(model)).save_pretrained
+
+    @functools.wraps(save)
+    def save_whole(*args: Any, **options: Any) -> None:
+        bound = inspect.signature(save).bind(model, *args, **options).arguments
+        state_dict = {**bound, **bound.get("kwargs", {})}.get("state_dict") or {}
+        # adapters are saved without what they adapt
+        saves_adapters = has_adapters(model) or hasattr(model, "get_base_model")
+        needed = [name for name, is_trained in trained.items() if is_trained or not saves_adapters]
+        lacking = [name for name in needed if not _is_here(state_dict.get(name))]
+        if lacking:
+            raise UnsupportedUseError(
+                f"{lacking[0]} is with the optimizer of offload_training, not in the model, and "
+                "would be missing: give save_pretrained a state_dict with the experts "
+                "(`stacked(layer)` of the optimizer has a layer's), or train with "
+                "`moe-runtime finetune`, which writes them expert by expert"
+            )
+        save(model, *args, **options)
+
+    return save_whole
+
+
+def _is_here(tensor: Tensor | None) -> bool:
+    return tensor is not None and not isinstance(tensor, TrainedElsewhere)
+
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (nn.Module,),
@@ -189,9 +247,6 @@ def plan_memory(
     """How `offload_training` would divide a budget; allocates nothing.
 
     Args:
-        model: with its experts' parameters.
-        sites: its experts.
-        host_memory, activation_memory: as of `offload_training`.
         has_disk: whether experts may live on the disk.
         state: what records hold; full moments when omitted.
         sharing: processes that share what this machine has free.

@@ -27,10 +27,7 @@ class OneProcess:
     """A process that trains by itself.
 
     Attributes:
-        rank: number of this process.
-        size: number of processes.
         loss_parts: what the sum of an expert's gradients over the processes is divided by.
-        here: processes that share this machine's memory.
     """
 
     rank = 0
@@ -60,9 +57,6 @@ class OneProcess:
 
 class SpreadProcesses(OneProcess):
     """One of the processes of a layout in which every expert lies in one of them, whole.
-
-    Args:
-        groups: of the layout.
 
     Raises:
         UnsupportedModelError: the layout has copies or slices of experts, or pipeline stages.
@@ -121,8 +115,6 @@ def processes_of(
 
     Args:
         groups: of a layout; None for this process alone.
-        sites: the model's experts.
-        parameters: of the model.
 
     Raises:
         UnsupportedModelError: the layout or the model cannot be trained so.

@@ -13,8 +13,8 @@ from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
 from moe_runtime.kernels.expert_mlp.op import resolve_activation
 from moe_runtime.layer import Experts, MoELayer
 from moe_runtime.parallel import ParallelExperts
-from moe_runtime.training.offload.optimizers.dense_adamw import decays
-from moe_runtime.training.offload.states.records import ExpertTensor, RecordLayout, StateFormat
+from moe_runtime.training.offload.dense_adamw import decays
+from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, StateFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +22,11 @@ class ExpertsModuleSpec:
     """What has to be known of a module to take its place.
 
     Attributes:
-        name: its path in the model.
         module: the module; its expert parameters are stacked, one slice for each expert.
-        num_experts: how many, in all processes.
         own: those whose parameters the module has, by place in the stacks, -1 for an empty one; all
             when omitted.
-        num_processes: that the experts are spread over.
         first: name of the first product's parameter: `gate_up_proj` or `up_proj`.
-        has_gate, is_transposed, is_concatenated: as in `StackedExperts`.
         activation: a formula, or a function of the pre-activations as they lie.
-        impl: implementation of the kernels.
         recompute: the backward pass computes the pre-activations again.
         keeps_dtype: the output has the dtype of the input, under autocast too.
     """

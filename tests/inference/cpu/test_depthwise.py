@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_runtime
-from moe_runtime.inference.cpu import depthwise
+from moe_runtime.inference.cpu import recurrent_steps as depthwise
 from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
 
 HALF = [torch.bfloat16, torch.float16]

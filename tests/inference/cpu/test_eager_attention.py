@@ -16,9 +16,8 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 
 from moe_runtime.checkpoints import transformers_private
 from moe_runtime.inference.budget import resident_bytes
-from moe_runtime.inference.cpu import eager_attention
-from moe_runtime.inference.cpu.attention import use_single_query_attention
-from moe_runtime.inference.cpu.eager_attention import LayerConfig, attend
+from moe_runtime.inference.cpu import attention as eager_attention
+from moe_runtime.inference.cpu.attention import LayerConfig, use_single_query_attention
 from moe_runtime.inference.cpu.small_batch import use_small_batch_layers
 from moe_runtime.kernels.linear import native_row_limit
 from moe_runtime.kernels.native import native_library
@@ -93,7 +92,7 @@ def test_a_layer_equals_its_own_attention_in_fp64(folder, queries, dtype, keeps_
     query = torch.randn(2, heads, queries, 8, dtype=dtype) * 2
     key, value = (torch.randn(2, heads // groups, 11, width, dtype=dtype) for width in (8, 6))
     with torch.inference_mode():
-        found, weights = attend(
+        found, weights = eager_attention.attend_eagerly(
             layer, query, key, value, masks(dtype, queries, 11), scaling=0.3, s_aux=layer.sinks
         )
         wide = [part.double() for part in (query, key, value, masks(dtype, queries, 11))]

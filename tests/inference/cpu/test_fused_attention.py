@@ -83,7 +83,7 @@ def are_fused(num_sequences: int, model: Any) -> bool:
 
 @pytest.fixture
 def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Batch sizes of the fused calls made, those of comparisons (of one sequence) included."""
+    """Batch sizes of the fused calls made."""
     seen: list[int] = []
     kernel = fused.attention_step
 
@@ -97,8 +97,7 @@ def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def fused_prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Sequences and tokens of the prompts whose heads the kernel made, with those of comparisons
-    (of one sequence)."""
+    """Sequences and tokens of the prompts whose heads the kernel made."""
     seen: list[tuple[int, int]] = []
     kernel = fused.attention_heads
 
@@ -111,16 +110,16 @@ def fused_prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["olmoe", "qwen2", "qwen3", "turned", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["olmoe", "qwen2", "qwen3", "gpt_oss"])
 def test_the_usual_layers_are_fused_and_keep_their_bits(kind, dtype, fused_steps, fused_prompts):
     model = make(kind, dtype)
     # how torch adds squares of several rows in fp32, and takes their roots, differs by processor
-    may_differ = dtype is torch.float32 and kind in {"qwen3", "turned"}
+    may_differ = dtype is torch.float32 and kind in {"olmoe", "qwen3"}
     for masked in (False, True):
         fused_steps.clear()
         fused_prompts.clear()
         found = run(model, model.layer, masked=masked)
-        assert may_differ or fused_prompts.count((2, 5)) == 1
+        assert fused_prompts.count((2, 5)) == (0 if may_differ else 1)
         # the first token finds no room behind the prompt
         assert fused_steps.count(2) == (4 if are_fused(2, model) else 0)
         expected = run(model, own_way(model), masked=masked)
@@ -128,11 +127,7 @@ def test_the_usual_layers_are_fused_and_keep_their_bits(kind, dtype, fused_steps
             assert torch.equal(one, other)
 
 
-OTHERS = ("clipped", "without rotation", "longer is softer", "asks for positions")
-OTHERS += ("looks into the cache", "ignores the mask", "has a factor")
-
-
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", ["clipped", "own", "without angles"])
 def test_layers_that_compute_something_else_are_left_alone(kind, fused_steps, fused_prompts):
     model = make(kind)
     for masked in (False, True):
@@ -141,18 +136,6 @@ def test_layers_that_compute_something_else_are_left_alone(kind, fused_steps, fu
         assert fused_prompts.count((2, 5)) == 0
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
-
-
-def test_a_layer_is_left_alone_from_when_it_is_given_an_option_that_it_looks_at(fused_steps):
-    model = make("uses positions")
-    run(model, model.layer, other_option=torch.tensor(2.0))
-    assert fused_steps.count(2) == (4 if are_fused(2, model) else 0)
-    fused_steps.clear()
-    options: dict[str, Any] = {"position_ids": torch.tensor(3.0)}
-    found = run(model, model.layer, **options)
-    assert fused_steps.count(2) == 0
-    for one, other in zip(found, run(model, own_way(model), **options), strict=True):
-        assert torch.equal(one, other)
 
 
 def hook(model: Model) -> None:

@@ -28,9 +28,8 @@ from torch import Tensor
 import moe_runtime
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.expert_tensors import matrices_of
-from moe_runtime.checkpoints.gguf.architectures import architecture_of
+from moe_runtime.checkpoints.gguf.architectures import architecture_of, settings_of
 from moe_runtime.checkpoints.gguf.header import GgufHeader, read_header
-from moe_runtime.checkpoints.gguf.model_settings import settings_of
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.cli.main import main
@@ -187,8 +186,8 @@ KEYS = [
 
 def test_every_key_of_an_architecture_is_a_setting_or_refused(written: Written) -> None:
     def settings(changed: dict[str, Any]) -> dict[str, Any]:
-        again = GgufHeader(header.metadata | changed, header.tensors)
-        return settings_of(again, architecture_of(again, file), file)
+        again = GgufHeader(file, header.metadata | changed, header.tensors)
+        return settings_of(again, architecture_of(again))
 
     file, header = written.folder, read_header(written.folder)
     usual = settings({})

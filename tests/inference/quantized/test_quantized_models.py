@@ -247,7 +247,7 @@ def test_what_is_said_of_bytes_is_what_is_in_the_files(written: Written) -> None
         entry.num_bytes
         for name, weight in checkpoint.packed.items()
         if ".experts." in name
-        for entry in weight.entries
+        for entry in weight.parts.values()
     ]
     biases = [e for n, e in checkpoint.entries.items() if ".experts." in n and n.endswith("_bias")]
     unused = [  # ends of rows that fill no word

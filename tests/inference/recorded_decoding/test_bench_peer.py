@@ -16,8 +16,8 @@ from emulated_models import (
 from moe_families import Family
 from tiny_checkpoints import save, tiny_model
 
-from moe_runtime.bench.peer_files import OURS, peer_file
-from moe_runtime.bench.peers import host
+from moe_runtime.benchmarks.peers import host
+from moe_runtime.benchmarks.suite.peers import OURS, peer_file
 
 pytest.importorskip("triton")
 NUM_EXPERTS = 6

@@ -17,7 +17,7 @@ from fetched_models import ENOUGH, EVERY, LAYERS, SLOTS, Request, in_both, store
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.device.device_stores import policy_of_device
 from moe_runtime.memory.device import host_tables
-from moe_runtime.policies.eviction.rules.random_choice import RandomChoice
+from moe_runtime.policies.eviction.classic import RandomChoice
 
 pytest.importorskip("triton")
 pytestmark = emulated

@@ -19,8 +19,8 @@ from tiny_checkpoints import PROMPT, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, StaticCache, StoppingCriteria
 
 from moe_runtime.inference.device import decode_graphs
+from moe_runtime.inference.device.decode_graphs import Structure
 from moe_runtime.inference.device.static_caches import StaticCaches
-from moe_runtime.inference.device.structure import Structure
 
 pytest.importorskip("triton")
 NUM_EXPERTS, NEW_TOKENS = 6, 5

@@ -24,7 +24,7 @@ from emulated_models import (
 from tiny_checkpoints import PROMPT
 from transformers.generation.streamers import BaseStreamer
 
-from moe_runtime.inference.device.decode_loop import _TokenSelection
+from moe_runtime.inference.device.decoding_model import _TokenSelection
 from moe_runtime.inference.device.static_caches import StaticCaches
 from moe_runtime.memory.reads import Monitor
 

@@ -20,8 +20,7 @@ from moe_runtime.policies.placement import (
     RoutingProfile,
     rebalance,
 )
-from moe_runtime.policies.placement.eplb import replicate
-from moe_runtime.policies.placement.packing import pack
+from moe_runtime.policies.placement.algorithms import pack, replicate
 
 # The example of DeepSeek's repository: two layers, 12 experts, 16 slots, 4 groups, 2 nodes, 8 GPUs.
 GOLDEN_LOADS = np.array(

@@ -16,12 +16,11 @@ from moe_runtime.policies.prediction import (
     contexts_of,
     make_estimator,
 )
+from moe_runtime.policies.prediction.base import COLLECTED_MATRICES
 from moe_runtime.policies.prediction.estimator import popularity_of, visits
-from moe_runtime.policies.prediction.expert_map import NEIGHBOURS, PRIOR_MAPS
-from moe_runtime.policies.prediction.limits import COLLECTED_MATRICES
-from moe_runtime.policies.prediction.running_counts import PRIOR_TOKENS
-from moe_runtime.policies.prediction.token_identity import PRIOR_OCCURRENCES
-from moe_runtime.policies.prediction.transitions import PRIOR_VISITS
+from moe_runtime.policies.prediction.matched import NEIGHBOURS, PRIOR_MAPS
+from moe_runtime.policies.prediction.tables import PRIOR_TOKENS, PRIOR_VISITS
+from moe_runtime.policies.prediction.tokens import PRIOR_OCCURRENCES
 
 SHAPE = Shape(num_layers=3, num_experts=6, top_k=2)
 ROUTES = make_routes(SHAPE, num_sequences=5, length=12, vocabulary=6)

@@ -10,7 +10,7 @@ from moe_runtime.policies.prediction import (
     Shape,
     StepBegins,
 )
-from moe_runtime.policies.prediction.ranks import RankRecord
+from moe_runtime.policies.prediction.hidden import RankRecord
 
 SHAPE = Shape(num_layers=4, num_experts=8, top_k=2)
 

@@ -5,7 +5,7 @@ import pytest
 
 from moe_runtime.policies.prediction import Routes, Shape, contexts_of
 from moe_runtime.policies.prediction.estimator import visits
-from moe_runtime.policies.prediction.path_network import PathNetwork
+from moe_runtime.policies.prediction.trained import PathNetwork
 
 SHAPE = Shape(num_layers=3, num_experts=6, top_k=2)
 

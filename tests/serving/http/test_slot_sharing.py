@@ -11,8 +11,8 @@ from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, save_text_checkpoint
 
 import moe_runtime
 from moe_runtime.inference.budget import MIN_SLOTS
+from moe_runtime.inference.handle import resize_cache
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.inference.resizing import resize_cache
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.models import slot_sharing
 from moe_runtime.serving.http.models.slot_sharing import SlotSharing

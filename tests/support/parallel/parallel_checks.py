@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parallel_layer import Answer, Problem, rank_parameters, rank_routing, run_experts
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.layer import MoELayer
@@ -223,16 +224,17 @@ def after_step(layer: MoELayer) -> dict[str, Any]:
     return {**gradients, **dict(layer.named_buffers())}
 
 
-def spread_layer_in_ddp(group: str) -> str:
-    """What is said of a layer with experts over all processes in `DistributedDataParallel`."""
+def wrapped_spread_layer(wrapper: str, group: str) -> str:
+    """What is said of a layer with experts over all processes in DDP, or sharded by FSDP2."""
     world = dist.group.WORLD
     assert world is not None
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     assert isinstance(alone, dist.ProcessGroup)
     layer = MoELayer(8, 6, 4, 2, group=world if group == "world" else alone)
-    wrapper = DistributedDataParallel(layer)
+    wrapped: Any = DistributedDataParallel(layer) if wrapper == "ddp" else fully_shard(layer)
     try:
-        wrapper(torch.randn(5, 8))
+        for _ in range(2):
+            wrapped(torch.randn(5, 8)).sum().backward()
     except ValueError as error:
         return str(error)
     return ""

@@ -13,8 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.models.lm.parallel import divide_sequences, shard_dense, spread_experts
-from moe_runtime.models.lm.stages import Stage, StageModule
+from moe_runtime.models.lm.parallel import (
+    Stage,
+    StageModule,
+    divide_sequences,
+    shard_dense,
+    spread_experts,
+)
 from moe_runtime.parallel import LayoutGroups, ParallelLayout
 from moe_runtime.parallel.logical import copy_part
 from moe_runtime.training.pipelined import Pipeline

@@ -33,8 +33,8 @@ from moe_runtime.parallel import (
     sum_replica_gradients,
     time_exchanges,
 )
+from moe_runtime.parallel.cluster import Link
 from moe_runtime.parallel.communication.wire import WireName
-from moe_runtime.planning.cluster import Link
 from moe_runtime.research.hecate import (
     CopyRules,
     SparseExperts,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
@@ -140,3 +142,21 @@ def refused(path: str, *settings: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def failing_digests(path: str, culprit: int) -> str:
+    """The error of a run in which a rank cannot write what it knows of a checkpoint's files."""
+    config = read_tree(TrainConfig, Path(path), settings=("run.steps=1",))
+    ranks = SeveralRanks(config)
+    with ranks.first_alone():
+        preparation = prepare(config, Path(path).parent)
+    trainer = start(preparation, resume=False, ranks=ranks)
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "digests.json")
+    target = "moe_runtime.training.sharded.write_digests"
+    effect = error if ranks.rank == culprit else None
+    with (
+        mock.patch(target, side_effect=effect),
+        pytest.raises(OSError, match="No space") as failure,
+    ):
+        trainer.train(should_stop=lambda: False, on_record=lambda record: None)
+    return str(failure.value)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_runtime.file_names import at_home
+from moe_runtime.files import at_home
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from moe_runtime.inference.budget import MIN_SLOTS, smallest_budget
-from moe_runtime.inference.handle import RuntimeHandle
-from moe_runtime.inference.resizing import is_resizable, resize_cache
+from moe_runtime.inference.handle import RuntimeHandle, is_resizable, resize_cache
 from moe_runtime.serving.http.models.dividing import Need, divide
 from moe_runtime.serving.turns import Turns
 

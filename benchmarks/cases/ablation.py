@@ -1,0 +1,361 @@
+"""The case ``ablation``: one training configuration and variants of it, each with the same seeds.
+
+A repetition trains a variant with the next seed, as ``moe-runtime train`` does, in a folder that
+goes away, and takes its numbers from the records of the steps. All variants are prepared before the
+first one is trained, so that a setting which cannot be does not end a measurement of hours.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from moe_runtime.benchmarks.suite.results import Metric, describe_compared, make_results
+from moe_runtime.benchmarks.suite.runner import (
+    BenchSystem,
+    Number,
+    PeerFailedError,
+    Rules,
+    StoppedRepetitionError,
+    run_in_turn,
+)
+from moe_runtime.errors import MoERuntimeError, named_failure
+from moe_runtime.files import read_toml
+from moe_runtime.folders import remove_or_warn
+from moe_runtime.training.config_tree import (
+    build_tree,
+    lay_over,
+    leaves,
+    set_key,
+    split_setting,
+    toml_value,
+)
+from moe_runtime.training.metrics import EvaluationRecord, Record, StepRecord
+from moe_runtime.training.offload.checkpoint import remove_own_files
+from moe_runtime.training.offload.offloading import expert_parameters, find_sites
+from moe_runtime.training.offloaded import offload_plan
+from moe_runtime.training.ranks import OneRank
+from moe_runtime.training.run_config import TrainConfig
+from moe_runtime.training.session import Preparation, prepare, start
+
+BASE = "as configured"
+_OVERWRITTEN = {
+    **dict.fromkeys(
+        ("run.output", "run.tensorboard", "run.trace"), "nothing is kept of a training"
+    ),
+    "run.evaluate_every": "held-out text is measured after the last step alone",
+    "run.checkpoint_every": "no training goes on from a checkpoint",
+    "parallel": "one process trains",
+}
+"""Keys that are the same in all trainings, and why."""
+METRICS = {
+    "loss": Metric("nats"),
+    "held_out_loss": Metric("nats"),
+    "max_load": Metric("share"),
+    "dropped_share": Metric("share"),
+    "state_bytes_per_parameter": Metric("bytes"),
+    "tokens_per_s": Metric("tokens/s", "more"),
+}
+"""Those of the steps are means of the last fifth of them; bytes are those of offloaded experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A configuration to train.
+
+    Attributes:
+        name: of the system.
+        config: the whole of it.
+        changes: what differs from the first one, as nested tables; empty for that.
+    """
+
+    name: str
+    config: TrainConfig
+    changes: Mapping[str, Any]
+
+
+def read_variants(
+    path: Path,
+    vary: Sequence[str] = (),
+    *,
+    steps_of: Callable[[int], int] | None = None,
+) -> list[Variant]:
+    """The configuration of a file, and one variant for each table of ``variants`` and each value.
+
+    Args:
+        path: a file as `moe-runtime train` reads it. A table ``[variants.NAME]`` in it is laid over
+            the rest, key by key.
+        vary: ``key.inner=value,value`` each, in TOML's notation: a variant for every value.
+        steps_of: how many to take, given those of the file; None takes them, and those of
+            variants.
+
+    Raises:
+        ValueError: the file, a key or a value is none that a run can have; the message names the
+            variant. There are no variants, or two of one name.
+        OSError: the file cannot be read.
+    """
+    tree = read_toml(path)
+    tables = tree.pop("variants", {})
+    with _blamed(BASE, path):
+        configured = build_tree(TrainConfig, tree).run.steps
+        set_key(tree, "run.steps", configured if steps_of is None else steps_of(configured))
+    if not isinstance(tables, dict):
+        raise ValueError(f"{path}: variants must be tables [variants.NAME], got {tables!r}")
+    asked = [*tables.items(), *(one for words in vary for one in _changes(words))]
+    if not asked:
+        raise ValueError(
+            f"{path}: nothing to compare with; give --vary KEY=VALUE,VALUE or tables "
+            "[variants.NAME] in the file"
+        )
+    found: dict[str, Variant] = {}
+    for name, changes in [(BASE, {}), *asked]:
+        if not isinstance(changes, dict):
+            raise ValueError(f"{path}: variants.{name} must be a table, got {changes!r}")
+        if name in found:
+            raise ValueError(f"{path}: variant {name!r} is asked for twice")
+        with _blamed(name, path):
+            config = build_tree(TrainConfig, lay_over(tree, changes))
+            _check_changes(changes, has_steps=steps_of is not None)
+        found[name] = Variant(name=name, config=config, changes=changes)
+    return list(found.values())
+
+
+def _check_changes(changes: Mapping[str, Any], *, has_steps: bool) -> None:
+    """Refuses keys that a training here does not go by.
+
+    Raises:
+        ValueError: names the key, and why.
+    """
+    run = [f"run.{key}" for key in changes.get("run", {})]
+    for key in [*changes, *run]:
+        if key in _OVERWRITTEN:
+            raise ValueError(f"{key} changes nothing here: {_OVERWRITTEN[key]}; leave it out")
+    if has_steps and "run.steps" in run:
+        raise ValueError("run.steps varies: leave out --steps and --quick, or this variant")
+
+
+def _changes(words: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and tables of the variants that one ``--vary`` asks for."""
+    key, text = split_setting(words)
+    try:
+        values = tomllib.loads(f"value = [{text}]")["value"]
+    except tomllib.TOMLDecodeError:
+        values = [toml_value(one) for one in text.split(",")]
+    if not values:
+        raise ValueError(f"--vary: expected KEY=VALUE,VALUE, got {words!r} without a value")
+    for value in values:
+        table: dict[str, Any] = {}
+        set_key(table, key, value)
+        shown = value if isinstance(value, str) else json.dumps(value, default=str)
+        yield f"{key}={shown}", table
+
+
+@contextlib.contextmanager
+def _blamed(name: str, path: Path | None = None) -> Iterator[None]:
+    """Gives an error over a configuration the names of its file and variant."""
+    try:
+        yield
+    except (ValueError, MoERuntimeError) as error:
+        file = "" if path is None else f"{path}: "
+        variant = "" if name == BASE else f"variant {name!r}: "
+        raise ValueError(f"{file}{variant}{error}") from None
+
+
+class TrainedVariant(BenchSystem):
+    """A variant under training; losses are compared with those of the configuration as it is.
+
+    Attributes:
+        losses: of every step, for each seed.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        place: Path,
+        output: Path,
+        storage: Path | None,
+        num_threads: int,
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        """Prepares a run, as `moe-runtime train --dry-run` does, and lets it go.
+
+        Args:
+            variant: what is trained.
+            place: what its relative paths start from.
+            output: folder of its runs.
+            storage: an own folder for offloaded experts; None where all are in memory.
+            num_threads: of torch, where the variant does not say.
+            is_stopping: asked after every step.
+
+        Raises:
+            ValueError: it cannot be trained; the message names the variant.
+            OSError: a file cannot be read or written.
+        """
+        super().__init__(variant.name)
+        self._variant, self._place = variant, place
+        self.losses: list[list[float | None]] = []
+        self._output, self._storage, self._is_stopping = output, storage, is_stopping
+        self._num_threads = num_threads
+        with _blamed(self.name):
+            preparation = self._prepare(0)
+            self._state_bytes = _state_bytes(preparation)
+        self.device = preparation.device
+
+    def repeat(self) -> Mapping[str, Number]:
+        """Trains with the next seed.
+
+        Raises:
+            PeerFailedError: the run diverged, or something it needs is missing.
+            StoppedRepetitionError: it was stopped before its last step.
+        """
+        records: list[Record] = []
+        try:
+            is_complete = self._train(records)
+        except (MoERuntimeError, OSError, RuntimeError, ValueError) as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise PeerFailedError(lines[0]) from None
+        if not is_complete:
+            raise StoppedRepetitionError(f"{self.name}: stopped")
+        steps = [one for one in records if isinstance(one, StepRecord)]
+        held_out = [one.held_out_mean for one in records if isinstance(one, EvaluationRecord)]
+        self.losses.append([one.loss for one in steps])
+        last = steps[-max(1, len(steps) // 5) :]
+        found = {
+            **{name: _mean_of(last, name) for name in ("loss", "max_load", "dropped_share")},
+            "held_out_loss": held_out[-1] if held_out else None,
+            "state_bytes_per_parameter": self._state_bytes,
+            "tokens_per_s": steps[-1].tokens / sum(one.step_s for one in steps),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def compare(self, base: "TrainedVariant") -> None:
+        """Counts the losses that are those of another variant, of the seeds that both have."""
+        for own, others in zip(self.losses, base.losses, strict=False):
+            pairs = list(zip(own, others, strict=False))
+            self.compared += len(pairs)
+            self.equal += sum(one == other for one, other in pairs)
+
+    def _prepare(self, number: int) -> Preparation:
+        config = self._variant.config
+        # Another variant may have set them for all of the process.
+        torch.set_num_threads(self._num_threads)
+        run = replace(
+            config.run,
+            output=self._output,
+            storage_dir=self._storage,
+            seed=config.run.seed + number,
+            evaluate_every=0,
+            checkpoint_every=0,
+            tensorboard=False,
+            trace=None,
+        )
+        return prepare(replace(config, run=run), self._place)
+
+    def _train(self, records: list[Record]) -> bool:
+        """Whether the run was completed; its records go to a list."""
+        preparation = self._prepare(len(self.losses))
+        try:
+            with contextlib.closing(start(preparation, resume=False)) as trainer:
+                return trainer.train(should_stop=self._is_stopping, on_record=records.append)
+        finally:
+            # The next run reads the same encoded text, and nothing else.
+            remove_or_warn(preparation.checkpoints, "no run goes on from it")
+            if self._storage is not None:
+                remove_own_files(self._storage)
+
+
+def _state_bytes(preparation: Preparation) -> float | None:
+    """Bytes of a parameter's state in its tier; None where experts are not offloaded.
+
+    Raises:
+        CapacityError: the budget is too small.
+    """
+    config, model = preparation.config, preparation.model
+    if config.run.host_memory is None:
+        return None
+    plan = offload_plan(config, model, OneRank(), preparation.device)
+    return plan["disk_bytes"] / sum(p.numel() for p in expert_parameters(find_sites(model)))
+
+
+def _mean_of(records: Sequence[StepRecord], name: str) -> float | None:
+    values = [value for one in records if (value := getattr(one, name)) is not None]
+    return fmean(values) if values else None
+
+
+def _kept(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by dotted name; what JSON has no word for is written as a text."""
+    return json.loads(json.dumps(dict(leaves(tree, "")), default=str), parse_constant=str)
+
+
+@contextlib.contextmanager
+def _systems(
+    variants: Sequence[Variant], place: Path, is_stopping: Callable[[], bool]
+) -> Iterator[list[TrainedVariant]]:
+    systems: list[TrainedVariant] = []
+    texts: list[Any] = []
+    num_threads = torch.get_num_threads()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, num_threads)
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for variant in variants:
+            if systems and is_stopping():
+                break
+            config, storage = variant.config, None
+            # Variants of one text share what it is encoded to.
+            text = config.tokenizer, config.data
+            if text not in texts:
+                texts.append(text)
+            if config.run.host_memory is not None:
+                disk = place / (config.run.storage_dir or root)
+                with _blamed(variant.name), named_failure(disk, "offloaded experts' folder"):
+                    storage = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=disk)))
+            output = root / f"text-{texts.index(text)}"
+            one = TrainedVariant(variant, place, output, storage, num_threads, is_stopping)
+            systems.append(one)
+        yield systems
+
+
+def measure_ablation(
+    variants: Sequence[Variant], place: Path, rules: Rules, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Trains every variant with every seed; the content of a results file.
+
+    Args:
+        variants: the configuration as it is comes first.
+        place: folder that their relative paths start from.
+        rules: ``most`` is how many seeds: the configuration's own, and those after it. A training
+            that is stopped has no numbers.
+        settings: what the results depend on beside the variants.
+
+    Raises:
+        ValueError: a variant cannot be trained; the message names it, and nothing was trained.
+        OSError: a file cannot be read or written.
+    """
+    # Every seed is wanted, however near to each other the losses are.
+    rules = replace(rules, least=rules.most, precision=0.0, max_s=math.inf)
+    with _systems(variants, place, rules.is_stopping) as systems:
+        found, ended = run_in_turn(systems, rules)
+    for one in systems[1:]:
+        one.compare(systems[0])
+    config = variants[0].config
+    about = {
+        "steps": config.run.steps,
+        "sequences": config.data.sequences_per_step,
+        "context": config.data.context,
+        "seeds": [config.run.seed + number for number in range(rules.most)],
+        "device": str(systems[0].device),
+        "num_threads": config.run.threads or torch.get_num_threads(),
+        "configuration": _kept(dataclasses.asdict(config)),
+        "variants": {one.name: _kept(one.changes) for one in variants[1:]},
+    }
+    measured = [describe_compared(one, found[one.name], METRICS) for one in systems]
+    return make_results("ablation", {**settings, **about}, ended, measured)

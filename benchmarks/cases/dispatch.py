@@ -1,0 +1,307 @@
+"""The case ``dispatch``: dispatch and combine between processes, beside a padded all-to-all.
+
+The first rank runs the case and tells the others what comes next; a round begins after a barrier,
+and the slowest rank's time counts. Before the first repetition both sides compute the same tokens:
+where a bit differs on any rank, the peer gets no numbers.
+
+The peer does what GShard and Tutel do: every expert gets the same number of slots, as many as the
+busiest one needs, so that nothing is dropped; they travel in equal parts, and come back. It takes
+its places from the same sort, so the difference is what travels, and how often it is copied.
+
+Shape suffixes: T tokens, D model, K choices, E experts, R rows, P ranks.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_runtime.benchmarks.suite.results import Metric, measure_systems
+from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, Rules
+from moe_runtime.kernels.token_sort import token_sort
+from moe_runtime.parallel import FlatTransport, combine, dispatch
+from moe_runtime.parallel.communication.transport import Pending
+from moe_runtime.routing import Routing
+
+LOADS = ("balanced", "uniform", "zipf")
+
+
+@dataclass(frozen=True)
+class ExchangeShape:
+    """One exchange.
+
+    Attributes:
+        num_tokens: of each rank.
+        dim: width of a token.
+        num_experts: of all ranks; as many on each.
+        top_k: choices of a token.
+        load: ``balanced`` (every expert equally often), ``uniform`` (chosen at random), or
+            ``zipf`` (popularity 1 / rank of the expert, experts in random order).
+        dtype: torch's name of the type of rows.
+    """
+
+    num_tokens: int
+    dim: int
+    num_experts: int
+    top_k: int
+    load: str
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token."""
+        return self.dim * getattr(torch, self.dtype).itemsize
+
+    def ids_TK(self, rank: int) -> Tensor:
+        """Experts of a rank's tokens."""
+        random = torch.Generator().manual_seed(17)
+        order_E = torch.randperm(self.num_experts, generator=random)
+        random = torch.Generator().manual_seed(rank)
+        if self.load == "balanced":
+            first_T = torch.arange(self.num_tokens) * self.top_k
+            ids_TK = (first_T[:, None] + torch.arange(self.top_k)) % self.num_experts
+            return order_E[ids_TK][torch.randperm(self.num_tokens, generator=random)]
+        popularity_E = torch.ones(self.num_experts)
+        if self.load == "zipf":
+            popularity_E = 1 / torch.arange(1, self.num_experts + 1)
+        popularity_TE = popularity_E.expand(self.num_tokens, -1)
+        return order_E[popularity_TE.multinomial(self.top_k, generator=random)]
+
+
+class CountingTransport:
+    """A transport that counts the bytes of rows that leave this rank."""
+
+    def __init__(self, inner: FlatTransport) -> None:
+        self._inner = inner
+        self.rank, self.size = inner.rank, inner.size
+        self.row_bytes = 0
+
+    def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
+        """As the inner one."""
+        return self._inner.exchange_numbers(numbers_PN)
+
+    def routes(self, sent_CP: Tensor, received_CP: Tensor) -> Sequence[object]:
+        """As the inner one."""
+        return self._inner.routes(sent_CP, received_CP)
+
+    def exchange(
+        self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
+    ) -> Pending:
+        """As the inner one; rows are counted as they go in."""
+        self.row_bytes += rows_RD.numel() * rows_RD.element_size()
+        return self._inner.exchange(rows_RD, route, reverse=reverse, out=out)
+
+
+class RankExchange:
+    """Both sides of one shape on this rank, and what travels."""
+
+    def __init__(self, shape: ExchangeShape) -> None:
+        """Draws tokens and choices; a collective of the default group."""
+        group = dist.group.WORLD
+        assert group is not None
+        self.shape, self._rank = shape, dist.get_rank()
+        random = torch.Generator().manual_seed(self._rank)
+        ids_TK = shape.ids_TK(self._rank)
+        weights_TK = torch.rand(ids_TK.shape, generator=random)
+        x_TD = torch.randn(shape.num_tokens, shape.dim, generator=random)
+        self._x_TD = x_TD.to(getattr(torch, shape.dtype))
+        self._routing = Routing(ids_TK, weights_TK, shape.num_experts)
+        self._transport = CountingTransport(FlatTransport(group))
+        self.sides: dict[str, Callable[[], Tensor]] = {
+            "moe_runtime": self.ours,
+            "padded": self.padded,
+        }
+
+    def ours(self) -> Tensor:
+        """Dispatch and combine, ``[T, D]``."""
+        dispatched = dispatch(self._x_TD, self._routing, self._transport)
+        return combine(dispatched.rows_RD, dispatched)
+
+    def padded(self) -> Tensor:
+        """The same by equal parts, ``[T, D]``."""
+        return padded_round(self._x_TD, self._routing)
+
+    def num_equal(self) -> int:
+        """Tokens of this rank for which both sides give the same bits.
+
+        Raises:
+            AssertionError: the bytes that ours sent are not those of the closed form.
+        """
+        self._transport.row_bytes = 0
+        ours_TD = self.ours()
+        assert self._transport.row_bytes == self.sent_bytes()["moe_runtime"]
+        ours, theirs = (x_TD.contiguous().view(torch.uint8) for x_TD in (ours_TD, self.padded()))
+        return int((ours == theirs).all(-1).sum())
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes that leave this rank, there and back, by side; a collective."""
+        size, shape = dist.get_world_size(), self.shape
+        owner_TK = self._routing.ids_TK // (shape.num_experts // size)
+        leaving_P = owner_TK.flatten().bincount(minlength=size)
+        leaving_P[self._rank] = 0
+        back_P = torch.empty_like(leaving_P)
+        dist.all_to_all_single(back_P, leaving_P)
+        num_slots = self._routing.ids_TK.flatten().bincount(minlength=shape.num_experts).max()
+        dist.all_reduce(num_slots, dist.ReduceOp.MAX)
+        others = shape.num_experts - shape.num_experts // size
+        return {
+            "moe_runtime": int(leaving_P.sum() + back_P.sum()) * shape.row_bytes,
+            "padded": 2 * others * int(num_slots) * shape.row_bytes,
+        }
+
+
+def padded_round(x_TD: Tensor, routing: Routing) -> Tensor:
+    """Equal parts: every expert's slots, padded to those of the busiest one anywhere."""
+    size, num_experts = dist.get_world_size(), routing.num_experts
+    num_tokens, top_k = routing.ids_TK.shape
+    by_expert = token_sort(routing.ids_TK, num_experts)
+    busiest = by_expert.counts_E.max()
+    dist.all_reduce(busiest, dist.ReduceOp.MAX)
+    num_slots = int(busiest)
+    expert_R = routing.ids_TK.flatten()
+    place_R = by_expert.inverse_R - by_expert.offsets_E1[expert_R] + expert_R * num_slots
+    place_TK = place_R.view(num_tokens, top_k)
+    sent_RD = x_TD.new_zeros((num_experts * num_slots, x_TD.shape[1]))
+    for k in range(top_k):
+        sent_RD.index_copy_(0, place_TK[:, k], x_TD)
+    arrived_RD = torch.empty_like(sent_RD)
+    dist.all_to_all_single(arrived_RD, sent_RD)
+    # Rank by rank as they come; expert by expert as the experts want them.
+    grid = (size, num_experts // size, num_slots, -1)
+    rows = arrived_RD.view(grid).transpose(0, 1).contiguous()
+    back = rows.transpose(0, 1).contiguous()
+    returned_RD = torch.empty_like(sent_RD)
+    dist.all_to_all_single(returned_RD, back)
+    out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
+    for k in range(top_k):
+        picked_TD = returned_RD.index_select(0, place_TK[:, k])
+        out_TD.addcmul_(picked_TD.to(torch.float32), routing.weights_TK[:, k, None])
+    return out_TD.to(x_TD.dtype)
+
+
+SIDES = ("moe_runtime", "padded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchBenchPlan:
+    """What is asked of both sides.
+
+    Attributes:
+        shapes: exchanges, of different loads or types.
+        rounds: of each shape in a repetition.
+    """
+
+    shapes: Sequence[ExchangeShape]
+    rounds: int
+
+    def name(self, shape: ExchangeShape) -> str:
+        """What its metrics are called by."""
+        return f"{shape.load}_{shape.dtype}"
+
+
+class RankRounds:
+    """This rank's part: it makes the exchanges, and does what the first rank says."""
+
+    def __init__(self, plan: DispatchBenchPlan) -> None:
+        self.plan = plan
+        self._exchanges = [RankExchange(shape) for shape in plan.shapes]
+
+    @torch.no_grad()
+    def run(self, what: str, number: int, side: str) -> list[float]:
+        """Does one thing with an exchange, on all ranks at once.
+
+        Args:
+            what: ``compare``, ``bytes`` or ``time``.
+            number: of the exchange.
+            side: whose bytes or time.
+
+        Returns:
+            Equal tokens of all ranks; bytes that all ranks send; or seconds of each round.
+        """
+        exchange = self._exchanges[number]
+        if what == "compare":
+            return [_of_all(exchange.num_equal(), dist.ReduceOp.SUM)]
+        if what == "bytes":
+            return [_of_all(exchange.sent_bytes()[side], dist.ReduceOp.SUM)]
+        seconds = []
+        for _ in range(self.plan.rounds):
+            dist.barrier()
+            begin = time.perf_counter()
+            exchange.sides[side]()
+            seconds.append(_of_all(time.perf_counter() - begin, dist.ReduceOp.MAX))
+        return seconds
+
+    def tell(self, what: str, number: int, side: str) -> list[float]:
+        """As ``run``, said to the other ranks first."""
+        dist.broadcast_object_list([(what, number, side)], src=0)
+        return self.run(what, number, side)
+
+    def follow(self) -> None:
+        """Does what the first rank says until it has no more."""
+        while True:
+            said: list[Any] = [None]
+            dist.broadcast_object_list(said, src=0)
+            if said[0] is None:
+                return
+            self.run(*said[0])
+
+
+def _of_all(value: float, how: Any) -> float:
+    number = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(number, how)
+    return float(number)
+
+
+class DispatchSide(BenchSystem):
+    """A side under test; tokens of all ranks are compared, to the bit."""
+
+    def __init__(self, name: str, rounds: RankRounds) -> None:
+        super().__init__(name)
+        self._rounds = rounds
+
+    def repeat(self) -> Mapping[str, Number]:
+        """Measures every shape; before the first time, compares results.
+
+        Raises:
+            PeerFailedError: they differ.
+        """
+        if not self.compared:
+            self._compare()
+        found: dict[str, Number] = {}
+        for number, shape in enumerate(self._rounds.plan.shapes):
+            name = self._rounds.plan.name(shape)
+            found[f"{name}_s"] = self._rounds.tell("time", number, self.name)
+            found[f"{name}_bytes"] = self._rounds.tell("bytes", number, self.name)[0]
+        return found
+
+    def _compare(self) -> None:
+        for number, shape in enumerate(self._rounds.plan.shapes):
+            self.compared += shape.num_tokens * dist.get_world_size()
+            self.equal += int(self._rounds.tell("compare", number, self.name)[0])
+        self.require_all_equal("tokens differ between the sides")
+
+
+def measure_dispatch(
+    plan: DispatchBenchPlan, rules: Rules, settings: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Measures both sides within the default group, which every rank calls.
+
+    Returns:
+        The content of a results file on the first rank; None on the others.
+    """
+    rounds = RankRounds(plan)
+    if dist.get_rank():
+        rounds.follow()
+        return None
+    metrics = {}
+    for shape in plan.shapes:
+        metrics[f"{plan.name(shape)}_s"] = Metric("s")
+        metrics[f"{plan.name(shape)}_bytes"] = Metric("bytes")
+    systems = [DispatchSide(name, rounds) for name in SIDES]
+    results = measure_systems("dispatch", systems, metrics, rules, settings)
+    dist.broadcast_object_list([None], src=0)
+    return results

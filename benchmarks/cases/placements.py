@@ -1,0 +1,151 @@
+"""The case ``placements``: where experts lie by each algorithm, scored on routing to come.
+
+A repetition makes the placement from the first part of the trace, which is timed, and scores it on
+the rest. Scores are the same in every repetition, except of a search that its time limit ended.
+"""
+
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from moe_runtime.benchmarks.suite.results import Metric, measure_systems
+from moe_runtime.benchmarks.suite.runner import (
+    BenchSystem,
+    Number,
+    PeerFailedError,
+    Rules,
+    peer_failures,
+)
+from moe_runtime.policies.placement import Devices, Placement, PlacementOptions, RoutingProfile
+from moe_runtime.policies.placement.scoring import (
+    gpus_of_tokens,
+    mean_score,
+    random_placements,
+    score_placement,
+)
+from moe_runtime.research.placement_solvers import ALGORITHMS, SEARCHING, place_experts
+
+RANDOM = "random"
+METRICS = {
+    "place_s": Metric("s"),
+    "balancedness": Metric("share", better="more"),
+    "mean_max_load": Metric("share"),
+    "hops": Metric("share"),
+    "primary_hops": Metric("share"),
+    "node_hops": Metric("share"),
+    "devices_per_token": Metric("count"),
+}
+"""Seconds of the algorithm, and the scores as `PlacementScore` has them."""
+_REPLICATING = ("round-robin", "eplb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementsPlan:
+    """What is placed.
+
+    Attributes:
+        profile: loads and transitions that placements are made from.
+        future: ``[T, L, K]`` routing that they are scored on.
+        devices: where experts go.
+        told: what algorithms are told.
+        num_replicas: slots of a layer beyond one for each expert; algorithms that make no copies
+            go without.
+        searches: also those that search.
+    """
+
+    profile: RoutingProfile
+    future: np.ndarray
+    devices: Devices
+    told: PlacementOptions
+    num_replicas: int = 0
+    searches: bool = True
+
+    def systems(self) -> "list[PlacedExperts]":
+        """The baseline and every algorithm, a second time with copies where it makes them."""
+        found = [PlacedExperts(RANDOM, self, self._draw)]
+        for name in ALGORITHMS:
+            if name in SEARCHING and not self.searches:
+                continue
+            found.append(PlacedExperts(name, self, partial(self._place, name, 0)))
+            if self.num_replicas and name in _REPLICATING:
+                label = f"{name}, {self.num_replicas} replicas"
+                make = partial(self._place, name, self.num_replicas)
+                found.append(PlacedExperts(label, self, make))
+        return found
+
+    def _place(self, algorithm: str, num_replicas: int) -> list[Placement]:
+        return [
+            place_experts(
+                algorithm,
+                self.profile,
+                self.devices,
+                num_replicas=num_replicas,
+                options=self.told,
+            )
+        ]
+
+    def _draw(self) -> list[Placement]:
+        num_layers, num_experts = self.future.shape[1], self.profile.num_experts
+        return list(random_placements(num_layers, num_experts, self.devices))
+
+
+class PlacedExperts(BenchSystem):
+    """An algorithm under test; visits of the scored part are compared with where experts lie.
+
+    Args:
+        name: of the algorithm.
+        plan: what is placed.
+        make: makes a placement, or several whose mean scores count.
+    """
+
+    def __init__(
+        self, name: str, plan: PlacementsPlan, make: Callable[[], Sequence[Placement]]
+    ) -> None:
+        super().__init__(name)
+        self._plan, self._make = plan, make
+
+    def repeat(self) -> Mapping[str, Number]:
+        """Places and scores.
+
+        Raises:
+            PeerFailedError: the algorithm cannot place these experts on these devices, or visits
+                were counted where their experts do not lie.
+        """
+        plan = self._plan
+        start = time.perf_counter()
+        with peer_failures():
+            placements = self._make()
+        elapsed_s = time.perf_counter() - start
+        for placement in placements if not self.compared else ():
+            self._compare(placement)
+        score = mean_score([score_placement(one, plan.future, plan.devices) for one in placements])
+        found: dict[str, Number] = {} if self.name == RANDOM else {"place_s": elapsed_s}
+        return found | {name: getattr(score, name) for name in METRICS if name != "place_s"}
+
+    def _compare(self, placement: Placement) -> None:
+        slots = placement.expert_of_slot.reshape(placement.num_layers, placement.num_gpus, 1, -1)
+        holds_LGE = (slots == np.arange(placement.num_experts)[:, None]).any(axis=-1)
+        gpus = gpus_of_tokens(placement, self._plan.future)
+        is_real = gpus >= 0
+        layers = np.broadcast_to(np.arange(placement.num_layers)[:, None], gpus.shape)
+        ids = self._plan.future[is_real].astype(np.int64)
+        self.compared += int(is_real.sum())
+        self.equal += int(holds_LGE[layers[is_real], gpus[is_real], ids].sum())
+        if self.equal < self.compared:
+            raise PeerFailedError(
+                f"{self.compared - self.equal} of {self.compared} visits were counted where their "
+                "experts do not lie"
+            )
+
+
+def measure_placements(
+    plan: PlacementsPlan, rules: Rules, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Measures the algorithms; the content of a results file."""
+    importlib.import_module("scipy.optimize")  # else the time of the first one that solves
+    return measure_systems("placements", plan.systems(), METRICS, rules, settings)

@@ -1,0 +1,184 @@
+"""The case ``predictors``: what they find on sequences that they never saw, and what asking costs.
+
+Each is fitted and its recall counted once, since neither changes from repetition to repetition; the
+control reads the answer, and where it does not find all of it nobody has numbers. A repetition asks
+the object that runs live for every layer of the first held-out steps.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_runtime.benchmarks.suite.results import Metric, measure_systems
+from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
+from moe_runtime.lab.replay.evaluation import Evaluation, evaluate
+from moe_runtime.lab.replay.experiment import Experiment, run_experiment
+from moe_runtime.lab.replay.timed import Machine
+from moe_runtime.lab.traces.workload import Workload
+from moe_runtime.policies.prediction import Estimator, Routes, TrackedPredictor, make_estimator
+
+_TIMED_STEPS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorsPlan:
+    """What is measured.
+
+    Attributes:
+        predictors: names, each once.
+        training: sequences that they learn from.
+        test: others, of which recall is counted.
+        served: the same as a workload, in whose steps predictors are timed and prefetch.
+        distances: layers to look ahead.
+        max_tokens: recall of a random sample of so many tokens; None for all.
+        seed: of that sample.
+        machine: a modelled one, on which they prefetch; None leaves that out.
+        capacities: shares of the experts that fit there.
+    """
+
+    predictors: Sequence[str]
+    training: Routes
+    test: Routes
+    served: Workload
+    distances: Sequence[int]
+    max_tokens: int | None = None
+    seed: int = 0
+    machine: Machine | None = None
+    capacities: Sequence[float] = ()
+
+
+def metrics_of(plan: PredictorsPlan) -> dict[str, Metric]:
+    """Seconds of a step, recall at each distance, and what prefetching does at each capacity."""
+    metrics = {"prediction_s": Metric("s")}
+    for distance in plan.distances:
+        for width in ("k", "2k"):
+            metrics[f"recall_at_{width}_ahead_{distance}"] = Metric("share", better="more")
+    for capacity in plan.capacities if plan.machine else ():
+        metrics[f"useful_prefetches_at_{capacity:g}"] = Metric("share", better="more")
+        metrics[f"reads_of_lru_at_{capacity:g}"] = Metric("share")
+        metrics[f"waits_of_lru_at_{capacity:g}"] = Metric("share")
+    return metrics
+
+
+class MeasuredPredictor(BenchSystem):
+    """A predictor under test; recalls of the control are compared with complete ones.
+
+    It is fitted, its recall is counted, and it prefetches where a machine is modelled.
+
+    Attributes:
+        estimator: fitted.
+        is_timed: whether it was asked at least once.
+    """
+
+    def __init__(self, name: str, plan: PredictorsPlan) -> None:
+        super().__init__(name)
+        self._plan, self.is_timed = plan, False
+        self.estimator = make_estimator(name, plan.training.shape)
+        self.estimator.fit(plan.training)
+        control, counted = evaluate(
+            [self.estimator],
+            plan.test,
+            distances=plan.distances,
+            max_tokens=plan.max_tokens,
+            seed=plan.seed,
+        )
+        complete = [share == 1 for share in _recalls(control).values()]
+        self.compared, self.equal = len(complete), sum(complete)
+        # what does not change from repetition to repetition
+        self._found = _recalls(counted) | _prefetching(name, self.estimator, plan)
+
+    def repeat(self) -> Mapping[str, Number]:
+        """Asks for the next layer before and after every layer, as a run does.
+
+        Raises:
+            PeerFailedError: the control did not find everything.
+        """
+        if self.equal < self.compared or not self.compared:
+            raise PeerFailedError(
+                f"the control, which knows the answer, found it in {self.equal} of {self.compared} "
+                "recalls"
+            )
+        served, seconds = self._plan.served, list[float]()
+        predictor = TrackedPredictor(copy.deepcopy(self.estimator))
+        num_events = int(served.step.searchsorted(_TIMED_STEPS))
+        for number, (begins, routed) in enumerate(list(served.routing(0, num_events))):
+            start = time.perf_counter()
+            if begins is not None:
+                seconds.append(0.0)
+                served.begin(number, begins, [predictor])
+                predictor.predict(-1, 1)
+            predictor.observe(routed)
+            predictor.predict(routed.layer, 1)
+            seconds[-1] += time.perf_counter() - start
+        self.is_timed = True
+        return {"prediction_s": seconds, **self._found}
+
+
+def _recalls(counted: Evaluation) -> dict[str, Number]:
+    """Means over layers; none at a distance where no layer has one."""
+    shares = {
+        f"recall_at_{width}_ahead_{recall.distance}": share
+        for recall in counted.recalls
+        for width, share in (("k", recall.mean_at_k), ("2k", recall.mean_at_2k))
+    }
+    return {name: share for name, share in shares.items() if math.isfinite(share)}
+
+
+def _prefetching(name: str, estimator: Estimator, plan: PredictorsPlan) -> dict[str, Number]:
+    """Shares of the replay with LRU; none where nothing was prefetched, read or waited for."""
+    if plan.machine is None:
+        return {}
+    experiment = Experiment(
+        policies=["lru"],
+        capacities=plan.capacities,
+        predictor=name,
+        trained=estimator,
+        machine=plan.machine,
+    )
+    found: dict[str, Number] = {}
+    for row in run_experiment(plan.served, experiment, bounds=False):
+        without, with_it = row.timed["off"].total, row.timed[name].total
+        shares = {
+            "useful_prefetches": (with_it.useful, with_it.prefetches),
+            "reads_of_lru": (with_it.misses + with_it.prefetches, without.misses),
+            "waits_of_lru": (with_it.stall_s, without.stall_s),
+        }
+        found |= {
+            f"{metric}_at_{row.capacity:g}": part / whole
+            for metric, (part, whole) in shares.items()
+            if whole
+        }
+    return found
+
+
+def measure_predictors(
+    plan: PredictorsPlan,
+    rules: Rules,
+    settings: Mapping[str, Any],
+    on_count: Callable[[str], None] = lambda name: None,
+) -> dict[str, Any]:
+    """Measures the predictors; the content of a results file.
+
+    Those whose recall was counted before it was to stop are asked once more and keep it.
+
+    Args:
+        on_count: called with a predictor's name before it is fitted.
+
+    Raises:
+        ValueError: an unknown predictor, or a capacity without room for a token's experts.
+    """
+    systems: list[MeasuredPredictor] = []
+    for name in plan.predictors:
+        on_count(name)
+        systems.append(MeasuredPredictor(name, plan))
+        if rules.is_stopping():
+            break
+
+    def is_stopping() -> bool:
+        return rules.is_stopping() and all(one.is_timed for one in systems)
+
+    until_timed = replace(rules, is_stopping=is_stopping)
+    return measure_systems("predictors", systems, metrics_of(plan), until_timed, settings)

@@ -1,0 +1,47 @@
+"""The case ``kernels``: products of layers of experts on a GPU, in turn, in the tiles they have."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, peer_failures
+from moe_runtime.kernels.grouped_gemm.tuner import LayerBatch, Measured
+
+METRICS = {"product_s": Metric("s")}
+
+
+class TimedProduct(BenchSystem):
+    """A product as a system under test; its name says of which layer. Nothing is compared.
+
+    Attributes:
+        tile: in which it is computed.
+    """
+
+    def __init__(
+        self,
+        layer: LayerBatch,
+        measured: Measured,
+        seconds_of: Callable[[Callable[[], Any]], float],
+    ) -> None:
+        """What it computes.
+
+        Args:
+            layer: T, D, F, E and K.
+            measured: the product, and the tile that it has.
+            seconds_of: runs a call often enough and says what it takes.
+        """
+        sizes = " ".join(f"{name}={size}" for name, size in zip("TDFEK", layer, strict=True))
+        super().__init__(f"{measured.problem.name}, {sizes}")
+        self.tile = measured.tile
+        self._call = partial(measured.problem.run, measured.tile)
+        self._seconds_of = seconds_of
+
+    def repeat(self) -> Mapping[str, Number]:
+        """Times it once.
+
+        Raises:
+            PeerFailedError: it cannot be computed here.
+        """
+        with peer_failures():
+            return {"product_s": self._seconds_of(self._call)}

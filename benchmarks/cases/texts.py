@@ -1,0 +1,263 @@
+"""The cases ``latency`` and ``throughput``: systems that continue text, held to the same tokens.
+
+Each repetition of a system is a process: it imports, loads, answers the first prompt or batch once
+untimed, then all of them. All systems are given the same tokens, those that this project finds
+likeliest in an untimed run before, and each says what it finds likeliest after each of them: a
+system that differs in more than the share agreed on gets no numbers. (In bf16, systems that sum in
+different order disagree now and then on which of two almost equal logits is the larger.)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from moe_runtime.benchmarks.suite.energy import EnergyMeter
+from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
+from moe_runtime.benchmarks.suite.results import JOULES, Metric, measure_systems
+from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
+
+MEMORY_METRICS = {
+    "load_s": Metric("s", is_judged=False),
+    "import_s": Metric("s", is_judged=False),
+    "peak_rss_bytes": Metric("bytes"),
+    "peak_device_bytes": Metric("bytes"),
+    "rss_after_imports_bytes": Metric("bytes", is_judged=False),
+    "read_call_bytes": Metric("bytes", is_judged=False),
+    "storage_bytes": Metric("bytes", is_judged=False),
+    "page_cache_bytes": Metric("bytes", is_judged=False),
+    "major_faults": Metric("count", is_judged=False),
+    **JOULES,
+}
+"""What is measured besides speed."""
+_PEAKS = ("peak_rss_bytes", "peak_device_bytes")
+_KERNEL_COUNTS = ("read_call_bytes", "storage_bytes", "major_faults")
+Ids = list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPlan(ABC):
+    """What is asked of every system, text by text; a text is a prompt or a batch of prompts.
+
+    Attributes:
+        num_new: tokens after each prompt, the first included; at least 2.
+        agreement: least share of likeliest tokens that must equal this project's.
+        timeout_s: seconds after which a system that does not answer is ended.
+        continuations: ``num_new`` ids after each prompt of each text, which all are given in place
+            of this project's likeliest ones: a model of random weights writes no text.
+    """
+
+    case: ClassVar[str]
+    judged: ClassVar[tuple[str, ...]]
+    speeds: ClassVar[Mapping[str, Metric]]
+    num_new: int
+    agreement: float = 0.9
+    timeout_s: float = 900.0
+    continuations: Sequence[Any] | None = None
+
+    @property
+    @abstractmethod
+    def texts(self) -> Sequence[Any]:
+        """Ids of each text."""
+
+    @abstractmethod
+    def ask(self, process: PeerProcess, number: int, given: Any) -> dict[str, Any]:
+        """What a process answers to a text, given the tokens after it, if any."""
+
+    @abstractmethod
+    def sequences(self, ids: Sequence[Any]) -> Ids:
+        """Likeliest tokens of each sequence, from those of each text."""
+
+    @abstractmethod
+    def numbers(self, answers: Sequence[dict[str, Any]]) -> dict[str, Number]:
+        """What the answers to all texts say of the speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyPlan(TextPlan):
+    """One sequence at a time: first token and time between tokens.
+
+    Attributes:
+        prompts: ids of each prompt.
+    """
+
+    case: ClassVar[str] = "latency"
+    judged: ClassVar[tuple[str, ...]] = ("first_token_s", "between_tokens_s")
+    speeds: ClassVar[Mapping[str, Metric]] = {
+        "first_token_s": Metric("s"),
+        "between_tokens_s": Metric("s"),
+    }
+    prompts: Sequence[list[int]]
+
+    @property
+    def texts(self) -> Sequence[list[int]]:
+        return self.prompts
+
+    def ask(self, process: PeerProcess, number: int, given: Any) -> dict[str, Any]:
+        ids, is_text = self.prompts[number], self.continuations is not None
+        return process.ask("measure", ids=ids, num_new=self.num_new, given=given, is_text=is_text)
+
+    def sequences(self, ids: Sequence[Any]) -> Ids:
+        return [*ids]
+
+    def numbers(self, answers: Sequence[dict[str, Any]]) -> dict[str, Number]:
+        return {
+            "first_token_s": [answer["first_token_s"] for answer in answers],
+            "between_tokens_s": [s for answer in answers for s in answer["between_tokens_s"]],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputPlan(TextPlan):
+    """Batches of prompts side by side: tokens a second in all.
+
+    Attributes:
+        batches: ids of the prompts that are read side by side; of different lengths if need be.
+    """
+
+    case: ClassVar[str] = "throughput"
+    judged: ClassVar[tuple[str, ...]] = ("new_tokens_per_s",)
+    speeds: ClassVar[Mapping[str, Metric]] = {
+        "new_tokens_per_s": Metric("tokens/s", better="more"),
+        "prompt_tokens_per_s": Metric("tokens/s", better="more"),
+        "step_tokens_per_s": Metric("tokens/s", better="more"),
+    }
+    batches: Sequence[Ids]
+
+    @property
+    def texts(self) -> Sequence[Ids]:
+        return self.batches
+
+    def ask(self, process: PeerProcess, number: int, given: Any) -> dict[str, Any]:
+        prompts = self.batches[number]
+        return process.ask("measure_batch", prompts=prompts, num_new=self.num_new, given=given)
+
+    def sequences(self, ids: Sequence[Any]) -> Ids:
+        return [one for batch in ids for one in batch]
+
+    def numbers(self, answers: Sequence[dict[str, Any]]) -> dict[str, Number]:
+        prompts = self.sequences(self.batches)
+        prompts_s = sum(answer["prompts_s"] for answer in answers)
+        steps_s = sum(sum(answer["steps_s"]) for answer in answers)
+        return {
+            "new_tokens_per_s": len(prompts) * self.num_new / (prompts_s + steps_s),
+            # without what fills shorter ones up
+            "prompt_tokens_per_s": sum(map(len, prompts)) / prompts_s,
+            # of each step, so that percentiles say how even they are
+            "step_tokens_per_s": [
+                len(batch) / s
+                for batch, answer in zip(self.batches, answers, strict=True)
+                for s in answer["steps_s"]
+            ],
+        }
+
+
+class TextSystem(BenchSystem):
+    """A peer that continues texts.
+
+    Attributes:
+        energy: measures that of the machine while it answers.
+    """
+
+    def __init__(self, program: PeerProgram, plan: TextPlan, expected: Sequence[Any]) -> None:
+        """What it is held to.
+
+        Args:
+            program: the peer.
+            plan: see there.
+            expected: the likeliest tokens of each text.
+        """
+        super().__init__(program.name, {})
+        self.program, self.energy = program, EnergyMeter()
+        self._plan, self._expected = plan, plan.sequences(expected)
+        self._given = plan.continuations or expected
+
+    def repeat(self) -> Mapping[str, Number]:
+        """Runs the peer once: it reads the first text untimed, then all of them.
+
+        Raises:
+            PeerFailedError: it ended, or its text differs.
+        """
+        plan = self._plan
+        with started(self.program, plan.timeout_s) as process:
+            begun = process.ask("start", settings=self.program.settings)
+            self.versions = begun["versions"]
+            loaded = process.ask("load")
+            plan.ask(process, 0, self._given[0])
+            with self.energy.measured() as joules:
+                answers = [plan.ask(process, number, ids) for number, ids in enumerate(self._given)]
+            ended = process.ask("end")
+        self.gpu = ended.get("device_name")
+        self._require_same_text(plan.sequences([answer["ids"] for answer in answers]))
+        return {**plan.numbers(answers), **memory_numbers(begun, loaded, answers, ended), **joules}
+
+    def _require_same_text(self, found: Ids) -> None:
+        pairs = [
+            pair
+            for one, other in zip(found, self._expected, strict=True)
+            for pair in zip(one, other, strict=True)
+        ]
+        self.compared, self.equal = len(pairs), sum(one == other for one, other in pairs)
+        if self.equal < self._plan.agreement * self.compared:
+            raise PeerFailedError(
+                f"{self.equal} of {self.compared} likeliest tokens equal moe_runtime's, expected "
+                f"{self._plan.agreement:.0%}; its times would be those of other work"
+            )
+
+
+def likeliest(ours: PeerProgram, plan: TextPlan) -> list[Any]:
+    """The likeliest tokens after each text, untimed: greedy continuations, or what is given.
+
+    Raises:
+        PeerFailedError: this project does not run.
+    """
+    given = plan.continuations or [None] * len(plan.texts)
+    try:
+        with started(ours, plan.timeout_s) as process:
+            process.ask("start", settings=ours.settings)
+            process.ask("load")
+            found = [plan.ask(process, number, ids)["ids"] for number, ids in enumerate(given)]
+            process.ask("end")
+    except PeerFailedError as error:  # no table has its name beside it
+        raise PeerFailedError(f"{ours.name}: {error}") from None
+    return found
+
+
+def memory_numbers(
+    begun: Mapping[str, Any],
+    loaded: Mapping[str, Any],
+    answers: Sequence[Mapping[str, Any]],
+    ended: Mapping[str, Any],
+) -> dict[str, Number]:
+    """The numbers of ``MEMORY_METRICS`` from what a peer answered to its requests."""
+    counts = {name: sum(answer[name] for answer in answers) for name in _KERNEL_COUNTS}
+    return {
+        "load_s": loaded["load_s"],
+        "import_s": begun["start_s"] + loaded["import_s"],
+        **{name: ended[name] for name in _PEAKS if name in ended},
+        "rss_after_imports_bytes": begun["rss_after_imports_bytes"],
+        **counts,
+        # What was read by calls and did not come from the disk was in the kernel's page cache.
+        "page_cache_bytes": max(0, counts["read_call_bytes"] - counts["storage_bytes"]),
+    }
+
+
+def measure_texts(
+    ours: PeerProgram,
+    peers: Sequence[PeerProgram],
+    plan: TextPlan,
+    rules: Rules,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Measures this project and its peers.
+
+    Returns:
+        The content of a results file.
+
+    Raises:
+        PeerFailedError: this project does not run, so that there is no text to compare with.
+    """
+    expected = likeliest(ours, plan)
+    rules.on_repetition(f"{ours.name}, untimed", 0)
+    systems = [TextSystem(program, plan, expected) for program in (ours, *peers)]
+    return measure_systems(plan.case, systems, {**plan.speeds, **MEMORY_METRICS}, rules, settings)

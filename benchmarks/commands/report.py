@@ -1,0 +1,158 @@
+"""``bench report`` and ``bench compare``: results files as pages, and two side by side."""
+
+import dataclasses
+import os
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_runtime.benchmarks.suite.figures import figure, unit_for
+from moe_runtime.cli import options
+from moe_runtime.cli.commands.report import check_drawing
+from moe_runtime.cli.console import Session, print_json, print_rows, print_table, say_line
+from moe_runtime.cli.strict import FOLDER
+from moe_runtime.files import check_output_folder, check_output_path, write_text
+
+Results = Annotated[
+    list[Path], typer.Argument(metavar="RESULTS...", help="Results files of bench commands.")
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Page to write (.html).")]
+Png = Annotated[
+    Path | None, typer.Option("--png", metavar=FOLDER, help="Also write every plot into a folder.")
+]
+Markdown = Annotated[Path | None, typer.Option(help="Also write the numbers as a Markdown table.")]
+Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the numbers as CSV.")]
+
+
+def bench_report(
+    ctx: typer.Context,
+    results: Results,
+    output: Output = Path("bench.html"),
+    png: Png = None,
+    markdown: Markdown = None,
+    csv: Csv = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Draw results files: one page that needs no network, several machines side by side."""
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    for path, what in ((output, "report"), (markdown, "table"), (csv, "table")):
+        if path is not None:
+            check_output_path(path, what)
+    if png is not None:
+        check_output_folder(png, "plots")
+        check_drawing()
+    from moe_runtime.benchmarks.suite.report_page import (
+        result_rows,
+        results_page,
+        to_csv,
+        to_markdown,
+    )
+    from moe_runtime.benchmarks.suite.results import read_results
+    from moe_runtime.lab.report.page import write_page, write_plots
+
+    places = [os.path.realpath(path) for path in results]
+    for number, path in enumerate(results):
+        if places[number] in places[:number]:
+            raise ValueError(f"{path}: is given a second time; give each results file once")
+    num_named = Counter(path.name for path in results)
+    # Files of the same name in several folders are told apart by these.
+    names = [path.name if num_named[path.name] == 1 else str(path) for path in results]
+    named = [(name, read_results(path)) for name, path in zip(names, results, strict=True)]
+    for path, (_, found) in zip(results, named, strict=True):
+        if found["ended"] == "interrupted":
+            say_line(f"{path}: was interrupted, and the page says so")
+        if not any(one["summary"] for one in found["measurements"]):
+            say_line(f"{path}: no system has numbers; the page says what failed")
+    has_plots = find_spec("matplotlib") is not None
+    if not has_plots:
+        say_line(
+            "the page has numbers and no plots; "
+            "pip install 'moe-runtime[report]' brings what draws them"
+        )
+    page, rows = results_page(named, has_plots=has_plots), result_rows(named)
+    write_page(page, output)
+    written = [output, *([] if png is None else write_plots(page, png))]
+    for path, text in ((markdown, to_markdown(rows)), (csv, to_csv(rows))):
+        if path is not None:
+            write_text(path, text)
+            written.append(path)
+    if as_json:
+        print_json({"report": str(output), "written": [str(path) for path in written]})
+    else:
+        print_rows("written", [("file", str(path)) for path in written], to_stderr=False)
+
+
+Before = Annotated[Path, typer.Argument(metavar="BEFORE.json", help="Results file.")]
+After = Annotated[Path, typer.Argument(metavar="AFTER.json", help="Results file of the same case.")]
+Bound = Annotated[
+    float, typer.Option(min=0.0, max=10.0, help="Differences up to this share are noise.")
+]
+
+
+def bench_compare(
+    ctx: typer.Context,
+    before: Before,
+    after: After,
+    bound: Bound = 0.05,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Compare two results files: better, worse or noise, by a rank test and a bound.
+
+    Exit code 1 when a metric of any system became worse, or one that had numbers failed. What else
+    differs between the two, such as the machine, is said on stderr.
+    """
+    session: Session = ctx.obj
+    session.begin(debug=debug, as_json=as_json)
+    from moe_runtime.benchmarks.suite.comparing import (
+        compare,
+        differing_settings,
+        lost_systems,
+        work_words,
+    )
+    from moe_runtime.benchmarks.suite.results import read_results
+
+    one, other = read_results(before), read_results(after)
+    verdicts = compare(one, other, bound)
+    for path, results in ((before, one), (after, other)):
+        if results["ended"] == "interrupted":
+            say_line(f"{path}: was interrupted")
+    for line in differing_settings(one, other):
+        say_line(line)
+    lost = lost_systems(one, other)
+    for name, reason in lost.items():
+        why = "was not measured after" if reason is None else f"has no numbers after: {reason}"
+        say_line(f"{name}: {why}")
+    if as_json:
+        rows = [dataclasses.asdict(verdict) for verdict in verdicts]
+        print_json({"case": one["case"], "bound": bound, "verdicts": rows, "lost": lost})
+    else:
+        columns = ["before", "after", "change", "", "chance"]
+        print_table(
+            f"{one['case']}: {before.name} and {after.name}; {work_words(one)}".rstrip("; "),
+            [("system", "left"), ("", "left"), *((name, "right") for name in columns)],
+            [
+                [
+                    found.system,
+                    *_in_unit(found.metric, found.before, found.after, found.unit),
+                    f"{found.change:+.1%}",
+                    found.word,
+                    f"{found.chance:.2g}",
+                ]
+                for found in verdicts
+            ],
+        )
+    has_failed = any(reason is not None for reason in lost.values())
+    if has_failed or any(found.word == "worse" for found in verdicts):
+        raise typer.Exit(1)
+
+
+def _in_unit(metric: str, before: float, after: float, unit: str) -> tuple[str, str, str]:
+    """The metric with its unit, which a narrow terminal has below it, and both values."""
+    factor, name = unit_for(unit, (before, after))
+    return f"{metric}, {name}", figure(before * factor), figure(after * factor)

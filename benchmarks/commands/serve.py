@@ -1,0 +1,296 @@
+"""``moe-runtime bench serve``: how many tokens a server gives many clients, and how soon."""
+
+import importlib.util
+import shlex
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.benchmarks.commands.shared import (
+    JOULE_ROWS,
+    MEMORY_ROWS,
+    CaseRun,
+    cap_bytes,
+    case,
+    columns,
+    keep_results,
+)
+from moe_runtime.benchmarks.suite.figures import figure, unit_for
+from moe_runtime.cli.commands.serve import read_keys
+from moe_runtime.cli.console import print_json, print_table, say_line
+from moe_runtime.cli.prompts import read_prompts
+from moe_runtime.cli.strict import refuse_given
+from moe_runtime.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from moe_runtime.benchmarks.load.client import TimedAnswer
+    from moe_runtime.benchmarks.load.generator import Level, Meter
+
+Cap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="With --start: cap the server's memory, page cache included, as in 7GiB: by a control "
+        "group or systemd. The page cache is emptied before, where that is allowed.",
+    ),
+]
+_LINES = 10
+"""Lines of progress of a level."""
+_MOST_CLIENTS = 4096
+_START_S = 900.0
+_ASKED = ("requests", "prompt_tokens", "output_tokens", "chat", "ignore_eos", "goodput")
+_SPREADS = {
+    "first token": "time_to_first_token_s",
+    "between tokens": "inter_token_s",
+    "per token of a request": "time_per_output_token_s",
+    "whole answer": "end_to_end_s",
+}
+
+Url = Annotated[
+    str, typer.Option(help="Address of any server of OpenAI's API, such as http://127.0.0.1:8000.")
+]
+Start = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMAND",
+        help="Start the server by this command, press it once it lists its models, and end it. Its "
+        "peak memory and the bytes it reads are measured too.",
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Which of its models; with commas between, one request after the other asks each. The "
+        "first one when omitted."
+    ),
+]
+WarmUp = Annotated[
+    int, typer.Option(min=0, help="Requests before all others, which are not measured.")
+]
+ApiKeys = Annotated[
+    Path | None, typer.Option(help="File with a key in each line; the first one is sent.")
+]
+Concurrency = Annotated[
+    str | None,
+    typer.Option(
+        help="Clients that ask again as soon as they have their answer; with commas between, one "
+        "number after the other. 1 when omitted.",
+    ),
+]
+Rate = Annotated[
+    str | None,
+    typer.Option(
+        help="Requests that arrive in a second, at random times, however many are being answered; "
+        "instead of --concurrency, several with commas between.",
+    ),
+]
+Requests = Annotated[int, typer.Option(min=1, help="Requests for each number of clients or rate.")]
+PromptTokens = Annotated[
+    str,
+    typer.Option(metavar="N|LOW:HIGH", help="Tokens of a prompt, which is made of common words."),
+]
+OutputTokens = Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Most tokens of an answer.")]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help="File with a prompt in each line, to send in turn; - is standard input."),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat/--completions", help="Ask for conversations, or for texts.")
+]
+IgnoreEos = Annotated[
+    bool,
+    typer.Option(help="Ask for answers of the full length; some servers do not know the field."),
+]
+Goodput = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BOUNDS",
+        help="Count requests within bounds, such as ttft=200ms,itl=50ms,e2e=2s: first token, mean "
+        "between its tokens, whole answer.",
+    ),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of words, lengths and arrivals.")]
+Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")]
+
+
+@case(seconds=None, output="Write everything measured, single requests too, to this file.")
+def bench_serve(
+    run: CaseRun,
+    url: Url = "http://127.0.0.1:8000",
+    start: Start = None,
+    cap: Cap = None,
+    model: Model = None,
+    api_keys: ApiKeys = None,
+    concurrency: Concurrency = None,
+    rate: Rate = None,
+    requests: Requests = 32,
+    warm_up: WarmUp = 0,
+    prompt_tokens: PromptTokens = "128",
+    output_tokens: OutputTokens = "64",
+    prompts: Prompts = None,
+    chat: Chat = False,
+    ignore_eos: IgnoreEos = True,
+    goodput: Goodput = None,
+    seed: Seed = 0,
+    timeout: Timeout = 600.0,
+) -> None:
+    """Press a server of OpenAI's API with requests, and measure what its clients wait for.
+
+    Two small requests come first: they show that it answers, and how many tokens it makes of words.
+    Answers are streamed and greedy. Ctrl-C shows what was measured so far.
+    """
+    if importlib.util.find_spec("httpx2") is None:
+        raise UnsupportedModelError(
+            "bench serve needs httpx2; install it with pip install 'moe-runtime[serve]'"
+        )
+    from moe_runtime.benchmarks.cases.served_levels import name_of, serve_results
+    from moe_runtime.benchmarks.load.client import address_of
+    from moe_runtime.benchmarks.load.generator import Level, LoadSettings, measure
+    from moe_runtime.benchmarks.load.summary import parse_goodput, summarize
+    from moe_runtime.benchmarks.load.workload import parse_lengths
+    from moe_runtime.benchmarks.suite.started_server import started_server
+
+    if concurrency is not None and rate is not None:
+        raise ValueError("--rate and --concurrency are two ways to press a server; give one")
+    if cap is not None and start is None:
+        raise ValueError("--cap holds a server that --start begins; give its command")
+    if prompts is not None:
+        refuse_given(run.ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
+    address_of(url)
+    clients = _numbers(concurrency or "1", "--concurrency", whole=True)
+    rates = [] if rate is None else _numbers(rate, "--rate", whole=False)
+    keys = read_keys(api_keys)
+    bounds = parse_goodput(goodput) if goodput is not None else {}
+    settings = LoadSettings(
+        url=url,
+        key=keys[0] if keys else None,
+        model=model,
+        chat=chat,
+        ignore_eos=ignore_eos,
+        timeout_s=timeout,
+        levels=[Level(None, one) for one in rates] or [Level(int(one), None) for one in clients],
+        num_requests=requests,
+        num_warm_up=warm_up,
+        prompt=parse_lengths(prompt_tokens, "--prompt-tokens"),
+        output=parse_lengths(output_tokens, "--output-tokens"),
+        texts=() if prompts is None else read_prompts(None, None, prompts),
+        seed=seed,
+    )
+
+    def on_answer(level: "Level", answers: "Sequence[TimedAnswer]") -> None:
+        done = len(answers)
+        if done * _LINES // requests > (done - 1) * _LINES // requests:
+            say_line(f"{name_of(level)}: {done} of {requests} requests")
+
+    limit = cap_bytes(cap)
+    with run.stopping() as stop, ExitStack() as running:
+        meters: list[Meter] = []
+        if start is not None:
+            server = started_server(
+                _words_of(start),
+                url,
+                cap_bytes=limit,
+                timeout_s=_START_S,
+                is_stopping=lambda: stop.is_set,
+            )
+            meters.append(running.enter_context(server))
+        name, found = measure(
+            settings, on_answer=on_answer, is_stopping=lambda: stop.is_set, meters=meters
+        )
+    rows = [summarize(measured, bounds) for measured in found]
+    facts = {"url": url, "model": name or None, "is_interrupted": stop.is_set, "seed": seed}
+    asked = ("start", "warm_up", *_ASKED)
+    results = serve_results(
+        found,
+        bounds,
+        settings={
+            "url": url,
+            "model": name,
+            "seed": seed,
+            "cap_bytes": limit,
+            **{one: run.ctx.params[one] for one in asked},
+        },
+        is_interrupted=stop.is_set,
+    )
+    unwritten = keep_results(results, run.output)
+    if run.as_json:
+        print_json({**facts, "levels": rows})
+    elif rows:
+        _show(f"{name} at {url}", [name_of(one.level) for one in found], rows)
+    if unwritten is not None:
+        say_line(unwritten)
+    run.exit_if_stopped()
+    if unwritten is not None or not any(row["answered"] for row in rows):
+        raise typer.Exit(2)
+
+
+def _words_of(start: str) -> list[str]:
+    try:
+        words = shlex.split(start)
+    except ValueError as error:
+        raise ValueError(f"--start {start}: {error}") from None
+    if not words:
+        raise ValueError("--start must be a command, such as 'moe-runtime serve MODEL'")
+    return words
+
+
+def _numbers(text: str, name: str, *, whole: bool) -> list[float]:
+    """Numbers with commas between, in their order."""
+    try:
+        numbers = [int(word) if whole else float(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    most = _MOST_CLIENTS if whole else 1e6
+    if not numbers or not all(0 < number <= most for number in numbers):
+        kind = "whole numbers" if whole else "numbers"
+        raise ValueError(
+            f"{name} must be {kind} above 0, at most {most:g}, with commas, got {text!r}"
+        )
+    return numbers
+
+
+def _show(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """A column for each level; lengths of time in milliseconds. No table without an answer."""
+    lines = [
+        ["answered", *(f"{row['answered']} of {row['requests']}" for row in rows)],
+        *(
+            [what, *(_number(row[key]) for row in rows)]
+            for what, key in (
+                ("requests/s", "requests_per_s"),
+                ("input tokens/s", "input_tokens_per_s"),
+                ("output tokens/s", "output_tokens_per_s"),
+            )
+        ),
+    ]
+    for what, key in _SPREADS.items():
+        for part in ("mean", "p50", "p90", "p99"):
+            values = (row[key] and row[key][part] * 1e3 for row in rows)
+            lines.append([f"{what}, ms: {part}", *map(_number, values)])
+    for what, key in MEMORY_ROWS.items():
+        if found := [row[key] for row in rows if key in row]:
+            factor, unit = unit_for("J" if key in JOULE_ROWS.values() else "bytes", found)
+            cells = (_number(row[key] * factor if key in row else None) for row in rows)
+            lines.append([f"{what}, {unit}", *cells])
+    if "goodput" in rows[0]:
+        lines.append(["within bounds", *(_share(row["goodput"]["share"]) for row in rows)])
+        good = (_number(row["goodput"]["requests_per_s"]) for row in rows)
+        lines.append(["within bounds, requests/s", *good])
+    if any(row["answered"] for row in rows):
+        print_table(title, columns("", *names), lines)
+    for name, row in zip(names, rows, strict=True):
+        for kind, errors in row["errors"].items():
+            say_line(f"{name}: {errors['count']} failed: {kind}: {errors['first']}")
+        if not row["are_tokens_counted"]:
+            said = "the server does not count tokens: pieces of its stream are counted instead"
+            say_line(f"{name}: {said}")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else figure(value)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"

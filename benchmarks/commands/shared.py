@@ -1,0 +1,353 @@
+"""What all commands of ``bench`` have in common: options, the run, its end, and tables.
+
+A command is a function with ``@case``, which gives it the options of all cases and a `CaseRun`.
+"""
+
+import inspect
+import shlex
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from moe_runtime.benchmarks.suite.figures import figure, unit_for, with_half
+from moe_runtime.cli import options
+from moe_runtime.cli.console import (
+    Session,
+    print_json,
+    print_table,
+    say_line,
+)
+from moe_runtime.cli.stopping import StopRequest, stop_on_signals
+from moe_runtime.files import check_output_path, require_not_read
+
+if TYPE_CHECKING:
+    from moe_runtime.benchmarks.suite.peers import PeerProgram
+    from moe_runtime.benchmarks.suite.runner import Rules
+
+STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
+JOULE_ROWS = {"processors": "cpu_joules", "GPUs": "gpu_joules"}
+MEMORY_ROWS = {
+    "load without imports": "load_s",
+    "imports": "import_s",
+    "peak memory": "peak_rss_bytes",
+    "peak memory of the GPU": "peak_device_bytes",
+    "after imports": "rss_after_imports_bytes",
+    "read by calls": "read_call_bytes",
+    "of these from the page cache": "page_cache_bytes",
+    "read from storage": "storage_bytes",
+    **JOULE_ROWS,
+}
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+_OUTPUT_HELP = "Write everything measured to this file."
+Output = Annotated[Path | None, typer.Option("--output", "-o", help=_OUTPUT_HELP)]
+Precision = Annotated[
+    float,
+    typer.Option(
+        min=0.0001,
+        max=1.0,
+        help="Half of the 95 % confidence interval that is narrow enough, as a share of the mean.",
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=4096, help="Threads of every system; all when omitted.")
+]
+Cap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Cap each system's memory, page cache included, as in 7GiB: by a control group or "
+        "systemd. Each repetition then begins with the model out of the page cache.",
+    ),
+]
+
+
+def cap_bytes(cap: str | None) -> int | None:
+    """The bytes of ``--cap``.
+
+    Raises:
+        ValueError: it is no size, or memory cannot be capped here.
+    """
+    if cap is None:
+        return None
+    from moe_runtime.benchmarks.suite.memory_cap import why_unavailable
+
+    limit = options.bytes_of(cap, "--cap", needs_unit=True)
+    if reason := why_unavailable():
+        raise ValueError(f"--cap {cap}: memory cannot be capped here: {reason}")
+    return limit
+
+
+class CaseRun:
+    """One run of a case: the options that all cases have, and how it ends.
+
+    Attributes:
+        ctx, session: of the command.
+        quick: whether a minute must do.
+        output: the results file, if any.
+    """
+
+    def __init__(
+        self,
+        ctx: typer.Context,
+        *,
+        seconds: tuple[float, float],
+        output: Path | None,
+        as_json: bool,
+        debug: bool,
+        max_s: float | None = None,
+        precision: float = 0.05,
+        quick: bool = False,
+    ) -> None:
+        """Begins the session.
+
+        Args:
+            seconds: that a run takes where ``max_s`` does not say, and a quick one.
+
+        Raises:
+            CheckpointError: no results can be written where they are asked for.
+        """
+        self.ctx, self.quick, self.output = ctx, quick, output
+        self.session: Session = ctx.obj
+        self.session.begin(debug=debug, as_json=as_json)
+        self.as_json, self._precision = as_json, precision
+        self._max_s = max_s or seconds[quick]
+        self._facts: dict[str, Any] = {}
+        self.stop: StopRequest | None = None
+        if output is not None:
+            check_output_path(output, "results")
+
+    def refuse_peer_files(self, peers: Sequence["PeerProgram"]) -> None:
+        """Refuses to replace the file of a peer, or of the model that it is given.
+
+        Raises:
+            ValueError: the results file is one of these.
+        """
+        from moe_runtime.benchmarks.suite.peers import files_under
+
+        if self.output is not None:
+            models = [Path(one.settings["model"]) for one in peers if one.settings.get("model")]
+            read = [file for model in models for file in files_under(model)]
+            require_not_read(self.output, "results", [*(one.file for one in peers), *read])
+
+    @contextmanager
+    def rules(self, *judged: str) -> Iterator["Rules"]:
+        """Rules of a measurement, which a signal stops within the block.
+
+        Args:
+            judged: the metrics that must be certain.
+        """
+        from moe_runtime.benchmarks.suite.runner import Rules
+
+        self._facts = {"precision": self._precision, "max_s": self._max_s}
+        with self.stopping() as stop:
+            yield Rules(
+                judged=judged,
+                precision=self._precision,
+                max_s=self._max_s,
+                clock=time.monotonic,
+                on_repetition=say_repetition,
+                is_stopping=lambda: stop.is_set,
+            )
+
+    @contextmanager
+    def stopping(self) -> Iterator[StopRequest]:
+        """A signal asks to stop within the block, and decides the exit code."""
+        with stop_on_signals(STOPPING) as self.stop:
+            yield self.stop
+
+    def end(
+        self,
+        results: dict[str, Any],
+        show: Callable[[dict[str, Any]], None],
+        *,
+        unasked: Collection[str] = (),
+    ) -> None:
+        """Writes and prints what was measured; says which systems failed.
+
+        Args:
+            results: content of a results file.
+            show: prints the table.
+            unasked: systems that took part without being named; they may fail.
+
+        Raises:
+            typer.Exit: it was stopped, the file cannot be written, or what was asked for has no
+                numbers.
+        """
+        results["settings"] |= self._facts
+        unwritten = keep_results(results, self.output)
+        if self.as_json:
+            print_json(results)
+        else:
+            show(results)
+        failed = [one for one in results["measurements"] if one["failure"] is not None]
+        for one in failed:
+            say_line(f"{one['system']}: {one['failure']}")
+        if unwritten is not None:
+            say_line(unwritten)
+        self.exit_if_stopped()
+        if unwritten is not None or results["ended"] == "failed":
+            raise typer.Exit(2)
+        if asked := [one["system"] for one in failed if one["system"] not in unasked]:
+            say_line(f"error: {', '.join(asked)}: asked for, and without numbers; exit code 1")
+            raise typer.Exit(1)
+
+    def exit_if_stopped(self) -> None:
+        """Ends the command with the exit code of a signal, if one came.
+
+        Raises:
+            typer.Exit: one came.
+        """
+        if self.stop is not None and self.stop.is_set:
+            raise typer.Exit(self.stop.exit_code)
+
+
+def case(
+    *,
+    quick: str | None = None,
+    seconds: tuple[int, int] | None = (300, 60),
+    output: str = _OUTPUT_HELP,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a command of a function: adds the options that all cases have, and a `CaseRun`.
+
+    A parameter that is a dataclass stands for an option for each of its fields.
+
+    Args:
+        quick: help of ``--quick``; None for no such option.
+        seconds: after which no repetition begins, and of a quick run; None where repetitions are
+            not measured until they are certain.
+        output: help of ``--output``.
+    """
+    kinds: dict[str, tuple[Any, Any]] = {}
+    if seconds is not None:
+        words = f"Seconds after which no repetition begins. [{seconds[0]}; quick: {seconds[1]}]"
+        kinds["max_s"] = Annotated[float | None, typer.Option("--time", min=1.0, help=words)], None
+        kinds["precision"] = Precision, 0.05
+    if quick is not None:
+        kinds["quick"] = Annotated[bool, typer.Option("--quick", help=quick)], False
+    kinds["output"] = (
+        Annotated[Path | None, typer.Option("--output", "-o", help=output)],
+        None,
+    )
+    kinds |= {"as_json": (options.Json, False), "debug": (options.Debug, False)}
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        groups: dict[str, Any] = {}
+
+        def command(ctx: typer.Context, **given: Any) -> None:
+            common = {name: given.pop(name) for name in kinds}
+            for name, group in groups.items():
+                given[name] = group(**{part.name: given.pop(part.name) for part in fields(group)})
+            function(CaseRun(ctx, seconds=seconds or (0, 0), **common), **given)
+
+        parameters = [inspect.Parameter("ctx", _BY_NAME, annotation=typer.Context)]
+        for one in [*inspect.signature(function).parameters.values()][1:]:
+            if is_dataclass(one.annotation):
+                groups[one.name] = one.annotation
+                hints = get_type_hints(one.annotation, include_extras=True)
+                parameters += [
+                    inspect.Parameter(
+                        part.name, _BY_NAME, default=part.default, annotation=hints[part.name]
+                    )
+                    for part in fields(one.annotation)
+                ]
+            else:
+                parameters.append(one.replace(kind=_BY_NAME))
+        parameters += [
+            inspect.Parameter(name, _BY_NAME, default=default, annotation=kind)
+            for name, (kind, default) in kinds.items()
+        ]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        return command
+
+    return decorate
+
+
+def say_repetition(name: str, number: int) -> None:
+    """A line of progress."""
+    say_line(f"{name}: repetition {number}" if number else f"{name}: has what all are held to")
+
+
+def keep_results(results: dict[str, Any], output: Path | None) -> str | None:
+    """Writes what was measured before it is shown, so that neither is lost with the other.
+
+    Nothing is written, and nothing older replaced, where there is no number.
+
+    Returns:
+        A line that says why it could not be written, to be shown last; None where all is well.
+    """
+    from moe_runtime.benchmarks.suite.results import write_results
+
+    results["command"] = shlex.join(["moe-runtime", *sys.argv[1:]])
+    if not any(one["repetitions"] for one in results["measurements"]):
+        left = "" if output is None else f", and {output} is left as it was"
+        say_line(f"nothing was measured{left}")
+    elif output is not None:
+        try:
+            write_results(output, results)
+        except OSError as error:
+            return f"error: {output}: the results cannot be written: {error.strerror}"
+    return None
+
+
+def show_systems(
+    results: dict[str, Any],
+    title: str,
+    spreads: Mapping[str, str],
+    singles: Mapping[str, str],
+    equal: str,
+) -> None:
+    """Prints a column for each system that has numbers.
+
+    Args:
+        results: content of a results file.
+        title: of the table.
+        spreads: metrics shown with percentiles and the mean of the repetitions' medians, by what
+            their rows are called.
+        singles: metrics of which the median is shown, where there are any.
+        equal: what was compared.
+    """
+    shown = [one for one in results["measurements"] if one["summary"]]
+    if not shown:
+        return
+    rows = [["repetitions", *(str(len(one["repetitions"])) for one in shown)]]
+    for what, metric in spreads.items():
+        factor, unit = unit_of(shown, metric)
+        for part in ("p50", "p90", "p99"):
+            values = (one["summary"][metric][part] * factor for one in shown)
+            rows.append([f"{what}, {unit}: {part}", *map(figure, values)])
+        means = (with_half(one["summary"][metric], factor) for one in shown)
+        rows.append([f"{what}, {unit}: mean of medians", *means])
+    for what, metric in singles.items():
+        found = [one["summary"].get(metric) for one in shown]
+        if any(found):
+            factor, unit = unit_of(shown, metric)
+            cells = (figure(one["median"] * factor) if one else "–" for one in found)
+            rows.append([f"{what}, {unit}", *cells])
+    counts = (f"{one['quality']['equal']} of {one['quality']['compared']}" for one in shown)
+    rows.append([equal, *counts])
+    print_table(title, columns("", *(one["system"] for one in shown)), rows)
+
+
+def unit_of(shown: list[dict[str, Any]], metric: str) -> tuple[float, str]:
+    """Factor and name of the unit in which a metric of several systems is shown."""
+    found = [one["summary"][metric] for one in shown if metric in one["summary"]]
+    return unit_for(found[0]["unit"], (one["median"] for one in found))
+
+
+def mean_cell(one: dict[str, Any], metric: str, factor: float) -> str:
+    """The mean of a system's metric with half of its interval; a dash where it has none."""
+    summary = one["summary"].get(metric)
+    return with_half(summary, factor) if summary else "–"
+
+
+def columns(*names: str) -> list[tuple[str, str]]:
+    """Columns of a table: the first one at the left, numbers at the right."""
+    return [(name, "right" if place else "left") for place, name in enumerate(names)]

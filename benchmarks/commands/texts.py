@@ -1,0 +1,563 @@
+"""``bench latency`` and ``bench throughput``: a model that continues text, beside other systems."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from moe_runtime.benchmarks.commands.shared import (
+    MEMORY_ROWS,
+    Cap,
+    CaseRun,
+    Threads,
+    cap_bytes,
+    case,
+    show_systems,
+)
+from moe_runtime.cli import options
+from moe_runtime.cli.console import (
+    fetch_model,
+    quiet_transformers,
+    require_address_space,
+    say_line,
+)
+from moe_runtime.cli.prompts import read_prompts
+from moe_runtime.cli.strict import refuse_given
+from moe_runtime.config import parse_budget
+from moe_runtime.files import at_home, require_not_read
+
+if TYPE_CHECKING:
+    from moe_runtime.benchmarks.cases.texts import Ids, TextPlan
+    from moe_runtime.benchmarks.suite.peers import PeerProgram
+    from moe_runtime.benchmarks.synthetic.checkpoint_writer import OwnShape
+    from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
+
+_START_S = 300.0
+"""A peer may compile what it needs when it is first imported."""
+_LATENCY = {"first token": "first_token_s", "between tokens": "between_tokens_s"}
+_THROUGHPUT = {
+    "new tokens in all": "new_tokens_per_s",
+    "prompts": "prompt_tokens_per_s",
+    **MEMORY_ROWS,
+}
+
+
+def _known_shape(name: str | None) -> str | None:
+    """Refuses other shapes than those that are known, and files, before torch is imported."""
+    if name is None or name.endswith(".json"):
+        return name
+    require_address_space()
+    from moe_runtime.benchmarks.synthetic.gguf_shape import GGUF_SHAPES
+    from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
+
+    return options.named("shape", lambda: (*SHAPES, *GGUF_SHAPES))(name)
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder of a safetensors checkpoint, a GGUF file, or a name on the hub.",
+    ),
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        callback=_known_shape,
+        help="Instead of MODEL: random weights in the shape of olmoe-1b-7b, qwen3-30b-a3b, "
+        "gpt-oss-20b, olmoe-small and others, which a wrong name lists, or of any configuration, "
+        "CONFIG.json; written to the user's cache folder and removed afterwards; for llama_cpp as "
+        "a GGUF file, too.",
+    ),
+]
+Layers = Annotated[
+    int | None, typer.Option(min=1, max=1000, help="As many layers of --shape; all when omitted.")
+]
+Keep = Annotated[
+    bool, typer.Option("--keep-shape", help="Keep what --shape wrote; later runs find it.")
+]
+Peers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--peer",
+        metavar="NAME[:VARIANT][@PYTHON][=MODEL]",
+        help="Another system beside this one, several times if wanted: transformers (variants "
+        "eager, grouped_mm), accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang, "
+        "moe_runtime (int8, planes: this project itself), or a file PEER.py; PYTHON is its "
+        "environment's, MODEL the same model as a file it reads.",
+    ),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help="File with a prompt in each line, as for `run`; built-in text when omitted."),
+]
+PromptTokens = Annotated[int, typer.Option(min=1, help="Length of the built-in prompts.")]
+NewTokens = Annotated[
+    int | None,
+    typer.Option("--max-new-tokens", "-n", min=2, help="Tokens after each prompt. [32; quick: 16]"),
+]
+Agreement = Annotated[
+    float,
+    typer.Option(
+        min=0.0, max=1.0, help="Share of likeliest tokens that a peer must have in common with us."
+    ),
+]
+Batch = Annotated[int, typer.Option(min=1, max=4096, help="Sequences side by side.")]
+Batches = Annotated[
+    int | None, typer.Option(min=1, help="Batches of built-in prompts. [2; quick: 1]")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """What both commands are asked."""
+
+    model: Model = None
+    shape: Shape = None
+    layers: Layers = None
+    keep_shape: Keep = False
+    peer: Peers = None
+    prompts: Prompts = None
+    prompt_tokens: PromptTokens = 64
+    max_new_tokens: NewTokens = None
+    device: options.Device = "auto"
+    host_memory: options.HostMemory = "auto"
+    device_memory: options.DeviceMemory = "auto"
+    misses: options.Misses = "device"
+    policy: options.Policy = "auto"
+    prefetch: options.Prefetch = "auto"
+    threads: Threads = None
+    cap: Cap = None
+    agreement: Agreement = 0.9
+    config: options.Config = None
+
+
+@case(quick="Fewer and shorter prompts, about a minute.")
+def bench_latency(run: CaseRun, asked: TextOptions) -> None:
+    """Time one sequence at a time: the first token, each further one, memory and bytes read.
+
+    Every repetition is a process of its own, systems in turn, until the means are certain to
+    --precision or the time is up. All are given the same tokens; a system that would have said
+    others gets no numbers. With --shape they are text, and what each finds likeliest after them is
+    compared, unless a peer writes its own text. Ctrl-C shows what was measured so far.
+    """
+    from moe_runtime.benchmarks.cases.texts import LatencyPlan
+
+    def plan_of(prompts: "Ids", after: "Ids | None", num_new: int) -> LatencyPlan:
+        return LatencyPlan(
+            prompts=prompts, num_new=num_new, agreement=asked.agreement, continuations=after
+        )
+
+    _measure(run, asked, "latency", 2 if run.quick else 4, plan_of)
+
+
+@case(quick="One batch and fewer tokens, about a minute.")
+def bench_throughput(
+    run: CaseRun, asked: TextOptions, batch: Batch = 8, batches: Batches = None
+) -> None:
+    """Time batches of sequences side by side: new tokens a second in all, prompts and steps.
+
+    As `bench latency`: a process for every repetition, systems in turn, all of them given the same
+    tokens. Prompts of different lengths are filled up to the longest of their batch, which counts
+    as no work done. Ctrl-C shows what was measured so far.
+    """
+    from moe_runtime.benchmarks.cases.texts import ThroughputPlan
+
+    def plan_of(prompts: "Ids", after: "Ids | None", num_new: int) -> ThroughputPlan:
+        return ThroughputPlan(
+            batches=in_batches(prompts, batch),
+            num_new=num_new,
+            agreement=asked.agreement,
+            continuations=None if after is None else in_batches(after, batch),
+        )
+
+    num_built_in = batch * (batches or (1 if run.quick else 2))
+    _measure(run, asked, "throughput", num_built_in, plan_of, batch)
+
+
+def _measure(
+    run: CaseRun,
+    asked: TextOptions,
+    case_name: str,
+    num_built_in: int,
+    plan_of: "Callable[[Ids, Ids | None, int], TextPlan]",
+    batch: int | None = None,
+) -> None:
+    """Both commands.
+
+    Args:
+        case_name: which of the two.
+        num_built_in: prompts, where none are given.
+        plan_of: makes the plan of prompts, of the text after them, if any, and of the number of
+            tokens that systems say.
+        batch: sequences side by side; None for one after another.
+    """
+    require_one_model(asked)
+    parse_budget(asked.host_memory, name="--host-memory")
+    from moe_runtime.benchmarks.suite.peers import find_peers, our_program, writes_own_text
+
+    names, shape = asked.peer or (), asked.shape
+    find_peers(names, {}, case_name)  # an unknown one is refused before torch is imported
+    place = choose_device(run.ctx, asked.device, asked.device_memory)
+    if asked.prompts is not None:
+        words = "has no effect where --prompts says what to ask"
+        refuse_given(run.ctx, {"prompt_tokens", "batches"} & run.ctx.params.keys(), words)
+    texts = None if asked.prompts is None else read_prompts(None, None, asked.prompts)
+    limit = cap_bytes(asked.cap)
+    peers = place.seen_by(find_peers(names, {"device": place.setting}, case_name))
+    run.refuse_peer_files(peers)
+    quiet_transformers(run.session)
+    from moe_runtime.benchmarks.cases.texts import measure_texts
+
+    num_new = asked.max_new_tokens or (16 if run.quick else 32)
+
+    def read_ids(path: str) -> "Ids":
+        return prompt_ids(
+            path, texts, asked.prompt_tokens, num_built_in, num_new, has_after=shape is not None
+        )
+
+    with asked_model(asked, peers, read_ids, output=run.output) as model:
+        given, after = (model.ids, None) if shape is None else split_off(model.ids, num_new)
+        facts = dict(model.facts)
+        own = [one.name for one in peers if writes_own_text(one) and not model.failures[one.name]]
+        if shape is not None and own and batch is None:
+            say_line(f"{own[0]} writes its own text: prompts go on as this project finds likeliest")
+            facts["followed_by"], after = "likeliest tokens", None
+        of_all = common_settings(model.path, asked.threads, given, num_new, limit, place.setting)
+        of_all["max_tokens"] *= min(batch or 1, len(given))
+        ours = own_settings(
+            of_all,
+            host_memory=asked.host_memory,
+            device_memory=place.memory,
+            misses=asked.misses,
+            policy=asked.policy,
+            prefetch=asked.prefetch,
+        )
+        programs = [our_program(ours, limit), *find_peers(names, of_all | ours, case_name)]
+        measured, *others = model.with_files(place.seen_by(programs))
+        settings = {
+            **{name: value for name, value in ours.items() if name != "model"},
+            **facts,
+            "device": place.name,
+            "cap_bytes": limit,
+            **({} if batch is None else {"batch": batch}),
+            "prompt_tokens": [len(ids) for ids in given],
+            "new_tokens": num_new,
+            "agreement": asked.agreement,
+        }
+        plan = plan_of(given, after, num_new)
+        with run.rules(*plan.judged) as rules:
+            results = measure_texts(measured, others, plan, rules, settings)
+    run.end(results, show_texts)
+
+
+def show_texts(results: dict[str, Any]) -> None:
+    """Prints a column for each system."""
+    from moe_runtime.benchmarks.suite.comparing import (
+        cap_words,
+        counted,
+        device_words,
+        model_words,
+    )
+
+    settings = results["settings"]
+    words = [f"{results['case']} of {model_words(settings)}"]
+    words += [f"the {settings['followed_by']}"] if "followed_by" in settings else []
+    if "batch" in settings:
+        words.append(f"{counted('{} sequences', settings['batch'])} side by side")
+    title = ", ".join([*words, device_words(results), *cap_words(settings)])
+    spreads, singles = _LATENCY, MEMORY_ROWS
+    if results["case"] == "throughput":
+        spreads, singles = {"a step": "step_tokens_per_s"}, _THROUGHPUT
+    show_systems(results, title, spreads, singles, "likeliest tokens equal")
+
+
+def in_batches(ids: "Ids", size: int) -> "list[Ids]":
+    """Sequences side by side, the last ones fewer if need be."""
+    return [ids[start : start + size] for start in range(0, len(ids), size)]
+
+
+class AskedModel(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        path: of the checkpoint.
+        ids: of the prompts.
+        cache: a folder of this run, where runs of this project keep what they learn of the model:
+            no earlier run changes a number, and later ones know nothing of it.
+        facts: its name for a results file, and what random weights are of.
+        failures: by the name of each peer: why it cannot run; None where it may.
+        gguf: the same as a GGUF file, where that was written.
+    """
+
+    path: str
+    ids: "Ids"
+    cache: Path
+    facts: dict[str, Any]
+    failures: Mapping[str, str | None]
+    gguf: Path | None = None
+
+    def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
+        """Peers that read GGUF files alone, and were given none, are given that of the shape.
+
+        This project and other versions of it are given the cache.
+        """
+        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, OURS
+
+        return [
+            replace(
+                one,
+                failure=self.failures.get(one.name),
+                cache=self.cache if one.file.stem == OURS else None,
+                settings=one.settings | {"model": str(self.gguf)}
+                if self.gguf and one.file.stem in GGUF_PEERS and one.settings["model"] == self.path
+                else one.settings,
+            )
+            for one in programs
+        ]
+
+
+@contextmanager
+def asked_model(
+    asked: TextOptions,
+    peers: "Sequence[PeerProgram]",
+    read_ids: "Callable[[str], Ids]",
+    *,
+    output: Path | None,
+) -> Iterator[AskedModel]:
+    """MODEL, or what ``--shape`` stands for, whose files are there within the block.
+
+    Args:
+        asked: MODEL, or a shape, its layers and whether it is kept.
+        peers: read without settings of the run. Before files of a shape are written each must run
+            in its environment, so that none is written for a peer that cannot.
+        read_ids: gives the ids of the prompts by the tokenizer of a checkpoint's folder; of a
+            shape it is called before weights are written.
+        output: the results file, which may be none of those that are kept of the shape.
+
+    Raises:
+        ValueError: there is no such shape, a peer has nothing to do with one, or the output would
+            replace a file of it.
+        CapacityError: the disk has too little room for it.
+    """
+    with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
+        cache = Path(folder)
+        if asked.shape is None:
+            assert asked.model is not None
+            path, facts = str(fetch_model(asked.model)), {"model": Path(asked.model).name}
+            yield AskedModel(path, read_ids(path), cache, facts, {one.name: None for one in peers})
+        else:
+            with _written(asked, asked.shape, peers, read_ids, cache, output) as model:
+                yield model
+
+
+@contextmanager
+def _written(
+    options_: TextOptions,
+    shape: str,
+    peers: "Sequence[PeerProgram]",
+    read_ids: "Callable[[str], Ids]",
+    cache: Path,
+    output: Path | None,
+) -> Iterator[AskedModel]:
+    """What ``--shape`` stands for."""
+    from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
+    from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings
+    from moe_runtime.benchmarks.synthetic.gguf_shape import FILE_NAME, GgufShape
+    from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
+
+    asked = _shape_of(shape, options_.layers)
+    require_takes_shapes(peers)
+    require_not_read(output, "results", files_under(shapes_folder() / asked.name))
+    with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
+        write_settings(asked, Path(folder))
+        ids = read_ids(folder)
+    failures = {one.name: _why_unable(one) for one in peers}
+    is_gguf = isinstance(asked, GgufShape)
+    needs_gguf = not is_gguf and any(
+        one.file.stem in GGUF_PEERS and "model" not in one.settings and not failures[one.name]
+        for one in peers
+    )
+    facts = {
+        "model": asked.name if shape.endswith(".json") else shape,
+        "layers": asked.num_layers,
+        "layers_of_shape": _shape_of(shape, None).num_layers,
+        "weights": "random",
+    }
+    with shape_checkpoint(
+        asked, shapes_folder(), keep=options_.keep_shape, needs_gguf=needs_gguf, say=say_line
+    ) as files:
+        gguf = files.gguf if needs_gguf else None
+        path = files.checkpoint / FILE_NAME if is_gguf else files.checkpoint
+        yield AskedModel(str(path), ids, cache, facts, failures, gguf)
+
+
+def _shape_of(name: str, layers: int | None) -> "ModelShape | OwnShape":
+    """What ``--shape`` and ``--layers`` name.
+
+    Raises:
+        ValueError: a file says how many layers there are.
+        CheckpointError: the file is no configuration.
+    """
+    from moe_runtime.benchmarks.synthetic.config_shape import read_config_shape
+    from moe_runtime.benchmarks.synthetic.gguf_shape import GGUF_SHAPES, gguf_shape_of_name
+    from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name
+
+    if name.endswith(".json"):
+        if layers is not None:
+            raise ValueError(f"--layers: how many layers there are, {name} says; change it there")
+        return read_config_shape(Path(at_home(name)))
+    if name in GGUF_SHAPES:
+        return gguf_shape_of_name(name, layers)
+    return shape_of_name(name, layers)
+
+
+def _why_unable(program: "PeerProgram") -> str | None:
+    """Why a peer cannot run here, found out before a model is written."""
+    from moe_runtime.benchmarks.suite.peers import why_unable
+
+    say_line(f"{program.name}: is started once, to see that it can run")
+    nothing = {"model": "model.gguf", "num_threads": 1, "max_tokens": 1, "cap_bytes": None}
+    tried = replace(program, settings=nothing | program.settings)
+    if reason := why_unable(tried, _START_S):
+        say_line(f"{program.name}: cannot run, and is left out: {reason}")
+    return reason
+
+
+def require_one_model(asked: TextOptions) -> None:
+    """Refuses MODEL and ``--shape`` together, neither, and options of a shape without one.
+
+    Raises:
+        ValueError: there is no one thing to measure.
+    """
+    if (asked.model is None) == (asked.shape is None):
+        raise ValueError("expected MODEL or --shape, one of them: what is measured?")
+    if asked.shape is None and (asked.layers is not None or asked.keep_shape):
+        raise ValueError(f"{'--keep-shape' if asked.keep_shape else '--layers'} belongs to --shape")
+
+
+def split_off(ids: "Ids", num_new: int) -> "tuple[Ids, Ids]":
+    """Prompts, and the last ids of each as the text that follows it."""
+    return [one[:-num_new] for one in ids], [one[-num_new:] for one in ids]
+
+
+def prompt_ids(
+    model: str,
+    texts: Sequence[str] | None,
+    num_tokens: int,
+    num_built_in: int,
+    num_new: int,
+    *,
+    has_after: bool,
+) -> "Ids":
+    """Token ids of prompts, or of built-in ones.
+
+    Args:
+        model: the checkpoint, whose tokenizer is taken.
+        texts: of the prompts; None for built-in ones.
+        num_tokens, num_built_in: of built-in prompts.
+        num_new: tokens that a system says after each.
+        has_after: as many ids of text follow each prompt.
+
+    Raises:
+        ValueError: the model knows too few positions for them.
+    """
+    from moe_runtime.benchmarks.synthetic.texts import cut_prompts
+    from moe_runtime.checkpoints.model_files import read_config
+    from moe_runtime.cli.commands.run import load_tokenizer
+    from moe_runtime.inference.generation import check_length, encode_prompt
+
+    tokenizer, config = load_tokenizer(model), read_config(Path(model))
+    if texts is None:
+        check_length(config, num_tokens, num_new)
+        return cut_prompts(tokenizer, num_built_in, num_tokens + num_new * has_after)
+    found = [encode_prompt(tokenizer, text)["input_ids"][0].tolist() for text in texts]
+    check_length(config, max(map(len, found)), num_new)
+    if not has_after:
+        return found
+    after = cut_prompts(tokenizer, len(found), num_new)
+    return [ids + more for ids, more in zip(found, after, strict=True)]
+
+
+def common_settings(
+    model: str,
+    threads: int | None,
+    prompts: Sequence[list[int]],
+    num_new: int,
+    cap: int | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Settings of every system."""
+    from moe_runtime.lab.this_machine import num_usable_cores
+
+    return {
+        "model": model,
+        "num_threads": threads or num_usable_cores(),
+        "max_tokens": max(map(len, prompts)) + num_new,
+        "cap_bytes": cap,
+        "device": device,
+    }
+
+
+def own_settings(of_all: Mapping[str, Any], **options: int | float | str) -> dict[str, Any]:
+    """Settings of this project: those of every system that it takes, and its options.
+
+    Args:
+        of_all: as ``common_settings`` returns them.
+        options: of ``moe_runtime.load``.
+    """
+    taken = ("model", "num_threads", "max_tokens", "device")
+    return {**{name: of_all[name] for name in taken}, **options}
+
+
+class ChosenDevice(NamedTuple):
+    """A device, and how much of its memory is asked for.
+
+    Attributes:
+        name: ``cpu``, or as torch counts GPUs here, ``cuda:1``.
+        gpus: which GPUs a system's process sees: that one alone, or none.
+        memory: bytes, a share of what is free, or ``auto``.
+    """
+
+    name: str
+    gpus: str
+    memory: int | float | str = "auto"
+
+    @property
+    def setting(self) -> str:
+        """What systems are told: a GPU is the first one that they see."""
+        return "cpu" if self.name == "cpu" else "cuda:0"
+
+    def seen_by(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
+        """Systems that see this device alone."""
+        return [replace(one, gpus=self.gpus) for one in programs]
+
+
+def choose_device(ctx: typer.Context, device: str, device_memory: str) -> ChosenDevice:
+    """What ``--device``, which is here, and ``--device-memory`` name, ``auto`` as for ``run``.
+
+    Raises:
+        ValueError: options of a GPU are given without one.
+    """
+    budget = parse_budget(device_memory, name="--device-memory")
+    kind, _, number = device.partition(":")
+    count = 0 if kind == "cpu" else _num_gpus()
+    if not count:
+        why = f"is about a GPU, and this run is on the CPU (--device {device})"
+        refuse_given(ctx, {"device_memory", "misses"}, why)
+        return ChosenDevice("cpu", "")
+    index = int(number or 0)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = str(index) if seen is None else seen.split(",")[index]
+    return ChosenDevice(f"cuda:{index}", gpus, budget.num_bytes or budget.share or "auto")
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()  # NVML's, which needs no context on any of them

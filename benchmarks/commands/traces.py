@@ -1,0 +1,467 @@
+"""``bench policies``, ``predictors`` and ``placements``: what recorded routing says of them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_runtime.benchmarks.commands.shared import CaseRun, case, columns, mean_cell
+from moe_runtime.cli.commands.place import (
+    Align,
+    Fit,
+    Gpus,
+    Groups,
+    Nodes,
+    Replicas,
+    Slack,
+    TimeLimit,
+    devices_of,
+)
+from moe_runtime.cli.commands.predictor import (
+    Distances,
+    MaxTokens,
+    Names,
+    Seed,
+    TestShare,
+    Traces,
+    check_trainable,
+    parse_distances,
+    read_sequences,
+    require_layers,
+)
+from moe_runtime.cli.commands.replay import (
+    ASSUMED_EXPERT,
+    LEARNERS,
+    Bandwidth,
+    Capacity,
+    ExpertSize,
+    ExpertTime,
+    KnownAhead,
+    Latency,
+    LayerTime,
+    NumExperts,
+    Reset,
+    Scope,
+    SideBySide,
+    TraceFile,
+    machine_of,
+    parse_shares,
+    read_routes_to_learn,
+    read_trace_to_replay,
+    sizes_of,
+)
+from moe_runtime.cli.console import print_table, say_line
+from moe_runtime.cli.strict import refuse_given
+from moe_runtime.config import format_bytes
+from moe_runtime.files import at_home
+
+if TYPE_CHECKING:
+    from moe_runtime.lab.replay.timed import Machine
+    from moe_runtime.types import ModelSignature
+
+_QUICK_POLICIES = ("lru", "lfu", "belady-bypass")
+_QUICK_PREDICTORS = ("popularity", "token-identity", "layer-affinity")
+_TIMED = ("latency", "expert_size", "layer_time", "known_ahead", "expert_time", "capacity")
+_SCORES = {
+    "balancedness": "balance",
+    "mean_max_load": "peak load",
+    "hops": "hops",
+    "primary_hops": "first-choice hops",
+    "node_hops": "node hops",
+    "devices_per_token": "devices/token",
+}
+
+Policies = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        help="Eviction policies, separated by commas, or all. [those with a compiled replay; "
+        "quick: lru,lfu,belady-bypass]",
+    ),
+]
+Capacities = Annotated[
+    str | None,
+    typer.Option(
+        help="Shares of the experts that fit; when omitted, those of 12.5%,25%,50% that have room "
+        "for a token's experts."
+    ),
+]
+Golden = Annotated[
+    Path | None,
+    typer.Option(help="First hold the replay to a file of exact hit counts on TRACE (JSON rows)."),
+]
+PoliciesTrain = Annotated[
+    Path | None,
+    typer.Option(help="Trace that static, activation-aware and --predictor learn from first."),
+]
+Predictor = Annotated[
+    str | None,
+    typer.Option(
+        help="What the policy predicted asks: a name (needs --train), or the .npz file of a "
+        "trained one."
+    ),
+]
+ExpertSizes = Annotated[
+    str | None,
+    typer.Option(
+        help="One size, or sizes separated by commas for each layer or each expert of each layer: "
+        "what is read is weighed by them, and lec and gdsf go by them."
+    ),
+]
+Train = Annotated[
+    Path | None, typer.Option(help="Trace to learn from, in the place of a part of TRACE.")
+]
+
+
+@case(quick="Three of them, half a minute.", seconds=(120, 30))
+def bench_policies(
+    run: CaseRun,
+    trace: TraceFile,
+    policy: Policies = None,
+    capacity: Capacities = None,
+    scope: Scope = "per-layer",
+    train: PoliciesTrain = None,
+    predictor: Predictor = None,
+    expert_size: ExpertSizes = None,
+    reset: Reset = False,
+    side_by_side: SideBySide = None,
+    num_experts: NumExperts = None,
+    golden: Golden = None,
+) -> None:
+    """Replay eviction policies on TRACE: hits at each capacity, and accesses a second.
+
+    As `replay`, again and again until the speeds are certain, with a results file that `bench
+    compare` and `bench report` read: a policy that hits less often than before is a regression.
+    The beginning of the trace is served by the policies' objects as well; hits must be equal.
+    """
+    from moe_runtime.benchmarks.cases.policies import (
+        PoliciesPlan,
+        measure_policies,
+        metrics_of,
+    )
+    from moe_runtime.inference.prediction.predictors import is_file_name
+    from moe_runtime.lab.replay.experiment import usual_capacities
+    from moe_runtime.lab.traces.learned import read_predictor
+    from moe_runtime.lab.traces.workload import workload_of
+    from moe_runtime.policies.prediction import make_estimator
+
+    predictor = predictor and at_home(predictor)
+    names = _policy_names(policy, quick=run.quick)
+    if predictor is None and "predicted" in names:
+        raise ValueError("the policy predicted asks a predictor: give --predictor, too")
+    if predictor is not None and "predicted" not in names:
+        raise ValueError("--predictor is for the policy predicted: name it in --policy, too")
+    named = None if predictor is None or is_file_name(predictor) else check_trainable(predictor)
+    if named is not None and train is None:
+        raise ValueError(f"--predictor {named} needs --train, or give the file of a trained one")
+    shares = None if capacity is None else parse_shares(capacity)
+    if train is not None and named is None and not LEARNERS & set(names):
+        raise ValueError(f"--train has nothing to train: of {', '.join(names)} nothing learns")
+    recorded = read_trace_to_replay(trace, num_experts, side_by_side)
+    training = None if train is None else read_routes_to_learn(train, num_experts, recorded, trace)
+    trained = None
+    if named is not None and training is not None:
+        trained = make_estimator(named, training.shape)
+        trained.fit(training)
+    elif predictor is not None:
+        trained = read_predictor(predictor, recorded.signature)
+    plan = PoliciesPlan(
+        workload=workload_of(recorded),
+        policies=names,
+        capacities=list(dict.fromkeys(shares or usual_capacities(recorded.signature, scope))),
+        scope=scope,
+        training=training,
+        reset_per_sequence=reset,
+        predictor=trained,
+        sizes=None if expert_size is None else sizes_of(expert_size, recorded),
+    )
+    if golden is not None:
+        from moe_runtime.benchmarks.cases.policies import require_golden
+
+        exact = require_golden(plan.workload, golden)
+        say_line(f"{exact} rows of {golden.name} found again")
+    speeds = [name for name in metrics_of(plan) if name.startswith("accesses")]
+    settings = {
+        **trace_settings(trace.name, recorded.num_tokens, recorded.signature),
+        "capacities": plan.capacities,
+        "scope": scope,
+        "train": None if train is None else train.name,
+        "predictor": None if predictor is None else Path(predictor).name,
+        "expert_size": expert_size,
+        "reset": reset,
+        "side_by_side": side_by_side,
+    }
+    with run.rules(*speeds) as rules:
+        results = measure_policies(plan, rules, settings)
+    run.end(results, show_policies)
+
+
+def _policy_names(policy: str | None, *, quick: bool) -> list[str]:
+    from moe_runtime.policies.eviction import POLICIES
+    from moe_runtime.policies.eviction.compiled import RULES
+
+    if policy is None:
+        return list(_QUICK_POLICIES if quick else RULES)
+    if policy == "all":
+        return [name for name in POLICIES if name != "predicted"]
+    return list(dict.fromkeys(name.strip() for name in policy.split(",")))
+
+
+def show_policies(results: dict[str, Any]) -> None:
+    """Prints a row for each policy and capacity."""
+    rows = []
+    for capacity in results["settings"]["capacities"]:
+        for one in results["measurements"]:
+            if not one["summary"]:
+                continue
+            hits, resident = (
+                f"{one['summary'][f'{name}_at_{capacity:g}']['median']:.2%}"
+                for name in ("hit_rate", "all_resident")
+            )
+            speed = mean_cell(one, f"accesses_per_s_at_{capacity:g}", 1e-6)
+            read = one["summary"].get(f"read_bytes_at_{capacity:g}")
+            weighed = [] if read is None else [format_bytes(round(read["median"]))]
+            rows.append([one["system"], f"{capacity:.1%}", hits, resident, *weighed, speed])
+    sized = results["settings"].get("expert_size") is not None
+    heads = ("capacity", "hits", "layers without a load", *["read"] * sized, "M accesses/s")
+    print_table(f"policies on {results['settings']['model']}", columns("policy", *heads), rows)
+
+
+@case(quick="Three of them, half a minute.", seconds=(120, 30))
+def bench_predictors(
+    run: CaseRun,
+    traces: Traces = None,
+    predictor: Names = None,
+    train: Train = None,
+    test_share: TestShare = 0.5,
+    seed: Seed = 0,
+    distances: Distances = "1,2,4",
+    max_tokens: MaxTokens = None,
+    side_by_side: SideBySide = None,
+    bandwidth: Bandwidth = None,
+    capacity: Capacity = None,
+    latency: Latency = 1e-4,
+    expert_size: ExpertSize = ASSUMED_EXPERT,
+    layer_time: LayerTime = 5e-4,
+    known_ahead: KnownAhead = 0.0,
+    expert_time: ExpertTime = 1e-4,
+) -> None:
+    """Measure predictors on held-out sequences of TRACE: recall, and seconds of a step.
+
+    Recall is that of `predictor evaluate`. With --bandwidth the held-out sequences are also
+    replayed with LRU on a modelled machine: which share of the prefetches was used, and reads and
+    waits as shares of those without prefetching. --time begins when all recalls are counted.
+    """
+    if not traces:
+        raise ValueError("expected at least one TRACE, as `run --prompts FILE --trace` records it")
+    if bandwidth is None:
+        refuse_given(run.ctx, _TIMED, "is about prefetching in modelled time; give --bandwidth too")
+    if train is not None:
+        refuse_given(
+            run.ctx, ("test_share",), "has no effect where --train gives what is learned from"
+        )
+        if max_tokens is None:
+            refuse_given(run.ctx, ("seed",), "has no effect with --train; give --max-tokens too")
+    from moe_runtime.benchmarks.cases.predictors import PredictorsPlan, measure_predictors
+    from moe_runtime.lab.replay.experiment import usual_capacities
+    from moe_runtime.lab.traces.routes import (
+        join_routes,
+        split_unrepeated,
+        trace_of_routes,
+        unrepeated,
+    )
+    from moe_runtime.lab.traces.routes import side_by_side as serve_side_by_side
+    from moe_runtime.lab.traces.workload import workload_of
+    from moe_runtime.policies.prediction import PREDICTORS
+
+    known = [name for name, kind in PREDICTORS.items() if not kind.needs_hidden]
+    names = list(dict.fromkeys(predictor or (_QUICK_PREDICTORS if run.quick else known)))
+    for name in names:
+        check_trainable(name)
+    ahead = parse_distances(distances)
+    shares = None if capacity is None else parse_shares(capacity)
+    machine = machine_of(bandwidth, latency, expert_size, layer_time, known_ahead, expert_time)
+    routes, signature = read_sequences(traces)
+    require_layers(run.ctx, ahead, signature.num_layers)
+    if train is None:
+        parts = split_unrepeated(routes, test_share=test_share, seed=seed)
+        training, test = map(routes.select, parts)
+    else:
+        whole = trace_of_routes(routes, signature)
+        training = read_routes_to_learn(train, None, whole, traces[0])
+        first = training.num_sequences
+        new = [number - first for number in unrepeated(join_routes([training, routes]))]
+        test = routes.select([number for number in new if number >= 0])
+        if not test.num_sequences:
+            raise ValueError(f"every sequence repeats one of --train {train}; record other prompts")
+    served = serve_side_by_side(trace_of_routes(test, signature), count=side_by_side or 1)
+    if max_tokens is not None:
+        served = served.steps(0, min(served.num_steps, -(-max_tokens // (side_by_side or 1))))
+    plan = PredictorsPlan(
+        predictors=names,
+        training=training,
+        test=test,
+        served=workload_of(served),
+        distances=ahead,
+        max_tokens=max_tokens,
+        seed=seed,
+        machine=machine,
+        capacities=list(dict.fromkeys(shares or usual_capacities(signature, "per-layer"))),
+    )
+    settings = {
+        **trace_settings(", ".join(path.name for path in traces), routes.num_tokens, signature),
+        "sequences": routes.num_sequences,
+        "train": None if train is None else train.name,
+        "training_sequences": training.num_sequences,
+        "test_sequences": test.num_sequences,
+        "test_share": test_share if train is None else None,
+        "seed": seed,
+        "distances": list(ahead),
+        "max_tokens": max_tokens,
+        "side_by_side": side_by_side,
+        "link": None if machine is None else _in_words(machine),
+        "capacities": [] if machine is None else plan.capacities,
+    }
+    with run.rules("prediction_s") as rules:
+        results = measure_predictors(plan, rules, settings, say_count)
+    run.end(results, show_predictors)
+
+
+def say_count(name: str) -> None:
+    """A line of progress."""
+    say_line(f"{name}: fitting it, and counting its recall")
+
+
+def _in_words(machine: "Machine") -> str:
+    return (
+        f"{machine.transfer_s:g} s a transfer, {machine.layer_s:g} s a layer, of which "
+        f"{machine.known_ahead_s:g} s need no expert, {machine.expert_s:g} s an expert"
+    )
+
+
+def show_predictors(results: dict[str, Any]) -> None:
+    """Prints recall and cost of each predictor, and what it does as a prefetcher."""
+    settings = results["settings"]
+    shown = [one for one in results["measurements"] if one["summary"]]
+
+    def share(one: dict[str, Any], metric: str) -> str:
+        summary = one["summary"].get(metric)
+        return f"{summary['median']:.2%}" if summary else "–"
+
+    rows = [
+        [
+            one["system"],
+            str(distance),
+            *(share(one, f"recall_at_{width}_ahead_{distance}") for width in ("k", "2k")),
+            mean_cell(one, "prediction_s", 1e6),
+        ]
+        for one in shown
+        for distance in settings["distances"]
+    ]
+    heads = columns("predictor", "layers ahead", "@K", "@2K", "µs a step")
+    title = f"recall on {settings['test_sequences']} held-out sequences of {settings['model']}"
+    print_table(title, heads, rows)
+    if not settings["capacities"]:
+        return
+    prefetching = ("useful_prefetches", "reads_of_lru", "waits_of_lru")
+    rows = [
+        [
+            one["system"],
+            f"{capacity:.1%}",
+            *(share(one, f"{metric}_at_{capacity:g}") for metric in prefetching),
+        ]
+        for one in shown
+        for capacity in settings["capacities"]
+    ]
+    names = ("capacity", "used prefetches", "reads, of LRU's", "waits, of LRU's")
+    print_table("prefetching in modelled time", columns("predictor", *names), rows)
+
+
+@case(quick="Without the algorithms that search, half a minute.")
+def bench_placements(
+    run: CaseRun,
+    trace: TraceFile,
+    gpus: Gpus,
+    nodes: Nodes = 1,
+    replicas: Replicas = 0,
+    groups: Groups = 1,
+    fit: Fit = 0.5,
+    load_slack: Slack = 0.1,
+    time_limit: TimeLimit = 30.0,
+    align: Align = True,
+    num_experts: NumExperts = None,
+) -> None:
+    """Measure all algorithms of `place` on TRACE: balance, hops, seconds of the search.
+
+    Each places the experts by the first part of the trace and is scored on the rest, beside random
+    placements. Those that make copies are measured with --replicas, too.
+    """
+    devices = devices_of(gpus, nodes)
+    from moe_runtime.benchmarks.cases.placements import PlacementsPlan, measure_placements
+    from moe_runtime.policies.placement import PlacementOptions, RoutingProfile
+    from moe_runtime.policies.placement.base import slots_needed
+    from moe_runtime.policies.placement.scoring import split_window
+
+    recorded = read_trace_to_replay(trace, num_experts, None)
+    signature = recorded.signature
+    # Else no algorithm would have what was asked for.
+    slots_needed(signature.num_experts, replicas, gpus)
+    past, future = split_window(recorded.expert_ids, fit)
+    plan = PlacementsPlan(
+        profile=RoutingProfile.from_ids(past, signature.num_experts),
+        future=future,
+        devices=devices,
+        num_replicas=replicas,
+        told=PlacementOptions(
+            num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
+        ),
+        searches=not run.quick,
+    )
+    settings = {
+        **trace_settings(trace.name, recorded.num_tokens, signature),
+        "fit": fit,
+        "devices": gpus,
+        "nodes": nodes,
+        "replicas": replicas,
+        "groups": groups,
+        "load_slack": load_slack,
+        "time_limit_s": time_limit,
+        "aligned": align,
+    }
+    with run.rules("place_s") as rules:
+        results = measure_placements(plan, rules, settings)
+    unasked = [one["system"] for one in results["measurements"]]
+    run.end(results, show_placements, unasked=unasked)
+
+
+def show_placements(results: dict[str, Any]) -> None:
+    """Prints a row for each algorithm."""
+    rows = [
+        [
+            one["system"],
+            *(f"{one['summary'][metric]['median']:.3f}" for metric in _SCORES),
+            mean_cell(one, "place_s", 1e3),
+        ]
+        for one in results["measurements"]
+        if one["summary"]
+    ]
+    settings = results["settings"]
+    title = f"{settings['model']} on {settings['devices']} devices"
+    print_table(title, columns("placement", *_SCORES.values(), "ms to place"), rows)
+
+
+def trace_settings(names: str, num_tokens: int, signature: "ModelSignature") -> dict[str, Any]:
+    """What results of recorded routing say of it.
+
+    Args:
+        names: of the trace's file, or of several.
+        num_tokens: in all of them.
+        signature: of the model.
+    """
+    return {
+        "model": names,
+        "tokens": num_tokens,
+        "layers": signature.num_layers,
+        "experts": signature.num_experts,
+        "top_k": signature.top_k,
+    }

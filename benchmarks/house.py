@@ -1,0 +1,183 @@
+"""The size of the project, how far one walks in it, and how plain its pages are.
+
+`python benchmarks/house.py [--root CHECKOUT] [--output FILE]` counts lines and files by room, words
+and sentences of README and docs, files that `load` walks through, and Python calls of ours in a
+decode layer. It writes a results file, which `moe-runtime bench compare` holds against another one.
+Another checkout needs its native libraries built, else its steps take other ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+
+from moe_runtime.benchmarks.harness.suite_results import RESULTS, ROOT, write_systems
+from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.lab.this_machine import commit
+
+TOPS = ("moe_runtime", "kernels", "policies", "models", "benchmarks")
+SUFFIXES = (".py", ".c", ".h", ".cpp")
+LONG = 30
+"""Words of a sentence that is too long."""
+COUNTS = (
+    *("lines", "files", "words", "sentences", "words_a_sentence", "files_of_load"),
+    *("files_resident", "files_of_a_miss", "calls_resident", "calls_with_misses"),
+    "misses",
+)
+METRICS = {name: Metric("count") for name in COUNTS} | {"long_sentences": Metric("share")}
+
+_WALK = """
+import json, sys
+from pathlib import Path
+import torch, moe_runtime
+torch.set_num_threads(1)
+root = str(Path(moe_runtime.__file__).resolve().parents[1]) + "/"
+files, known, calls, steps = set(), {}, 0, []
+
+def note(frame, event, arg):
+    global calls
+    code = frame.f_code
+    if event == "call" and "<" not in code.co_name:
+        name = code.co_filename
+        if name not in known:
+            known[name] = str(Path(name).resolve()).startswith(root)
+        if known[name]:
+            files.add(name)
+            calls += 1
+
+class Steps:
+    def put(self, value):
+        steps.append((calls, set(files)))
+        files.clear()
+    def end(self):
+        pass
+
+def load(budget):
+    return moe_runtime.load(
+        root + "models/pocket", device="cpu", max_tokens=64, host_memory=budget, policy="lru",
+        prefetch="off",
+    )
+
+def decode(budget):
+    model, ids = load(budget), torch.tensor([[1, 2, 3]])
+    layers = model.config.num_hidden_layers
+    asked = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    model.generate(ids, **asked)
+    model.moe.reset_stats()
+    sys.setprofile(note)
+    model.generate(ids, streamer=Steps(), **asked)
+    sys.setprofile(None)
+    misses = model.moe.stats().misses / layers / (len(steps) - 1)
+    model.moe.close()
+    # What is put first is the prompt, then the token that reading it gave.
+    each = steps[2:]
+    steps.clear()
+    mean = (each[-1][0] - each[0][0]) / (len(each) - 1) / layers
+    return mean, set.union(*(found for _, found in each[1:])), misses
+
+load("40MiB").moe.close()  # imports
+sys.setprofile(note)
+loaded = load("40MiB")
+sys.setprofile(None)
+found = {"files_of_load": len(files)}
+loaded.moe.close()
+files.clear()
+found["calls_resident"], resident, none = decode("40MiB")
+assert not none, "the model must be resident"
+found["calls_with_misses"], missing, found["misses"] = decode(sys.argv[1])
+found |= {"files_resident": len(resident), "files_of_a_miss": len(missing - resident)}
+print(json.dumps(found))
+"""
+
+
+def sources(root: Path, tops: tuple[str, ...]) -> Iterator[Path]:
+    """Source files that git tracks, each by its own place, relative to the root."""
+    command = ["git", "ls-files", "-z", "--", *tops]
+    listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        path = root / name
+        if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink():
+            yield Path(name)
+
+
+def sizes(root: Path) -> dict[str, dict[str, float]]:
+    """Lines and files of each room of the product, of all of it, and of the tests."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: {"lines": 0, "files": 0})
+    for path in sources(root, (*TOPS, "tests")):
+        is_room = path.parts[0] == "moe_runtime" and len(path.parts) > 2
+        room = "/".join(path.parts[: 1 + is_room])
+        for name in {room, "tests" if room == "tests" else "product"}:
+            found[name]["lines"] += len((root / path).read_bytes().splitlines())
+            found[name]["files"] += 1
+    return dict(sorted(found.items()))
+
+
+def sentences(text: str) -> Iterator[int]:
+    """Words of each sentence outside of code, tables, headings and quotations."""
+    for block in re.split(r"\n\s*\n|\n(?=[-*] |\d+\. )", text):
+        if block.strip()[:1] not in ("", "|", "#", ">"):
+            for sentence in re.split(r"(?<=[.!?:])\s+", " ".join(block.split())):
+                if (count := len(re.findall(r"\w[\w'’.,-]*", sentence))) > 2:
+                    yield count
+
+
+def prose(root: Path) -> dict[str, float]:
+    """Words of README and docs without code, and how long their sentences are."""
+    words, lengths = 0, list[int]()
+    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        text = re.sub(r"^```.*?^```|<!--.*?-->", " ", path.read_text(), flags=re.M | re.S)
+        text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
+        words += len(re.findall(r"[A-Za-z][\w'’-]*", text))
+        lengths += sentences(text)
+    return {
+        "words": words,
+        "sentences": len(lengths),
+        "words_a_sentence": fmean(lengths),
+        "long_sentences": sum(one > LONG for one in lengths) / len(lengths),
+    }
+
+
+def walk(root: Path, budget: str) -> dict[str, float]:
+    """What a checkout's `load` and its decode steps pass through, counted in a process of its own.
+
+    Args:
+        root: of the checkout.
+        budget: of the run with misses.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _WALK, budget]
+    done = subprocess.run(
+        command, cwd=root / "tests", env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> int:
+    """Counts, prints, and writes the results file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
+    parser.add_argument("--budget", default="20MiB", help="of the run with misses")
+    parser.add_argument("--output", type=Path, default=RESULTS / "house.json")
+    options = parser.parse_args()
+    root = options.root.resolve()
+    systems = sizes(root) | {"pages": prose(root), "walk": walk(root, options.budget)}
+    for name, found in systems.items():
+        print(f"{name:30} " + ", ".join(f"{what} {value:g}" for what, value in found.items()))
+    settings = {"checkout": commit(root), "budget": options.budget}
+    rows = {name: [found] for name, found in systems.items()}
+    write_systems(options.output, "house", settings, rows, METRICS, {})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

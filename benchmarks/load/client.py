@@ -1,0 +1,278 @@
+"""One client's request, streamed, with the time at which each piece of the answer came."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from moe_runtime.benchmarks.load.workload import LoadRequest
+from moe_runtime.errors import MoERuntimeError
+
+_CONNECT_S = 30.0
+_LONGEST_MESSAGE = 300
+_MOST_TOKENS = 1 << 40
+_NOT_THE_API = (ValueError, KeyError, TypeError, RecursionError)
+"""What reading JSON ends with that is none, or has another shape than OpenAI's."""
+_TEXTS = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
+
+
+class LoadError(MoERuntimeError):
+    """A server cannot be measured: it is not there, or refuses what it is asked."""
+
+
+@dataclass(slots=True)
+class TimedAnswer:
+    """What became of one request. Times are those of the event loop, in seconds.
+
+    Attributes:
+        sent_s: when it was sent.
+        ended_s: when its answer was whole, or had failed.
+        pieces_s: when each piece with text came.
+        prompt_tokens: as the server counts them; 0 where it does not say.
+        output_tokens: likewise; the pieces where it does not say.
+        is_counted: whether the server said how many tokens there were.
+        is_finished: whether it said why the answer ends; some end their streams with no more.
+        error: what kind of failure; None where there is none.
+        message: of the failure.
+    """
+
+    sent_s: float
+    ended_s: float = 0.0
+    pieces_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    is_counted: bool = False
+    is_finished: bool = False
+    error: str | None = None
+    message: str = ""
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds until the first piece."""
+        return self.pieces_s[0] - self.sent_s
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds until the end."""
+        return self.ended_s - self.sent_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds between one piece and the next."""
+        return [after - before for before, after in itertools.pairwise(self.pieces_s)]
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Seconds for each token after the first; None where there is only one."""
+        others = self.output_tokens - 1
+        return (self.pieces_s[-1] - self.pieces_s[0]) / others if others > 0 else None
+
+
+class RequestFailed(Exception):
+    """An answer that is none.
+
+    Args:
+        kind: in two or three words, the same for all of its kind.
+        message: what exactly.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(kind, message)
+        self.kind = kind
+        self.message = " ".join(message.split())[:_LONGEST_MESSAGE]
+
+
+class LoadClient:
+    """Asks a server of OpenAI's API; many requests may be on their way at a time.
+
+    Args:
+        http: connections, whose base address has the API's ``v1/`` at its end.
+        chat: asks for conversations, else for texts.
+        fields: of every request, beside prompt and length.
+        timeout_s: seconds that a request may take.
+    """
+
+    def __init__(
+        self, http: httpx2.AsyncClient, *, chat: bool, fields: Mapping[str, Any], timeout_s: float
+    ) -> None:
+        self._http = http
+        self._chat = chat
+        self._fields = dict(fields)
+        self._timeout_s = timeout_s
+        self._models: Iterator[str] = iter(())
+
+    async def first_model(self) -> str:
+        """Name of the first model that the server has.
+
+        Raises:
+            LoadError: it is not there, or does not say.
+        """
+        try:
+            response = await self._http.get("models", timeout=self._timeout_s)
+            if response.status_code != 200:
+                raise _refusal(response)
+            name = response.json()["data"][0]["id"]
+        except httpx2.HTTPError as error:
+            said = ": ".join(filter(None, (_kind(error), str(error))))
+            raise LoadError(f"{self._http.base_url}: {said}") from None
+        except RequestFailed as failure:
+            raise LoadError(f"{self._http.base_url}: {failure.kind}: {failure.message}") from None
+        except (*_NOT_THE_API, IndexError):
+            raise LoadError(
+                f"{self._http.base_url}models does not list models as OpenAI's API does; give the "
+                "address of that API, or --model"
+            ) from None
+        return str(name)
+
+    def choose(self, model: str) -> None:
+        """All further requests are for this model; of several, with commas, for one by one."""
+        self._models = itertools.cycle(model.split(","))
+
+    async def ask(self, request: LoadRequest) -> TimedAnswer:
+        """Sends a request and reads its answer to the end; a failure is part of what it returns."""
+        loop = asyncio.get_running_loop()
+        answer = TimedAnswer(loop.time())
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._stream(request, answer)
+        except TimeoutError:
+            answer.error = "timed out"
+            answer.message = f"not whole after {self._timeout_s:g} s"
+        except httpx2.HTTPError as error:
+            answer.error, answer.message = _kind(error), str(error)
+        except RequestFailed as failure:
+            answer.error, answer.message = failure.kind, failure.message
+        answer.ended_s = loop.time()
+        return answer
+
+    async def _stream(self, request: LoadRequest, answer: TimedAnswer) -> None:
+        loop = asyncio.get_running_loop()
+        path, prompt = "completions", {"prompt": request.prompt}
+        if self._chat:
+            messages = [{"role": "user", "content": request.prompt}]
+            path, prompt = "chat/completions", {"messages": messages}
+        body = {**self._fields, **prompt, "max_tokens": request.max_tokens, "stream": True}
+        if model := next(self._models, None):
+            body["model"] = model
+        body["stream_options"] = {"include_usage": True}
+        async with self._http.stream(
+            "POST", path, json=body, timeout=httpx2.Timeout(None, connect=_CONNECT_S)
+        ) as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise _refusal(response)
+            is_whole = False
+            async for event in httpx2.EventSource(response):
+                is_whole = event.data.strip() == "[DONE]"
+                if is_whole:
+                    break
+                _take(event.data, answer, loop.time())
+        if not (is_whole or answer.is_finished):
+            raise RequestFailed("cut off", "the stream ended without [DONE]")
+        if not answer.pieces_s:
+            raise RequestFailed("no text", "the answer is empty")
+        if not answer.is_counted:
+            answer.output_tokens = len(answer.pieces_s)
+
+
+def connect(url: str, key: str | None) -> httpx2.AsyncClient:
+    """Connections to a server, as many as there are requests, by no proxy.
+
+    Args:
+        url: with or without ``/v1`` at its end.
+        key: sent with each request, if there is one.
+
+    Raises:
+        LoadError: it is no address.
+    """
+    address = address_of(url)
+    path = address.path.rstrip("/")
+    return httpx2.AsyncClient(
+        base_url=address.copy_with(path=path if path.endswith("/v1") else f"{path}/v1"),
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        # What is measured is this server, by the way that leads there directly.
+        trust_env=False,
+    )
+
+
+def address_of(url: str) -> httpx2.URL:
+    """The parts of a server's address, which are checked before anything is sent there.
+
+    Raises:
+        LoadError: it is no address.
+    """
+    try:
+        address = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise LoadError(f"--url {url}: {error}") from None
+    is_port = address.port is None or 0 < address.port < 1 << 16
+    if address.scheme not in ("http", "https") or not address.host or not is_port:
+        raise LoadError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
+    return address
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a server's name leads nowhere else, as ``localhost`` and 127.0.0.1 do."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _take(data: str, answer: TimedAnswer, now_s: float) -> None:
+    """Notes what an event brought."""
+    try:
+        chunk = json.loads(data)
+        if chunk.get("error"):
+            raise RequestFailed("error in the stream", _message(chunk["error"]))
+        usage, choices = chunk.get("usage"), chunk.get("choices")
+        if usage:
+            answer.prompt_tokens = _tokens(usage["prompt_tokens"])
+            answer.output_tokens = _tokens(usage["completion_tokens"])
+            answer.is_counted = True
+        answer.is_finished |= any(choice.get("finish_reason") for choice in choices or ())
+        parts = [choice.get("delta") or choice for choice in choices or ()]
+        if any(part.get(name) for part in parts for name in _TEXTS):
+            answer.pieces_s.append(now_s)
+    except (*_NOT_THE_API, AttributeError) as error:
+        raise RequestFailed("not understood", f"{data:.100}: {error}") from None
+
+
+def _tokens(value: Any) -> int:
+    """A number of tokens, as it stands in JSON.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
+        raise ValueError(f"expected a number of tokens, got {value!r:.40}")
+    return value
+
+
+def _refusal(response: httpx2.Response) -> RequestFailed:
+    kind = f"HTTP {response.status_code}"
+    try:
+        return RequestFailed(kind, _message(response.json()["error"]))
+    except _NOT_THE_API:
+        return RequestFailed(kind, response.text)
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def _kind(error: httpx2.HTTPError) -> str:
+    """What a failed connection is called."""
+    if isinstance(error, httpx2.TimeoutException):
+        return "timed out"
+    if isinstance(error, httpx2.SSEError):
+        return "no event stream"
+    return "no connection" if isinstance(error, httpx2.ConnectError) else "connection lost"

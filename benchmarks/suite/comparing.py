@@ -1,0 +1,337 @@
+"""Two results files side by side: whether they are of the same work, and whether they differ.
+
+A difference counts when it is larger than a bound and would be rare by chance: the rank test of
+Mann and Whitney (1947), exact, one-sided in the direction of the difference, at most 5 %. It takes
+one number of each repetition, since only repetitions are independent. With three on each side,
+every one on one side must lie beyond every one on the other. Fewer on either side are noise.
+
+The work is what the settings of ``_SETTINGS`` say. The rest of the settings (threads, budgets,
+policies, how long it took) and the machine are what may be compared.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from moe_runtime.benchmarks.suite.runner import MeasuredSystem
+from moe_runtime.config import format_bytes
+
+_LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype", "device")
+_TEXT = (
+    *("model", "layers", "weights", "prompt_tokens", "new_tokens"),
+    *("followed_by", "device"),
+)
+_TRACE = ("model", "tokens", "layers", "experts", "top_k")
+_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "latency": _TEXT,
+    "throughput": (*_TEXT, "batch"),
+    "io": ("model", "expert_bytes", "experts"),
+    "experts": (*_LAYER, "memory"),
+    "layer": _LAYER,
+    "ops": _LAYER,
+    "training": (*_LAYER, "layers", "sequences", "context"),
+    "ablation": (
+        *("model", "steps", "sequences", "context", "device"),
+        *("configuration", "seeds", "variants"),
+    ),
+    "policies": (*_TRACE, "scope", "side_by_side", "expert_size", "predictor", "train"),
+    "predictors": (*_TRACE, "train", "test_share", "seed", "max_tokens", "side_by_side", "link"),
+    "placements": (
+        *(*_TRACE, "fit", "devices", "nodes", "replicas"),
+        *("groups", "load_slack", "aligned", "time_limit_s"),
+    ),
+    "dispatch": ("ranks", "tokens", "dim", "experts", "top_k"),
+    "kernels": ("dtype",),
+    "device-decode": _TEXT,
+    "device-training": ("model", "layers", "sequences", "context"),
+    "serve": ("model", "prompt_tokens", "output_tokens", "chat", "ignore_eos"),
+}
+"""By case, the settings that say what was measured; other numbers of tokens are in metrics."""
+_UNSAID = ("configuration", "seeds", "variants", "aligned", "load_slack", "time_limit_s")
+"""Compared, and too long or too rarely given for a heading."""
+_CPU = "the CPU"
+_WORDS = {
+    "weights": "{} weights",
+    "prompt_tokens": "prompts of {} tokens",
+    "new_tokens": "{} new tokens",
+    "output_tokens": "{} new tokens",
+    "followed_by": "the {}",
+    "batch": "{} side by side",
+    "side_by_side": "{} side by side",
+    "expert_bytes": "experts of {} bytes",
+    "experts": "E={}",
+    "num_experts": "E={}",
+    "memory": "{} bytes of experts",
+    "top_k": "K={}",
+    "dim_model": "D={}",
+    "dim": "D={}",
+    "dim_hidden": "F={}",
+    "device": "on {}",
+    "layers": "{} layers",
+    "steps": "{} steps",
+    "sequences": "{} sequences",
+    "context": "of {} tokens",
+    "tokens": "{} tokens",
+    "ranks": "{} ranks",
+    "devices": "{} devices",
+    "expert_size": "experts of {}",
+    "nodes": "{} nodes",
+    "fit": "placed by {} of it",
+    "train": "taught by {}",
+    "predictor": "predicted by {}",
+    "replicas": "{} replicas",
+    "groups": "{} groups",
+    "test_share": "{} of it held out",
+    "seed": "seed {}",
+    "max_tokens": "{} tokens of that",
+    "chat": "chat",
+    "ignore_eos": "to the last token",
+}
+
+
+def model_words(settings: Mapping[str, Any]) -> str:
+    """The model that was measured: of a shape also how many of its layers."""
+    words = [str(settings["model"])]
+    if "layers" in settings:
+        words.append(_layers(settings))
+    if "weights" in settings:
+        words.append(_WORDS["weights"].format(settings["weights"]))
+    return ", ".join(words)
+
+
+def work_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that say what a results file measured; of several lengths each one once."""
+    settings = results["settings"]
+    found = {name: settings.get(name) for name in _SETTINGS.get(results["case"], ())}
+    if "device" in found:  # which GPU is the machine's
+        found["device"] = "a GPU" if _is_on_gpu(settings) else _CPU
+    return {
+        name: _each_once(value) if isinstance(value, list) else value
+        for name, value in found.items()
+    }
+
+
+def work_words(results: Mapping[str, Any]) -> str:
+    """The same for people, in one line."""
+    # There an expert is what is read, not one of a layer.
+    known = _WORDS | ({"experts": "{} of them"} if results["case"] == "io" else {})
+    words = []
+    for name, value in work_of(results).items():
+        if name == "layers" and value is not None:
+            words.append(_layers(results["settings"]))
+        elif name not in _UNSAID and value not in (None, False, [], _CPU):
+            shown = " and ".join(map(str, value)) if isinstance(value, list) else str(value)
+            words.append(counted(known.get(name, "{}"), shown))
+    return ", ".join(words)
+
+
+def heading_words(results: Mapping[str, Any]) -> str:
+    """The work, and the memory that the systems were allowed: it may differ in what is compared,
+    but numbers under one heading have it in common."""
+    return ", ".join(filter(None, [work_words(results), *cap_words(results["settings"])]))
+
+
+def cap_words(settings: Mapping[str, Any]) -> list[str]:
+    """How much memory the systems were allowed; nothing where it was all there is."""
+    cap = settings.get("cap_bytes")
+    if cap is None:
+        return []
+    is_size = isinstance(cap, int) and 0 <= cap < 1 << 63  # in a file that somebody wrote, anything
+    return [f"memory capped at {format_bytes(cap) if is_size else cap}"]
+
+
+def device_words(results: Mapping[str, Any]) -> str:
+    """Where systems computed."""
+    settings, gpu = results["settings"], results["machine"].get("gpu")
+    if not _is_on_gpu(settings):
+        return f"on {_CPU}"
+    return f"on {settings['device']}" + (f", {gpu}" if gpu else "")
+
+
+def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Refuses results of different work.
+
+    Raises:
+        ValueError: something that says what was measured differs.
+    """
+    one, other = work_of(before), work_of(after)
+    differing = [
+        _difference(name, one[name], other[name]) for name in one if one[name] != other[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"expected results of the same work, got {'; '.join(differing)}; measure one of them "
+            "again, or lay them out with `bench report`, which keeps them apart"
+        )
+
+
+def counted(words: str, shown: object) -> str:
+    """Words with a number in the place of ``{}``; of one thing without the plural's s."""
+    one = re.sub(r"(\{\} [a-z ]+?)s\b", r"\1", words) if str(shown) == "1" else words
+    return one.format(shown)
+
+
+def _difference(name: str, one: Any, other: Any) -> str:
+    """What differs; of tables the first key that does."""
+    while isinstance(one, Mapping) and isinstance(other, Mapping):
+        key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
+        name, one, other = f"{name}.{key}", one.get(key), other.get(key)
+    return f"{name} {one!r} before, {other!r} after"
+
+
+def _each_once(values: list[Any]) -> list[Any]:
+    """Numbers in their order, each once; of a file that somebody wrote, whatever it has."""
+    by_text = {repr(one): one for one in values}
+    return [by_text[text] for text in sorted(by_text, key=lambda text: (len(text), text))]
+
+
+def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
+    return str(settings.get("device") or "cpu").partition(":")[0] != "cpu"
+
+
+def _layers(settings: Mapping[str, Any]) -> str:
+    """``4 of 16 layers``, where the shape has more than were measured."""
+    count, whole = settings["layers"], settings.get("layers_of_shape")
+    shown = str(count) if whole in (None, count) else f"{count} of {whole}"
+    return counted(_WORDS["layers"], shown)
+
+
+_MOST_EXACT = 100
+_CHANCE = 0.05
+_FEWEST = 3
+_MOST = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One metric of one system in two results.
+
+    Attributes:
+        system, metric, unit: what was compared.
+        before, after: medians over repetitions.
+        change: ``after`` over ``before``, less one; 0 where both are 0.
+        chance: how often so clear an order of the repetitions comes by chance.
+        word: ``better``, ``worse`` or ``noise``.
+    """
+
+    system: str
+    metric: str
+    unit: str
+    before: float
+    after: float
+    change: float
+    chance: float
+    word: str
+
+
+def judge(
+    before: Sequence[float], after: Sequence[float], *, bound: float, is_less_better: bool
+) -> tuple[str, float, float]:
+    """Compares repetitions.
+
+    Args:
+        before: a number of each repetition, at least one.
+        after: the same of the other results.
+        bound: differences of medians up to this share are noise.
+        is_less_better: as for times; not as for speeds.
+
+    Returns:
+        The word, the change as a share, the chance.
+    """
+    from scipy.stats import mannwhitneyu
+
+    was, now = median(before), median(after)
+    change = min(now / was - 1, _MOST) if was else float(now != was)
+    grew = now > was
+    # Exact chances of hundreds of requests take minutes, and are those of a normal distribution.
+    method = "exact" if max(len(before), len(after)) <= _MOST_EXACT else "asymptotic"
+    tested = mannwhitneyu(after, before, alternative="greater" if grew else "less", method=method)
+    chance = float(tested.pvalue)
+    is_enough = min(len(before), len(after)) >= _FEWEST
+    if abs(change) <= bound or chance > _CHANCE or not is_enough:
+        return "noise", change, chance
+    return "worse" if grew == is_less_better else "better", change, chance
+
+
+def compare(before: dict[str, Any], after: dict[str, Any], bound: float) -> list[Verdict]:
+    """Judges every judged metric of every system that both results have numbers of.
+
+    Args:
+        before: content of a results file.
+        after: of another, of the same work.
+        bound: differences up to this share are noise.
+
+    Raises:
+        ValueError: what was measured differs, or no system has numbers in both.
+    """
+    if before["case"] != after["case"]:
+        raise ValueError(
+            f"expected results of one case, got {before['case']!r} and {after['case']!r}"
+        )
+    require_same_work(before, after)
+    found = list(_verdicts(before, after, bound))
+    if not found:
+        names = [
+            {one["system"] for one in each["measurements"] if one["summary"]}
+            for each in (before, after)
+        ]
+        raise ValueError(
+            "no system has numbers in both results: "
+            f"{', '.join(sorted(names[0])) or 'none'} before, "
+            f"{', '.join(sorted(names[1])) or 'none'} after"
+        )
+    return found
+
+
+def lost_systems(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str | None]:
+    """Systems with numbers before and none after, by name: why; None where it was not asked for."""
+    others = {one["system"]: one for one in after["measurements"]}
+    lost = {}
+    for one in before["measurements"]:
+        other = others.get(one["system"], {"summary": {}, "failure": None})
+        if one["summary"] and not other["summary"]:
+            lost[one["system"]] = other["failure"]
+    return lost
+
+
+def differing_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What else differs between two results, a line for each: machine, then settings."""
+    lines = []
+    for part in ("machine", "settings"):
+        one, other = before[part], after[part]
+        lines += [
+            f"{part}: {name}: {one.get(name)!r} before, {other.get(name)!r} after"
+            for name in sorted(one.keys() | other.keys())
+            if one.get(name) != other.get(name)
+        ]
+    return lines
+
+
+def _verdicts(before: dict[str, Any], after: dict[str, Any], bound: float) -> Iterator[Verdict]:
+    others = {one["system"]: one for one in after["measurements"]}
+    for one in before["measurements"]:
+        other = others.get(one["system"], {"summary": {}})
+        for metric, meant in one["summary"].items():
+            if metric not in other["summary"] or not meant["judged"]:
+                continue
+            was, now = (
+                MeasuredSystem(repetitions=each["repetitions"]).values(metric)
+                for each in (one, other)
+            )
+            if not was or not now:
+                continue
+            word, change, chance = judge(
+                was, now, bound=bound, is_less_better=meant["better"] == "less"
+            )
+            yield Verdict(
+                system=one["system"],
+                metric=metric,
+                unit=meant["unit"],
+                before=median(was),
+                after=median(now),
+                change=change,
+                chance=chance,
+                word=word,
+            )

@@ -1,0 +1,209 @@
+"""The runner: systems in turn, repetition by repetition, until the numbers are certain enough.
+
+A repetition gives numbers, and lists of numbers whose median stands for it. Systems take turns, so
+that a machine that slows down slows all of them, and the first one changes from round to round.
+"""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean, median, stdev
+
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.lab.this_machine import versions
+
+Number = float | Sequence[float]
+"""What a repetition found of one metric."""
+
+
+class PeerFailedError(MoERuntimeError):
+    """A system under test gave no numbers; the text says why, in one line."""
+
+
+class StoppedRepetitionError(MoERuntimeError):
+    """A repetition was ended because the measurement is stopping; it has no numbers."""
+
+
+@contextmanager
+def peer_failures() -> Iterator[None]:
+    """What torch or a system under test raises becomes a failure of the system.
+
+    Raises:
+        PeerFailedError: it cannot compute what it was asked for.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise PeerFailedError(lines[0]) from None
+
+
+class BenchSystem(ABC):
+    """A system under test.
+
+    Attributes:
+        name: in results and tables.
+        versions: of the packages that it runs with; those of this process by default.
+        gpu: the GPU that it computed on, once it ran; None for none.
+        compared, equal: answers that were compared with a reference, and how many agreed.
+    """
+
+    def __init__(self, name: str, own_versions: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.versions = versions() if own_versions is None else own_versions
+        self.gpu: str | None = None
+        self.compared = self.equal = 0
+
+    @abstractmethod
+    def repeat(self) -> Mapping[str, Number]:
+        """Runs the system once; before the first time, compares its answers.
+
+        Raises:
+            PeerFailedError: it has no numbers.
+        """
+
+    def require_all_equal(self, difference: str = "tokens differ by more than roundings allow"):
+        """Refuses a system whose answers differ.
+
+        Raises:
+            PeerFailedError: they do.
+        """
+        if self.equal < self.compared:
+            raise PeerFailedError(
+                f"{self.compared - self.equal} of {self.compared} {difference}; "
+                "its times would be those of other work"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """When enough has been measured, and who is told meanwhile.
+
+    Attributes:
+        judged: the metrics that must be certain.
+        least: repetitions of each system before certainty counts.
+        most: repetitions of each system at most.
+        precision: half of the confidence interval of the mean, as a share of it.
+        max_s: no repetition begins that would end after so many seconds, going by the longest.
+        clock: seconds, from any beginning.
+        on_repetition: called with a system's name and how many repetitions it has.
+        is_stopping: asked before each repetition; what was found until then counts.
+    """
+
+    judged: Sequence[str]
+    least: int = 3
+    most: int = 20
+    precision: float = 0.05
+    max_s: float = 300.0
+    clock: Callable[[], float] = time.monotonic
+    on_repetition: Callable[[str, int], None] = lambda name, number: None
+    is_stopping: Callable[[], bool] = lambda: False
+
+
+@dataclass(kw_only=True)
+class MeasuredSystem:
+    """What was found of one system.
+
+    Attributes:
+        repetitions: in their order.
+        failure: why it has no numbers; None while it has.
+    """
+
+    repetitions: list[Mapping[str, Number]] = field(default_factory=list)
+    failure: str | None = None
+
+    def values(self, metric: str) -> list[float]:
+        """One value for each repetition; the median of those that have several."""
+        return [middle(found[metric]) for found in self.repetitions if metric in found]
+
+
+def middle(value: Number) -> float:
+    """The number that stands for a repetition."""
+    return float(median(value)) if isinstance(value, Sequence) else float(value)
+
+
+def run_in_turn(
+    systems: Sequence[BenchSystem], rules: Rules
+) -> tuple[dict[str, MeasuredSystem], str]:
+    """Measures systems, under different names, in turn.
+
+    Returns:
+        What was found, by name, and why it ended: ``narrow``, ``time``, ``most``, ``interrupted``,
+        or ``failed`` where no system has numbers.
+    """
+    found = {system.name: MeasuredSystem() for system in systems}
+    begin, longest_s = rules.clock(), 0.0
+    for number in range(rules.most):
+        round_begin = rules.clock()
+        turn = number % len(systems)
+        for system in [*systems[turn:], *systems[:turn]]:
+            if rules.is_stopping():
+                return found, "interrupted"
+            measured = found[system.name]
+            if measured.failure is not None:
+                continue
+            try:
+                measured.repetitions.append(system.repeat())
+            except PeerFailedError as error:
+                measured.failure, measured.repetitions = str(error), []
+                continue
+            except StoppedRepetitionError:
+                return found, "interrupted"
+            rules.on_repetition(system.name, len(measured.repetitions))
+        longest_s = max(longest_s, rules.clock() - round_begin)
+        working = [one for one in found.values() if one.failure is None]
+        if not working:
+            return found, "failed"
+        if number + 1 >= rules.least and all(_is_certain(one, rules) for one in working):
+            return found, "narrow"
+        if rules.clock() - begin + longest_s > rules.max_s:
+            return found, "time"
+    return found, "most"
+
+
+def _is_certain(measured: MeasuredSystem, rules: Rules) -> bool:
+    # A system may have no numbers of a metric: what it has decides.
+    found = [measured.values(metric) for metric in rules.judged]
+    return all(is_narrow(values, rules.precision) for values in found if values)
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """The interval that holds the mean of what the values are drawn from, by Student's t.
+
+    Args:
+        values: independent ones, such as one of each repetition.
+        confidence: how often such an interval holds the mean.
+
+    Returns:
+        Both ends; None of fewer than two values, which say nothing of how they vary.
+    """
+    if len(values) < 2:
+        return None
+    from scipy.stats import t
+
+    half = float(t.ppf((1 + confidence) / 2, len(values) - 1)) * stdev(values)
+    half /= math.sqrt(len(values))
+    return fmean(values) - half, fmean(values) + half
+
+
+def is_narrow(values: Sequence[float], precision: float) -> bool:
+    """Whether the mean is known to a share of itself, such as 0.05 up and down."""
+    ends = mean_interval(values)
+    return ends is not None and (ends[1] - ends[0]) / 2 <= precision * abs(fmean(values))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that a share of all lies below, between two neighbours in proportion.
+
+    Args:
+        values: at least one, in any order.
+        share: 0 for the smallest, 1 for the largest.
+    """
+    ranked = sorted(values)
+    place = share * (len(ranked) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ranked) - 1)
+    return ranked[below] + (place - below) * (ranked[above] - ranked[below])

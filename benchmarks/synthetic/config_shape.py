@@ -1,0 +1,144 @@
+"""Random weights in the shape of any configuration that transformers knows.
+
+Its own code makes the model, in memory as a whole, and writes it. Token embeddings outweigh what
+layers add to them, so that routing depends on the token.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_runtime.benchmarks.synthetic.texts import TOKENIZER_NAME, write_tokenizer
+from moe_runtime.checkpoints.expert_map import find_experts
+from moe_runtime.checkpoints.families import give_experts_interface
+from moe_runtime.checkpoints.settings_check import check_config
+from moe_runtime.checkpoints.strict_json import parse_object
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CapacityError, blamed_on
+from moe_runtime.files import read_bounded
+
+_MAX_BYTES = 1 << 20
+_LEAST_VOCABULARY = 257
+_STEM_LENGTH = 40
+_MARK = "shape.json"
+"""Written last: what the files beside it were made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigShape:
+    """A model that a configuration describes.
+
+    Attributes:
+        name: of the file, as far as text goes, and what tells its content from others of that name.
+        content: of ``config.json``.
+        num_layers, vocab_size: of the model.
+        total_bytes: of its parameters in bf16.
+    """
+
+    name: str
+    content: str
+    num_layers: int
+    vocab_size: int
+    total_bytes: int
+
+    def write(self, folder: Path) -> None:
+        """Draws the weights and writes a checkpoint, its tokenizer last but one.
+
+        Raises:
+            CapacityError: the model does not fit into memory.
+            OSError: it cannot be written.
+        """
+        import torch
+
+        from moe_runtime.inference.budget import available_host_bytes
+
+        if self.total_bytes > (free := available_host_bytes()):
+            raise CapacityError(
+                f"{self.name} is made in memory: its weights take {format_bytes(self.total_bytes)},"
+                f" and {format_bytes(free)} are free; give it fewer layers"
+            )
+        with torch.random.fork_rng(devices=()), torch.no_grad():
+            torch.manual_seed(0)
+            model = _model_of(json.loads(self.content))
+            model.get_input_embeddings().weight.normal_(std=1.0)
+            model.save_pretrained(folder)
+        write_tokenizer(folder, self.vocab_size)
+        (folder / "generation_config.json").write_text('{"do_sample": false}\n')
+        (folder / _MARK).write_text(self.content)
+
+    def write_settings(self, folder: Path) -> None:
+        """Writes configuration and tokenizer alone."""
+        write_tokenizer(folder, self.vocab_size)
+        (folder / "config.json").write_text(self.content)
+
+    def is_complete(self, folder: Path) -> bool:
+        """Whether a folder holds this model, whole."""
+        if not all((folder / name).is_file() for name in (_MARK, TOKENIZER_NAME, "config.json")):
+            return False
+        sizes = (file.stat().st_size for file in folder.glob("*.safetensors"))
+        is_same = (folder / _MARK).read_bytes() == self.content.encode()
+        return is_same and sum(sizes) >= self.total_bytes
+
+
+def read_config_shape(path: Path) -> ConfigShape:
+    """The shape of a ``config.json``.
+
+    Raises:
+        CheckpointError: it is none, its sizes contradict each other, or transformers makes no
+            language model of it.
+        UnsupportedModelError: the model has no routed experts, or none that can be offloaded.
+        ValueError: its vocabulary is too small for a tokenizer.
+        OSError: it cannot be read.
+    """
+    import torch
+
+    raw = read_bounded(path, max_bytes=_MAX_BYTES)
+    with blamed_on(f"{path}: no model can be made of it"):
+        content = parse_object(raw)
+        if "quantization_config" in content:
+            raise ValueError("it has quantization_config; leave it out, random weights are bf16")
+    check_config(content, path)
+    with blamed_on(f"{path}: no model can be made of it"):
+        with torch.device("meta"):
+            model = _model_of(content)
+        give_experts_interface(model)
+        find_experts(model)
+        for name, part in model.named_parameters():
+            if not part.numel():
+                raise ValueError(f"{name} would be {list(part.shape)}: some size is 0")
+        found = model.config.get_text_config()
+        num_layers, vocab_size = found.num_hidden_layers, found.vocab_size
+    if vocab_size < _LEAST_VOCABULARY:
+        raise ValueError(
+            f"{path}: expected a vocab_size of at least {_LEAST_VOCABULARY}, for all bytes "
+            f"and the end of a text, got {vocab_size}"
+        )
+    text = json.dumps(content, indent=2) + "\n"
+    stem = os.fsencode(path.stem).decode(errors="replace")[:_STEM_LENGTH]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return ConfigShape(
+        name=f"{stem}-{digest}",
+        content=text,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
+        total_bytes=sum(2 * part.numel() for part in model.parameters()),
+    )
+
+
+def _model_of(content: dict[str, Any]) -> Any:
+    """transformers' model with weights in bf16, drawn as it draws them.
+
+    Raises:
+        ValueError: the family has no language model.
+    """
+    import torch
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    config: Any = CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"transformers has no AutoModelForCausalLM of {config.model_type}")
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.to(torch.bfloat16)

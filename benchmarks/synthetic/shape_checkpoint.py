@@ -1,0 +1,199 @@
+"""The checkpoint of a named shape, for one run: written before it, removed after it or kept.
+
+It lies in the user's cache folder, which is on a disk where the folder for temporary files may be
+in memory. What is kept there serves every later run of the same shape.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+import platformdirs
+
+from moe_runtime.benchmarks.synthetic.checkpoint_writer import (
+    OwnShape,
+    is_complete,
+    write_checkpoint,
+)
+from moe_runtime.benchmarks.synthetic.gguf_copy import require_copy, write_gguf
+from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CapacityError, CheckpointError
+from moe_runtime.files import (
+    check_output_folder,
+    held,
+    make_folders,
+    partial_name,
+    remove_abandoned,
+)
+from moe_runtime.folders import new_held_folder, remove_or_warn, replace_folder
+
+# What stays free of the disk, and never more than the files themselves.
+_SPARE_BYTES = 2 << 30
+_LINES = 10
+"""Lines of progress of a file."""
+
+Say = Callable[[str], None]
+
+
+class ShapeFiles(NamedTuple):
+    """Where a model lies: as a folder of safetensors, and the same weights as a GGUF file."""
+
+    checkpoint: Path
+    gguf: Path
+
+
+def shapes_folder() -> Path:
+    """Where checkpoints of shapes lie."""
+    return platformdirs.user_cache_path("moe-runtime") / "shapes"
+
+
+@contextmanager
+def shape_checkpoint(
+    shape: ModelShape | OwnShape, folder: Path, *, keep: bool, needs_gguf: bool, say: Say
+) -> Iterator[ShapeFiles]:
+    """The files of a shape, which are there within the block.
+
+    Whatever killed runs left in the folder, of any shape, is removed.
+
+    Args:
+        shape: whose weights are drawn.
+        folder: has a folder for each shape.
+        keep: leave them for later runs; a process that is interrupted keeps no part of one.
+        needs_gguf: whether the GGUF file is there, too.
+        say: is given lines of progress.
+
+    Raises:
+        UnsupportedModelError: no GGUF file can be made of the shape.
+        CapacityError: the disk has too little room.
+        BlockingIOError: another process writes files of the shape that are to be kept.
+        CheckpointError: nothing can be written to the folder.
+        OSError: they cannot be written.
+    """
+    place = folder / shape.name
+    kept = _files_in(place)
+    needs_copy = needs_gguf and not kept.gguf.is_file()
+    if needs_copy:
+        require_copy(shape)
+    _check_folder(folder, shape.name)
+    with ExitStack() as stack:
+        stack.enter_context(_folders_for_now(folder))
+        for left in (folder, *folder.iterdir()):
+            if left.is_dir():
+                remove_abandoned(left)
+        num_missing = (not is_complete(shape, kept.checkpoint)) + needs_copy
+        _require_room(folder, num_missing * shape.total_bytes, shape.name)
+        new, writing = kept, nullcontext()
+        if num_missing and keep:
+            writing = _written_alone(place)
+        elif num_missing:
+            new = _files_in(stack.enter_context(_removed_after(place)))
+        with writing:
+            files = _write_missing(shape, kept, new, needs_gguf=needs_gguf, say=say)
+        yield files
+
+
+def _write_missing(
+    shape: ModelShape | OwnShape,
+    kept: ShapeFiles,
+    new: ShapeFiles,
+    *,
+    needs_gguf: bool,
+    say: Say,
+) -> ShapeFiles:
+    """Writes what is not kept yet; says where each file lies now."""
+    has_checkpoint, has_gguf = is_complete(shape, kept.checkpoint), kept.gguf.is_file()
+    files = ShapeFiles(
+        (kept if has_checkpoint else new).checkpoint, (kept if has_gguf else new).gguf
+    )
+    if has_checkpoint:
+        say(f"{kept.checkpoint} is there from an earlier run, and stays")
+    else:
+        after = "kept there" if new == kept else "removed after the run"
+        size = format_bytes(shape.total_bytes)
+        say(f"writing random weights of {shape.name}, {size}, to {new.checkpoint}; {after}")
+        with replace_folder(new.checkpoint) as whole:
+            write_checkpoint(shape, whole, progress=_progress(say, "checkpoint"))
+    if needs_gguf and not has_gguf:
+        assert not isinstance(shape, OwnShape), "require_copy refuses it"
+        say(f"writing the same as {new.gguf}")
+        write_gguf(shape, files.checkpoint, new.gguf, progress=_progress(say, "GGUF file"))
+    return files
+
+
+def _files_in(place: Path) -> ShapeFiles:
+    return ShapeFiles(place / "model", place / "model.gguf")
+
+
+def _check_folder(folder: Path, name: str) -> None:
+    try:
+        check_output_folder(folder, f"files of {name}")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; XDG_CACHE_HOME names another folder for caches") from None
+
+
+@contextmanager
+def _folders_for_now(folder: Path) -> Iterator[None]:
+    """Makes a folder and those above it; those that were missing, and are empty after, go again."""
+    made = list(takewhile(lambda one: not one.exists(), (folder, *folder.parents)))
+    make_folders(folder)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for one in made:
+                one.rmdir()
+
+
+@contextmanager
+def _removed_after(place: Path) -> Iterator[Path]:
+    """A folder of this run; were the process killed, the next one would remove it."""
+    folder = partial_name(place)
+    with new_held_folder(folder, place):
+        try:
+            yield folder
+        finally:
+            remove_or_warn(folder, "no run needs it")
+
+
+@contextmanager
+def _written_alone(place: Path) -> Iterator[None]:
+    """Within the block no other process writes what is kept there; an empty folder goes again."""
+    with ExitStack() as stack:
+        while True:
+            make_folders(place)
+            # Another process that wrote nothing may have removed it meanwhile.
+            with suppress(FileNotFoundError):
+                stack.enter_context(held(place))
+                break
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                place.rmdir()
+
+
+def _require_room(folder: Path, num_bytes: int, name: str) -> None:
+    needed, free = num_bytes + min(num_bytes, _SPARE_BYTES), shutil.disk_usage(folder).free
+    if free < needed:
+        raise CapacityError(
+            f"files of {name} need {format_bytes(needed, up=True)} of disk, and {folder} has "
+            f"{format_bytes(free)} free; fewer --layers need less, XDG_CACHE_HOME names another "
+            "folder"
+        )
+
+
+def _progress(say: Say, what: str) -> Callable[[int, int], None]:
+    """Says about every tenth how much is written."""
+    said = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        if done * _LINES // total > said:
+            said = done * _LINES // total
+            say(f"{what}: {format_bytes(done)} of {format_bytes(total)}")
+
+    return progress

@@ -1,0 +1,75 @@
+"""The text that systems are asked, and a tokenizer of it for synthetic checkpoints.
+
+The text is the language reference that every installation of Python carries. The tokenizer has byte
+pairs learned from it, so that texts are cut as a published tokenizer of English would cut them; ids
+that no text has fill the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_NAME = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+
+
+def language_reference() -> str:
+    """The prose topics of ``pydoc``, Python's own language reference, longest first."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(sorted(topics.values(), key=lambda topic: (-len(topic), topic)))
+
+
+def cut_prompts(tokenizer: Any, num_prompts: int, num_tokens: int) -> list[list[int]]:
+    """Prompts of equal length, one after another from the language reference.
+
+    Args:
+        tokenizer: of the model.
+        num_prompts: how many.
+        num_tokens: ids of each.
+
+    Raises:
+        ValueError: the text is too short for them.
+    """
+    wanted = num_prompts * num_tokens
+    # No token of a text in English is as long as 40 characters on average.
+    ids = tokenizer(language_reference()[: 40 * wanted], add_special_tokens=False)["input_ids"]
+    if len(ids) < wanted:
+        raise ValueError(
+            f"the built-in text has {len(ids)} tokens, and {num_prompts} prompts of {num_tokens} "
+            "are asked for; ask for shorter ones, or give --prompts FILE"
+        )
+    return [ids[start : start + num_tokens] for start in range(0, wanted, num_tokens)]
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json`; the end of a text has the last id.
+
+    Args:
+        vocab_size: more than the 256 bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = bytes_alone
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    learner.train_from_iterator([language_reference()], trainer)
+    model = json.loads(learner.to_str())["model"]
+    vocab = dict(model["vocab"])
+    for index in range(len(vocab), vocab_size - 1):
+        vocab[f"<unused{index}>"] = index
+    vocab[END_OF_TEXT] = vocab_size - 1
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]]))
+    tokenizer.pre_tokenizer = bytes_alone
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.save(str(folder / TOKENIZER_NAME))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -1,1 +1,0 @@
-"""A layer's routed experts: what is measured, beside whom, and when results agree."""

@@ -1,0 +1,111 @@
+"""A checkpoint folder or GGUF file whose headers have been read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_runtime.checkpoints.families import give_experts_interface
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.memory.source import FileStamp
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from moe_runtime.checkpoints.formats import PackedWeight, Weight
+    from moe_runtime.checkpoints.packed_experts import PackedExpertIndex
+    from moe_runtime.checkpoints.transformers_private import WeightTransform
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the bytes done and the bytes in all."""
+
+QUANT_METHOD = "moe_runtime"
+"""What a packed checkpoint calls itself in ``config.json``."""
+
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that models are computed in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint folder whose headers have been read.
+
+    Attributes:
+        folder: where the files lie; of a GGUF checkpoint, its file.
+        config: the model's configuration.
+        entries: every tensor of the checkpoint by name.
+        dtype: the type in which the model computes.
+        packed: its quantised weights by the names that the model's conversion table knows.
+        runs: where experts lie that `moe-runtime pack` wrote, if it did.
+        conversions: what makes its weights those of the model, before the model's own table.
+        adapt: changes the model that transformers makes, on the meta device, to one of its weights.
+        stamps: of the files of its tensors, taken before their headers were read.
+        origins: tensors of a GGUF file by the names of weights here; empty for other checkpoints.
+    """
+
+    folder: Path
+    config: PreTrainedConfig
+    entries: dict[str, TensorEntry]
+    dtype: torch.dtype
+    packed: dict[str, PackedWeight] = field(default_factory=dict)
+    runs: PackedExpertIndex | None = None
+    conversions: Sequence[WeightTransform] = ()
+    adapt: Callable[[PreTrainedModel], None] = give_experts_interface
+    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Every weight once: quantised ones, and tensors that are no part of one or of a run."""
+        runs = set() if self.runs is None else self.runs.names
+        plain = plain_entries(self.entries, self.packed)
+        return [*(entry for entry in plain if entry.name not in runs), *self.packed.values()]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every weight lies as it is in safetensors files, neither quantised nor packed."""
+        return not self.packed and self.runs is None and not self.folder.is_file()
+
+    def require_unchanged(self) -> None:
+        """Refuses files that were written or replaced after the checkpoint was opened.
+
+        Raises:
+            CheckpointError: one was; the message names it.
+        """
+        for path, stamp in self.stamps.items():
+            stamp.require(path, path)
+
+
+def plain_entries(
+    entries: dict[str, TensorEntry], packed: dict[str, PackedWeight]
+) -> list[TensorEntry]:
+    """The tensors that are no part of a quantised weight."""
+    parts = {entry.name for weight in packed.values() for entry in weight.parts.values()}
+    return [entry for entry in entries.values() if entry.name not in parts]
+
+
+def require_plain(checkpoint: Checkpoint, purpose: str) -> None:
+    """Refuses quantised weights where they have no use yet.
+
+    Args:
+        checkpoint: which.
+        purpose: what is not done with them, such as "training".
+
+    Raises:
+        UnsupportedModelError: there are some.
+    """
+    if checkpoint.packed or checkpoint.folder.is_file():
+        raise UnsupportedModelError(
+            f"{checkpoint.folder}: {purpose} of quantised weights or GGUF files is not supported "
+            "yet; expected a safetensors checkpoint in bf16, fp16 or fp32"
+        )
+    if checkpoint.runs is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.folder}: {purpose} of a packed checkpoint is not supported; take the one "
+            "that it was packed from"
+        )

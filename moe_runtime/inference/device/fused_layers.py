@@ -1,0 +1,466 @@
+"""Attention layers in steps of one token on a GPU, with one kernel before attention itself."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moe_runtime.checkpoints import transformers_private as private
+from moe_runtime.inference.cpu.attention import ATTENTION
+from moe_runtime.inference.cpu.fused_attention import (
+    PROJECTIONS,
+    FusedAttention,
+    has_usual_parts,
+)
+from moe_runtime.inference.cpu.small_batch import SmallBatchRMSNorm, is_router
+from moe_runtime.inference.known_classes import (
+    RESIDUAL_LAYERS,
+    ResidualForm,
+    RouterForm,
+    class_name,
+    router_form,
+)
+from moe_runtime.kernels.expert_choice import choose_experts
+from moe_runtime.kernels.expert_choice.op import MOST_CHOICES, MOST_EXPERTS, ChoiceImpl
+from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
+from moe_runtime.kernels.linear import linear
+from moe_runtime.kernels.linear.gpu import linears_of_a_row
+from moe_runtime.kernels.rms_norm import FORMS
+from moe_runtime.kernels.rms_norm.residual import add_rms_norm
+from moe_runtime.kernels.rotary_step import RowNorm, rotary_step
+from moe_runtime.kernels.triton_support import is_interpreted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SDPA, _EAGER = "sdpa", "eager"
+_ARRIVALS = "moe_runtime_arrivals"
+
+
+def fuse_device_attention(model: PreTrainedModel) -> None:
+    """Gives the attention layers of a model on a GPU that qualify a way of their own for steps of
+    one token a sequence with a static cache."""
+    masks = AddedMasks()
+    for module in model.modules():
+        if has_usual_parts(module, (_SDPA, _EAGER), FORMS):
+            attention = DeviceAttention(module, masks)
+            if attention.is_known:
+                masks.first = masks.first or attention
+                cast(Any, module).forward = attention
+
+
+class AddedMasks:
+    """Masks as attention adds them, made once for all layers of a step that are given the same one.
+
+    SDPA makes them anew for every layer, and copies those whose rows are no multiple of 8 long.
+
+    Attributes:
+        first: the layer with which a step begins.
+    """
+
+    def __init__(self) -> None:
+        """Knows none."""
+        self.first: DeviceAttention | None = None
+        self._known = WeakTensorKeyDictionary()
+
+    def added(self, mask: torch.Tensor, dtype: torch.dtype, layer: DeviceAttention) -> torch.Tensor:
+        """What is added to scores for a mask ``[B, 1, 1, S]`` that allows; others are as they are.
+
+        So are those of which torch does not know whether somebody changed them. Not every change
+        is one that torch counts, so the first layer makes its mask in any case.
+        """
+        if layer is self.first:
+            self._known.clear()
+        if mask.dtype != torch.bool or mask.is_inference():
+            return mask
+        state = mask._version, dtype
+        known = self._known.get(mask)
+        if known is None or known[0] != state:
+            length = mask.shape[-1]
+            shape = *mask.shape[:-1], -(-length // 8) * 8
+            room = torch.full(shape, -torch.inf, dtype=dtype, device=mask.device)
+            known = state, room[..., :length].masked_fill_(mask, 0.0)
+            self._known[mask] = known
+        return known[1]
+
+
+class DeviceAttention(FusedAttention):
+    """The ``forward`` of an attention layer on a GPU.
+
+    Attributes:
+        is_known: whether its attention is SDPA or eager, as transformers has them.
+    """
+
+    shows_weights = _EAGER
+    takes_prompts = False
+
+    def __init__(self, module: Any, masks: AddedMasks) -> None:
+        """Takes the place of the method; the layer's own stays in its class."""
+        super().__init__(module)
+        self._masks = masks
+        self._attend, eager = self._functions[-1], self._functions[-2]
+        known = eager if self._attention == _EAGER else private.sdpa_attention_forward
+        self.is_known = self._attend is not None and self._attend is known
+        if self._attention == _SDPA:  # a server's is the same for keys that are tensors
+            self._served = ATTENTION
+
+    def _functions_now(self) -> list[Any]:
+        """As of any layer, and its attention."""
+        found = super()._functions_now()
+        registered, eager = found[2], found[-1]
+        if self._attention != _EAGER:
+            eager = None if registered is None else registered.get(self._attention)
+        return [*found, eager]
+
+    def _places_now(self) -> list[Any]:
+        # of a layer's parts nothing is kept but what they compute
+        return [self._parts[0].weight.dtype]
+
+    def _bind(self) -> bool:
+        return True
+
+    def _most_sequences(self) -> int:
+        return MAX_TOKENS
+
+    def _fused(
+        self,
+        hidden_states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: Any,
+    ) -> torch.Tensor | None:
+        batch, dtype = len(hidden_states), hidden_states.dtype
+        layer = _static_layer(cache, self._module.layer_idx)
+        if layer is None or not (hidden_states.is_cuda or is_interpreted()):
+            return None
+        if mask is not None and (mask.ndim != 4 or mask.shape[:3] != (batch, 1, 1)):
+            return None
+        if len(layer.keys) != batch or {cos.dtype, sin.dtype, layer.keys.dtype} != {dtype}:
+            return None
+        query, key, value = _project(self._module, hidden_states)
+        arrivals = _arrivals_of(layer)
+        query = rotary_step(
+            (query, key, value),
+            (cos.flatten(1), sin.flatten(1)),
+            (layer.keys, layer.values),
+            layer.cumulative_length,
+            (_norm_of(self._module, "q_norm"), _norm_of(self._module, "k_norm")),
+            pairs_share=self._pairs_share,
+            arrivals=arrivals,
+            impl="triton",
+        )
+        if arrivals is None and not layer.cumulative_length.ndim:
+            layer.cumulative_length.add_(1)
+        scale = self._module.scaling
+        if self._attention == _EAGER:
+            mixed, _ = self._attend(
+                self._module, query, layer.keys, layer.values, mask, dropout=0.0, scaling=scale
+            )
+        else:
+            # heads that share keys are rows of one product, as of transformers 5.23: nothing is
+            # repeated
+            mixed = scaled_dot_product_attention(
+                query.view(*layer.keys.shape[:2], -1, query.shape[-1]),
+                layer.keys,
+                layer.values,
+                attn_mask=mask if mask is None else self._masks.added(mask, query.dtype, self),
+                scale=scale,
+            )
+        return self._module.o_proj(mixed.reshape(batch, 1, -1))
+
+
+def _project(module: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Queries, keys and values ``[B, N]``; of one token of one sequence in one launch."""
+    layers = [module._modules[name] for name in PROJECTIONS[:3]]
+    found = linears_of_a_row(hidden, *((layer.weight, layer.bias) for layer in layers))
+    if found is None:
+        found = [layer(hidden) for layer in layers]
+    return [part.flatten(1) for part in found]
+
+
+def _static_layer(cache: Any, index: int) -> Any:
+    """A layer of a static cache that has its memory, or None."""
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    from moe_runtime.inference.device.static_caches import RowCache
+
+    if type(cache) is RowCache:
+        return cache.layers[index]
+    if type(cache) is not StaticCache or cache.offloading:
+        return None
+    layer = cache.layers[index]
+    return layer if type(layer) is StaticLayer and layer.is_initialized else None
+
+
+def _arrivals_of(layer: Any) -> torch.Tensor | None:
+    """What `rotary_step` moves the length of a cached layer on with, and keeps with it: two steps
+    of one cache never overlap.
+
+    None for rows, whose caller says their places, and within a recording if there is none yet: what
+    is made there is memory of the graph.
+    """
+    length, found = layer.cumulative_length, vars(layer).get(_ARRIVALS)
+    if length.ndim:
+        return None
+    if found is None or found.device != length.device:
+        if length.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        with torch.inference_mode(False):
+            found = torch.zeros(1, dtype=torch.int32, device=length.device)
+        setattr(layer, _ARRIVALS, found)
+    return cast(torch.Tensor, found)
+
+
+def _norm_of(module: Any, name: str) -> RowNorm | None:
+    norm = module._modules.get(name)
+    return None if norm is None else RowNorm(norm.weight.detach(), norm.eps, norm.form)
+
+
+class _Handed:
+    """A sum and what a norm makes of it; outside of the module, whose settings stay the same."""
+
+    def __init__(self) -> None:
+        # at once: other threads may call the model
+        self._given: tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]] | None = None
+
+    def give(self, total: torch.Tensor, normed: torch.Tensor, *made_with: Any) -> None:
+        """Keeps both until the norm is called."""
+        self._given = total, normed, (total._version, *made_with)
+
+    def take(self, total: torch.Tensor, *made_with: Any) -> torch.Tensor | None:
+        """What was given with this sum, once; None if another one was, or anything has changed."""
+        given, self._given = self._given, None
+        if given is None or given[0] is not total or given[2] != (total._version, *made_with):
+            return None
+        return given[1]
+
+
+class HandedNorm(SmallBatchRMSNorm):
+    """A normalisation that may have been computed by who made its input."""
+
+    def __init__(self, norm: SmallBatchRMSNorm) -> None:
+        """Takes the place of a norm."""
+        super().__init__(norm.__dict__["replaced"], norm.eps, norm.form)
+        self._handed = _Handed()
+        self.train(norm.training)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As of a `SmallBatchRMSNorm`."""
+        normed = self._handed.take(hidden_states, *self._made_with())
+        return super().forward(hidden_states) if normed is None else normed
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """``residual + x``, ``[..., D]``, which this norm is to be asked for next."""
+        weight = self._parameters.get("weight")
+        tensors = x, residual, weight
+        kinds = {(t.device, t.dtype, t.shape[-1:]) for t in tensors if t is not None}
+        if weight is None or len(kinds) > 1 or x.shape != residual.shape:
+            return residual + x
+        # tensors of inference mode do not count their changes
+        with torch.inference_mode(False), torch.no_grad():
+            impl = "auto" if x.is_cuda else "triton"
+            found = add_rms_norm(x, residual, weight, self.eps, form=self.form, impl=impl)
+        self._handed.give(*found, *self._made_with())
+        return found[0]
+
+    def _made_with(self) -> tuple[Any, ...]:
+        weight = self._parameters.get("weight")
+        version = 0  # tensors of inference mode do not count their changes
+        if weight is not None and not weight.is_inference():
+            version = weight._version
+        return id(weight), version, self.eps, self.form
+
+
+class ResidualLayer:
+    """The ``forward`` of a decoder layer.
+
+    Attributes:
+        following: the norm that comes next, and the module that calls it; None where that is not
+            known.
+    """
+
+    def __init__(self, layer: torch.nn.Module, form: ResidualForm) -> None:
+        """Takes the place of the method; the layer's own stays in its class."""
+        self._layer: Any = layer
+        self._own = type(layer).forward
+        self._form = form
+        parameters = [*inspect.signature(self._own).parameters.values()][2:]
+        self._defaults = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+        self.following: tuple[HandedNorm, torch.nn.Module] | None = None
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As of the layer: ``[B, Q, D]`` to the same."""
+        parts = [self._layer._modules.get(name) for name in self._form.parts]
+        if args or not self._is_able(hidden_states, parts):
+            own = type(self._layer).forward
+            return own(self._layer, hidden_states, *args, **kwargs)
+        first, attention, second, feed_forward = cast(list[Any], parts)
+        mixed, _ = attention(hidden_states=first(hidden_states), **{**self._defaults, **kwargs})
+        total = second.add(mixed, hidden_states)
+        del mixed  # its memory is not needed beside that of the feed-forward
+        found = feed_forward(second(total))
+        if self._form.is_pair:
+            found, _ = found
+        if self.following is None or _are_observed(self._layer, *self.following):
+            return total + found
+        return self.following[0].add(found, total)
+
+    def _is_able(self, hidden: torch.Tensor, parts: list[Any]) -> bool:
+        return (
+            (hidden.is_cuda or is_interpreted())
+            and not (torch.is_grad_enabled() or self._layer.training)
+            and not torch.compiler.is_compiling()
+            and type(self._layer).forward is self._own
+            and None not in parts
+            and type(parts[2]) is HandedNorm
+            and not _are_observed(parts[2])
+        )
+
+
+def _are_observed(*modules: torch.nn.Module) -> bool:
+    """Whether code that is called before or behind one may change what it gets or gives, in ways
+    that torch does not count."""
+    hooks = (hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
+    return any(hooks) or bool(torch.nn.modules.module._has_any_global_hook())
+
+
+def fuse_residuals(model: torch.nn.Module) -> None:
+    """Gives the known decoder layers of a model on a GPU sums which are normalised at once."""
+    for parent in [*model.modules()]:
+        for layers in [*parent.children()]:
+            if isinstance(layers, torch.nn.ModuleList):
+                _fuse_stack(parent, [*layers])
+
+
+def _fuse_stack(parent: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
+    """Layers one behind the other, and a norm behind the last one if the parent has just one."""
+    before: ResidualLayer | None = None
+    for layer in layers:
+        form = RESIDUAL_LAYERS.get(class_name(layer))
+        if form is None or "forward" in vars(layer) or not _has_parts(layer, form):
+            before = None
+            continue
+        first = _hand(layer, form.parts[0])
+        _hand(layer, form.parts[2])
+        if before is not None:
+            before.following = first, layer
+        before = ResidualLayer(layer, form)
+        cast(Any, layer).forward = before
+    norms = [n for n, part in parent._modules.items() if isinstance(part, SmallBatchRMSNorm)]
+    if before is not None and len(norms) == 1:
+        before.following = _hand(parent, norms[0]), parent
+
+
+def _hand(parent: torch.nn.Module, name: str) -> HandedNorm:
+    norm = parent._modules[name]
+    assert isinstance(norm, SmallBatchRMSNorm), "it was looked at"
+    if type(norm) is not HandedNorm:
+        norm = HandedNorm(norm)
+        setattr(parent, name, norm)
+    return norm
+
+
+def _has_parts(layer: torch.nn.Module, form: ResidualForm) -> bool:
+    """Whether a layer has the parts of its class and nothing else, and known norms."""
+    norms = [layer._modules.get(form.parts[place]) for place in (0, 2)]
+    has_others = {*layer._modules} != {*form.parts} or layer._parameters or layer._buffers
+    return not has_others and all(isinstance(norm, SmallBatchRMSNorm) for norm in norms)
+
+
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+
+
+def fuse_routers(model: torch.nn.Module) -> None:
+    """Gives the routers of a model on a GPU that qualify one kernel behind their product."""
+    for module in model.modules():
+        if is_router(module) and not module._modules and "forward" not in vars(module):
+            form = router_form(module)
+            if form is not None and _fits(module, form):
+                cast(Any, module).forward = FusedRouter(module, form)
+
+
+class FusedRouter:
+    """The ``forward`` of a router, with a way of its own for few tokens."""
+
+    def __init__(self, module: torch.nn.Module, form: RouterForm) -> None:
+        """Takes the place of a router's method; ``form`` is what it computes."""
+        self._module: Any = module
+        self._own = type(module).forward
+        self._settings = self._settings_now()
+        self._shapes = self._shapes_now()
+        self.form = form
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Logits ``[T, E]``, weights ``[T, K]`` and ids ``[T, K]`` of hidden values."""
+        if len(args) == 1 and not kwargs and self._may_fuse(args[0]):
+            return compute_router(self.form, args[0], tensors_of(self._module), "triton")
+        return self._own(self._module, *args, **kwargs)
+
+    def _may_fuse(self, hidden: Any) -> bool:
+        module, form = self._module, self.form
+        return (
+            type(hidden) is Tensor
+            and (hidden.ndim == 2 or (hidden.ndim == 3 and form.takes_batches))
+            and 0 < hidden.numel() <= MAX_TOKENS * hidden.shape[-1]
+            and (hidden.is_cuda or is_interpreted())
+            and hidden.dtype is module.weight.dtype
+            and not torch.is_grad_enabled()
+            and forward_ad._current_level < 0
+            and not torch.is_autocast_enabled(hidden.device.type)
+            and not torch.compiler.is_compiling()
+            and type(module).forward is self._own
+            and not module._modules
+            and self._settings_now() == self._settings
+            and self._shapes_now() == self._shapes
+        )
+
+    def _shapes_now(self) -> tuple[Any, ...]:
+        """The names of its tensors, each of which has its part in what it computes."""
+        return tuple((name, each.shape) for name, each in tensors_of(self._module).items())
+
+    def _settings_now(self) -> dict[str, Any]:
+        """Everything that a router knows beside its tensors, but for this object."""
+        own = vars(self._module)
+        names = own.keys() - _OF_MODULES | {"training"}
+        return {name: own[name] for name in sorted(names) if name != "forward"}
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, Any]:
+    tensors = {**module._parameters, **module._buffers}
+    return {name: each for name, each in tensors.items() if each is not None}
+
+
+def compute_router(
+    form: RouterForm, hidden: Tensor, tensors: dict[str, Any], impl: ChoiceImpl
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the router does; what is neither its weight nor its bias is added for the choice alone."""
+    rows_TD, weight, bias = hidden.flatten(0, -2), tensors["weight"], tensors.get("bias")
+    if form.product == "wide":
+        rows_TD, weight = rows_TD.float(), weight.float()
+        bias = None if bias is None else bias.float()
+    multiply = torch.nn.functional.linear if impl == "reference" else linear
+    logits_TE = multiply(rows_TD, weight, bias)
+    if form.product == "widened":
+        logits_TE = logits_TE.float()
+    more = [each for name, each in tensors.items() if name not in ("weight", "bias")]
+    ids_TK, weights_TK = choose_experts(
+        logits_TE, form.num_choices, form.choice, bias_E=more[0] if more else None,
+        dtype=hidden.dtype if form.keeps_dtype else torch.float32, impl=impl,
+    )  # fmt: skip
+    return logits_TE, weights_TK, ids_TK
+
+
+def _fits(module: Any, form: RouterForm) -> bool:
+    """Whether a router's tensors are those of its class, and few enough for the kernel."""
+    tensors, num_experts = tensors_of(module), len(module.weight)
+    more = [each.shape for name, each in tensors.items() if name not in ("weight", "bias")]
+    are_numbers = all(each.is_floating_point() for each in tensors.values())
+    fits = num_experts <= MOST_EXPERTS and form.num_choices <= MOST_CHOICES
+    return fits and are_numbers and more in ([], [(num_experts,)])

@@ -1,0 +1,354 @@
+"""transformers' classes that have fast paths, by name, and what each of them computes.
+
+A class that is not here computes as transformers has it, and so does one whose code a program has
+replaced. ``tests/inference/test_known_classes.py`` proves each row with numbers, for all families
+and under both ends of the supported versions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_runtime.checkpoints.transformers_private import (
+    FIRST_TESTED,
+    FIRST_UNTESTED,
+    gate_of,
+    has_usual_gate,
+)
+from moe_runtime.kernels.expert_choice import ChoiceForm
+from moe_runtime.kernels.expert_mlp import ActivationName, ActivationSpec
+from moe_runtime.kernels.rms_norm import NormForm
+
+
+def _names(text: str, ending: str = "") -> frozenset[str]:
+    return frozenset(f"{name}{ending}" for name in text.split())
+
+
+_WIDE_NORMS = _names(
+    "Afmoe Beam DeepseekV4 DiffusionGemma FlexOlmo Flint Gemma4 GptOss Inkling2 Inkling2Loop "
+    "LaraMini MuseSpark NemotronH OpenAIPrivacyFilter",
+    "RMSNorm",
+)
+_ROUNDED_NORMS = _names(
+    "AXK1 AXK2 AriaText BailingHybrid DeepseekOcr2Text DeepseekOcr2Vision DeepseekV2 DeepseekV3 "
+    "DeepseekV32 Dots1 Dots3Note Ernie4_5_Moe Ernie4_5_VLMoe ExaoneMoe Glm4Moe Glm4MoeLite "
+    "Glm4vMoe Glm4vMoeText Glm5Next Glm5NextText GlmMoeDsa GraniteMoe GraniteMoeHybrid "
+    "GraniteMoeSWA GraniteMoeShared HYV3 HYV4 HYV4VL HunYuanMoEV1 Inkling Jamba JetMoe KimiLinear "
+    "Kolibri1 Laguna Lfm2Moe Llama4Text LongcatFlash Mellum MiMoV2Flash MiniMax MiniMaxM2 Mistral4 "
+    "MistralLarge4 Mixtral Olmoe Pixtral Qwen2Moe Qwen3Moe Qwen3OmniMoe Qwen3OmniMoeCode2Wav "
+    "Qwen3OmniMoeText Qwen3OmniMoeThinkerText Qwen3VLMoeText SolarOpen UnlimitedOcrText Zaya",
+    "RMSNorm",
+)
+_PLUS_ONE_NORMS = _names("MiniMaxM3VL Qwen3Next Qwen3_5Moe Qwen4ExpText", "RMSNorm")
+_PLUS_ONE_IN_FP32 = "MuseSparkTextCenteredRMSNorm"
+_ROUNDED_BEFORE = {"NemotronHRMSNorm": (5, 18), "DeepseekV4RMSNorm": (5, 20)}
+
+ROTARY_ATTENTION = _names(
+    "AriaText DeepseekOcr2Text Dots1 ExaoneMoe FlexOlmo Glm4Moe Glm4vMoeText GptOss GraniteMoe "
+    "GraniteMoeSWA GraniteMoeShared HYV3 Kolibri1 LaraMini Mellum MiniMax MiniMaxM2 MiniMaxM3VL "
+    "Mixtral Olmoe Phimoe Qwen2Moe Qwen3Moe Qwen3OmniMoeTalkerCodePredictor "
+    "Qwen3OmniMoeThinkerText Qwen3VLMoeText SolarOpen UnlimitedOcrText",
+    "Attention",
+)
+"""Layers of attention that project, norm heads, turn them by angles, attend and project again."""
+PAIRS_SHARE = _names("GptOssAttention")
+"""Those in which the two values of a pair share an angle."""
+
+EAGER_ATTENTION_CLASSES = _names(
+    "DeepseekV4 Flint GptOss GraniteMoeSWA HYV4 HYV4VL HYV4VLVision Inkling2LoopSliding "
+    "Inkling2Sliding MiMoV2Flash OpenAIPrivacyFilter",
+    "Attention",
+)
+"""Layers whose own attention, without SDPA, is a softmax with sinks or without."""
+
+LATENT_ATTENTION = _names(
+    "AXK1Attention BailingHybridAttention DeepseekV2Attention DeepseekV3Attention "
+    "Glm4MoeLiteAttention KimiLinearAttention LongcatFlashMLA Mistral4Attention"
+)
+"""Layers that expand latents by one product, whose rows of a head are first those of keys without
+positions, then those of values."""
+
+RECURRENT_LAYERS = _names(
+    "BailingHybridDeltaAttention Glm5NextTextLinearAttention GraniteMoeHybridMambaLayer "
+    "Inkling2LoopShortConvolution Inkling2ShortConvolution InklingShortConvolution JambaMambaMixer "
+    "KimiLinearDeltaAttention LaraMiniGatedDeltaNet Lfm2MoeShortConv NemotronHMamba2Mixer "
+    "Qwen3NextGatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet"
+)
+"""Layers with recurrent states, whose steps are functions of their modules."""
+
+
+class ResidualForm(NamedTuple):
+    """The names of a decoder layer's norm, attention, second norm and feed-forward.
+
+    Attributes:
+        parts: in this order.
+        is_pair: whether the feed-forward returns what is added and something else.
+    """
+
+    parts: tuple[str, str, str, str]
+    is_pair: bool = False
+
+
+_USUAL_PARTS = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
+RESIDUAL_LAYERS = {
+    **dict.fromkeys(
+        _names(
+            "AXK1 AriaText DeepseekOcr2Text DeepseekV2 DeepseekV3 DeepseekV32 Dots1 Dots3NoteText "
+            "Ernie4_5_Moe ExaoneMoe Flint Glm4Moe Glm4MoeLite Glm4vMoeText HYV3 HunYuanMoEV1 "
+            "Laguna Mellum MiMoV2Flash MiniMaxM2 MiniMaxM3VL Mistral4 Mixtral Olmoe Qwen2Moe "
+            "Qwen3Moe Qwen3OmniMoeTalker Qwen3OmniMoeTalkerCodePredictor Qwen3OmniMoeThinkerText "
+            "Qwen3VLMoeText SolarOpen UnlimitedOcrText",
+            "DecoderLayer",
+        )
+        | _names("DeepseekOcr2VisionEncoderLayer"),
+        ResidualForm(_USUAL_PARTS),
+    ),
+    "GptOssDecoderLayer": ResidualForm(_USUAL_PARTS, is_pair=True),
+    "OpenAIPrivacyFilterEncoderLayer": ResidualForm(_USUAL_PARTS, is_pair=True),
+    "JambaAttentionDecoderLayer": ResidualForm(
+        ("input_layernorm", "self_attn", "pre_ff_layernorm", "feed_forward")
+    ),
+}
+"""Decoder layers that add attention and feed-forward of normed values, and do nothing else. What is
+passed to them is passed to their attention."""
+
+
+class RouterForm(NamedTuple):
+    """What a router computes.
+
+    Attributes:
+        product: logits in the type of the model (``narrow``), ``widened`` to fp32, or products in
+            fp32 (``wide``).
+        choice: of experts, by the logits.
+        num_choices: of each row.
+        keeps_dtype: whether weights have the type of the rows; else they are fp32.
+        takes_batches: whether rows may come as ``[B, Q, D]`` too.
+    """
+
+    product: str
+    choice: ChoiceForm
+    num_choices: int
+    keeps_dtype: bool
+    takes_batches: bool
+
+
+class _Router(NamedTuple):
+    product: str
+    scores: str
+    is_normed: bool | str = "norm_topk_prob"  # or the name of the setting that says so
+    least_sum: float = 0.0
+    keeps_dtype: bool = True
+    takes_batches: bool = True
+
+
+_ROUTERS = {
+    **dict.fromkeys(
+        _names(
+            "AXK1Topk AXK2Topk BailingHybridTopk BeamTopK DeepseekV32Topk DeepseekV3Topk Dots1Topk "
+            "Dots3NoteTextTopk ExaoneMoeTopk Glm4MoeLiteTopk Glm4MoeTopk Glm4vMoeTextTopk "
+            "Glm5NextTextTopk GlmMoeDsaTopk HYV4Topk HYV4VLTopk KimiLinearTopk MiMoV2FlashTopk "
+            "NemotronHTopk SolarOpenTopk",
+            "Router",
+        ),
+        _Router("wide", "sigmoid", least_sum=1e-20, keeps_dtype=False),
+    ),
+    **dict.fromkeys(
+        _names("DeepseekOcr2Text DeepseekV2 UnlimitedOcrText", "TopkRouter"),
+        _Router("wide", "softmax", is_normed=False, keeps_dtype=False),
+    ),
+    **dict.fromkeys(
+        _names(
+            "FlexOlmo Mellum Olmoe Qwen2Moe Qwen3Moe Qwen3Next Qwen3OmniMoeTalkerText "
+            "Qwen3OmniMoeThinkerText Qwen4ExpText",
+            "TopKRouter",
+        ),
+        _Router("narrow", "softmax"),
+    ),
+    **dict.fromkeys(
+        _names("Qwen3VLMoeText Qwen3_5Moe", "TopKRouter"),
+        _Router("narrow", "softmax", is_normed=True),
+    ),
+    **dict.fromkeys(
+        _names("MiniMax Mixtral", "TopKRouter"),
+        _Router("narrow", "softmax", is_normed=True, keeps_dtype=False),
+    ),
+    **dict.fromkeys(
+        _names("AriaText Cohere2Moe GptOss", "TopKRouter"),
+        _Router("narrow", "softmax_of_chosen", is_normed=False, takes_batches=False),
+    ),
+    **dict.fromkeys(
+        _names("GraniteMoe GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared", "TopKRouter"),
+        _Router("widened", "softmax_of_chosen", is_normed=False, takes_batches=False),
+    ),
+    "JambaTopKRouter": _Router("narrow", "softmax", is_normed=False, takes_batches=False),
+    "FlintTopKRouter": _Router("wide", "sigmoid", keeps_dtype=False),
+    "LaraMiniTopKRouter": _Router("wide", "softmax"),
+    "MiniMaxM3VLTopKRouter": _Router("narrow", "sigmoid", is_normed=True, keeps_dtype=False),
+    "MistralLarge4TextTopkRouter": _Router("wide", "softmax", is_normed=True, keeps_dtype=False),
+}
+_ROUTERS_SINCE = dict.fromkeys(
+    _names("AriaText GraniteMoe GraniteMoeHybrid GraniteMoeShared", "TopKRouter"), (5, 21)
+)
+"""Routers that returned their results in another order before."""
+
+_ACTIVATIONS: dict[str, ActivationName] = {
+    **dict.fromkeys(("SiLU", "SiLUActivation"), "silu"),
+    "GELUActivation": "gelu",
+    **dict.fromkeys(_names("AccurateGELU FastGELU NewGELU", "Activation"), "gelu_tanh"),
+    "GELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+}
+"""Classes of activations that the kernels compute themselves."""
+_GATES = _names(
+    "Beam DeepseekV4 FP8 Glm5NextText GptOss HYV4 HYV4VL MiniMaxM3VL OpenAIPrivacyFilter",
+    "Experts._apply_gate",
+)
+_SOFTCAPPED_GATES = _names("Inkling2 Inkling2Loop", "Experts._apply_gate")
+"""Gates of their own, whose constants are settings."""
+
+
+@functools.cache
+def version() -> tuple[int, ...]:
+    """The two first numbers of the installed transformers."""
+    import transformers
+
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+def is_tested() -> bool:
+    """Whether the names were tested with the installed transformers."""
+    return FIRST_TESTED <= version() < FIRST_UNTESTED
+
+
+def is_theirs(function: Any) -> bool:
+    """Whether a function is of transformers, and so is all that is wrapped around it."""
+    while _is_of_transformers(function):
+        if not hasattr(function, "__wrapped__"):
+            return True
+        function = function.__wrapped__
+    return False
+
+
+def _is_of_transformers(function: Any) -> bool:
+    return str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers.")
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """The name of a module's class; empty where it is none of transformers' as they are tested."""
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.") or not is_theirs(kind.forward):
+        return ""
+    return kind.__name__ if is_tested() else ""
+
+
+def norm_form(module: torch.nn.Module) -> NormForm | None:
+    """How a module normalises by the root of the mean square, if it does just that."""
+    name = class_name(module)
+    if vars(module).get("group_size") is not None:  # of the values that have a mean of their own
+        return None
+    if version() < _ROUNDED_BEFORE.get(name, (0,)) or name in _ROUNDED_NORMS:
+        return "rounded"
+    if name in _WIDE_NORMS:
+        return "wide"
+    weight = module._parameters.get("weight")
+    in_fp32 = weight is not None and weight.dtype is torch.float32
+    is_plus_one = name in _PLUS_ONE_NORMS or (name == _PLUS_ONE_IN_FP32 and in_fp32)
+    return "plus_one" if is_plus_one else None
+
+
+def rotary_settings(layer: Any, config: Any) -> tuple[Any, ...]:
+    """The settings by which a layer of ``ROTARY_ATTENTION`` may be another one."""
+    own = vars(layer)
+    return (
+        own.get("sliding_window"),
+        own.get("is_sliding"),
+        own.get("use_qk_norm"),
+        vars(config).get("clip_qkv"),
+        own.get("indexer", layer._modules.get("indexer")),
+    )
+
+
+def is_usual_rotary(layer: Any, settings: tuple[Any, ...]) -> bool:
+    """Whether a layer of ``ROTARY_ATTENTION`` with these settings clips nothing, chooses no keys,
+    and neither leaves out its norms nor its angles."""
+    window, is_sliding, norms_heads, clip, indexer = settings
+    turns = is_sliding is None or is_sliding or window is None
+    has_its_norms = norms_heads is None or norms_heads == ("q_norm" in layer._modules)
+    return bool(turns and has_its_norms and clip is None and indexer is None)
+
+
+def router_form(module: Any) -> RouterForm | None:
+    """What a router computes with the settings that it has."""
+    name = class_name(module)
+    row = _ROUTERS.get(name)
+    if row is None or version() < _ROUTERS_SINCE.get(name, (0,)):
+        return None
+    own = vars(module)
+    are_groups_limited = own.get("topk_group", 1) < own.get("num_group", 1)
+    if are_groups_limited and own.get("topk_method") != "greedy":
+        return None
+    if own.get("expert_selection_fn", "softmax") != "softmax":
+        return None
+    is_normed = bool(own[row.is_normed]) if isinstance(row.is_normed, str) else row.is_normed
+    least_sum = row.least_sum if is_normed else 0.0
+    factor = float(own.get("routed_scaling_factor", 1.0))
+    choice = ChoiceForm(row.scores, is_normed, factor, least_sum)  # type: ignore[arg-type]
+    return RouterForm(row.product, choice, own["top_k"], row.keeps_dtype, row.takes_batches)
+
+
+def activation_of(experts: Any) -> ActivationSpec | None:
+    """The formula of what an experts module does between its projections, or None: then its own
+    function has to be called."""
+    function: Any = getattr(experts, "act_fn", None)
+    plain = None
+    if function is torch.nn.functional.silu:
+        plain = "silu"
+    elif type(function).__module__.startswith(("torch.", "transformers.")):
+        plain = _ACTIVATIONS.get(type(function).__name__)
+    if not experts.has_gate or has_usual_gate(experts):
+        return None if plain is None else ActivationSpec(plain)
+    gate: Any = getattr(gate_of(experts), "__func__", None)
+    name = gate.__qualname__ if is_theirs(gate) and is_tested() else ""
+    if name in _SOFTCAPPED_GATES and is_theirs(type(function).forward):
+        return _softcapped(function.gate_softcap.softcap, function.up_softcap.softcap)
+    if name not in _GATES or (function is not None and plain is None):
+        return None
+    if getattr(experts, "gate_softcap", None) is not None:
+        return _softcapped(experts.gate_softcap, experts.up_softcap)
+    limit = _setting(experts, "swiglu_limit", "limit") or math.inf
+    slope = _setting(experts, "swiglu_alpha", "alpha")
+    if slope is None:
+        return ActivationSpec(plain or "silu", limit=limit)
+    return ActivationSpec("silu", alpha=slope, limit=limit, up_offset=1.0)
+
+
+def _softcapped(gate: float, up: float) -> ActivationSpec:
+    return ActivationSpec("silu", gate_softcap=float(gate), up_softcap=float(up))
+
+
+def _setting(experts: Any, *names: str) -> float | None:
+    found = (getattr(experts, name, None) for name in names)
+    return next((float(value) for value in found if value is not None), None)
+
+
+def recognise_activation(experts: torch.nn.Module) -> ActivationSpec | None:
+    """`activation_of`, which a compiler takes for a constant."""
+    found = _formula(id(experts))
+    if found is None:
+        return None
+    function, *numbers = found.split()
+    return ActivationSpec.from_numbers(function, [float(number) for number in numbers])
+
+
+# As text, since the compiler would make variables of numbers; in torch 2.11 it gives no objects,
+# but addresses.
+@torch.compiler.assume_constant_result
+def _formula(address: int) -> str | None:
+    spec = activation_of(ctypes.cast(address, ctypes.py_object).value)
+    return None if spec is None else " ".join([spec.function, *map(repr, spec.numbers())])

@@ -1,0 +1,575 @@
+"""Text files as documents, and which of them are kept from training.
+
+Documents as streams of token ids, kept on disk so that a resumed run need not encode again.
+
+Which tokens each step sees: a function of the seed and of how many windows came before.
+
+Every source is cut into windows; an epoch visits each once, in an order of its own, with the cuts
+moved by a random offset, so that no token is always last. Sources take turns by weight.
+
+Shapes: N windows, C tokens of context.
+"""
+
+import glob
+import hashlib
+import io
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_runtime.checkpoints.model_files import read_tokenizer
+from moe_runtime.digests import check_digests, digest, write_digests
+from moe_runtime.errors import MoERuntimeWarning, blamed_on
+from moe_runtime.files import (
+    at_home,
+    decode_text,
+    make_folders,
+    open_regular,
+    read_bounded,
+    write_atomically,
+)
+from moe_runtime.folders import replace_folder
+from moe_runtime.models.lm.tokenizer import train_tokenizer
+from moe_runtime.training.run_config import DataConfig, LoopConfig, SourceConfig, TokenizerConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Fewer documents than this cannot be divided by their names: the share would be none or far off.
+_MIN_DOCUMENTS_TO_DIVIDE = 20
+# Texts are held in memory whole.
+_MAX_FILE_BYTES = 4 << 30
+# Of files of records: as text, a model would learn their braces, quotes and field names.
+_RECORDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The text of one source, divided.
+
+    Attributes:
+        training: documents to train on, in a fixed order.
+    """
+
+    training: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all text, its division and its order."""
+        digest = hashlib.sha256()
+        for side, documents in (("training", self.training), ("held out", self.held_out)):
+            digest.update(f"{side} {len(documents)}\n".encode())
+            for document in documents:
+                encoded = document.encode()
+                digest.update(f"{len(encoded)}\n".encode())
+                digest.update(encoded)
+        return digest.hexdigest()[:16]
+
+
+def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path) -> Corpus:
+    """Reads and divides the text of a source.
+
+    Held out are the documents of `held_out_files`, where given. Otherwise, of 20 documents or
+    more, those whose path's digest falls into `held_out_share`, so that more files never move an
+    old one to the other side; of fewer, the end of each.
+
+    Raises:
+        ValueError: a pattern matches nothing or files of records, a file is not UTF-8 text, or
+            there is no text.
+        OSError: a file cannot be read.
+    """
+    separator = data.document_separator
+    documents = list(_documents(_find(name, source.files, folder), folder, separator))
+    if not documents:
+        raise ValueError(f"source {name!r}: no usable text, all of its files are empty")
+    if source.held_out_files:
+        held_out_paths = _find(name, source.held_out_files, folder)
+        held_out = [text for _, text in _documents(held_out_paths, folder, separator)]
+        if not held_out:
+            raise ValueError(f"source {name!r}: held_out_files hold no text, all are empty")
+        return Corpus(tuple(text for _, text in documents), tuple(held_out))
+    training, held_out = _divide(documents, data.held_out_share)
+    if not training:
+        raise ValueError(
+            f"source {name!r}: held_out_share {data.held_out_share} leaves no text to train on"
+        )
+    return Corpus(tuple(training), tuple(held_out))
+
+
+def text_files(data: DataConfig, folder: Path) -> list[Path]:
+    """All files of all sources, `folder` being what relative paths start from.
+
+    Raises:
+        ValueError: a pattern matches nothing, or files of records.
+    """
+    return [
+        file
+        for name, source in data.sources.items()
+        for file in _find(name, (*source.files, *source.held_out_files), folder)
+    ]
+
+
+def _find(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
+    """The files of all patterns, each once, in the order of their paths.
+
+    Raises:
+        ValueError: a pattern matches nothing, or files of records.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        matches = glob.glob(str(Path(at_home(pattern))), root_dir=folder, recursive=True)
+        files = [folder / match for match in matches if (folder / match).is_file()]
+        if not files:
+            raise ValueError(
+                f"source {name!r}: no file matches {str(folder / pattern)!r}; make the text first "
+                "(a configuration file may say how at its head), or name another one"
+            )
+        for file in files:
+            if file.suffix.lower() in _RECORDS:
+                raise ValueError(
+                    f"source {name!r}: {file} holds records, and files are trained on as plain "
+                    "text; write the text of each record to a text file, and give its "
+                    "data.document_separator"
+                )
+        found.update(files)
+    return sorted(found)
+
+
+def _documents(
+    paths: Iterable[Path], folder: Path, separator: str | None
+) -> Iterator[tuple[str, str]]:
+    """Name and text of every document that is not blank."""
+    for path in paths:
+        try:
+            text = decode_text(read_bounded(path, max_bytes=_MAX_FILE_BYTES), "utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}: not UTF-8 text (byte {error.start}: {error.reason}); convert the file or "
+                "leave it out"
+            ) from None
+        name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+        parts = [text] if separator is None else text.split(separator)
+        for number, part in enumerate(parts):
+            if part.strip():
+                yield (name if separator is None else f"{name}#{number}"), part
+
+
+def _divide(documents: list[tuple[str, str]], share: float) -> tuple[list[str], list[str]]:
+    """Training and held-out texts."""
+    if not share:
+        return [text for _, text in documents], []
+    if len(documents) < _MIN_DOCUMENTS_TO_DIVIDE:
+        cuts = [(text, round(len(text) * (1 - share))) for _, text in documents]
+        halves = [(text[:cut], text[cut:]) for text, cut in cuts]
+        return [head for head, _ in halves if head], [tail for _, tail in halves if tail]
+    training: list[str] = []
+    held_out: list[str] = []
+    for name, text in documents:
+        (held_out if _place(name) < share else training).append(text)
+    return training, held_out
+
+
+def _place(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone."""
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+"""A stream of token ids: uint16 where the vocabulary allows, uint32 otherwise."""
+
+# Documents encoded at a time: enough for the tokenizer's threads, little next to the text itself.
+_BATCH = 256
+_DIGEST_BYTES = 8
+_READ_BYTES = _MOST_READ_BYTES = 1 << 20
+"""Longer streams stay on the disk and are mapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStreams:
+    """One source as token ids, every document followed by the end-of-text token.
+
+    Attributes:
+        held_out: ids to measure on; may be empty.
+        fingerprint: of the text, its division and the tokenizer.
+    """
+
+    training: Ids
+    held_out: Ids
+    fingerprint: str
+
+
+def obtain_tokenizer(
+    config: TokenizerConfig,
+    corpora: Mapping[str, Corpus],
+    *,
+    folder: Path,
+    saved: Path,
+    keeps: bool = True,
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a run: loaded from its folder, or trained once and saved with the run.
+
+    Args:
+        saved: folder in the run's output where a trained one is kept.
+        keeps: a new one is saved there; it is trained for this process alone otherwise.
+
+    Raises:
+        CheckpointError: the tokenizer's files are damaged.
+        ValueError: the folder is none of a tokenizer, or the tokenizer has no end-of-text token.
+    """
+    if config.path is not None:
+        return load_tokenizer(folder / config.path)
+    assert config.vocab_size is not None  # the configuration checks it
+    if not (saved / "tokenizer.json").is_file():
+        texts = (text for corpus in corpora.values() for text in corpus.training)
+        tokenizer = train_tokenizer(texts, vocab_size=config.vocab_size)
+        if not keeps:
+            with tempfile.TemporaryDirectory(prefix="moe-tokenizer-") as scratch:
+                save_tokenizer(tokenizer, Path(scratch))
+                return load_tokenizer(Path(scratch))
+        with replace_folder(saved, keeps=lambda path: True) as new:
+            save_tokenizer(tokenizer, new)
+            write_digests(new, [path.name for path in new.iterdir()])
+    check_digests(saved)
+    return load_tokenizer(saved)
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Writes a tokenizer's files into a folder.
+
+    Raises:
+        CheckpointError: they cannot be written; the library raises a plain ``Exception`` then.
+    """
+    with blamed_on(f"{folder}: the tokenizer cannot be written"):
+        tokenizer.save_pretrained(folder)
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """Loads a Hugging Face tokenizer from a folder, or the one in a GGUF file.
+
+    Raises:
+        CheckpointError: its files are damaged.
+        ValueError: as `obtain_tokenizer`.
+    """
+    is_gguf = folder.suffix == ".gguf" and folder.is_file()
+    if not is_gguf and not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder}: has no tokenizer.json, so it is not a tokenizer's folder")
+    tokenizer = read_tokenizer(folder)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{folder}: the tokenizer has no end-of-text token (eos_token), which divides documents"
+        )
+    return tokenizer
+
+
+def encode_corpus(
+    corpus: Corpus,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    cache: Path,
+    name: str,
+    keeps: bool = True,
+) -> TokenStreams:
+    """The token streams of a corpus, read from the cache where they lie there already.
+
+    Args:
+        tokenizer: a fast tokenizer with an end-of-text token.
+        keeps: what is encoded is written there; it stays in memory otherwise.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    identity = hashlib.sha256()
+    identity.update(corpus.fingerprint.encode())
+    identity.update(_tokenizer_identity(tokenizer))
+    fingerprint = identity.hexdigest()[:16]
+    streams: list[Ids] = []
+    for side, documents in (("training", corpus.training), ("held-out", corpus.held_out)):
+        path = cache / f"{name}-{side}-{fingerprint}.npy"
+        ids = _kept_ids(path)
+        if ids is None:
+            ids = encode(documents, tokenizer)
+            if keeps:
+                make_folders(cache)
+                _keep_ids(path, ids)
+                ids = _kept_ids(path)
+                assert ids is not None, "it was just written"
+        streams.append(ids)
+    return TokenStreams(streams[0], streams[1], fingerprint)
+
+
+def _keep_ids(path: Path, ids: Ids) -> None:
+    """Writes a stream as ``.npy``, and behind it the digest of the file's name and content."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(ids))
+    parts = (header.getvalue(), ids.view(np.uint8).data)
+    found = digest(path.name.encode())
+    with write_atomically(path) as file:
+        for part in parts:
+            found = digest(part, found)
+            file.write(part)
+        file.write(found.encode())
+
+
+def _kept_ids(path: Path) -> Ids | None:
+    """A cached stream; None if there is none, or it is damaged."""
+    if not path.is_file():
+        return None
+    size = path.stat().st_size - _DIGEST_BYTES
+    found = digest(path.name.encode())
+    with open_regular(path) as file:
+        for begin in range(0, size, _READ_BYTES):
+            found = digest(file.read(min(_READ_BYTES, size - begin)), found)
+        is_whole = file.read().decode(errors="replace") == found
+    if not is_whole:
+        warnings.warn(
+            f"{path}: is damaged, or of an older version; the text is encoded anew",
+            MoERuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return np.load(path, mmap_mode="r" if size > _MOST_READ_BYTES else None, allow_pickle=False)
+
+
+def encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Ids:
+    """All documents as one stream, each followed by the end-of-text token.
+
+    A document has the tokens that the tokenizer puts around a text by itself, such as the one that
+    begins it (BOS).
+    """
+    encoder: Any = tokenizer
+    added = _added_tokens(tokenizer)
+    end = [] if added[-1:] == [encoder.eos_token_id] else [encoder.eos_token_id]
+    dtype = np.uint16 if len(encoder) <= 1 << 16 else np.uint32
+    pieces: list[npt.NDArray[Any]] = []
+    remaining = list(documents)
+    for start in range(0, len(remaining), _BATCH):
+        batch = remaining[start : start + _BATCH]
+        # verbose: a document longer than the context is no reason for a warning, it gets cut.
+        with blamed_on("the tokenizer cannot encode the text", ValueError):
+            encoded = encoder(batch, verbose=False)["input_ids"]
+        for ids in encoded:
+            pieces.append(np.array([*ids, *end], dtype=dtype))
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype)
+
+
+def _added_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int | None]:
+    """What a tokenizer puts around a text: the tokens before it, None, the tokens after it."""
+    encoder: Any = tokenizer
+    found = encoder.backend_tokenizer.encode("a")
+    pairs = list(zip(found.ids, found.special_tokens_mask, strict=True))
+    own = [number for number, (_, is_added) in enumerate(pairs) if not is_added]
+    if not own:
+        return [None]
+    before, after = pairs[: own[0]], pairs[own[-1] + 1 :]
+    return [*(token for token, _ in before), None, *(token for token, _ in after)]
+
+
+def _tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> bytes:
+    """What ids depend on; where nothing is put around a text, as before anything could be."""
+    backend: Any = tokenizer
+    added = _added_tokens(tokenizer)
+    around = "" if added == [None] else f"{added}"
+    return f"{backend.backend_tokenizer.to_str()}{backend.eos_token_id}{around}".encode()
+
+
+class WindowStream:
+    """The windows of one source, epoch after epoch.
+
+    Args:
+        context: C; a window is C + 1 tokens, inputs and targets overlap.
+        seed: seed of the orders; different for each source.
+
+    Raises:
+        ValueError: the stream is shorter than a window.
+    """
+
+    def __init__(self, ids: Ids, *, context: int, seed: Sequence[int]) -> None:
+        if len(ids) < context + 1:
+            raise ValueError(
+                f"expected at least {context + 1} tokens (context and the token after it), "
+                f"got {len(ids)}"
+            )
+        self._ids = ids
+        self._context = context
+        self._seed = tuple(seed)
+        # With any offset below C the last window must still be whole.
+        self.windows_per_epoch = max(1, (len(ids) - context) // context)
+        self._epoch = -1
+        self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._offset = 0
+
+    def window(self, number: int) -> npt.NDArray[np.int64]:
+        """The window of this number, counted over all epochs: `[C + 1]` ids."""
+        epoch, place = divmod(number, self.windows_per_epoch)
+        self._begin(epoch)
+        start = self._offset + int(self._order[place]) * self._context
+        return self._ids[start : start + self._context + 1].astype(np.int64)
+
+    def _begin(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        random = np.random.default_rng([*self._seed, epoch])
+        spare = len(self._ids) - self.windows_per_epoch * self._context - 1
+        self._offset = int(random.integers(min(spare, self._context - 1) + 1))
+        self._order = random.permutation(self.windows_per_epoch)
+        self._epoch = epoch
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """How far a run has come in its data: windows taken from each source."""
+
+    taken: tuple[int, ...]
+
+
+class Batches:
+    """Windows of all sources, mixed by weight.
+
+    The next window is of the source that is furthest behind its share; equal ones in the order
+    given. No randomness decides it, so the mixture is exact after every step.
+
+    Args:
+        weights: share of each source, by name; a source without one (0) counts by its size. Either
+            all sources have a weight or none.
+
+    Raises:
+        ValueError: a source is too short, or only some sources have a weight.
+    """
+
+    def __init__(
+        self,
+        streams: Mapping[str, Ids],
+        weights: Mapping[str, float],
+        *,
+        context: int,
+        seed: int,
+    ) -> None:
+        weighted = [name for name in streams if weights.get(name, 0) > 0]
+        if weighted and len(weighted) < len(streams):
+            missing = next(name for name in streams if name not in weighted)
+            raise ValueError(
+                f"source {missing!r} has no weight while {weighted[0]!r} has one; give every "
+                "source a weight, or none to mix them by size"
+            )
+        self._windows: list[WindowStream] = []
+        for number, (name, ids) in enumerate(streams.items()):
+            try:
+                self._windows.append(WindowStream(ids, context=context, seed=(seed, number)))
+            except ValueError as error:
+                raise ValueError(f"source {name!r} is too short: {error}") from None
+        shares = [weights[name] if weighted else len(ids) for name, ids in streams.items()]
+        self._shares = [share / sum(shares) for share in shares]
+        self._taken = [0] * len(self._windows)
+
+    @property
+    def position(self) -> DataPosition:
+        """How far the batches have come."""
+        return DataPosition(tuple(self._taken))
+
+    def seek(self, position: DataPosition) -> None:
+        """Goes on from a position.
+
+        Raises:
+            ValueError: it counts another number of sources.
+        """
+        if len(position.taken) != len(self._windows):
+            raise ValueError(
+                f"expected the position of {len(self._windows)} sources, got {len(position.taken)}"
+            )
+        self._taken = list(position.taken)
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Windows of all sources together, each once."""
+        return sum(stream.windows_per_epoch for stream in self._windows)
+
+    def draw(self, num_windows: int) -> npt.NDArray[np.int64]:
+        """The next windows, `[N, C + 1]` ids."""
+        return np.stack([self._next() for _ in range(num_windows)])
+
+    def _next(self) -> npt.NDArray[np.int64]:
+        total = sum(self._taken) + 1
+        behind = [
+            share * total - taken for share, taken in zip(self._shares, self._taken, strict=True)
+        ]
+        source = behind.index(max(behind))
+        window = self._windows[source].window(self._taken[source])
+        self._taken[source] += 1
+        return window
+
+
+def shorten(windows: npt.NDArray[np.int64], context: int) -> npt.NDArray[np.int64]:
+    """Cuts windows into shorter ones that predict the same tokens.
+
+    Args:
+        windows: `[N, C + 1]`.
+
+    Returns:
+        `[N * C / c, c + 1]`; neighbours share the token at which they were cut.
+    """
+    full = windows.shape[1] - 1
+    starts = np.arange(0, full, context)
+    columns = starts[:, None] + np.arange(context + 1)
+    return windows[:, columns].reshape(-1, context + 1)
+
+
+def held_out_windows(ids: Ids, *, context: int, most_tokens: int) -> npt.NDArray[np.int64]:
+    """Consecutive windows of held-out text, each token predicted at most once: `[N, C + 1]`.
+
+    Fewer than `context + 1` tokens give no window.
+    """
+    num_windows = min(max(0, len(ids) - 1) // context, max(1, most_tokens // context))
+    starts = np.arange(num_windows) * context
+    columns = starts[:, None] + np.arange(context + 1)
+    return ids[columns.reshape(-1)].astype(np.int64).reshape(num_windows, context + 1)
+
+
+def windows_of(
+    streams: Mapping[str, TokenStreams], config: LoopConfig
+) -> tuple[Batches, dict[str, npt.NDArray[np.int64]]]:
+    """What a run trains on, and held-out windows by source."""
+    batches = Batches(
+        {name: stream.training for name, stream in streams.items()},
+        {name: source.weight for name, source in config.data.sources.items()},
+        context=config.data.context,
+        seed=config.run.seed,
+    )
+    held_out = {
+        name: held_out_windows(
+            stream.held_out, context=config.data.context, most_tokens=config.run.evaluate_tokens
+        )
+        for name, stream in streams.items()
+    }
+    return batches, held_out
+
+
+def check_groups(
+    num_groups: int, data: DataConfig, held_out: Mapping[str, npt.NDArray[np.int64]]
+) -> None:
+    """Refuses groups of tokens (GShard) that would not divide some batch of the run.
+
+    Args:
+        held_out: windows by source, which are measured in batches as large and a smaller last one.
+
+    Raises:
+        ValueError: the number does not divide the tokens of a batch, which is named.
+    """
+    rows = data.windows_per_micro_batch
+    batches = {"a micro-batch": rows}
+    for name, windows in held_out.items():
+        batches[f"the last part of the held-out text of {name!r}"] = len(windows) % rows
+    for what, num_windows in batches.items():
+        num_tokens = num_windows * data.context
+        if num_tokens % num_groups:
+            raise ValueError(
+                f"num_groups ({num_groups}) must divide the {num_tokens} tokens of {what}; "
+                f"a divisor of data.context ({data.context}) always does"
+            )

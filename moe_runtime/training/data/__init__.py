@@ -1,1 +1,0 @@
-"""Text, tokens and the batches that are drawn from them."""

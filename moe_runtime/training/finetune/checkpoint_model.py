@@ -1,0 +1,319 @@
+"""A checkpoint of transformers as a model that the training loop can train.
+
+What a fine-tuning run leaves: a checkpoint like the first one, or adapters beside a frozen one.
+
+Adapters are never merged into weights that are quantised or packed: merging would round the weights
+once more. They are written as PEFT reads them, for the checkpoint as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
+from moe_runtime.checkpoints.dense_weights import load_dense
+from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.export import LikeCheckpoint
+from moe_runtime.checkpoints.gguf.families import SplitProjection
+from moe_runtime.digests import write_digests
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.files import write_text
+from moe_runtime.folders import replace_folder
+from moe_runtime.inference.budget import widest_head
+from moe_runtime.models.lm.model import Losses
+from moe_runtime.training.finetune.settings import FinetuneConfig, LoraConfig
+from moe_runtime.training.offload.frozen import ExpertAdapters
+from moe_runtime.training.offload.handle import trained_around_experts
+from moe_runtime.training.offload.memory import SPARE_BYTES, expert_buffer_bytes
+from moe_runtime.training.offload.site import ExpertsModuleSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class CheckpointModel(nn.Module):
+    """A causal language model of transformers, as the loop wants it.
+
+    Its state is what is trained; the rest is in the checkpoint that it was loaded from.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        config = model.config.get_text_config()
+        self._with_router = bool(getattr(config, "output_router_logits", False))
+        self._router_scale = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
+
+    def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
+        """Mean cross-entropy of the tokens, and the gates' loss where the model has one."""
+        out: Any = self.model(input_ids=ids_BC, use_cache=False)
+        logits = out.logits.float().flatten(0, 1)
+        loss = cross_entropy(logits, targets_BC.flatten())
+        auxiliary = loss.new_zeros(())
+        if self._with_router and getattr(out, "aux_loss", None) is not None:
+            auxiliary = self._router_scale * out.aux_loss
+        return Losses(loss, auxiliary)
+
+    def after_step(self, *, skipped: bool = False) -> None:
+        """Nothing changes but by gradients."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The trained parameters that are in memory."""
+        return {name: p.detach() for name, p in trained_around_experts(self.model).items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Takes up what `state_dict` gave."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state_dict[name])
+
+
+def load_around_experts(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    experts: ExpertMap,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> None:
+    """As `load_dense`, for a model whose experts modules stay, on the meta device.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as `load_dense`.
+    """
+    for module in experts.modules:
+        model.set_submodule(module.name, nn.Identity())
+    try:
+        load_dense(model, checkpoint, experts, device, progress)
+    finally:
+        for module in experts.modules:
+            model.set_submodule(module.name, module.module)
+
+
+def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """Puts PEFT's adapters on the linear layers of attention that transformers has too.
+
+    Returns:
+        Their names.
+
+    Raises:
+        ValueError: PEFT is not installed, or no linear layer belongs to attention.
+    """
+    try:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+    except ImportError:
+        raise ValueError(
+            "adapters on attention need the package peft: pip install 'moe-runtime[finetune]', "
+            "or give adapters to the experts alone"
+        ) from None
+    modules = dict(model.named_modules())
+    split = tuple(name for name, module in modules.items() if isinstance(module, SplitProjection))
+    names = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and re.search(r"att(n|ention)", name)
+        if not name.startswith(split)
+    ]
+    if not names:
+        raise ValueError(
+            f"{model.config.model_type} has no linear layers in its attention; give adapters to "
+            "the experts alone"
+        )
+    alpha: Any = lora.scale * lora.rank
+    settings = PeftConfig(r=lora.rank, lora_alpha=alpha, target_modules=names)
+    inject_adapter_in_model(settings, model)
+    for path, module in model.named_modules():
+        if ".lora_" in path:
+            # beside a base in half precision, adapters are trained in full
+            for name, parameter in [*module.named_parameters(recurse=False)]:
+                setattr(module, name, nn.Parameter(parameter.detach().float()))
+    return names
+
+
+class MergedAdapters:
+    """A `with` block in which attention's adapters are parts of the weights beside them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._layers = [m for m in model.modules() if hasattr(m, "get_base_layer")]
+        self._before: list[Tensor] = []
+
+    def __enter__(self) -> dict[str, Tensor]:
+        """Merges; returns the model's state, where it lies, under the names without adapters."""
+        for layer in self._layers:
+            base: Any = layer.get_base_layer()  # type: ignore[operator]
+            self._before.append(base.weight.detach().clone())
+            layer.merge()  # type: ignore[operator]
+        state = self._model.state_dict()
+        return {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in state.items()
+            if ".lora_" not in name and ".adapters." not in name
+        }
+
+    def __exit__(self, *_: object) -> None:
+        for layer, before in zip(self._layers, self._before, strict=True):
+            layer.unmerge()  # type: ignore[operator]
+            # taking the product away again would leave rounding behind
+            layer.get_base_layer().weight.data.copy_(before)  # type: ignore[operator]
+        self._before.clear()
+
+
+def activation_bytes(
+    config: PreTrainedConfig, tokens: int, num_parts: int, *, top_k: int, recompute: bool
+) -> int:
+    """What the forward and backward pass of a step takes, counted from the model's shape.
+
+    All micro-batches of a step are in memory at once, because they meet at the experts; only one
+    of them has logits at a time.
+
+    Args:
+        top_k: experts that a token visits in a layer.
+    """
+    text = config.get_text_config()
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    heads, head_dim = text.num_attention_heads, widest_head(config)
+    widths = [getattr(text, n, None) for n in ("moe_intermediate_size", "intermediate_size")]
+    width = next((int(w) for w in widths if isinstance(w, int)), 4 * hidden)
+    routed = 2 * width * top_k
+    # a norm keeps three copies in fp32, projections one, rotation and attention four of the heads
+    layer = 4 * (12 * hidden + 8 * heads * head_dim + routed + 2 * width)
+    kept = layers * (4 * hidden if recompute else layer)
+    experts = expert_buffer_bytes(tokens, hidden, width) + (layer * tokens if recompute else 0)
+    # logits, their copy in fp32 and the gradients of both
+    logits = 4 * 4 * text.vocab_size * -(-tokens // num_parts)
+    temporary = 4 * 6 * hidden
+    return int(1.25 * (tokens * (kept + temporary) + max(experts, logits))) + SPARE_BYTES
+
+
+def trained_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """Weights, gradients and moments of parameters in fp32."""
+    return 16 * sum(parameter.numel() for parameter in parameters)
+
+
+def require_positions(config: PreTrainedConfig, context: int) -> None:
+    """Refuses sequences that are longer than the model's positions go.
+
+    Raises:
+        ValueError: they are.
+    """
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and context > most:
+        raise ValueError(f"context must be at most {most}, the model's positions, got {context}")
+
+
+def float_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that can have gradients."""
+    return [p for p in model.parameters() if torch.is_floating_point(p)]
+
+
+def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:
+    """Refuses to train, or to merge into, weights that have to stay as they are.
+
+    Raises:
+        UnsupportedModelError: every parameter of a quantised or packed checkpoint is to be trained.
+        ValueError: its adapters are to be merged.
+    """
+    if checkpoint.is_plain:
+        return
+    if config.lora is None:
+        raise UnsupportedModelError(
+            f"{checkpoint.folder}: quantised and packed weights, and those of GGUF files, stay as "
+            "they are, so adapters alone can be trained beside them: give --lora RANK, or take a "
+            "plain checkpoint in bf16, fp16 or fp32"
+        )
+    if config.export_dtype != "auto":
+        raise ValueError(
+            f"{checkpoint.folder}: adapters are not merged into quantised or packed weights; "
+            f"leave the export dtype {config.export_dtype} out, and they are written by themselves"
+        )
+
+
+def exporter_for(
+    model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap
+) -> LikeCheckpoint | None:
+    """What writes checkpoints like the first one; None where only adapters are written.
+
+    Raises:
+        UnsupportedModelError: the family cannot be written again.
+    """
+    return LikeCheckpoint(model, checkpoint, experts) if checkpoint.is_plain else None
+
+
+def write_adapters(
+    folder: Path,
+    model: PreTrainedModel,
+    sites: Sequence[ExpertsModuleSpec],
+    lora: LoraConfig,
+    base: str,
+) -> None:
+    """Writes trained adapters, in fp32, as `PeftModel.from_pretrained` reads them.
+
+    Args:
+        folder: replaced once the new one is whole.
+
+    Raises:
+        OSError: it cannot be written; an older one stays as it was.
+    """
+    tensors = {
+        name.replace(".default.weight", ".weight"): parameter.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name
+    }
+    modules = sorted({name.partition(".lora_")[0] for name in tensors})
+    parameters: list[str] = []
+    if "experts" in lora.places:
+        for site in sites:
+            adapters = model.get_submodule(f"{site.name}.adapters")
+            assert isinstance(adapters, ExpertAdapters)
+            parameters += [f"{site.name}.{name}" for name in adapters.names]
+            tensors |= _of_experts(site, adapters)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.scale * lora.rank,
+        "target_modules": modules,
+        "target_parameters": parameters,
+    }
+    with replace_folder(folder) as new:
+        named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+        try:
+            save_file(named, new / "adapter_model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder}: the adapters cannot be written: {error}") from error
+        write_text(new / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+        write_digests(new, ["adapter_config.json", "adapter_model.safetensors"])
+
+
+def _of_experts(site: ExpertsModuleSpec, adapters: ExpertAdapters) -> dict[str, Tensor]:
+    """Adapters of stacked parameters, under the names that PEFT has for them.
+
+    PEFT wraps a module once for each of its adapted parameters, the first one innermost. Its `A` is
+    `[E * rank, in]`; the columns of its `B`, `[out, rank * E]`, alternate between experts.
+    """
+    found: dict[str, Tensor] = {}
+    for depth, name in enumerate(_in_order(site, adapters)):
+        first, second = (adapters.get_parameter(f"{name}_{part}").detach().cpu() for part in "AB")
+        place = site.name + ".base_layer" * (len(adapters.names) - 1 - depth)
+        found[f"{place}.lora_A.weight"] = first.flatten(0, 1)
+        found[f"{place}.lora_B.weight"] = second.permute(1, 2, 0).flatten(1).contiguous()
+    return found
+
+
+def _in_order(site: ExpertsModuleSpec, adapters: ExpertAdapters) -> Iterator[str]:
+    """Adapted parameters in the order in which the module has them."""
+    for name, _ in site.module.named_parameters(recurse=False):
+        if name in adapters.names:
+            yield name

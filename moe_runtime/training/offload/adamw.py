@@ -1,0 +1,407 @@
+"""Settings of the optimizer of offloaded training, and the scale of its losses.
+
+Steps of AdamW on one expert's record: with a gradient, or those that it missed.
+
+An expert without tokens has the gradient zero, and ordinary AdamW still moves it: moments decay,
+the weights follow the first moment and decay. Those steps depend on nothing but the record and the
+learning rates, so they can be made up for when the expert is next needed (`dense_exact`), in the
+same arithmetic and hence to the same bits.
+
+With a rank, moments belong to the gradient's part in a subspace (GaLore): `R = P^T G` for a matrix
+that is wide and `R = G P` for one that is tall, a step of Adam on `R`, and its result projected
+back, times a factor, is the step of the matrix; weight decay acts on the matrix. `P` holds the
+singular vectors of the gradient with the largest singular values. It is chosen anew when the expert
+itself had a number of updates, because rare experts see few gradients; moments stay as they are.
+
+Sources: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019); the arithmetic is
+that of `torch.optim.AdamW(fused=True)`. Zhao et al., "GaLore: Memory-Efficient LLM Training by
+Gradient Low-Rank Projection" (2024).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from moe_runtime.config import nearest, require_types
+from moe_runtime.training.checkpoint import AMOUNT, COUNT, require_kinds
+from moe_runtime.training.offload.dense_adamw import DenseAdamW
+from moe_runtime.training.offload.moments import CHUNK_ELEMENTS, MomentStorage
+from moe_runtime.training.offload.records import (
+    ExpertTensor,
+    MomentSpan,
+    RecordLayout,
+    Sections,
+    StateFormat,
+)
+
+Untouched = Literal["dense_exact", "sparse_skip"]
+Clip = Literal["two_phase", "delayed"]
+
+NUMBER = (int, float)
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("lr", "eps", "weight_decay", "clip_norm", "galore_scale"), NUMBER),
+    **dict.fromkeys(("galore_rank", "galore_refresh"), (int,)),
+    "betas": (tuple, list),
+    "delayed_update_after": (int, type(None)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamW:
+    """Settings of the optimizer.
+
+    Values out of range raise a `ValueError`, those of another type a `TypeError`.
+
+    Attributes:
+        lr: learning rate of steps that name no other.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay of matrices; norms and biases do not decay.
+        clip_norm: largest global norm of the gradients; 0 does not clip.
+        clip: `two_phase` knows the norm of this step's gradients before any expert is updated, so
+            gradients wait in the expert's tier until the backward pass is over. `delayed` scales by
+            the norm of the step before (not at all in the first), and updates at once.
+        untouched: experts that got no tokens: `dense_exact` treats their gradient as zero, as an
+            optimizer of stacked parameters does; `sparse_skip` leaves them as they are, moments and
+            step count included, as `torch.optim.AdamW` leaves a parameter without gradient.
+        loss_scale: what losses are multiplied by before, and gradients divided by after the
+            backward pass; `"dynamic"` halves it after every skipped step and doubles it after
+            2,000 good ones, beginning with 65,536.
+        delayed_update_after: steps after which experts' updates come one step late (ZeRO-Offload):
+            from then on a step updates experts with the gradients of the step before, inside the
+            backward pass also where a norm has to be known first. Parameters that stay with the
+            model are updated at once, and the last gradients of a run are not used. None never
+            delays; the paper waits for 40 steps.
+        moments: how experts' moments are stored: `full` in the parameters' dtype; `bf16` rounded
+            without bias; `fp8` with COAT's dynamic range expansion, 1 1/16 bytes
+            an element. Only `full` gives the bits of AdamW in memory.
+        galore_rank: experts' matrices have moments in a subspace of this rank (GaLore); 0 for none.
+        galore_scale: factor of the steps that come out of a subspace.
+        galore_refresh: an expert's updates after which its subspaces are chosen anew.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_norm: float = 0.0
+    clip: Clip = "two_phase"
+    untouched: Untouched = "dense_exact"
+    loss_scale: float | Literal["dynamic"] = 1.0
+    delayed_update_after: int | None = None
+    moments: MomentStorage = "full"
+    galore_rank: int = 0
+    galore_scale: float = 0.25
+    galore_refresh: int = 200
+
+    def __post_init__(self) -> None:
+        require_types(_TYPES, {name: getattr(self, name) for name in _TYPES})
+        betas = {f"betas[{place}]": beta for place, beta in enumerate(self.betas)}
+        require_types(dict.fromkeys(betas, NUMBER), betas)
+        if not (self.lr >= 0 and math.isfinite(self.lr)):
+            raise ValueError(f"lr must be at least 0, got {self.lr}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+        for name in ("weight_decay", "clip_norm", "eps"):
+            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        known = {"clip": Clip, "untouched": Untouched, "moments": MomentStorage}
+        for name, choices in known.items():
+            if (value := getattr(self, name)) not in get_args(choices):
+                raise ValueError(f"{name} is {value!r}; {nearest(str(value), get_args(choices))}")
+        if self.delayed_update_after is not None and self.delayed_update_after < 0:
+            raise ValueError(
+                f"delayed_update_after must be at least 0, got {self.delayed_update_after}"
+            )
+        if self.galore_rank < 0:
+            raise ValueError(f"galore_rank must be at least 0, got {self.galore_rank}")
+        if self.galore_refresh < 1:
+            raise ValueError(f"galore_refresh must be at least 1, got {self.galore_refresh}")
+        if not (self.galore_scale > 0 and math.isfinite(self.galore_scale)):
+            raise ValueError(f"galore_scale must be positive, got {self.galore_scale}")
+        if self.loss_scale != "dynamic" and not (
+            isinstance(self.loss_scale, int | float) and 0 < self.loss_scale < math.inf
+        ):
+            raise ValueError(
+                f"loss_scale must be a positive number or 'dynamic', got {self.loss_scale!r}"
+            )
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether no expert may be updated before all gradients are known."""
+        return self.clip_norm > 0 and self.clip == "two_phase"
+
+    @property
+    def state_format(self) -> StateFormat:
+        """What an expert's record holds under these settings."""
+        return StateFormat(
+            moments=self.moments,
+            rank=self.galore_rank,
+            keeps_gradient=self.delayed_update_after is not None,
+        )
+
+    def dense(self, named: Mapping[str, Tensor]) -> DenseAdamW:
+        """The optimizer of parameters that stay in memory."""
+        return DenseAdamW(
+            named, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
+        )
+
+    def is_delayed(self, step: int) -> bool:
+        """Whether a step (the first is 0) keeps its gradients for the step after."""
+        return self.delayed_update_after is not None and step >= self.delayed_update_after
+
+    def update_number(self, step: int) -> int | None:
+        """Which update of AdamW a step takes, counted from 1; None for the one that has none."""
+        if not self.is_delayed(step):
+            return step + 1
+        return None if step == self.delayed_update_after else step
+
+
+def bytes_of_step(layout: RecordLayout, settings: AdamW) -> tuple[int, int]:
+    """What an expert on the disk that got tokens has read and written in a step, at most.
+
+    Forward, its parameters are read. When its update is part of the backward pass, its state is
+    read and written there; when the norm of all gradients comes first, the backward pass reads the
+    parameters and writes the gradient, and the update reads everything and writes the state. With
+    delayed updates, once they have begun, the gradient is part of the state and nothing waits.
+    Parameters alone, in training without gradients, are read and written once; frozen ones are read
+    for either pass.
+    """
+    parameters, state = layout.bytes_of(Sections.PARAMETERS), layout.state_bytes
+    if not layout.trained:
+        return 2 * parameters, 0
+    if not layout.state.trains:
+        return parameters, parameters
+    if settings.waits_for_norm and settings.delayed_update_after is None:
+        gradient = layout.bytes_of(Sections.GRADIENT)
+        return 2 * parameters + state + gradient, gradient + state
+    return parameters + state, state
+
+
+class LossScale:
+    """The factor of the losses, and how it moves."""
+
+    def __init__(self, setting: float | Literal["dynamic"]) -> None:
+        self._is_dynamic = setting == "dynamic"
+        self.value = 65_536.0 if setting == "dynamic" else float(setting)
+        self._good_steps = 0
+
+    def after_step(self, *, was_skipped: bool) -> None:
+        """Halves after a skipped step, doubles after 2,000 good ones in a row, if dynamic."""
+        if not self._is_dynamic:
+            return
+        self._good_steps = 0 if was_skipped else self._good_steps + 1
+        if was_skipped:
+            self.value = max(1.0, self.value / 2)
+        elif self._good_steps == 2000:
+            self.value, self._good_steps = self.value * 2, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        require_kinds(state, {"value": AMOUNT, "good_steps": COUNT}, "the checkpoint's loss_scale")
+        self.value, self._good_steps = float(state["value"]), state["good_steps"]
+
+
+_MOMENTS = (Sections.MEAN, Sections.VARIANCE)
+
+
+class UpdateStep(NamedTuple):
+    """One step: its number for the bias correction, the first is 1, and its learning rate."""
+
+    number: int
+    rate: float
+
+
+def take_steps(
+    layout: RecordLayout,
+    record: Tensor,
+    settings: AdamW,
+    steps: Sequence[UpdateStep],
+    gradient: Tensor | None = None,
+    *,
+    refreshes: bool = False,
+) -> None:
+    """Takes steps in one pass over a record.
+
+    Args:
+        steps: in order.
+        gradient: of the first step, scaled: ``[used]``; None for zero, as it is in the others.
+        refreshes: the gradient's subspace is chosen anew first, where there is one.
+    """
+    if layout.state.rank:
+        _take_in_subspaces(layout, record, settings, steps, gradient, refreshes)
+        return
+    parameters = layout.flat(record, Sections.PARAMETERS)
+    is_one_pass = len(steps) == 1 and gradient is not None and layout.codec.is_exact
+    size = layout.used if is_one_pass else min(layout.used, CHUNK_ELEMENTS)
+    zeros = parameters.new_zeros(0 if is_one_pass else size)
+    for start in range(0, layout.used, size):
+        stop = min(layout.used, start + size)
+        for index, step in enumerate(steps):
+            has_gradient = index == 0 and gradient is not None
+            now = gradient[start:stop] if has_gradient else zeros[: stop - start]  # type: ignore[index]
+            mean, variance = _decode(layout, record, start, stop)
+            for part, decay in _parts(layout, settings, start, stop):
+                some = parameters[start:stop][part]
+                _adamw(some, now[part], mean[part], variance[part], settings, decay, step)
+            _encode(layout, record, (mean, variance), start, step)
+
+
+def _take_in_subspaces(
+    layout: RecordLayout,
+    record: Tensor,
+    settings: AdamW,
+    steps: Sequence[UpdateStep],
+    gradient: Tensor | None,
+    refreshes: bool,
+) -> None:
+    bases = layout.bases(record)
+    weights = layout.split(layout.flat(record, Sections.PARAMETERS))
+    gradients = [torch.zeros(())] * len(weights) if gradient is None else layout.split(gradient)
+    if refreshes and gradient is not None:
+        for basis, found in zip(bases, gradients, strict=True):
+            if basis is not None:
+                basis.copy_(leading_vectors(found, basis.shape[1]))
+    for index, step in enumerate(steps):
+        has_gradient = index == 0 and gradient is not None
+        moments = _decode(layout, record, 0, layout.num_moments)
+        for tensor, span, basis, weight, found in zip(
+            layout.trained, layout.spans, bases, weights, gradients, strict=True
+        ):
+            move = _low_rank_step(
+                layout, span, basis, found if has_gradient else None, moments, settings, step
+            )
+            _move(weight, tensor, move, basis, settings, step)
+        _encode(layout, record, moments, 0, step)
+
+
+def _low_rank_step(
+    layout: RecordLayout,
+    span: MomentSpan,
+    basis: Tensor | None,
+    gradient: Tensor | None,
+    moments: tuple[Tensor, Tensor],
+    settings: AdamW,
+    step: UpdateStep,
+) -> Tensor:
+    """What a step without decay adds to a tensor, or to its part in the subspace."""
+    size = span.stop - span.start
+    low = moments[0].new_zeros(size)
+    if gradient is not None:
+        part = gradient if basis is None else project(gradient, basis)
+        low[: part.numel()] = part.reshape(-1)
+    move = torch.zeros_like(low)
+    mean, variance = (moment[span.start : span.stop] for moment in moments)
+    _adamw(move, low, mean, variance, settings, 0.0, step)
+    return move[: math.prod(span.shape)].view(span.shape)
+
+
+def _move(
+    weight: Tensor,
+    tensor: ExpertTensor,
+    move: Tensor,
+    basis: Tensor | None,
+    settings: AdamW,
+    step: UpdateStep,
+) -> None:
+    if tensor.decays:
+        weight.mul_(1 - step.rate * settings.weight_decay)
+    if basis is None:
+        weight.add_(move)
+    elif weight.shape[0] <= weight.shape[1]:
+        weight.addmm_(basis, move, alpha=settings.galore_scale)
+    else:
+        weight.addmm_(move, basis.T, alpha=settings.galore_scale)
+
+
+def project(gradient: Tensor, basis: Tensor) -> Tensor:
+    """A matrix' part in a subspace of its smaller side: ``[r, n]`` or ``[m, r]``."""
+    is_wide = gradient.shape[0] <= gradient.shape[1]
+    return basis.T @ gradient if is_wide else gradient @ basis
+
+
+def leading_vectors(gradient: Tensor, rank: int) -> Tensor:
+    """Singular vectors of a matrix' smaller side with the largest singular values.
+
+    They are eigenvectors of the matrix' square, whose smaller size makes them many times cheaper
+    than a singular value decomposition; in fp64, where squaring loses nothing that fp32 had. Their
+    signs, which solvers leave to chance, are such that the largest component is positive.
+
+    Args:
+        gradient: ``[m, n]``.
+
+    Returns:
+        ``[min(m, n), rank]``, orthonormal columns.
+    """
+    matrix = gradient.double()
+    square = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+    vectors = torch.linalg.eigh(square).eigenvectors[:, -rank:].flip(1)
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    return (vectors * largest.sign()).to(gradient.dtype)
+
+
+def _decode(layout: RecordLayout, record: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    mean, variance = (
+        layout.codec.decode(layout.moment(record, section), start, stop, layout.dtype)
+        for section in _MOMENTS
+    )
+    return mean, variance
+
+
+def _encode(
+    layout: RecordLayout,
+    record: Tensor,
+    moments: tuple[Tensor, Tensor],
+    start: int,
+    step: UpdateStep,
+) -> None:
+    for salt, (section, values) in enumerate(zip(_MOMENTS, moments, strict=True)):
+        layout.codec.encode(values, layout.moment(record, section), start, step.number, salt)
+
+
+def _parts(
+    layout: RecordLayout, settings: AdamW, start: int, stop: int
+) -> Iterator[tuple[slice, float]]:
+    """The parts of some elements that decay and that do not, relative to the first."""
+    border = min(max(layout.decaying - start, 0), stop - start)
+    if border:
+        yield slice(0, border), settings.weight_decay
+    if border < stop - start:
+        yield slice(border, stop - start), 0.0
+
+
+def _adamw(
+    parameters: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    settings: AdamW,
+    decay: float,
+    step: UpdateStep,
+) -> None:
+    # the fused kernel of a device reads the step's number there
+    number = parameters.new_full((), float(step.number), dtype=torch.float32)
+    # what torch.optim.AdamW(fused=True) itself calls
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+        [parameters],
+        [gradient],
+        [mean],
+        [variance],
+        [],
+        [number],
+        lr=step.rate,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        weight_decay=decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=False,
+    )

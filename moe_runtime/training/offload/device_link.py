@@ -1,0 +1,399 @@
+"""Experts' weights on their way to a device that computes, and their gradients on the way back.
+
+Records lie in locked host memory. Weights cross on the tier's copy streams, from the record itself
+where products have its type, else from locked buffers in which they got the type of the products.
+Gradients come back on a stream of their own. The host goes on meanwhile: while the device computes
+with one expert, the next one's weights cross, and the gradients of the one before are taken into
+its record, where the CPU updates it. Nothing is read, written or given up before its event.
+
+Experts' parameters where they are computed with: what crosses the link, and what stays there.
+
+Records hold weights in fp32 in host memory. Products want them on a device, or in another type:
+then a copy crosses the link in the type of the products, and the gradient crosses it back. Some
+experts keep their copy on the device from one pass to the next; theirs is made anew only after
+their weights have changed. Where all do, products are in bf16 and every expert gets tokens, a step
+moves four bytes a parameter: its weights there, its gradient back. The copy is that of the same
+weights, so who keeps one changes no bit.
+
+Sources: Ren et al., "ZeRO-Offload" (2021) for this cut between what crosses and what does not;
+Hecate (2025) for who keeps a copy: the experts used most, chosen again as loads drift.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_runtime.lab.record_tiers import UseCounts, spread
+from moe_runtime.memory.device.device import Device, Event
+from moe_runtime.memory.device.device_layout import ALIGNMENT
+from moe_runtime.memory.reads import Priority
+from moe_runtime.memory.slab import Slab, aligned_bytes
+from moe_runtime.types import ExpertKey
+
+_MOST_TENSORS = 4
+"""Of an expert: two matrices and their biases."""
+
+_IN_TURN = 2
+"""Buffers of each kind: one is computed with while the other is filled or emptied."""
+
+DEVICE_BUFFERS = 2 * _IN_TURN + 1
+"""On the device: weights, gradients that cross, and one of a micro-batch before it is summed."""
+
+HOST_BUFFERS = 2 * _IN_TURN
+"""In locked host memory: weights and gradients in the type of the products."""
+
+
+class _Job(NamedTuple):
+    """What the host does once the device has come so far.
+
+    Attributes:
+        event: None for at once.
+        crosses: whether it empties a buffer of gradients.
+        ends: whether it is an expert's last.
+    """
+
+    event: Event | None
+    action: Callable[[], object]
+    crosses: bool
+    ends: bool
+
+
+class _Buffer:
+    """Memory of one expert's tensors.
+
+    Attributes:
+        memory: its bytes.
+        after: events behind which it may be written.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.after: Sequence[Any] = ()
+
+
+class DeviceLink:
+    """Both directions between records and a device, for one expert after another.
+
+    An expert's weights are brought, work is queued with them, its gradients are sent back, and
+    `let_go` ends its turn.
+
+    Args:
+        section_bytes: of the largest expert's parameters in the type of its record.
+
+    Raises:
+        CapacityError: memory cannot be had, or not be locked.
+    """
+
+    def __init__(self, device: Device, section_bytes: int, records: Slab) -> None:
+        self.device = device
+        device.pin(records.bytes, records.slot_bytes)
+        size = buffer_bytes(section_bytes)
+
+        def there() -> _Buffer:
+            return _Buffer(device.allocate(size))
+
+        def here() -> _Buffer:
+            memory = aligned_bytes(size)
+            device.pin(memory, size)
+            return _Buffer(memory)
+
+        self._weights = deque(there() for _ in range(_IN_TURN))
+        self._gradients = deque(there() for _ in range(_IN_TURN))
+        self._part = there()
+        self._staged_weights = deque(here() for _ in range(_IN_TURN))
+        self._staged_gradients = deque(here() for _ in range(_IN_TURN))
+        self._in_use: _Buffer | None = None
+        self._borrowed: Event | None = None
+        self._jobs: deque[_Job] = deque()
+        self._num_crossing = self._num_ends = 0
+
+    def keep(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Memory on the device for a copy that stays."""
+        return list(_carve(self.device.allocate(kept_bytes(tensors, dtype)), tensors, dtype))
+
+    def bring(
+        self, tensors: Sequence[Tensor], dtype: torch.dtype, into: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Queues the copy of an expert's weights; the current stream goes on behind it.
+
+        Args:
+            tensors: in the record, which must not change before `let_go` calls its action.
+            into: memory of `keep`; a buffer that is given up by `let_go` if omitted.
+        """
+        self.device.compute_here()
+        if into is None:
+            self._weights.rotate()
+            self._in_use = buffer = self._weights[0]
+            into, after = list(_carve(buffer.memory, tensors, dtype)), buffer.after
+        else:
+            after = [event for part in into for event in self.device.vacate(_bytes(part))]
+        sources, staged = list(tensors), None
+        if dtype != tensors[0].dtype:
+            self._staged_weights.rotate()
+            staged = self._staged_weights[0]
+            for event in staged.after:
+                event.synchronize()
+            sources = list(_carve(staged.memory, tensors, dtype))
+            for source, tensor in zip(sources, tensors, strict=True):
+                source.copy_(tensor)
+        parts = [(_bytes(a), _bytes(b)) for a, b in zip(sources, into, strict=True)]
+        event = self.device.copy(parts, after, Priority.DEMAND)
+        if staged is None:
+            self._borrowed = event
+        else:
+            staged.after = [event]
+        self.device.wait_here(event)
+        return list(into)
+
+    def gradients(self, like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Memory on the device for gradients that cross; the ones before the last have crossed."""
+        while self._num_crossing >= _IN_TURN:
+            self._do_first()
+        self._gradients.rotate()
+        return list(_carve(self._gradients[0].memory, like, dtype))
+
+    def part(self, like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Memory on the device for gradients of one micro-batch, which are summed there."""
+        return list(_carve(self._part.memory, like, dtype))
+
+    def send_back(self, found: Sequence[Tensor], targets: Sequence[Tensor], *, adds: bool) -> None:
+        """Queues the way back of gradients, behind what computes them.
+
+        Args:
+            targets: in the record; they have the gradients when `let_go` calls its action.
+            adds: to what they hold; else it is replaced.
+        """
+        arrivals = list(targets)
+        is_direct = not adds and found[0].dtype == targets[0].dtype
+        if not is_direct:
+            self._staged_gradients.rotate()
+            memory = self._staged_gradients[0].memory
+            arrivals = list(_carve(memory, targets, found[0].dtype))
+
+        def take() -> None:
+            if is_direct:
+                return
+            for target, arrival in zip(targets, arrivals, strict=True):
+                target.add_(arrival) if adds else target.copy_(arrival)
+
+        parts = [(_bytes(a), _bytes(b)) for a, b in zip(found, arrivals, strict=True)]
+        event = self.device.copy_back(parts)
+        self._jobs.append(_Job(event, take, crosses=True, ends=False))
+        self._num_crossing += 1
+
+    def let_go(self, action: Callable[[], object]) -> None:
+        """All work with an expert is queued: its buffer may be filled behind that.
+
+        Args:
+            action: gives the record up; called when nothing reads or writes it any more, at the
+                end of the next expert's turn at the latest.
+        """
+        if self._in_use is not None:
+            self._in_use.after = self.device.vacate(self._in_use.memory)
+            self._in_use = None
+        borrowed, self._borrowed = self._borrowed, None
+        self._jobs.append(_Job(borrowed, action, crosses=False, ends=True))
+        self._num_ends += 1
+        while self._num_ends > 1:
+            self._do_first()
+
+    def finish(self) -> None:
+        """Returns when all records have been given up."""
+        while self._jobs:
+            self._do_first()
+
+    def abandon(self) -> None:
+        """After an exception: nothing is copied any more, and no record is given up."""
+        self.device.drain()
+        self._jobs.clear()
+        self._num_crossing = self._num_ends = 0
+        self._borrowed = None
+        if self._in_use is not None:
+            self._in_use.after = self.device.vacate(self._in_use.memory)
+            self._in_use = None
+
+    def _do_first(self) -> None:
+        job = self._jobs[0]
+        if job.event is not None:
+            job.event.synchronize()
+        self._jobs.popleft()
+        self._num_crossing -= job.crosses
+        self._num_ends -= job.ends
+        job.action()
+
+
+def buffer_bytes(section_bytes: int) -> int:
+    """Of one buffer, whole pages, for parameters of so many bytes."""
+    unit = 4096
+    return -(-(section_bytes + _MOST_TENSORS * ALIGNMENT) // unit) * unit
+
+
+def kept_bytes(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
+    """What `DeviceLink.keep` takes."""
+    return sum(_aligned(tensor.numel() * dtype.itemsize) for tensor in tensors)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _carve(memory: Tensor, like: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Tensors of the shapes of others, one after another in memory."""
+    start = 0
+    for tensor in like:
+        size = tensor.numel() * dtype.itemsize
+        yield memory[start : start + size].view(dtype).view(tensor.shape)
+        start += _aligned(size)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@dataclass(slots=True)
+class LinkTraffic:
+    """Bytes between the tiers of experts and the device that computes, or between their types.
+
+    Attributes:
+        to_device_bytes: weights.
+        from_device_bytes: gradients.
+        kept_bytes: weights that were there already and did not cross.
+    """
+
+    to_device_bytes: int = 0
+    from_device_bytes: int = 0
+    kept_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Weights on the device, as they were after a step."""
+
+    step: int
+    tensors: list[Tensor]
+    num_bytes: int
+
+
+class ComputeCopies:
+    """Copies of experts' weights on the device, or in the type of products.
+
+    Args:
+        keys: all experts, in order.
+        num_bytes: that copies may take from one pass to the next; 0 keeps none.
+        link: to the device that computes; None where that is the CPU.
+    """
+
+    def __init__(
+        self, keys: Iterable[ExpertKey], num_bytes: int = 0, link: DeviceLink | None = None
+    ) -> None:
+        self.link = link
+        self.traffic = LinkTraffic()
+        self._keys = list(keys)
+        self._num_bytes = num_bytes
+        self.kept_bytes = 0
+        self._tiers: set[ExpertKey] | None = None
+        self._copies: dict[ExpertKey, _Copy] = {}
+        self._uses = UseCounts(self._keys)
+        self._used: set[ExpertKey] = set()
+
+    def weights(
+        self, key: ExpertKey, step: int, tensors: Sequence[Tensor], like: Tensor
+    ) -> list[Tensor]:
+        """An expert's weights on the device and in the type of `like`.
+
+        Args:
+            tensors: its weights in the record; returned as they are where nothing has to cross.
+        """
+        if not self._num_bytes and not crosses(tensors[0], like):
+            return list(tensors)
+        self._used.add(key)
+        size = sum(tensor.numel() for tensor in tensors) * like.element_size()
+        kept = self._copies.get(key)
+        is_alike = kept is not None and not crosses(kept.tensors[0], like)
+        if kept is not None and is_alike and kept.step == step:
+            self.traffic.kept_bytes += size
+            return kept.tensors
+        self.traffic.to_device_bytes += size
+        if kept is not None and is_alike:
+            self._bring(tensors, like, kept.tensors)
+            kept.step = step
+            return kept.tensors
+        self._drop(key)
+        room = size if self.link is None else kept_bytes(tensors, like.dtype)
+        if not self._is_resident(key, room):
+            return self._bring(tensors, like)
+        found = None if self.link is None else self.link.keep(tensors, like.dtype)
+        found = self._bring(tensors, like, found)
+        self._copies[key] = _Copy(step, found, room)
+        self.kept_bytes += room
+        return found
+
+    def _bring(
+        self, tensors: Sequence[Tensor], like: Tensor, into: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Weights in the type of `like` and where it is; in given memory, or for this use."""
+        if self.link is not None:
+            return self.link.bring(tensors, like.dtype, into)
+        if into is None:
+            return [tensor.to(like.device, like.dtype, copy=True) for tensor in tensors]
+        for ours, theirs in zip(into, tensors, strict=True):
+            ours.copy_(theirs)
+        return list(into)
+
+    def let_go(self, action: Callable[[], object]) -> None:
+        """All work with the last weights is queued; calls what gives their record up, once the
+        device needs it no more: soon."""
+        if self.link is None:
+            action()
+        else:
+            self.link.let_go(action)
+
+    def finish(self) -> None:
+        """Returns when every record has been given up."""
+        if self.link is not None:
+            self.link.finish()
+
+    def take_back(self, gradients: Sequence[Tensor]) -> None:
+        """Counts gradients that cross the link to their expert's tier."""
+        sizes = (gradient.numel() * gradient.element_size() for gradient in gradients)
+        self.traffic.from_device_bytes += sum(sizes)
+
+    def after_step(self) -> None:
+        """Counts who was used; the experts used most get the room of those used least."""
+        tiers = self._tiers
+        if tiers is None:
+            return
+        for arriving, leaving in self._uses.after_step(self._used, tiers.__contains__):
+            tiers.add(arriving)
+            tiers.remove(leaving)
+            self._drop(leaving)
+        self._used.clear()
+
+    def forget(self) -> None:
+        """Drops all copies: weights become what they were, or what a checkpoint has."""
+        if self.link is not None:
+            self.link.abandon()
+        self._copies.clear()
+        self.kept_bytes = 0
+        self._used.clear()
+
+    def _drop(self, key: ExpertKey) -> None:
+        if (copy := self._copies.pop(key, None)) is not None:
+            self.kept_bytes -= copy.num_bytes
+
+    def _is_resident(self, key: ExpertKey, size: int) -> bool:
+        if self._tiers is None:
+            count = min(len(self._keys), self._num_bytes // max(1, size))
+            self._tiers = set(spread(self._keys, count))
+        return key in self._tiers and self.kept_bytes + size <= self._num_bytes
+
+
+def crosses(tensor: Tensor, like: Tensor) -> bool:
+    """Whether a tensor is elsewhere, or of another type, than what computes with it."""
+    return tensor.dtype != like.dtype or tensor.device != like.device

@@ -1,0 +1,213 @@
+"""Which share of the optimizer's updates a GPU takes over from the CPU: every k-th subgroup.
+
+In the update phase a GPU has nothing to do. Of every `k` consecutive subgroups of parameters, one
+is brought to it, updated there and brought back, while the CPU updates the others. Transfers run in
+both directions at once, and each of the four resources takes its part of a period of `k`
+subgroups; the one with most to do decides. Because only so many subgroups fit on the device, a
+period also cannot be shorter than one subgroup's way there and back, divided by their number.
+
+Source: Maurya et al., "Deep Optimizer States" (2024). The equations of its performance model are
+not public in text form; these are our own, for its schedule.
+
+Updates of some experts on the device that computes, while the CPU updates others.
+
+One record at a time is away: its state and gradient go to the device, are updated there, and come
+back when the next record of the device is ready to go, or when it is asked for. On a GPU the copies
+and the update are queued on a stream of their own, so that the CPU goes on with other records.
+
+Source: Maurya et al., "Deep Optimizer States" (2024).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_runtime.training.offload.adamw import AdamW, UpdateStep, take_steps
+from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, Sections
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateSpeeds:
+    """Measured rates, and bytes of a parameter.
+
+    Attributes:
+        downcast_params_per_s: conversion of updated parameters on the CPU; infinite without any.
+        bytes_in: of a parameter that is updated on the GPU: its state.
+        host_bytes_in: of a parameter that was updated on the CPU: what the GPU computes with.
+        buffers: subgroups that fit on the GPU at once.
+    """
+
+    cpu_params_per_s: float
+    device_params_per_s: float
+    to_device_bytes_per_s: float
+    to_host_bytes_per_s: float
+    downcast_params_per_s: float = math.inf
+    bytes_in: int = 12
+    bytes_out: int = 12
+    host_bytes_in: int = 2
+    buffers: int = 2
+
+    def __post_init__(self) -> None:
+        rates = ("cpu", "device", "downcast")
+        names = [f"{rate}_params_per_s" for rate in rates]
+        for name in (*names, "to_device_bytes_per_s", "to_host_bytes_per_s", "buffers"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+def params_per_s(stride: int | None, speeds: UpdateSpeeds) -> float:
+    """Updates a second when every `stride`-th subgroup is the GPU's; None leaves it none."""
+    on_cpu_s = 1 / speeds.cpu_params_per_s + 1 / speeds.downcast_params_per_s
+    back_s = speeds.host_bytes_in / speeds.to_device_bytes_per_s
+    if stride is None:
+        return 1 / max(on_cpu_s, back_s)
+    there_s = speeds.bytes_in / speeds.to_device_bytes_per_s
+    to_host_s = speeds.bytes_out / speeds.to_host_bytes_per_s
+    update_s = 1 / speeds.device_params_per_s
+    others = stride - 1
+    period_s = max(
+        others * on_cpu_s,
+        there_s + others * back_s,
+        to_host_s,
+        update_s,
+        (there_s + update_s + to_host_s) / speeds.buffers,
+    )
+    return stride / period_s
+
+
+def best_stride(speeds: UpdateSpeeds, *, largest: int = 64) -> int | None:
+    """The stride with most updates a second; None when the CPU alone is as fast.
+
+    Args:
+        largest: stride beyond which the GPU is not worth its memory.
+    """
+    best = max(range(1, largest + 1), key=lambda stride: params_per_s(stride, speeds))
+    return best if params_per_s(best, speeds) > params_per_s(None, speeds) else None
+
+
+def takes_turns(stride: int | None) -> Iterator[bool]:
+    """For one subgroup after another: whether the GPU updates it."""
+    number = 0
+    while True:
+        number += 1
+        yield stride is not None and number % stride == 0
+
+
+_STATE_BYTES = 12
+_GRADIENT_BYTES = 4
+_TRIAL = RecordLayout([ExpertTensor("trial", (2**20,), True)], torch.float32)
+
+
+@dataclass(slots=True)
+class _Away:
+    record: Tensor
+    copy: Tensor
+    num_bytes: int
+    finish: Callable[[], None]
+
+
+class DeviceUpdates:
+    """Takes every `stride`-th update to a device.
+
+    Args:
+        device: where the model computes; any that torch knows.
+        stride: of how many updates one is the device's; None for none.
+
+    Attributes:
+        moved_bytes: to the device and back so far.
+    """
+
+    def __init__(self, device: torch.device, stride: int | None) -> None:
+        self.stride = stride
+        self.num_updates = self.moved_bytes = 0
+        self._device = device
+        self._turns = takes_turns(stride)
+        self._away: _Away | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def takes(
+        self,
+        layout: RecordLayout,
+        record: Tensor,
+        settings: AdamW,
+        step: UpdateStep,
+        *,
+        refreshes: bool,
+        finish: Callable[[], None],
+    ) -> bool:
+        """Begins the update of a record with its own gradient, if it is the device's turn.
+
+        Args:
+            record: with state and gradient, which is scaled already; not to be touched until
+                `finish` is called.
+            finish: called once the record is updated, by a later call of this or of `wait`.
+
+        Returns:
+            Whether it was begun.
+        """
+        if not next(self._turns):
+            return False
+        self.wait()
+        with torch.cuda.stream(self._stream):
+            copy = record[: layout.record_bytes].to(self._device, non_blocking=True, copy=True)
+            gradient = layout.flat(copy, Sections.GRADIENT)
+            take_steps(layout, copy, settings, [step], gradient, refreshes=refreshes)
+        self._away = _Away(record, copy, layout.state_bytes, finish)
+        self.num_updates += 1
+        self.moved_bytes += layout.record_bytes + layout.state_bytes
+        return True
+
+    def wait(self) -> None:
+        """Brings the record that is on the device back to its tier."""
+        away, self._away = self._away, None
+        if away is None:
+            return
+        with torch.cuda.stream(self._stream):
+            away.record[: away.num_bytes].copy_(away.copy[: away.num_bytes])
+        away.finish()
+
+
+def measure_speeds(device: torch.device) -> UpdateSpeeds:
+    """Rates of updates and copies, by short trials with a million parameters."""
+    record = torch.zeros(_TRIAL.record_bytes, dtype=torch.uint8)
+    if device.type == "cuda":
+        record = record.pin_memory()
+    away = record.to(device)
+
+    def seconds(work: Callable[[], object]) -> float:
+        best = float("inf")
+        for _ in range(3):
+            started = time.perf_counter()
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - started)
+        return max(best, 1e-9)
+
+    def update(target: Tensor) -> None:
+        gradient = _TRIAL.flat(target, Sections.GRADIENT)
+        take_steps(_TRIAL, target, AdamW(), [UpdateStep(1, 0.0)], gradient)
+
+    size = _TRIAL.record_bytes
+    return UpdateSpeeds(
+        cpu_params_per_s=_TRIAL.used / seconds(lambda: update(record)),
+        device_params_per_s=_TRIAL.used / seconds(lambda: update(away)),
+        to_device_bytes_per_s=size / seconds(lambda: away.copy_(record, non_blocking=True)),
+        to_host_bytes_per_s=size / seconds(lambda: record.copy_(away, non_blocking=True)),
+        bytes_in=_STATE_BYTES + _GRADIENT_BYTES,
+        bytes_out=_STATE_BYTES,
+        # what the device computes with is brought by the next forward pass, whoever updated it
+        host_bytes_in=0,
+        buffers=1,
+    )
+
+
+def planned_updates(device: torch.device) -> DeviceUpdates:
+    """Updates with the stride that measured speeds make the fastest."""
+    return DeviceUpdates(device, best_stride(measure_speeds(device)))

@@ -1,0 +1,387 @@
+"""Records on the disk: a preallocated file of equal slots, written past the page cache.
+
+The slowest tier: files of records, and the threads that read and write them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
+from moe_runtime.memory.reads import Block, Read, ReadQueue
+from moe_runtime.memory.slab import host_view
+from moe_runtime.memory.source import READ_BYTES, CheckpointFile
+from moe_runtime.training.offload.records import (
+    ORDER,
+    RecordLayout,
+    Sections,
+    Version,
+    checksum,
+    records_path,
+)
+from moe_runtime.types import ExpertKey
+
+
+class RecordFile(CheckpointFile):
+    """Slots of one size in one file; each is free or held, once or several times.
+
+    A slot that something durable refers to is never written: a new version of an expert goes to a
+    free slot. That is what makes a kill at any instant harmless.
+
+    Args:
+        path: the file; made if it is missing.
+        direct: go past the page cache where possible.
+
+    Raises:
+        CapacityError: the disk has not enough room.
+        CheckpointError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, slot_bytes: int, num_slots: int, *, direct: bool = True) -> None:
+        super().__init__(path, direct=direct)
+        self.slot_bytes = slot_bytes
+        self.num_slots = 0
+        self._holds: Counter[int] = Counter()
+        self._free: list[int] = []
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.close)
+            self._grow(max(num_slots, os.fstat(self._fd).st_size // slot_bytes))
+            opened.pop_all()
+
+    def take(self) -> int:
+        """A free slot, held once; the file grows when there is none.
+
+        Raises:
+            CapacityError: the disk is full.
+        """
+        if not self._free:
+            self._grow(self.num_slots + 1 + self.num_slots // 8)
+        slot = self._free.pop()
+        self._holds[slot] = 1
+        return slot
+
+    def hold(self, slot: int) -> None:
+        """Holds a slot once more, or takes a certain free one.
+
+        Raises:
+            CheckpointError: the file has no such slot.
+        """
+        if slot >= self.num_slots:
+            raise CheckpointError(
+                f"{self.path} is too short: it has {self.num_slots} records, the checkpoint names "
+                f"number {slot}"
+            )
+        if slot not in self._holds:
+            self._free.remove(slot)
+        self._holds[slot] += 1
+
+    def drop(self, slot: int) -> None:
+        """Lets go of a slot once; free when nothing holds it any more."""
+        self._holds[slot] -= 1
+        if self._holds[slot] == 0:
+            del self._holds[slot]
+            self._free.append(slot)
+
+    def write(self, offset: int, content: memoryview) -> int:
+        """Writes whole blocks.
+
+        Raises:
+            CapacityError: the disk is full.
+            CheckpointError: the disk reports another error.
+        """
+        done = 0
+        try:
+            while done < len(content):
+                moved = os.pwritev(self._fd, [content[done:]], offset + done)
+                if moved == 0:
+                    raise OSError(errno.EIO, "nothing was written")
+                done += moved
+        except OSError as error:
+            raise self._failure("write", error) from None
+        return done
+
+    def fetch(self, offset: int, into: memoryview) -> int:
+        """Reads whole blocks.
+
+        Raises:
+            CheckpointError: the file ends too early, or the disk reports an error.
+        """
+        try:
+            return self.read(offset, into, len(into))
+        except EOFError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error}") from None
+        except OSError as error:
+            raise self._failure("read", error) from None
+
+    def sync(self) -> None:
+        """Returns when what was written lies on the disk.
+
+        Raises:
+            CapacityError, CheckpointError: the disk reports an error.
+        """
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise self._failure("write", error) from None
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        if self.direct:
+            try:
+                return os.open(self.path, flags | os.O_DIRECT, 0o644)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # tmpfs and some network file systems know no direct I/O
+                self.direct = False
+        return os.open(self.path, flags, 0o644)
+
+    def _grow(self, num_slots: int) -> None:
+        size = num_slots * self.slot_bytes
+        try:
+            if size > os.fstat(self._fd).st_size:
+                os.posix_fallocate(self._fd, 0, size)
+        except OSError as error:
+            raise self._failure("write", error, f" of {format_bytes(size)}") from None
+        self._free.extend(range(num_slots - 1, self.num_slots - 1, -1))
+        self.num_slots = max(self.num_slots, num_slots)
+
+    def _failure(self, what: str, error: OSError, size: str = "") -> MoERuntimeError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return CapacityError(
+                f"no room on the disk for {self.path}{size}: {error.strerror}; "
+                "make some, or name another folder for the experts' states"
+            )
+        return CheckpointError(f"cannot {what} {self.path}: {error.strerror}")
+
+
+OpenFile = Callable[[Path, int, int], RecordFile]
+"""Opens a file of records: path, bytes of a slot, slots to allocate."""
+
+
+class Disk:
+    """Versions of records in `experts-*.records`, waiting gradients in `gradients-*.scratch`.
+
+    Args:
+        folder: where the files are; it must exist.
+        layouts: of every expert's record; each size of record has a file.
+        io_threads: reads and writes in flight at once.
+        direct: go past the page cache where possible.
+        open_file: opens the files; for tests that take a disk's place.
+
+    Raises:
+        CheckpointError: the folder is missing or cannot be written.
+        CapacityError: the disk has not enough room.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layouts: Mapping[ExpertKey, RecordLayout],
+        *,
+        io_threads: int = 4,
+        direct: bool = True,
+        open_file: OpenFile | None = None,
+    ) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"storage_dir {folder} is not a directory; make it first")
+        self.folder = folder
+        self._open = open_file or partial(RecordFile, direct=direct)
+        self._files: dict[int, RecordFile] = {}
+        self._scratch: dict[int, RecordFile] = {}
+        self._parking: dict[ExpertKey, int] = {}
+        self._parked: dict[ExpertKey, str] = {}
+        numbers = Counter(layout.state_bytes for layout in layouts.values())
+        with contextlib.ExitStack() as opened:
+            for layout in layouts.values():
+                size = layout.state_bytes
+                if size not in self._files:
+                    path = records_path(folder, layout)
+                    file = self._files[size] = self._open(path, size, numbers[size])
+                    opened.callback(file.close)
+            self._queue = ReadQueue(io_threads)
+            opened.pop_all()
+
+    def has_file(self, layout: RecordLayout) -> bool:
+        """Whether there is a file of such records."""
+        return layout.state_bytes in self._files
+
+    def take(self, layout: RecordLayout) -> int:
+        """A free slot for a new version."""
+        return self._files[layout.state_bytes].take()
+
+    def hold(self, layout: RecordLayout, slot: int) -> None:
+        """Keeps a version from being overwritten."""
+        self._files[layout.state_bytes].hold(slot)
+
+    def drop(self, layout: RecordLayout, slot: int) -> None:
+        """Lets go of a version."""
+        self._files[layout.state_bytes].drop(slot)
+
+    def read(
+        self,
+        key: ExpertKey,
+        layout: RecordLayout,
+        version: Version | None,
+        sections: Sections,
+        record: Tensor,
+        read: Read,
+    ) -> None:
+        """Starts to read sections into a record; another thread tells of the end.
+
+        The thread that reads the last block compares the sections with what was written.
+        """
+        blocks: list[Block] = []
+        slot = None if version is None else version.slot
+        for file, offset, content in self._ranges(key, layout, slot, sections, record):
+            blocks.extend(
+                partial(file.fetch, offset + begin, content[begin : begin + READ_BYTES])
+                for begin in range(0, len(content), READ_BYTES)
+            )
+        left = itertools.count(1 - len(blocks))
+
+        def move(block: Block) -> int:
+            moved = block()
+            if next(left) == 0:
+                self._compare(key, layout, version, sections, record)
+            return moved
+
+        self._queue.submit([partial(move, block) for block in blocks], read)
+
+    def _compare(
+        self,
+        key: ExpertKey,
+        layout: RecordLayout,
+        version: Version | None,
+        sections: Sections,
+        record: Tensor,
+    ) -> None:
+        """Compares sections that were read with what this run wrote.
+
+        Raises:
+            CheckpointError: the disk gave other bytes; names the file and the expert.
+        """
+        expected = {} if version is None else dict(version.sections)
+        if key in self._parked:
+            expected[Sections.GRADIENT] = self._parked[key]
+        for section in ORDER:
+            known = expected.get(section)
+            if section not in sections or known is None:
+                continue
+            if checksum(layout.section(record, section)) != known:
+                is_parked = section == Sections.GRADIENT
+                path = (
+                    self._parking_place(key, layout)[0].path
+                    if is_parked
+                    else records_path(self.folder, layout)
+                )
+                raise CheckpointError(
+                    f"{path}: expert {key.expert} of MoE layer {key.layer} is damaged: its "
+                    f"{section.name.lower() if section.name else section} is not what this run "
+                    "wrote there; check the disk, and go on from the last checkpoint"
+                )
+
+    def write(
+        self,
+        key: ExpertKey,
+        layout: RecordLayout,
+        version: Version | None,
+        sections: Sections,
+        record: Tensor,
+        write: Read,
+    ) -> None:
+        """Starts to write sections of a record: a new version, or a gradient that waits."""
+        blocks: list[Block] = []
+        if version is not None:
+            blocks.append(partial(_seal, layout, version, record))
+        if Sections.GRADIENT in sections:
+            blocks.append(partial(self._seal_gradient, key, layout, record))
+        slot = None if version is None else version.slot
+        for file, offset, content in self._ranges(key, layout, slot, sections, record):
+            blocks.extend(
+                partial(file.write, offset + begin, content[begin : begin + READ_BYTES])
+                for begin in range(0, len(content), READ_BYTES)
+            )
+        self._queue.submit(blocks, write)
+
+    def is_under_way(self, transfer: Read) -> bool:
+        """Whether a transfer was started and its end is still to be told."""
+        return self._queue.is_under_way(transfer)
+
+    def sync(self) -> None:
+        """Returns when all versions that were written lie on the disk."""
+        for file in self._files.values():
+            file.sync()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        files = [*self._files.values(), *self._scratch.values()]
+        return sum(file.num_slots * file.slot_bytes for file in files)
+
+    def close(self) -> None:
+        """Ends the threads and closes the files."""
+        self._queue.close()
+        for file in [*self._files.values(), *self._scratch.values()]:
+            file.close()
+
+    def _ranges(
+        self,
+        key: ExpertKey,
+        layout: RecordLayout,
+        slot: int | None,
+        sections: Sections,
+        record: Tensor,
+    ) -> Iterator[tuple[RecordFile, int, memoryview]]:
+        """File, offset and memory of each run of neighbouring sections."""
+        view = host_view(record)
+        if Sections.GRADIENT in sections:
+            first, last = layout.place_of(Sections.GRADIENT)
+            file, place = self._parking_place(key, layout)
+            yield file, place * file.slot_bytes, view[first:last]
+        wanted = [index for index, section in enumerate(ORDER[:3]) if section in sections]
+        if wanted:
+            assert slot is not None
+            file = self._files[layout.state_bytes]
+            for begin, end in _runs(wanted):
+                first, _ = layout.place_of(ORDER[begin])
+                _, last = layout.place_of(ORDER[end - 1])
+                yield file, slot * file.slot_bytes + first, view[first:last]
+
+    def _seal_gradient(self, key: ExpertKey, layout: RecordLayout, record: Tensor) -> int:
+        self._parked[key] = checksum(layout.section(record, Sections.GRADIENT))
+        return 0
+
+    def _parking_place(self, key: ExpertKey, layout: RecordLayout) -> tuple[RecordFile, int]:
+        size = layout.bytes_of(Sections.GRADIENT)
+        if size not in self._scratch:
+            self._scratch[size] = self._open(self.folder / f"gradients-{size}.scratch", size, 0)
+        file = self._scratch[size]
+        if key not in self._parking:
+            self._parking[key] = file.take()
+        return file, self._parking[key]
+
+
+def _seal(layout: RecordLayout, version: Version, record: Tensor) -> int:
+    version.digest, version.sections = layout.checksums(record)
+    return 0
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers, as first and one past the last."""
+    first = numbers[0]
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        if following != number + 1:
+            yield first, number + 1
+            if following is not None:
+                first = following

@@ -1,1 +1,0 @@
-"""Forward and backward passes over experts that are read as they are needed."""

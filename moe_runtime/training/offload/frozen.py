@@ -1,0 +1,607 @@
+"""Frozen experts in slots of a GPU: residents in one launch, arrivals in launches of their own.
+
+Shape suffixes: T tokens, E experts.
+
+Forward and backward passes through experts that are read from a checkpoint and never change.
+
+What is trained lies around them, and, if wanted, beside each of their matrices: adapters of low
+rank (LoRA). Experts have no optimizer states, and no file is written. Where a device computes,
+experts cross to its slots as they lie in the files, quantised ones packed; their values are written
+out there, and adapters are added there.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
+
+Shape suffixes: T tokens, K top-k, E experts, D model, F hidden.
+
+Training of what lies around experts that stay as the checkpoint has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moe_runtime.allocator import return_freed_blocks
+from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.expert_tensors import fill_matrices
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.inference.budget import peak_resident_bytes
+from moe_runtime.kernels.expert_mlp import StackedExperts
+from moe_runtime.kernels.expert_mlp.implementations.paths import resolve_path
+from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
+from moe_runtime.kernels.operands.activation import ActivationSpec
+from moe_runtime.memory.device.device_store import DeviceStore
+from moe_runtime.memory.store import ExpertStore
+from moe_runtime.training.offload.adamw import AdamW
+from moe_runtime.training.offload.dense_adamw import StepOptimizer, StepOutcome
+from moe_runtime.training.offload.device_link import LinkTraffic
+from moe_runtime.training.offload.handle import OffloadStats
+from moe_runtime.training.offload.memory import FrozenMemory
+from moe_runtime.training.offload.offloaded_experts import (
+    MicroBatchBarrier,
+    OffloadedTrainingExperts,
+    run_window,
+)
+from moe_runtime.training.offload.passes import LayerInput, Visits, visited
+from moe_runtime.training.offload.records import Traffic
+from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.types import ExpertKey
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.low_rank import LowRank
+    from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+
+
+class LowRankSource(Protocol):
+    """Adapters of a layer."""
+
+    def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
+        """Those of the first product and of the second, for rows like these."""
+        ...
+
+
+class SlottedPasses:
+    """Layers that kernels compute from the slots of a store, as many experts in a launch as are in
+    their slots.
+
+    What is resident is launched before the host knows which experts have rows; that is copied
+    beside it. Then what is missing is computed as it arrives.
+
+    Args:
+        adapters: of each layer; empty if the experts have none.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[ExpertsModuleSpec],
+        store: ExpertStore[Tensor],
+        adapters: Sequence[LowRankSource],
+    ) -> None:
+        self._sites = list(sites)
+        self._store = store
+        self._adapters = list(adapters)
+        self._fits: dict[tuple[int, torch.dtype], bool] = {}
+
+    def takes(self, layer: int, inputs: Sequence[LayerInput]) -> bool:
+        """Whether a layer is computed so: by Triton kernels, experts as plain as their rows."""
+        x_TD = inputs[0].x_TD
+        has_weights = all(entry.weights_TK is not None for entry in inputs)
+        if not has_weights or resolve_path(self._sites[layer].impl, x_TD) != "triton":
+            return False
+        place = (layer, x_TD.dtype)
+        if place not in self._fits:
+            self._fits[place] = self._do_fit(*place)
+        return self._fits[place]
+
+    def _do_fit(self, layer: int, dtype: torch.dtype) -> bool:
+        store, site = self._store, self._sites[layer]
+        if not isinstance(store, DeviceStore) or not store.has_stack(layer, dtype):
+            return False
+        assert store.stacks is not None, "the layer has a stack"
+        stack = store.stacks.stack(layer, np.full(site.num_experts, -1, np.int32))
+        return (
+            isinstance(stack, StackedExperts)
+            and isinstance(site.activation, ActivationSpec)
+            # rows of adapters lie as those of the module's parameters
+            and (stack.has_gate, stack.is_concatenated) == (site.has_gate, site.is_concatenated)
+        )
+
+    def forward(
+        self,
+        layer: int,
+        inputs: Sequence[LayerInput],
+        then: Sequence[ExpertKey] | None,
+        *,
+        keeps: bool,
+    ) -> tuple[list[SlottedTraining], list[Tensor]]:
+        """As `LayerExecutor.forward`; `then` are experts that will be wanted next, None for those
+        of this pass once more."""
+        from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
+
+        store, site = self._store, self._sites[layer]
+        assert isinstance(store, DeviceStore), "the layer has a stack"
+        assert isinstance(site.activation, ActivationSpec), "the layer has a stack"
+        calls = list[SlottedTraining]()
+        for x_TD, ids_TK, weights_TK in inputs:
+            assert weights_TK is not None, "rows are not sorted"
+            calls.append(
+                SlottedTraining(x_TD, ids_TK, weights_TK, site.num_experts, site.activation)
+            )
+        copies = [store.device.download(call.offsets_E1) for call in calls]
+        low = self._low_rank(layer, calls[0].x_TD)
+        for call in calls:
+            call.begin_forward(site.dim_preactivation, low, keeps=keeps)
+
+        def keys() -> list[ExpertKey]:
+            for call, (offsets_E1, copied) in zip(calls, copies, strict=True):
+                copied.synchronize()
+                call.set_bounds(offsets_E1.tolist())
+            return visited(layer, calls)
+
+        def add(experts: StackedExperts) -> None:
+            for call in calls:
+                call.forward(experts)
+
+        self._each(layer, keys, then, add)
+        return calls, [call.output() for call in calls]
+
+    def backward(
+        self,
+        layer: int,
+        calls: Sequence[SlottedTraining],
+        grads_TD: Sequence[Tensor],
+        then: Sequence[ExpertKey] | None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """As `LayerExecutor.backward`; `then` as of `forward`."""
+        low = self._low_rank(layer, calls[0].x_TD)
+        for call, grad_TD in zip(calls, grads_TD, strict=True):
+            call.begin_backward(grad_TD, low)
+
+        def add(experts: StackedExperts) -> None:
+            for call in calls:
+                call.backward(experts)
+
+        self._each(layer, lambda: visited(layer, calls), then, add)
+        return [call.input_gradients() for call in calls]
+
+    def _low_rank(self, layer: int, x_TD: Tensor) -> tuple[LowRank | None, LowRank | None]:
+        return self._adapters[layer].low_rank(x_TD) if self._adapters else (None, None)
+
+    def _each(
+        self,
+        layer: int,
+        keys_of: Callable[[], list[ExpertKey]],
+        then: Sequence[ExpertKey] | None,
+        add: Callable[[StackedExperts], None],
+    ) -> None:
+        """Gives every expert that has rows once, and reads ahead what will be wanted next, as slots
+        become free."""
+        store = self._store
+        assert isinstance(store, DeviceStore), "the layer has a stack"
+        residents = store.launch_residents(layer, add).experts
+        keys = keys_of()
+        then = keys if then is None else then
+        if not keys:
+            return
+        are_all = residents.issuperset(key.expert for key in keys)
+        with store.lease(keys, streaming=not are_all) as lease:
+            for group in lease:
+                if lease.all_started:
+                    store.read_ahead(then)
+                arrived = [key for key, _ in group if key.expert not in residents]
+                if arrived:
+                    add(store.stack_of(arrived))
+        store.read_ahead(then)
+
+
+ADAPTED = ("gate_up_proj", "up_proj", "down_proj")
+
+
+class ExpertAdapters(nn.Module):
+    """Adapters of low rank for the matrices of a layer's experts: `W + scale * B @ A`.
+
+    `A` is drawn as `nn.Linear` draws, `B` begins with zeros, so the model is what it was at first.
+
+    Args:
+        shapes: of one expert's part of each matrix, by its parameter's name, as they lie.
+        num_experts: `E`.
+        is_transposed: the summed dimension of the matrices comes first.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        num_experts: int,
+        *,
+        is_transposed: bool,
+        rank: int,
+        scale: float,
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self._is_transposed = is_transposed
+        self.names = tuple(shapes)
+        for name, shape in shapes.items():
+            out_dim, in_dim = reversed(shape) if is_transposed else shape
+            first = nn.Parameter(torch.empty(num_experts, rank, in_dim))
+            for expert in range(num_experts):
+                nn.init.kaiming_uniform_(first[expert], a=math.sqrt(5))
+            self.register_parameter(f"{name}_A", first)
+            self.register_parameter(
+                f"{name}_B", nn.Parameter(torch.zeros(num_experts, out_dim, rank))
+            )
+
+    def add_to(self, expert: int, named: Mapping[str, Tensor]) -> None:
+        """Adds an expert's adapters to a copy of its matrices."""
+        for name in self.names:
+            first, second = self._pair(name, expert)
+            self._by_rows(named[name]).addmm_(second, first, alpha=self.scale)
+
+    def accept(self, expert: int, gradients: Mapping[str, Tensor]) -> None:
+        """Takes gradients of the adapted matrices; adds to those of the adapters."""
+        for name in self.names:
+            first, second = self._pair(name, expert)
+            grad = self._by_rows(gradients[name]).to(first)
+            for parameter, found in (
+                (self.get_parameter(f"{name}_A"), second.T @ grad),
+                (self.get_parameter(f"{name}_B"), grad @ first.T),
+            ):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad[expert].add_(found, alpha=self.scale)
+
+    def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
+        """The adapters of the first product and of the second, for all experts at once.
+
+        Args:
+            x: whose dtype products have.
+        """
+        from moe_runtime.kernels.expert_mlp.low_rank import LowRank
+
+        first, down = (
+            LowRank(*(self.get_parameter(f"{name}_{part}") for part in "AB"), scale=self.scale, x=x)
+            for name in self.names
+        )
+        return first, down
+
+    def _pair(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
+        first, second = self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")
+        return first.detach()[expert], second.detach()[expert]
+
+    def _by_rows(self, matrix: Tensor) -> Tensor:
+        return matrix.T if self._is_transposed else matrix
+
+
+class FrozenPasses:
+    """Computes layers whose experts come out of a store, expert by expert.
+
+    In ascending order of experts in either direction, so sums do not depend on who was resident.
+    On a GPU, experts that are plain are computed by kernels that take whoever is in a slot.
+
+    Args:
+        experts: how they lie in the slots of the store.
+        store: fetches them to where they are computed; what it binds is the filled slot.
+        adapters: of each layer, where experts are computed; empty if the experts have none.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[ExpertsModuleSpec],
+        experts: ExpertMap,
+        store: ExpertStore[Tensor],
+        adapters: Sequence[ExpertAdapters],
+    ) -> None:
+        self._sites = list(sites)
+        self._experts = experts
+        self._store = store
+        self._adapters = list(adapters)
+        self._slotted = SlottedPasses(sites, store, adapters)
+        self._scratch: dict[tuple[object, ...], dict[str, Tensor]] = {}
+        self._last_visited: dict[int, list[ExpertKey]] = {}
+        self.visits = Visits()
+
+    def begin(self) -> None:
+        """Forgets the visits; what follows is a new window."""
+        self.visits = Visits()
+
+    def forward(
+        self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
+    ) -> tuple[list[Any], list[Tensor]]:
+        """One layer for all micro-batches that are there; as `LayerExecutor.forward`."""
+        turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
+        then = None if turns_back else self._last_visited.get(layer + 1, [])
+        compute = self._slotted.forward if self._slotted.takes(layer, inputs) else self._forward
+        calls, outputs = compute(layer, inputs, then, keeps=keeps)
+        if is_visit:
+            keys = visited(layer, calls)
+            self.visits.layers.append((layer, keys))
+            self._last_visited[layer] = keys
+        if not keeps:
+            self.finish()
+        return calls, outputs
+
+    def _forward(
+        self,
+        layer: int,
+        inputs: Sequence[LayerInput],
+        then: Sequence[ExpertKey] | None,
+        *,
+        keeps: bool,
+    ) -> tuple[list[StreamedExperts], list[Tensor]]:
+        """Expert by expert; `then` as of `SlottedPasses.forward`."""
+        site = self._sites[layer]
+        calls = [
+            StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
+            for x, ids, weights in inputs
+        ]
+        for call in calls:
+            call.begin_forward(site.dim_preactivation, keeps=keeps)
+        with contextlib.closing(self._each(visited(layer, calls), then, calls)) as experts:
+            for key, weights in experts:
+                for call in calls:
+                    if call.num_rows(key.expert):
+                        call.forward(key.expert, weights)
+        return calls, [call.output() for call in calls]
+
+    def backward(
+        self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Gradients of a layer's inputs and gate weights; the adapters take their own."""
+        while self.visits.layers and self.visits.layers[-1][0] >= layer:
+            self.visits.layers.pop()
+        # the next window begins with the layer that this one ends with
+        before = self.visits.layers[-1][1] if self.visits.layers else None
+        if not isinstance(calls[0], StreamedExperts):
+            return self._slotted.backward(layer, calls, grads_TD, before)
+        for call, grad_TD in zip(calls, grads_TD, strict=True):
+            call.begin_backward(grad_TD)
+        with contextlib.closing(self._each(visited(layer, calls), before, calls)) as experts:
+            for key, weights in experts:
+                for call in calls:
+                    if call.num_rows(key.expert):
+                        self._step_back(key, call, weights)
+        return [call.input_gradients() for call in calls]
+
+    def _step_back(self, key: ExpertKey, call: StreamedExperts, weights: StackedExperts) -> None:
+        """One expert's part of the gradients of one call."""
+        if not self._adapters:
+            call.backward(key.expert, weights, None)
+            return
+        named = self._tensors(key.layer, "gradient", weights.dtype, weights.device)
+        found = self._sites[key.layer].stacked(list(named), list(named.values()))
+        call.backward(key.expert, weights, found.tensors())
+        self._adapters[key.layer].accept(key.expert, named)
+
+    def finish(self) -> None:
+        """Returns when no product is queued behind a copy to a device that may still fail.
+
+        Raises:
+            MoERuntimeError: one has failed, and what was computed with it is void.
+        """
+        if isinstance(self._store, DeviceStore):
+            self._store.fetcher.finish_used()
+
+    def abandon(self) -> None:
+        """After an exception: all that was computed is void, and no copy of it is told of later."""
+        with contextlib.suppress(MoERuntimeError):
+            self.finish()
+
+    def expert(self, key: ExpertKey) -> dict[str, Tensor]:
+        """A copy of one expert's parameters on the host in fp32, adapters included, by name."""
+        found: dict[str, Tensor] = {}
+        with self._store.lease([key], streaming=True) as lease:
+            for group in lease:
+                for _, slot in group:
+                    named = self._adapted(key, slot)
+                    found = {name: t.to("cpu", copy=True) for name, t in named.items()}
+        self.finish()
+        return found
+
+    def stacked(self, layer: int, name: str) -> Tensor:
+        """A copy of one parameter as the layer's module had it, experts first."""
+        experts = range(self._sites[layer].num_experts)
+        return torch.stack([self.expert(ExpertKey(layer, e))[name] for e in experts])
+
+    def _each(
+        self,
+        keys: Sequence[ExpertKey],
+        then: Sequence[ExpertKey] | None,
+        calls: Sequence[StreamedExperts],
+    ) -> Generator[tuple[ExpertKey, StackedExperts], None, None]:
+        """Experts with their adapters, in order, while the next ones are read."""
+        then = keys if then is None else then
+        for place, key in enumerate(keys):
+            with self._store.lease([key], streaming=True) as lease:
+                self._store.read_ahead([*keys[place + 1 :], *then])
+                for group in lease:
+                    for _, slot in group:
+                        yield key, self._weights(key, slot, calls[0].x_TD)
+
+    def _weights(self, key: ExpertKey, slot: Tensor, x_TD: Tensor) -> StackedExperts:
+        named = self._adapted(key, slot)
+        tensors = [tensor.to(x_TD.device, x_TD.dtype) for tensor in named.values()]
+        return self._sites[key.layer].stacked(list(named), tensors)
+
+    def _adapted(self, key: ExpertKey, slot: Tensor) -> dict[str, Tensor]:
+        named = self._tensors(key.layer, "weights", torch.float32, slot.device)
+        fill_matrices(self._experts, key, slot, named)
+        if self._adapters:
+            self._adapters[key.layer].add_to(key.expert, named)
+        return named
+
+    def _tensors(
+        self, layer: int, use: str, dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Memory for one expert, used again for the next."""
+        site = self._sites[layer]
+        shapes = {n: site.module.get_parameter(n).shape[1:] for n in site.parameter_names}
+        place = (use, dtype, str(device), tuple(shapes.items()))
+        if place not in self._scratch:
+            self._scratch[place] = {
+                name: torch.empty(shape, dtype=dtype, device=device)
+                for name, shape in shapes.items()
+            }
+        return self._scratch[place]
+
+
+def adapters_for(
+    sites: Sequence[ExpertsModuleSpec], rank: int, scale: float
+) -> list[ExpertAdapters]:
+    """Adapters for all matrices of all experts; biases have none."""
+    return [
+        ExpertAdapters(
+            {
+                name: tuple(site.module.get_parameter(name).shape[1:])
+                for name in site.parameter_names
+                if name in ADAPTED
+            },
+            site.num_experts,
+            is_transposed=site.is_transposed,
+            rank=rank,
+            scale=scale,
+        )
+        for site in sites
+    ]
+
+
+class AdapterTraining(StepOptimizer):
+    """The optimizer of a model whose experts are frozen and stay in the checkpoint's files.
+
+    Used as `OffloadedTraining`; a step's micro-batches meet at the experts, which are read once for
+    all of them in either direction.
+
+    Args:
+        model: everything that shall be trained requires gradients, and nothing else; its experts
+            are replaced.
+        adapters: of the experts, layer by layer; empty if they have none. They become parts of the
+            model.
+        stores: what experts are computed from, and below that, where a device computes, the one of
+            the host; closed at the end.
+
+    Raises:
+        ValueError: there is nothing to train.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[ExpertsModuleSpec],
+        passes: FrozenPasses,
+        adapters: Sequence[ExpertAdapters],
+        stores: Sequence[ExpertStore[Tensor]],
+        settings: AdamW,
+        memory: FrozenMemory,
+    ) -> None:
+        return_freed_blocks()
+        self.model = model
+        self._stores = [*stores]
+        self.memory = memory
+        self._steps = self._skipped = 0
+        self._num_experts = sum(site.num_experts for site in sites)
+        self._passes = passes
+        self._settings = settings
+        self._modules: list[OffloadedTrainingExperts] = []
+        for layer, site in enumerate(sites):
+            module = OffloadedTrainingExperts(site, layer, passes)
+            if adapters:
+                module.add_module("adapters", adapters[layer])
+            model.set_submodule(site.name, module)
+            self._modules.append(module)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not named:
+            raise ValueError("there is nothing to train: no parameter requires gradients")
+        self.dense = settings.dense(named)
+
+    def backward(
+        self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
+    ) -> list[Tensor]:
+        """Forward and backward passes of a step's micro-batches; returns the losses, detached.
+
+        Raises:
+            MoERuntimeError: an expert could not be read.
+        """
+        del rate  # for optimizers that update inside the backward pass
+        self._passes.begin()
+        losses: list[Tensor] = []
+        try:
+            found = run_window(self.model, [partial(_part, p) for p in parts], self._set_window)
+            self._passes.finish()
+            losses = found
+        finally:
+            if not losses:
+                self.dense.forget()
+                self._passes.abandon()
+        return losses
+
+    def step(self, rate: float | None = None) -> StepOutcome:
+        rate = self._settings.lr if rate is None else rate
+        outcome = self.dense.clipped_step(rate, self._settings.clip_norm)
+        self._skipped += bool(outcome.bad_parameters)
+        self._steps += not outcome.bad_parameters
+        return outcome
+
+    def stats(self) -> OffloadStats:
+        """Counters since the training was made."""
+        fast, last = self._stores[0].stats(), self._stores[-1].stats()
+        link = LinkTraffic()
+        if len(self._stores) > 1:
+            kept = (fast.hits + fast.late_hits) * fast.slot_bytes
+            link = LinkTraffic(to_device_bytes=fast.bytes_read, kept_bytes=kept)
+        return OffloadStats(
+            steps=self._steps,
+            skipped_steps=self._skipped,
+            traffic=Traffic(read_bytes=last.bytes_read, stall_s=fast.stall_s),
+            link=link,
+            num_experts=self._num_experts,
+            resident_experts=self.memory.host.num_slots,
+            budget_bytes=self.memory.host.budget_bytes,
+            disk_bytes=0,
+            peak_rss_bytes=peak_resident_bytes(),
+        )
+
+    def expert(self, key: ExpertKey) -> dict[str, Tensor]:
+        """A copy of one expert's parameters in fp32, adapters included, by name."""
+        return self._passes.expert(key)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.dense.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dense.load_state_dict(state)
+
+    def report(self) -> dict[str, Any]:
+        return self.stats().report()
+
+    def transfers(self) -> dict[str, Any]:
+        fast, last = self._stores[0].stats(), self._stores[-1].stats()
+        return {
+            "stall_s": fast.stall_s,
+            "memory_bytes": (last.hits + last.late_hits) * last.slot_bytes,
+            "read_bytes": last.bytes_read,
+            "written_bytes": 0,
+        }
+
+    def check(self) -> None:
+        """Proves that the stores account for every slot and byte."""
+        for store in self._stores:
+            store.check()
+
+    def close(self) -> None:
+        self._stores[0].close()
+
+    def _set_window(self, window: MicroBatchBarrier[Any] | None) -> None:
+        for module in self._modules:
+            module.window = window
+
+
+def _part(part: Callable[[], Tensor]) -> Tensor:
+    loss = part()
+    loss.backward()
+    return loss.detach()

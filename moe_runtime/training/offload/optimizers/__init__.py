@@ -1,1 +1,0 @@
-"""Updates of experts, on the CPU or on the device."""

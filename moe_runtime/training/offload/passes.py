@@ -1,0 +1,349 @@
+"""Forward and backward passes of layers whose experts come and go.
+
+An expert is fetched once for all micro-batches of a window, in either direction: the loop over
+experts is the outer one (Harmony's input-batch grouping). The backward pass needs the experts of
+the forward pass in the reverse order of layers, so what it fetches ahead is exact.
+
+Sources: Li et al., "Harmony" (2022) for the grouping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.expert_mlp import StackedExperts
+from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
+from moe_runtime.training.offload.activations import ActivationPolicy, Pass
+from moe_runtime.training.offload.device_link import ComputeCopies, DeviceLink, crosses
+from moe_runtime.training.offload.optimizer import ExpertOptimizer
+from moe_runtime.training.offload.records import Sections
+from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.states import Need
+from moe_runtime.types import ExpertKey
+
+
+class LayerInput(NamedTuple):
+    """What one micro-batch brings to a layer: `[T, D]`, `[T, K]` ids, `[T, K]` gate weights.
+
+    Without weights, rows are sorted by expert and one each, and outputs are wanted row by row.
+    """
+
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor | None
+
+
+@dataclass
+class Visits:
+    """Which experts the forward passes since the last step visited, in order.
+
+    Attributes:
+        layers: layer and its experts for every forward pass that a backward pass will follow.
+        calls: how many forward passes a layer had.
+        rate: learning rate, where the gradients of this backward pass are final; else None.
+    """
+
+    layers: list[tuple[int, list[ExpertKey]]] = field(default_factory=list)
+    calls: Counter[int] = field(default_factory=Counter)
+    rate: float | None = None
+
+
+class LayerExecutor:
+    """Computes layers, expert by expert.
+
+    Args:
+        sites: the layers' experts; the position is the layer of an `ExpertKey`.
+        activations: what is kept of them; as each layer says when omitted.
+        copy_bytes: for experts' weights that stay where products are computed.
+        link: to the device that computes; None where that is the CPU.
+
+    Attributes:
+        copies: those weights, and what crosses the link.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[ExpertsModuleSpec],
+        optimizer: ExpertOptimizer,
+        *,
+        activations: ActivationPolicy | None = None,
+        copy_bytes: int = 0,
+        link: DeviceLink | None = None,
+    ) -> None:
+        own = [site.recompute for site in sites]
+        self.activations = activations or ActivationPolicy("model", own)
+        self._sites = list(sites)
+        self._optimizer = optimizer
+        self._states = optimizer.states
+        self.copies = ComputeCopies(optimizer.states.experts, copy_bytes, link)
+        self._scratch: dict[tuple[int, torch.dtype, torch.device, bool], list[Tensor]] = {}
+        self._widths = [site.dim_preactivation for site in sites]
+        self._last_visited: dict[int, list[ExpertKey]] = {}
+        self.visits = Visits()
+
+    def begin(self, rate: float | None = None) -> None:
+        """Forgets the visits; what follows is a new window.
+
+        Args:
+            rate: learning rate if every gradient is final as soon as its layer's backward pass is
+                over; None if more windows add to the gradients.
+        """
+        self.visits = Visits(rate=rate)
+
+    def expect_first_layer(self) -> None:
+        """Begins to read what the next forward pass will probably want first."""
+        self._states.expect(self._optimizer.needs(self._last_visited.get(0, [])))
+
+    def forward(
+        self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
+    ) -> tuple[list[StreamedExperts], list[Tensor]]:
+        """One layer for all micro-batches that are there.
+
+        Args:
+            inputs: one of each micro-batch.
+            is_visit: whether it will: not so for a pass that only computes activations again.
+
+        Returns:
+            What the backward pass needs, and the outputs `[T, D]`.
+        """
+        site = self._sites[layer]
+        calls = [
+            StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
+            for x, ids, weights in inputs
+        ]
+        keys = visited(layer, calls)
+        turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
+        self._states.expect(self._ahead_of_forward(layer, keys, turns_back=turns_back))
+        if is_visit:
+            self.visits.layers.append((layer, keys))
+            self.visits.calls[layer] += 1
+            self._last_visited[layer] = keys
+        width = self._widths[layer]
+        for call in calls:
+            call.begin_forward(width, keeps=keeps and not self.activations.recomputes(layer))
+        with self._observed("forward" if is_visit else None, layer, inputs):
+            for key in keys:
+                record = self._optimizer.fetch(key)
+                here = [call for call in calls if call.num_rows(key.expert)]
+                weights = self._weights(key, record, here[0].x_TD)
+                for call in here:
+                    call.forward(key.expert, weights)
+                self.copies.let_go(partial(self._states.release, key))
+            self.copies.finish()
+        return calls, [call.output() for call in calls]
+
+    def backward(
+        self, layer: int, calls: Sequence[StreamedExperts], grads_TD: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The gradients of a layer's inputs; those of its experts go to the optimizer.
+
+        Returns:
+            Gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch.
+        """
+        keys = visited(layer, calls)
+        is_only_call = self.visits.calls[layer] == 1
+        while self.visits.layers and self.visits.layers[-1][0] >= layer:
+            self.visits.layers.pop()
+        self._states.expect(self._ahead_of_backward(keys))
+        for call, grad_TD in zip(calls, grads_TD, strict=True):
+            call.begin_backward(grad_TD)
+        with self._observed("backward", layer, ()):
+            for key in keys:
+                self._step_back(key, calls, self.visits.rate if is_only_call else None)
+            self.copies.finish()
+        return [call.input_gradients() for call in calls]
+
+    @contextlib.contextmanager
+    def parameters(self, key: ExpertKey) -> Iterator[dict[str, Tensor]]:
+        """An expert's parameters as they are after the steps so far, by name, while in use."""
+        record = self._optimizer.fetch(key)
+        layout = self._states.experts[key].layout
+        views = layout.views(record, Sections.PARAMETERS)
+        try:
+            yield {tensor.name: view for tensor, view in zip(layout.tensors, views, strict=True)}
+        finally:
+            self._states.release(key)
+
+    def stacked(self, layer: int, name: str) -> Tensor:
+        """A copy of one parameter as the layer's module had it, this process's experts first."""
+        parts = []
+        for expert in self._sites[layer].experts_here:
+            with self.parameters(ExpertKey(layer, expert)) as named:
+                parts.append(named[name].clone())
+        return torch.stack(parts)
+
+    def _step_back(
+        self, key: ExpertKey, calls: Sequence[StreamedExperts], rate: float | None
+    ) -> None:
+        layout = self._states.experts[key].layout
+        trains = bool(layout.trained)
+        record = self._optimizer.fetch(key, self._backward_sections(key), writes=trains)
+        here = [call for call in calls if call.num_rows(key.expert)]
+        weights = self._weights(key, record, here[0].x_TD)
+        if not trains:
+            for call in here:
+                call.backward(key.expert, weights, None)
+            self.copies.let_go(partial(self._states.release, key))
+            return
+        has_gradient = self._states.experts[key].has_gradient
+        gradients = layout.views(record, Sections.GRADIENT)
+        if not has_gradient:
+            layout.clear_padding(record)
+        accept = partial(self._optimizer.accept, key, record, rate)
+        if self.copies.link is not None:
+            self._send_gradients(self.copies.link, key, here, weights, gradients)
+            self.copies.let_go(accept)
+            return
+        is_away = crosses(gradients[0], here[0].x_TD)
+        # several micro-batches' gradients are summed before they cross
+        totals = gradients
+        if is_away and len(here) > 1 and not has_gradient:
+            totals = self._scratch_like(key, weights, is_sum=True)
+        for call in here:
+            if not has_gradient and not is_away:
+                call.backward(key.expert, weights, self._in_slot(key, gradients))
+            else:
+                found = self._scratch_like(key, weights)
+                call.backward(key.expert, weights, self._in_slot(key, found))
+                if is_away and totals is gradients:
+                    self.copies.take_back(found)
+                for total, part in zip(totals, found, strict=True):
+                    total.add_(part) if has_gradient else total.copy_(part)
+            has_gradient = True
+        if totals is not gradients:
+            self.copies.take_back(totals)
+            for gradient, total in zip(gradients, totals, strict=True):
+                gradient.copy_(total)
+        accept()
+
+    def _send_gradients(
+        self,
+        link: DeviceLink,
+        key: ExpertKey,
+        here: Sequence[StreamedExperts],
+        weights: StackedExperts,
+        gradients: Sequence[Tensor],
+    ) -> None:
+        """Queues the products of an expert's gradient on the device, and its way back."""
+        adds = self._states.experts[key].has_gradient
+        record_type = gradients[0].dtype
+        # several micro-batches' gradients are summed before they cross
+        sums = len(here) > 1 and not adds
+        totals = link.gradients(gradients, record_type) if sums else None
+        for number, call in enumerate(here):
+            find = link.part if sums else link.gradients
+            found = find(gradients, weights.dtype)
+            call.backward(key.expert, weights, self._in_slot(key, found))
+            if totals is None:
+                self.copies.take_back(found)
+                link.send_back(found, gradients, adds=adds)
+                continue
+            for total, part in zip(totals, found, strict=True):
+                total.add_(part) if number else total.copy_(part)
+        if totals is not None:
+            self.copies.take_back(totals)
+            link.send_back(totals, gradients, adds=False)
+
+    @contextlib.contextmanager
+    def _observed(
+        self, direction: Literal["forward", "backward"] | None, layer: int,
+        inputs: Sequence[LayerInput],
+    ) -> Iterator[None]:  # fmt: skip
+        """Tells what passes take to who plans activations."""
+        before, started = dataclasses.replace(self._states.traffic), time.perf_counter()
+        yield
+        if direction is None:
+            return
+        after, width = self._states.traffic, self._widths[layer]
+        hidden = width // (2 if self._sites[layer].has_gate else 1)
+        self.activations.observe(
+            direction,
+            layer,
+            Pass(
+                seconds=time.perf_counter() - started - (after.stall_s - before.stall_s),
+                saved_bytes=sum(x.ids_TK.numel() * width * x.x_TD.element_size() for x in inputs),
+                recompute_share=width / (width + hidden),
+                read_bytes=after.read_bytes - before.read_bytes,
+                written_bytes=after.written_bytes - before.written_bytes,
+            ),
+        )
+
+    def _backward_sections(self, key: ExpertKey) -> Sections:
+        if not self._states.experts[key].layout.trained:
+            return Sections.NONE
+        sections = Sections.NONE
+        if self._states.experts[key].has_gradient:
+            sections |= Sections.GRADIENT
+        if self.visits.rate is not None and self._optimizer.updates_in_backward(key):
+            sections |= Sections.STATE
+        return sections
+
+    def _ahead_of_forward(
+        self, layer: int, keys: Sequence[ExpertKey], *, turns_back: bool
+    ) -> Iterator[Need]:
+        """This layer's experts; then those of the layer after it, as the last pass had them.
+
+        Where the way back begins, what follows is known.
+        """
+        yield from self._optimizer.needs(keys)
+        if turns_back:
+            yield from self._ahead_of_backward(keys)
+        else:
+            yield from self._optimizer.needs(self._last_visited.get(layer + 1, []))
+
+    def _ahead_of_backward(self, keys: Sequence[ExpertKey]) -> Iterator[Need]:
+        remaining = [keys, *(keys for _, keys in reversed(self.visits.layers))]
+        for layer_keys in remaining:
+            for key in layer_keys:
+                yield key, self._optimizer.need(key) | self._backward_sections(key)
+
+    def _weights(self, key: ExpertKey, record: Tensor, x_TD: Tensor) -> StackedExperts:
+        layout = self._states.experts[key].layout
+        views = layout.views(record, Sections.PARAMETERS)
+        names = [tensor.name for tensor in layout.tensors]
+        views = self.copies.weights(key, self._states.content_step(key), views, x_TD)
+        return self._sites[key.layer].stacked(names, views)
+
+    def _in_slot(self, key: ExpertKey, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Gradients in the order of kernels; None where a tensor is frozen or missing."""
+        names = [tensor.name for tensor in self._states.experts[key].layout.trained]
+        return self._sites[key.layer].gradients(names, tensors)
+
+    def _scratch_like(
+        self, key: ExpertKey, weights: StackedExperts, *, is_sum: bool = False
+    ) -> list[Tensor]:
+        """Memory for an expert's gradient beside its weights; for a sum, in its record's type."""
+        layout = self._states.experts[key].layout
+        dtype = layout.dtype if is_sum else weights.dtype
+        place = (key.layer, dtype, weights.device, is_sum)
+        if place not in self._scratch:
+            # that of one layer at a time
+            kept = {p: tensors for p, tensors in self._scratch.items() if p[0] == key.layer}
+            self._scratch = kept | {
+                place: [
+                    torch.empty(tensor.shape, dtype=dtype, device=weights.device)
+                    for tensor in layout.trained
+                ]
+            }
+        return self._scratch[place]
+
+
+class RoutedCall(Protocol):
+    """What a micro-batch has to do at a layer."""
+
+    experts: list[int]
+
+
+def visited(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:
+    """Experts that any micro-batch visits, in ascending order."""
+    return [ExpertKey(layer, e) for e in sorted({e for call in calls for e in call.experts})]

@@ -1,0 +1,470 @@
+"""The bytes of one expert in training: its weights, their two moments and their gradient.
+
+A record has four sections: parameters, first moment, second moment, gradient. Parameters and
+gradient hold the expert's tensors one after another, every tensor padded with zeros to whole
+vectors, so that AdamW treats each element as it would inside a large tensor: the last, partly
+filled vector of a tensor is computed by other instructions, and may be rounded otherwise. The
+moments' sections have sizes of their own: moments may be compressed, belong to a projection of the
+gradient, or not be there at all.
+
+What is known of every expert, of every slot in use, and of the bytes that moved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntFlag
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.memory.layout import BLOCK_BYTES
+from moe_runtime.memory.reads import Read
+from moe_runtime.training.offload.moments import MomentStorage, moment_codec
+from moe_runtime.types import ExpertKey
+
+VECTOR_ELEMENTS = 16
+"""Elements that tensors are padded to: the widest vector of fp32 that torch is built for."""
+
+
+class Sections(IntFlag):
+    """Parts of a record, in the order in which they lie."""
+
+    NONE = 0
+    PARAMETERS = 1
+    MEAN = 2
+    VARIANCE = 4
+    STATE = 7
+    """What a checkpoint holds: parameters and moments."""
+    GRADIENT = 8
+    ALL = 15
+
+
+ORDER = (Sections.PARAMETERS, Sections.MEAN, Sections.VARIANCE, Sections.GRADIENT)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """One tensor of an expert.
+
+    Attributes:
+        name: as its module calls the stack of them.
+        is_trained: whether it changes; a frozen one has neither gradient nor moments.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    decays: bool
+    is_trained: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateFormat:
+    """What a record holds beside parameters.
+
+    Attributes:
+        rank: of the projection of matrices that moments belong to (GaLore); 0 without one.
+        keeps_gradient: a gradient is part of the state, for the step after (delayed updates).
+        trains: whether there are moments and a gradient at all.
+    """
+
+    moments: MomentStorage = "full"
+    rank: int = 0
+    keeps_gradient: bool = False
+    trains: bool = True
+
+    def __str__(self) -> str:
+        if not self.trains:
+            return "parameters alone"
+        words = [f"{self.moments} moments"]
+        if self.rank:
+            words.append(f"of rank {self.rank}")
+        if self.keeps_gradient:
+            words.append("and a gradient for the next step")
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class MomentSpan:
+    """Where one tensor's moments lie among the moments of an expert.
+
+    Attributes:
+        shape: of each moment: the tensor's, or that of its projection.
+        start: first element.
+        stop: one past the last, padding included.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class RecordLayout:
+    """Where the tensors of one kind of expert lie in a record.
+
+    Args:
+        tensors: of one expert. Those that are trained and decay lie first, frozen ones last.
+        dtype: of parameters and gradients: float32, or float64.
+
+    Attributes:
+        num_elements: elements of the expert, without padding.
+        decaying: elements at the beginning of a section that decay, padding included.
+        used: elements of trained tensors, padding between them included.
+        num_moments: elements of each moment, padding included.
+    """
+
+    def __init__(
+        self, tensors: Sequence[ExpertTensor], dtype: torch.dtype, state: StateFormat | None = None
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self.trained = tuple(tensor for tensor in tensors if tensor.is_trained)
+        self.dtype = dtype
+        self.state = state or StateFormat()
+        self.codec = moment_codec(self.state.moments)
+        self.num_elements = sum(tensor.num_elements for tensor in tensors)
+        self._starts: dict[str, int] = {}
+        self.spans: list[MomentSpan] = []
+        self.decaying = self.used = self.num_moments = end = 0
+        for tensor in sorted(tensors, key=lambda t: (not t.is_trained, not t.decays)):
+            self._starts[tensor.name] = end
+            end += _whole_vectors(tensor.num_elements)
+            if tensor.is_trained:
+                self.used = end
+                self.decaying = end if tensor.decays else self.decaying
+        for tensor in self.trained:
+            shape = projected_shape(tensor.shape, self.state.rank)
+            start = self.num_moments
+            self.num_moments += _whole_vectors(math.prod(shape))
+            self.spans.append(MomentSpan(shape, start, self.num_moments))
+        self.section_bytes = _whole_blocks(end * dtype.itemsize)
+        self._sizes = self._measure()
+
+    def _measure(self) -> dict[Sections, int]:
+        """Bytes of each section."""
+        if not self.state.trains:
+            return dict.fromkeys(ORDER, 0) | {Sections.PARAMETERS: self.section_bytes}
+        moment = _whole_blocks(self.codec.num_bytes(self.num_moments, self.dtype))
+        gradient = _whole_blocks(self.used * self.dtype.itemsize)
+        kept = gradient if self.state.keeps_gradient else 0
+        bases = sum(math.prod(shape) for shape in self._basis_shapes() if shape)
+        return {
+            Sections.PARAMETERS: self.section_bytes,
+            Sections.MEAN: moment + _whole_blocks(bases * self.dtype.itemsize) + kept,
+            Sections.VARIANCE: moment,
+            Sections.GRADIENT: gradient,
+        }
+
+    def bytes_of(self, sections: Sections) -> int:
+        """Bytes of some sections together."""
+        return sum(size for section, size in self._sizes.items() if section in sections)
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters and moments: what lies on the disk."""
+        return self.bytes_of(Sections.STATE)
+
+    @property
+    def record_bytes(self) -> int:
+        """All four sections."""
+        return self.bytes_of(Sections.ALL)
+
+    def place_of(self, section: Sections) -> tuple[int, int]:
+        """First byte of a section in a record, and one past its last."""
+        start = sum(self._sizes[before] for before in ORDER[: ORDER.index(section)])
+        return start, start + self._sizes[section]
+
+    def section(self, record: Tensor, section: Sections) -> Tensor:
+        """The bytes of one section of a record (``uint8``)."""
+        start, stop = self.place_of(section)
+        return record[start:stop]
+
+    def flat(self, record: Tensor, section: Sections) -> Tensor:
+        """Trained parameters or their gradient, padding included: ``[used]``."""
+        assert section in Sections.PARAMETERS | Sections.GRADIENT, "moments have a codec"
+        return self.section(record, section).view(self.dtype)[: self.used]
+
+    def views(self, record: Tensor, section: Sections) -> list[Tensor]:
+        """The expert's parameters, or gradients of the trained ones, in their shapes."""
+        tensors = self.tensors if section == Sections.PARAMETERS else self.trained
+        return self._cut(self.section(record, section).view(self.dtype), tensors)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The trained tensors, in their shapes, of ``[used]`` elements."""
+        return self._cut(flat, self.trained)
+
+    def _cut(self, flat: Tensor, tensors: Sequence[ExpertTensor]) -> list[Tensor]:
+        starts = [self._starts[tensor.name] for tensor in tensors]
+        return [
+            flat[start : start + tensor.num_elements].view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+
+    def moment(self, record: Tensor, section: Sections) -> Tensor:
+        """The bytes of a moment, for `codec` (``uint8``)."""
+        return self.section(record, section)[: self._sizes[Sections.VARIANCE]]
+
+    def bases(self, record: Tensor) -> list[Tensor | None]:
+        """For each trained tensor, the basis of its gradient's subspace, or None."""
+        start = self._sizes[Sections.VARIANCE]
+        content = self.section(record, Sections.MEAN)[start:].view(self.dtype)
+        found, first = [], 0
+        for shape in self._basis_shapes():
+            size = math.prod(shape)
+            found.append(content[first : first + size].view(shape) if shape else None)
+            first += size if shape else 0
+        return found
+
+    def kept_gradient(self, record: Tensor) -> Tensor:
+        """The gradient that is part of the state: ``[used]``."""
+        section = self.section(record, Sections.MEAN)
+        start = len(section) - self._sizes[Sections.GRADIENT]
+        return section[start:].view(self.dtype)[: self.used]
+
+    def checksums(self, record: Tensor) -> tuple[str, dict[Sections, str]]:
+        """`checksum` of the state, and of each of its sections."""
+        sums = _block_sums(record[: self.state_bytes])
+        places = {section: self.place_of(section) for section in ORDER[:3]}
+        return _hashed(sums), {
+            section: _hashed(sums[start // BLOCK_BYTES : stop // BLOCK_BYTES])
+            for section, (start, stop) in places.items()
+        }
+
+    def clear(self, record: Tensor, sections: Sections) -> None:
+        """Sets sections to zero."""
+        for section in ORDER:
+            if section in sections:
+                self.section(record, section).zero_()
+
+    def clear_padding(self, record: Tensor) -> None:
+        """Sets to zero what lies between and after the tensors of the gradient."""
+        elements = self.section(record, Sections.GRADIENT).view(self.dtype)
+        placed = sorted(self.trained, key=lambda tensor: self._starts[tensor.name])
+        starts = [self._starts[tensor.name] for tensor in placed]
+        for start, tensor, end in zip(starts, placed, [*starts[1:], len(elements)], strict=True):
+            elements[start + tensor.num_elements : end].zero_()
+
+    def _basis_shapes(self) -> list[tuple[int, ...]]:
+        """Shape of each trained tensor's basis; empty where its moments are not projected."""
+        return [
+            (min(tensor.shape), self.state.rank) if span.shape != tensor.shape else ()
+            for tensor, span in zip(self.trained, self.spans, strict=True)
+        ]
+
+
+def projected_shape(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Shape of a matrix' gradient in a subspace of its smaller side; others are left alone."""
+    if not rank or len(shape) != 2 or rank >= min(shape):
+        return shape
+    return (rank, shape[1]) if shape[0] <= shape[1] else (shape[0], rank)
+
+
+def _whole_vectors(elements: int) -> int:
+    return -(-elements // VECTOR_ELEMENTS) * VECTOR_ELEMENTS
+
+
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def checksum(content: Tensor) -> str:
+    """A digest of some bytes (``uint8``, a multiple of a block): any changed word changes it.
+
+    Words of a block are summed, modulo 2**64, and the sums hashed: as fast as memory is read, and
+    blocks in another order are told apart.
+    """
+    return _hashed(_block_sums(content))
+
+
+def _block_sums(content: Tensor) -> Tensor:
+    return content.view(torch.int64).view(-1, BLOCK_BYTES // 8).sum(1)
+
+
+def _hashed(sums: Tensor) -> str:
+    return hashlib.blake2b(sums.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+@dataclass(slots=True)
+class Version:
+    """One state of an expert on the disk.
+
+    Attributes:
+        step: optimizer step up to which it goes.
+        digest: checksum of its bytes.
+        pending: step whose gradient is kept in it for the step after; None if there is none.
+        is_written: whether all of its bytes were given to the disk.
+        sections: checksum of each section, which is compared whenever the section is read.
+    """
+
+    slot: int
+    step: int
+    count: int
+    digest: str = ""
+    pending: int | None = None
+    is_written: bool = False
+    sections: dict[Sections, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ExpertState:
+    """One expert.
+
+    Attributes:
+        version: the newest on the disk; None before the first.
+        previous: the one before the step under way, where that wrote a new one.
+        step: step up to which its tier goes.
+        pending: step whose gradient its tier keeps for the step after.
+        resident_slot: its slot in memory; None when its tier is the disk.
+        is_saved: for a tier in memory: whether `version` has the same content.
+        has_gradient: whether a gradient waits in its tier.
+        captures: writes of its tier in memory that have not ended.
+    """
+
+    layout: RecordLayout
+    version: Version | None = None
+    previous: Version | None = None
+    step: int = 0
+    count: int = 0
+    pending: int | None = None
+    resident_slot: int | None = None
+    is_saved: bool = False
+    has_gradient: bool = False
+    captures: set[Read] = field(default_factory=set)
+
+    def take_over(self, version: Version) -> None:
+        """Its tier has become what a version is."""
+        self.step, self.count, self.pending = version.step, version.count, version.pending
+
+
+@dataclass(slots=True)
+class RingEntry:
+    """One slot of the ring.
+
+    Attributes:
+        step: step up to which its content goes.
+        fresh: sections that were read and not asked for since.
+        reads: those that have not ended, and the sections that each brings.
+        writes: those that have not ended.
+    """
+
+    slot: int
+    step: int
+    have: Sections = Sections.NONE
+    fresh: Sections = Sections.NONE
+    pins: int = 0
+    reads: dict[Read, Sections] = field(default_factory=dict)
+    writes: set[Read] = field(default_factory=set)
+
+    @property
+    def arriving(self) -> Sections:
+        """Sections on their way."""
+        sections = Sections.NONE
+        for brought in self.reads.values():
+            sections |= brought
+        return sections
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a read or a write is under way."""
+        return bool(self.reads or self.writes)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the slot could be given to another expert."""
+        return self.pins == 0 and not self.is_moving
+
+    def forget(self, sections: Sections) -> None:
+        """Sections of it are not valid."""
+        self.have &= ~sections
+        self.fresh &= ~sections
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes by way, whole sections; every needed byte is resident, reused or read.
+
+    Not `ExpertCounters`, which count requests: a record's sections come by different ways.
+
+    Attributes:
+        needed_bytes: sections that computation asked for.
+        resident_bytes: of them, those whose tier is memory.
+        reused_bytes: of them, those that still lay in a slot.
+        useful_bytes: of them, those that were read from the disk for this use.
+        read_bytes: read from the disk: useful, wasted, or not asked for yet.
+        wasted_bytes: read ahead and given up without having been asked for.
+        written_bytes: written to the disk.
+        stall_s: seconds that computation waited for a transfer.
+    """
+
+    needed_bytes: int = 0
+    resident_bytes: int = 0
+    reused_bytes: int = 0
+    useful_bytes: int = 0
+    read_bytes: int = 0
+    wasted_bytes: int = 0
+    written_bytes: int = 0
+    stall_s: float = field(default=0.0)
+
+    def count_use(self, entry: RingEntry, need: Sections, layout: RecordLayout) -> None:
+        """Counts sections that are asked for now."""
+        self.needed_bytes += layout.bytes_of(need)
+        self.useful_bytes += layout.bytes_of(need & entry.fresh)
+        self.reused_bytes += layout.bytes_of(need & ~entry.fresh)
+        entry.fresh &= ~need
+
+    def by_way(self) -> dict[str, float]:
+        """Seconds of waiting, and bytes found in memory, read and written, by name."""
+        return {
+            "stall_s": self.stall_s,
+            "memory_bytes": self.resident_bytes + self.reused_bytes,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+        }
+
+    def mend(self, fresh_bytes: int) -> None:
+        """Has the counters add up again after an exception between two of them.
+
+        Args:
+            fresh_bytes: read and neither asked for nor given up so far.
+        """
+        self.needed_bytes = self.resident_bytes + self.reused_bytes + self.useful_bytes
+        self.read_bytes = self.useful_bytes + self.wasted_bytes + fresh_bytes
+
+    def check(self, fresh_bytes: int) -> None:
+        """Proves that the counters add up.
+
+        Args:
+            fresh_bytes: read and neither asked for nor given up so far.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        assert self.needed_bytes == self.resident_bytes + self.reused_bytes + self.useful_bytes
+        assert self.read_bytes == self.useful_bytes + self.wasted_bytes + fresh_bytes
+
+
+def records_path(folder: Path, layout: RecordLayout) -> Path:
+    """The file of records of a size."""
+    return folder / f"experts-{layout.state_bytes}.records"
+
+
+def check_digest(path: Path, key: ExpertKey, version: Version, content: Tensor) -> None:
+    """Compares what was read with what a checkpoint says.
+
+    Raises:
+        CheckpointError: they differ; names the expert.
+    """
+    found = checksum(content)
+    if found != version.digest:
+        raise CheckpointError(
+            f"{path}: expert {key.expert} of MoE layer {key.layer} is damaged: its checksum is "
+            f"{found}, the checkpoint says {version.digest}"
+        )

@@ -1,0 +1,577 @@
+"""Slots of host memory: tiers of some experts, and a ring that the others pass through.
+
+What is needed next is said beforehand (`expect`), so that it arrives while other experts compute.
+
+The lock is that of the stores of `moe_runtime.memory`. Their cache is not used here: it moves whole
+experts in one direction and chooses by a policy, while records come and go by sections, are changed
+in their slots and written back as versions, in an order that is known.
+
+What becomes of experts: new versions, steps taken back, states saved and restored.
+
+An expert's tier is host memory, where its record is worked on in place, or the disk, where every
+update makes a new version in another place; the one before stays until the step is done, and as
+long as a checkpoint names it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+
+from torch import Tensor
+
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.memory.reads import Monitor, Priority, Read
+from moe_runtime.memory.slab import Slab
+from moe_runtime.training.offload.disk import Disk
+from moe_runtime.training.offload.records import (
+    BLOCK_BYTES,
+    ExpertState,
+    RecordLayout,
+    RingEntry,
+    Sections,
+    Traffic,
+    Version,
+    check_digest,
+    records_path,
+)
+from moe_runtime.types import ExpertKey
+
+MIN_RING_SLOTS = 3
+"""Fewest slots between disk and computation: one in use, one being filled, one being written."""
+
+Need = tuple[ExpertKey, Sections]
+
+
+class RecordSlots:
+    """Records of all experts, in host memory and on the disk, and how they come and go.
+
+    One thread at a time may compute with records; transfers run beside it.
+
+    Args:
+        ring_slots: slots for the others; 0 if there are none.
+        disk: where the others lie; None when all are resident.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[ExpertKey, RecordLayout],
+        *,
+        resident: Sequence[ExpertKey],
+        ring_slots: int,
+        disk: Disk | None,
+    ) -> None:
+        if len(resident) < len(layouts) and (disk is None or ring_slots < MIN_RING_SLOTS):
+            raise ValueError(
+                f"experts on the disk need a folder and at least {MIN_RING_SLOTS} slots, "
+                f"got {ring_slots}"
+            )
+        self.disk = disk
+        self.experts = {key: ExpertState(layout) for key, layout in layouts.items()}
+        sizes = (layout.record_bytes for layout in layouts.values())
+        slot_bytes = max(sizes, default=BLOCK_BYTES)
+        self._slab = Slab(ring_slots + len(resident), slot_bytes)
+        for slot, key in enumerate(resident, start=ring_slots):
+            self.experts[key].resident_slot = slot
+        self._free = list(range(ring_slots))
+        self._entries: OrderedDict[ExpertKey, RingEntry] = OrderedDict()
+        self._expected: deque[Need] = deque()
+        self._changed = Monitor(self._mend)
+        self._failure: MoERuntimeError | None = None
+        self.traffic = Traffic()
+
+    @property
+    def slab(self) -> Slab:
+        """All slots, for who locks them in place."""
+        return self._slab
+
+    def expect(self, needs: Iterable[Need]) -> None:
+        """Says which sections will be acquired next, in order; replaces what was said before."""
+        with self._changed:
+            self._expected = deque(
+                (key, need) for key, need in needs if self.experts[key].resident_slot is None
+            )
+            self._read_ahead()
+
+    def acquire(self, key: ExpertKey, need: Sections, *, writes: bool = False) -> Tensor:
+        """The record of an expert with the needed sections filled in; `release` gives it back.
+
+        Args:
+            need: sections to be read; others may hold anything.
+            writes: whether STATE sections will be changed: waits until none is being written.
+
+        Raises:
+            MoERuntimeError: a transfer failed.
+        """
+        expert = self.experts[key]
+        with self._changed:
+            if expert.resident_slot is not None:
+                self.traffic.needed_bytes += self._bytes(key, need)
+                self.traffic.resident_bytes += self._bytes(key, need)
+                self._wait_for(lambda: not (writes and expert.captures))
+                return self._slab.slot(expert.resident_slot)
+            while self._expected and self._expected[0][0] == key:
+                self._expected.popleft()
+            entry = self._entries.get(key) or self._admit(key)
+            self._entries.move_to_end(key)
+            entry.pins += 1
+            self._start_read(key, entry, need, Priority.DEMAND)
+            self._read_ahead()
+            try:
+                self._wait_for(
+                    lambda: not (entry.arriving & need) and not (writes and entry.is_moving)
+                )
+            except MoERuntimeError:
+                entry.pins -= 1
+                raise
+            self.traffic.count_use(entry, need, expert.layout)
+            return self._slab.slot(entry.slot)
+
+    def release(self, key: ExpertKey, *, has: Sections = Sections.NONE) -> None:
+        """Gives a record back.
+
+        Args:
+            has: sections that were filled in by computation and are valid now.
+        """
+        with self._changed:
+            if self.experts[key].resident_slot is None:
+                entry = self._entries[key]
+                entry.pins -= 1
+                entry.have |= has
+                self._read_ahead()
+
+    def content_step(self, key: ExpertKey) -> int:
+        """Step up to which the nearest copy of a record goes."""
+        entry = self._entries.get(key)
+        return self.experts[key].step if entry is None else entry.step
+
+    def set_content_step(self, key: ExpertKey, step: int) -> None:
+        """The acquired record was brought to a step; a tier in memory keeps it."""
+        with self._changed:
+            if (entry := self._entries.get(key)) is not None:
+                entry.step = step
+            else:
+                self.experts[key].step = step
+                self.experts[key].is_saved = False
+
+    def wait_for_transfers(self) -> None:
+        """Returns when nothing is being read or written.
+
+        Raises:
+            MoERuntimeError: a transfer failed.
+        """
+        with self._changed:
+            self._expected.clear()
+            self._wait_for(
+                lambda: (
+                    not any(entry.is_moving for entry in self._entries.values())
+                    and not any(expert.captures for expert in self.experts.values())
+                )
+            )
+
+    def close(self) -> None:
+        """Ends the transfers; what was expected is not read any more."""
+        with self._changed:
+            self._expected.clear()
+        if self.disk is not None:
+            self.disk.close()
+
+    def check(self) -> None:
+        """Proves that every slot of memory and every byte is accounted for.
+
+        Raises:
+            AssertionError: the entries contradict each other.
+        """
+        with self._changed:
+            used = [entry.slot for entry in self._entries.values()]
+            resident = [
+                expert.resident_slot
+                for expert in self.experts.values()
+                if expert.resident_slot is not None
+            ]
+            assert sorted(used + self._free + resident) == list(range(self._slab.num_slots))
+            self.traffic.check(self._fresh_bytes())
+            assert all(entry.pins >= 0 for entry in self._entries.values())
+
+    # What follows is called with the lock held.
+
+    def _mend(self) -> None:
+        """After an exception: what was not started does not come, and slots of nobody are free.
+
+        `abandon` takes pins back.
+        """
+        for key in [key for key in self._entries if self.experts[key].resident_slot is not None]:
+            del self._entries[key]
+        for entry in self._entries.values():
+            for read in self._not_started(entry.reads):
+                entry.forget(entry.reads[read])
+                del entry.reads[read]
+            entry.writes.difference_update(self._not_started(entry.writes))
+        used = {entry.slot for entry in self._entries.values()}
+        for expert in self.experts.values():
+            expert.captures.difference_update(self._not_started(expert.captures))
+            used.add(-1 if expert.resident_slot is None else expert.resident_slot)
+        self._free = [slot for slot in range(self._slab.num_slots) if slot not in used]
+        self.traffic.mend(self._fresh_bytes())
+
+    def _not_started(self, transfers: Iterable[Read]) -> list[Read]:
+        return [one for one in transfers if not self._on_disk.is_under_way(one)]
+
+    def _fresh_bytes(self) -> int:
+        return sum(self._bytes(key, entry.fresh) for key, entry in self._entries.items())
+
+    @property
+    def _on_disk(self) -> Disk:
+        assert self.disk is not None, "there is no disk"
+        return self.disk
+
+    def _bytes(self, key: ExpertKey, sections: Sections) -> int:
+        return self.experts[key].layout.bytes_of(sections)
+
+    def _wait_for(self, is_done: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        while self._failure is None and not is_done():
+            self._changed.wait()
+        self.traffic.stall_s += time.perf_counter() - started
+        if self._failure is not None:
+            raise self._failure
+
+    def _admit(self, key: ExpertKey) -> RingEntry:
+        """A slot for an expert that is needed now, unless one is read ahead while this waits."""
+        self._wait_for(
+            lambda: (
+                key in self._entries or bool(self._free) or self._make_room(may_drop_expected=True)
+            )
+        )
+        return self._entries.get(key) or self._enter(key)
+
+    def _enter(self, key: ExpertKey) -> RingEntry:
+        entry = RingEntry(self._free.pop(), self.experts[key].step)
+        self._entries[key] = entry
+        return entry
+
+    def _make_room(self, *, may_drop_expected: bool) -> bool:
+        """Gives up the slot that was used longest ago, or what is expected last."""
+        expected = [key for key, _ in islice(self._expected, self._slab.num_slots)]
+        idle = [key for key, entry in self._entries.items() if entry.is_idle]
+        victim = next((key for key in idle if key not in expected), None)
+        if victim is None and may_drop_expected and idle:
+            victim = max(idle, key=expected.index)
+        if victim is None:
+            return False
+        self._drop(victim)
+        return True
+
+    def _drop(self, key: ExpertKey) -> None:
+        entry = self._entries.pop(key)
+        self.traffic.wasted_bytes += self._bytes(key, entry.fresh)
+        self._free.append(entry.slot)
+
+    def _read_ahead(self) -> None:
+        """Starts reads of what is expected next, as far as there are slots."""
+        for key, need in self._expected:
+            entry = self._entries.get(key)
+            if entry is None:
+                if not self._free and not self._make_room(may_drop_expected=False):
+                    return
+                entry = self._enter(key)
+            self._start_read(key, entry, need, Priority.READAHEAD)
+
+    def _start_read(
+        self, key: ExpertKey, entry: RingEntry, need: Sections, priority: Priority
+    ) -> None:
+        missing = need & ~entry.have
+        if not missing:
+            return
+        expert = self.experts[key]
+        if entry.have & Sections.STATE and entry.step != expert.step and missing & Sections.STATE:
+            # replayed parameters would not fit the moments on the disk: take all of them anew
+            missing |= Sections.STATE
+            entry.step = expert.step
+        read = Read(priority, partial(self._arrive, entry))
+        entry.reads[read] = missing  # first: `_mend` takes back what is not started
+        entry.have |= missing
+        entry.fresh |= missing
+        self.traffic.read_bytes += self._bytes(key, missing)
+        record = self._slab.slot(entry.slot)
+        self._on_disk.read(key, expert.layout, expert.version, missing, record, read)
+
+    def _arrive(self, entry: RingEntry, read: Read) -> None:
+        with self._changed:
+            entry.reads.pop(read, None)
+            self._end(read)
+
+    def _write(
+        self,
+        key: ExpertKey,
+        expert: ExpertState,
+        version: Version | None,
+        slot: int,
+        sections: Sections,
+    ) -> None:
+        is_resident = expert.resident_slot is not None
+        writes = expert.captures if is_resident else self._entries[key].writes
+        write = Read(Priority.READAHEAD, partial(self._leave, writes, version))
+        writes.add(write)
+        self.traffic.written_bytes += self._bytes(key, sections)
+        record = self._slab.slot(slot)
+        self._on_disk.write(key, expert.layout, version, sections, record, write)
+
+    def _leave(self, writes: set[Read], version: Version | None, write: Read) -> None:
+        with self._changed:
+            if version is not None:
+                version.is_written = write.error is None
+            writes.discard(write)
+            self._end(write)
+
+    def _end(self, transfer: Read) -> None:
+        """A transfer has ended: others may begin; what fails now fails whoever waits."""
+        self._failure = self._failure or transfer.error
+        try:
+            self._read_ahead()
+        except MoERuntimeError as error:
+            self._failure = self._failure or error
+        self._changed.notify_all()
+
+
+class ExpertStates(RecordSlots):
+    """Records of all experts, and the versions of those that were written."""
+
+    def write_state(self, key: ExpertKey) -> None:
+        """Sends changed parameters and moments to their tier; the old version stays until `commit`.
+
+        The record goes up to its `content_step` then.
+        """
+        expert = self.experts[key]
+        with self._changed:
+            if expert.resident_slot is not None:
+                return
+            entry = self._entries[key]
+            version = self._new_version(expert, entry.step)
+            entry.have |= Sections.STATE
+            expert.step = entry.step
+            self._write(key, expert, version, entry.slot, Sections.STATE)
+
+    def park_gradient(self, key: ExpertKey) -> None:
+        """Keeps an expert's gradient in its tier until the step."""
+        expert = self.experts[key]
+        with self._changed:
+            expert.has_gradient = True
+            if expert.resident_slot is None:
+                entry = self._entries[key]
+                entry.have |= Sections.GRADIENT
+                self._write(key, expert, None, entry.slot, Sections.GRADIENT)
+
+    def forget_gradient(self, key: ExpertKey) -> None:
+        """The gradient is not needed any more."""
+        expert = self.experts[key]
+        with self._changed:
+            expert.has_gradient = False
+            if (entry := self._entries.get(key)) is not None:
+                entry.have &= ~Sections.GRADIENT
+                entry.fresh &= ~Sections.GRADIENT
+
+    def commit(self) -> None:
+        """The step is done: versions from before it are let go."""
+        with self._changed:
+            for expert in self.experts.values():
+                previous, expert.previous = expert.previous, None
+                if previous is not None:
+                    self._on_disk.drop(expert.layout, previous.slot)
+
+    def roll_back(self) -> None:
+        """The step is not to have happened: versions from before it come back."""
+        self.wait_for_transfers()
+        with self._changed:
+            for key, expert in self.experts.items():
+                if self._take_back(expert) and key in self._entries:
+                    self._drop(key)
+
+    def abandon(self) -> None:
+        """Gives all records back, after a computation that failed half-way.
+
+        What it had may be half changed, and is read anew.
+        """
+        with self._changed:
+            for key, entry in self._entries.items():
+                if entry.pins:
+                    entry.forget(Sections.STATE)
+                    entry.step = self.experts[key].step
+                    entry.pins = 0
+            self.traffic.mend(self._fresh_bytes())
+
+    def capture(self, keys: Iterable[ExpertKey]) -> None:
+        """Starts to write records whose tier is memory to the disk, as new versions.
+
+        Computation may go on; who wants to change one of them waits for that one's write.
+        """
+        with self._changed:
+            for key in keys:
+                expert = self.experts[key]
+                assert expert.resident_slot is not None, "what lives on the disk is saved"
+                expert.is_saved = False  # until it is: or the next checkpoint names an older state
+                version = self._new_version(expert, expert.step)
+                self._write(key, expert, version, expert.resident_slot, Sections.STATE)
+                expert.is_saved = True
+
+    def hold_versions(self) -> dict[ExpertKey, Version]:
+        """Starts to save every expert as it is now; no version that is returned is overwritten.
+
+        Those that live in memory and changed since they were saved last are written in the
+        background.
+        """
+        with self._changed:
+            self.capture(
+                key
+                for key, e in self.experts.items()
+                if e.resident_slot is not None and not e.is_saved
+            )
+            held: dict[ExpertKey, Version] = {}
+            with ExitStack() as stack:
+                stack.callback(self.drop_versions, held)
+                for key, expert in self.experts.items():
+                    assert expert.version is not None, "every expert has a first version"
+                    self._on_disk.hold(expert.layout, expert.version.slot)
+                    held[key] = expert.version
+                stack.pop_all()
+            return held
+
+    def drop_versions(self, versions: Mapping[ExpertKey, Version]) -> None:
+        """Lets go of what `hold_versions` held."""
+        with self._changed:
+            for key, version in versions.items():
+                self._on_disk.drop(self.experts[key].layout, version.slot)
+
+    def wait_until_durable(self, versions: Mapping[ExpertKey, Version]) -> None:
+        """Returns when versions lie on the disk, power cut or not; may be called from any thread.
+
+        Raises:
+            MoERuntimeError: a transfer failed.
+        """
+        with self._changed:
+            while not all(version.is_written for version in versions.values()):
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
+        self._on_disk.sync()
+
+    def restore(self, versions: Mapping[ExpertKey, Version]) -> None:
+        """Takes up saved versions instead of first ones, and checks each.
+
+        The versions are held once more, as `hold_versions` holds them.
+
+        Raises:
+            CheckpointError: a record is damaged; names it.
+        """
+        for key, version in versions.items():
+            expert = self.experts[key]
+            for _ in range(2):
+                self._on_disk.hold(expert.layout, version.slot)
+            expert.version = version
+            expert.take_over(version)
+            expert.is_saved = version.is_written = True
+            record = self._slab.slot(
+                self._free[-1] if expert.resident_slot is None else expert.resident_slot
+            )
+            self._fill_now(key, expert, version, record)
+            content = record[: expert.layout.state_bytes]
+            path = records_path(self._on_disk.folder, expert.layout)
+            check_digest(path, key, version, content)
+            _, version.sections = expert.layout.checksums(record)
+
+    def take_in(self, key: ExpertKey, read: Callable[[Tensor], Version]) -> None:
+        """Takes up an expert that lies in another process's files, and writes it to its tier.
+
+        Args:
+            read: fills a record with its state, and says what version that is.
+        """
+        record = self.acquire(key, Sections.NONE, writes=True)
+        found = read(record)
+        self.experts[key].take_over(found)
+        self.set_content_step(key, found.step)
+        self.write_state(key)
+        self.release(key)
+
+    def drop_lent(self, slots: Iterable[tuple[RecordLayout, int]]) -> None:
+        """Lets go of slots on the disk that belong to experts of other processes."""
+        with self._changed:
+            for layout, slot in slots:
+                self._on_disk.drop(layout, slot)
+
+    def exchange_tiers(self, arriving: ExpertKey, leaving: ExpertKey) -> None:
+        """Exchanges two tiers between steps: one expert leaves the memory for another."""
+        self.capture([leaving])
+        record = self.acquire(arriving, Sections.STATE)
+        self.wait_for_transfers()
+        comes, goes = self.experts[arriving], self.experts[leaving]
+        with self._changed:
+            assert goes.resident_slot is not None, "the leaving expert's tier must be memory"
+            entry, slot = self._entries[arriving], goes.resident_slot
+            is_saved = entry.step == comes.step
+            # An exception in between leaves both on the disk, and a slot more to the others.
+            goes.resident_slot = None
+            self._slab.slot(slot).copy_(record)
+            comes.is_saved, comes.step, comes.resident_slot = is_saved, entry.step, slot
+            entry.pins -= 1
+            self._drop(arriving)
+
+    def _fill_now(
+        self, key: ExpertKey, expert: ExpertState, version: Version, record: Tensor
+    ) -> None:
+        """Reads a version into a record that nobody uses, and waits for it."""
+        is_done = threading.Event()
+
+        def finish(read: Read) -> None:
+            self._failure = self._failure or read.error
+            is_done.set()
+
+        read = Read(Priority.DEMAND, finish)
+        self._on_disk.read(key, expert.layout, version, Sections.STATE, record, read)
+        is_done.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _mend(self) -> None:
+        """Also takes back new versions that were not written."""
+        super()._mend()
+        for key, expert in self.experts.items():
+            entry = self._entries.get(key)
+            if expert.version is None or expert.version.is_written or (entry and entry.writes):
+                continue
+            if self._take_back(expert) and entry is not None:
+                entry.forget(Sections.STATE)
+                entry.step = expert.step
+        self.traffic.mend(self._fresh_bytes())
+
+    def _take_back(self, expert: ExpertState) -> bool:
+        """Puts the version from before the step in the place of the one after; whether it is kept.
+
+        Whatever strikes in between, a slot is let go of once at most.
+        """
+        new, old = expert.version, expert.previous
+        if new is None or old is None:
+            return False
+        expert.step, expert.count, expert.pending = old.step, old.count, old.pending
+        expert.version, expert.previous = old, None
+        self._on_disk.drop(expert.layout, new.slot)
+        return True
+
+    def _new_version(self, expert: ExpertState, step: int) -> Version:
+        """A place for what an expert has become; a version of the step before is kept for it.
+
+        Raises:
+            CapacityError: the disk is full; nothing is changed.
+        """
+        slot = self._on_disk.take(expert.layout)
+        new, old = Version(slot, step, expert.count, pending=expert.pending), expert.version
+        keeps_old = expert.resident_slot is None and expert.previous is None
+        previous = old if keeps_old else expert.previous
+        expert.version, expert.previous = new, previous
+        if old is not None and not keeps_old:
+            self._on_disk.drop(expert.layout, old.slot)
+        return new

@@ -1,1 +1,0 @@
-"""Records of weights and optimizer states, in memory and on the disk."""

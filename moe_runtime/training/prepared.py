@@ -1,0 +1,368 @@
+"""What all runs have in common, whatever they train: settings, checkpoints, records, summary."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from moe_runtime.checkpoints.model_files import files_of
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.files import (
+    check_output_folder,
+    check_output_path,
+    locked,
+    make_folders,
+    remove_abandoned,
+    require_not_read,
+    write_atomically,
+)
+from moe_runtime.folders import remove_or_warn
+from moe_runtime.training.checkpoint import (
+    Progress,
+    check_settings,
+    checkpoints_in,
+    load_checkpoint,
+)
+from moe_runtime.training.config_tree import leaves
+from moe_runtime.training.data import TokenStreams
+from moe_runtime.training.loop import COURSE, Trainer
+from moe_runtime.training.metrics import (
+    METRICS_FILE,
+    JsonLines,
+    MetricsSink,
+    TensorBoard,
+    read_records,
+)
+from moe_runtime.training.run_config import LoopConfig, ParallelConfig
+from moe_runtime.training.sharded import read_progress
+
+SUMMARY_FILE = "summary.json"
+CHECKPOINTS = "checkpoints"
+DATA = "data"
+TOKENIZER = "tokenizer"
+EXPERTS = "experts"
+"""Folders in that of a run."""
+LOCK_FILE = "run.lock"
+"""Locked while a run uses its folder, and removed afterwards."""
+
+# What may change when a run goes on: it decides where and how fast, not which numbers come out.
+_FREE_NAMES = (
+    *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
+    *(
+        "host_memory",
+        "device_memory",
+        "evaluate_tokens",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "tensorboard",
+        "export_dtype",
+        "trace",
+        "trace_steps",
+    ),
+)
+_FREE = frozenset(
+    {
+        *(f"run.{name}" for name in _FREE_NAMES),
+        *("model.moe.impl", "model.moe.recompute"),
+        *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig)),
+    }
+)
+BASE_FILES = "the model's files"
+"""A setting of fine-tuning: what the checkpoint holds that is fine-tuned."""
+# What only the steps to come depend on: a resumed run may change it if asked to.
+_SCHEDULE = frozenset(
+    {
+        *("run.steps", "data.short_context", "data.short_share"),
+        *(f"optimizer.{name}" for name in ("peak_rate", "warmup_steps", "final_share", "course")),
+    }
+)
+
+
+class Prepared(Protocol):
+    """What is asked of a prepared run, whatever it trains."""
+
+    @property
+    def config(self) -> LoopConfig: ...
+
+    @property
+    def output(self) -> Path: ...
+
+    @property
+    def checkpoints(self) -> Path: ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+    @property
+    def streams(self) -> Mapping[str, TokenStreams]: ...
+
+    @property
+    def num_parameters(self) -> int: ...
+
+    @property
+    def num_active_parameters(self) -> int: ...
+
+
+def check_inputs_stay(
+    output: Path, trace: Path | None, texts: Iterable[Path], model: Path | None = None
+) -> None:
+    """Refuses outputs that would replace what a run reads, or lie among it.
+
+    Args:
+        output: the run's folder; may be missing.
+        trace: the file of its trace, if one is wanted.
+        model: the folder of the checkpoint that is trained further, or its GGUF file, if there is
+            one.
+
+    Raises:
+        ValueError: the trace is a file that is read, or the run's folder one that is read from.
+    """
+    files = list(texts)
+    if model is not None and model.is_file():
+        files.append(model)
+    require_not_read(trace, "trace", [*files, *(files_of(model) if model else ())])
+    place = _end_of(output)
+    read = {_end_of(file).parent for file in files} & {place}
+    if model is not None and place.is_relative_to(_end_of(model)):
+        read.add(model)
+    for folder in read:
+        raise ValueError(
+            f"{output}: the run's files would lie among those of {folder}, which it reads; "
+            "name another output folder"
+        )
+
+
+def check_outputs(output: Path, trace: Path | None) -> None:
+    """Refuses places where nothing could be written, and removes what killed runs left half there.
+
+    Args:
+        output: the run's folder; may be missing.
+        trace: the file of its trace, if one is wanted.
+
+    Raises:
+        CheckpointError: a file could not be written.
+    """
+    for folder in (output, output / CHECKPOINTS, output / DATA):
+        remove_abandoned(folder)
+        check_output_folder(folder, "run's output")
+    if output.is_dir():
+        check_output_path(output / SUMMARY_FILE, "run's output")
+    if trace is None:
+        return
+    run, place = _end_of(output), _end_of(trace)
+    if run.is_relative_to(place):
+        raise CheckpointError(f"{trace}: is the run's folder, expected the name of a trace file")
+    # The run's folder is there when its trace is begun; no other one is made for it.
+    if run.is_dir() or place.parent != run:
+        check_output_path(trace, "trace")
+
+
+def _end_of(path: Path) -> Path:
+    """What a name leads to; `Path.resolve` would raise for links that lead in a circle."""
+    return Path(os.path.realpath(path))
+
+
+@contextlib.contextmanager
+def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> Iterator[None]:
+    """Locks the folders of a run, until the block or the process ends.
+
+    A new folder is removed if the run fails before its first checkpoint. The records of its steps
+    stay if the run diverged: they say how.
+
+    Args:
+        output: the run's folder, which is made. An existing one is not removed.
+        storage: that of its experts' states, where it is another one.
+        is_used: False where nothing is written, or another process of the run uses the folder.
+
+    Raises:
+        CheckpointError: another run uses a folder, or it cannot be written.
+    """
+    if not is_used:
+        yield
+        return
+    missing = [_end_of(output)]
+    while not os.path.lexists(missing[-1]):
+        missing.append(missing[-1].parent)
+    made = missing[:-1]
+    has_diverged = False
+    check_output_folder(output, "run's output")
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: _remove_unbegun(made, keeps_records=has_diverged))
+        make_folders(output)
+        with contextlib.ExitStack() as lock:
+            for folder in {os.path.realpath(one): one for one in (output, storage) if one}.values():
+                if not folder.is_dir():
+                    continue  # what is no folder is refused where it is used
+                try:
+                    lock.enter_context(locked(folder / LOCK_FILE))
+                except BlockingIOError:
+                    if folder == output:
+                        made.clear()  # it is the other run's
+                    raise CheckpointError(
+                        f"{folder}: another train or finetune uses this folder; wait until it has "
+                        "ended, or name another one"
+                    ) from None
+            try:
+                yield
+            except ValueError:
+                has_diverged = True
+                raise
+            except OSError:
+                _tell_of_last(output)
+                raise
+        stack.pop_all()
+
+
+def _tell_of_last(output: Path) -> None:
+    """Says what stays of a run that could not write something."""
+    for last in checkpoints_in(output / CHECKPOINTS)[-1:]:
+        warnings.warn(
+            f"{last}: is kept; once there is room, the same command with --resume goes on from it",
+            MoERuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _remove_unbegun(made: list[Path], *, keeps_records: bool) -> None:
+    if not made or checkpoints_in(made[0] / CHECKPOINTS):
+        return
+    for name in (DATA, TOKENIZER, EXPERTS):
+        remove_or_warn(made[0] / name, "no run has begun with it")
+    metrics = made[0] / METRICS_FILE
+    # What is left is no harm, and an error has been reported already.
+    with contextlib.suppress(OSError):
+        if metrics.is_file() and not (keeps_records and metrics.stat().st_size):
+            metrics.unlink()
+        for folder in (made[0] / CHECKPOINTS, *made):
+            if folder.is_dir():
+                folder.rmdir()
+
+
+def find_state(
+    preparation: Prepared, *, resume: bool, reschedule: bool = False
+) -> tuple[Path | None, Progress | None]:
+    """The newest checkpoint of a run and what it holds; None twice where a run begins.
+
+    Raises:
+        CheckpointError: as `start`.
+    """
+    found = checkpoints_in(preparation.checkpoints)
+    if not found:
+        return None, None
+    last = found[-1]
+    if not resume:
+        raise CheckpointError(
+            f"{preparation.output}: holds a run already (the last checkpoint is "
+            f"{last.name}); --resume goes on with it, another output folder begins anew"
+        )
+    state = read_progress(last) if last.is_dir() else load_checkpoint(last)
+    current = dict(preparation.settings)
+    if BASE_FILES not in state.settings:  # an older version wrote it
+        current.pop(BASE_FILES, None)
+    check_settings(last, state.settings, current, schedule=_SCHEDULE, reschedule=reschedule)
+    steps, data = preparation.config.run.steps, preparation.config.data
+    expected = (state.step * data.tokens_per_step, state.step * data.sequences_per_step)
+    if (state.tokens, sum(state.taken)) != expected:
+        raise CheckpointError(
+            f"{last}: is damaged: expected {expected[0]} tokens in {expected[1]} windows after "
+            f"{state.step} steps, found {state.tokens} in {sum(state.taken)}"
+        )
+    if state.step > steps:
+        raise CheckpointError(
+            f"{last}: has taken {state.step} steps already, run.steps asks for {steps}; "
+            f"set at least {state.step}"
+        )
+    return last, state
+
+
+def settings_of(config: Any, streams: Mapping[str, TokenStreams]) -> dict[str, Any]:
+    """What of a configuration must be the same when a run goes on, by dotted name."""
+    flat = dict(leaves(dataclasses.asdict(config), ""))
+    kept = {name: value for name, value in flat.items() if name not in _FREE}
+    kept["optimizer.course"] = COURSE
+    for name, stream in streams.items():
+        kept[f"text of source {name!r}"] = stream.fingerprint
+    return kept
+
+
+def write_summary(
+    preparation: Prepared, trainer: Trainer, folder: Path | None, *, adapters: Path | None = None
+) -> dict[str, Any]:
+    """Writes and returns what a run came to.
+
+    Args:
+        adapters: folder of what was exported instead, if adapters were.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    summary = _summary(preparation, trainer, folder)
+    if adapters is not None:
+        summary["adapters"] = str(adapters)
+    make_folders(preparation.output)
+    with write_atomically(preparation.output / SUMMARY_FILE) as file:
+        file.write((json.dumps(summary, indent=1) + "\n").encode())
+    return summary
+
+
+def _summary(preparation: Prepared, trainer: Trainer, folder: Path | None) -> dict[str, Any]:
+    import transformers
+
+    records = read_records(preparation.output)
+    losses = [record["loss"] for record in records if "loss" in record]
+    held_out = [record for record in records if "held_out" in record]
+    return {
+        "steps": trainer.step,
+        "tokens": trainer.tokens,
+        "elapsed_s": round(trainer.elapsed_s, 3),
+        "tokens_per_s": round(trainer.tokens / trainer.elapsed_s, 1) if trainer.elapsed_s else None,
+        "skipped_steps": trainer.skipped.total,
+        "loss": losses[-1] if losses else None,
+        "held_out": held_out[-1]["held_out"] if held_out else {},
+        "held_out_mean": held_out[-1]["held_out_mean"] if held_out else None,
+        "parameters": preparation.num_parameters,
+        "active_parameters": preparation.num_active_parameters,
+        "offload": trainer.report(),
+        "trace": None if trainer.trace is None else str(trainer.trace.path),
+        "output": str(preparation.output),
+        "model": None if folder is None else str(folder),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def mixture(preparation: Prepared) -> dict[str, float]:
+    """Share of each source, as the batches have it: by weight, else by size."""
+    sources = preparation.config.data.sources
+    return {
+        name: sources[name].weight or float(len(stream.training))
+        for name, stream in preparation.streams.items()
+    }
+
+
+def open_sinks(preparation: Prepared, state: Progress | None) -> list[MetricsSink]:
+    """Where a run's records go; those of steps after a checkpoint are forgotten.
+
+    Args:
+        state: of the checkpoint from which it goes on; None where it begins.
+
+    Raises:
+        CheckpointError: the records are not those that the checkpoint knows.
+        OSError: the folder cannot be written.
+    """
+    sinks: list[MetricsSink] = []
+    first_step, records = (0, "") if state is None else (state.step, state.records)
+    if preparation.config.run.tensorboard:
+        sinks.append(TensorBoard(preparation.output / "tensorboard", first_step=first_step))
+    sinks.append(JsonLines(preparation.output, first_step=first_step, digest_then=records))
+    return sinks

@@ -1,1 +1,0 @@
-"""One eviction policy a module."""

@@ -1,0 +1,460 @@
+"""Placement policies by name: round robin, balanced ones, EPLB, and what a caller adds to them.
+
+``research.placement_solvers`` adds ExFlow and MoETuner, which need a solver; the commands take
+those.
+
+Legend: L layers, E experts, N rows that are packed on their own ((layer, node) pairs), I items of a
+row, P packs, M = I / P items a pack, G devices, S slots, B windows of history.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_runtime.config import nearest
+from moe_runtime.policies.placement.base import (
+    Devices,
+    Placement,
+    PlacementPolicy,
+    RoutingProfile,
+    slots_needed,
+)
+
+PACKINGS = ("greedy", "snake", "refined")
+"""``greedy`` gives each item, heaviest first, to the lightest pack with room. ``snake`` deals the
+sorted items to the packs forwards and backwards in turn, without looking at weights again.
+``refined`` is greedy, then swaps items of the heaviest pack while that helps."""
+
+_MAX_SWAPS = 64
+
+
+class RoundRobin:
+    """Consecutive experts on each device: what runs without a map; replicas repeat the experts."""
+
+    def __call__(
+        self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
+    ) -> Placement:
+        """Places without looking at the profile's counts."""
+        each = slots_needed(profile.num_experts, num_replicas, devices.num_gpus)
+        slots = np.arange(each * devices.num_gpus) % profile.num_experts
+        return _placed(np.tile(slots, (profile.num_layers, 1)), profile, devices)
+
+
+class Greedy:
+    """Heaviest expert first, each to the lightest device that has a free slot.
+
+    "Towards MoE Deployment" (arXiv 2303.06182), as the next.
+    """
+
+    def __call__(
+        self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
+    ) -> Placement:
+        """Places by the loads of the whole profile."""
+        _refuse_replicas("greedy", num_replicas)
+        slots_needed(profile.num_experts, 0, devices.num_gpus)
+        packs = pack(profile.loads_LE, devices.num_gpus)
+        return _placed(packs.reshape(profile.num_layers, -1), profile, devices)
+
+
+class AntiCorrelation:
+    """Greedy that keeps experts apart whose loads rise and fall together.
+
+    The load of a device, seen by the expert to be placed, is the sum over its experts of their mean
+    load plus ``weight`` times their correlation with the newcomer over the windows of history.
+    Loads are in multiples of a layer's mean load, so that ``weight`` means the same for 8 experts
+    and for 512 (the paper's text does not say in which unit it adds the two).
+
+    Args:
+        weight: how much a correlation of 1 weighs beside a mean load; the paper's is 0.5.
+    """
+
+    def __init__(self, *, weight: float = 0.5) -> None:
+        self._weight = weight
+
+    def __call__(
+        self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
+    ) -> Placement:
+        """Places by the profile's loads over its windows; one window alone makes it greedy."""
+        _refuse_replicas("anti-correlation", num_replicas)
+        each = slots_needed(profile.num_experts, 0, devices.num_gpus)
+        shares = window_shares(profile.loads_BLE)
+        rows = [
+            self._place_layer(shares[:, layer], devices.num_gpus, each)
+            for layer in range(profile.num_layers)
+        ]
+        return _placed(np.stack(rows), profile, devices)
+
+    def _place_layer(self, shares_BE: np.ndarray, num_gpus: int, room: int) -> np.ndarray:
+        num_experts = shares_BE.shape[1]
+        mean = shares_BE.mean(axis=0) * num_experts
+        correlation = correlate(shares_BE)
+        held: list[list[int]] = [[] for _ in range(num_gpus)]
+        for expert in np.argsort(-mean, kind="stable").tolist():
+            seen = mean + self._weight * correlation[expert]
+            loads = [seen[pack].sum() if len(pack) < room else np.inf for pack in held]
+            held[int(np.argmin(loads))].append(expert)
+        return np.array(held).reshape(-1)
+
+
+class EPLB:
+    """Copies of hot experts, then packs of equal load: DeepSeek's expert-parallel load balancer.
+
+    (The evolved variant of the ADRS study is faster still than the plain loop but may leave a cold
+    expert without any slot; here every expert has one before the first replica is given away.)
+
+    Args:
+        num_groups: groups of experts that a router limits tokens to (DeepSeek-V3 has 8). Where the
+            nodes divide the groups, each group and all replicas of its experts stay on one node.
+        packing: see ``PACKINGS``.
+    """
+
+    def __init__(self, *, num_groups: int = 1, packing: str = "greedy") -> None:
+        self._num_groups = num_groups
+        self._packing = packing
+
+    def __call__(
+        self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
+    ) -> Placement:
+        """Places by the loads of the whole profile."""
+        slots_needed(profile.num_experts, num_replicas, devices.num_gpus)
+        return rebalance(
+            profile.loads_LE,
+            devices,
+            num_slots=profile.num_experts + num_replicas,
+            num_groups=self._num_groups,
+            packing=self._packing,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementOptions:
+    """What policies can be told; each reads what concerns it.
+
+    Attributes:
+        num_groups: groups of experts that stay on one node (EPLB).
+        time_limit_s: seconds for searches and solvers; the best placement found by then counts.
+        load_slack: how far loads may exceed the best balance for fewer hops.
+        aligned: rename devices of each layer to save hops, where a policy looks at loads only.
+    """
+
+    num_groups: int = 1
+    time_limit_s: float = 30.0
+    load_slack: float = 0.1
+    aligned: bool = True
+
+
+Algorithms = Mapping[str, Callable[[PlacementOptions], PlacementPolicy]]
+"""Name -> what makes the policy from its options."""
+
+ALGORITHMS: Algorithms = {
+    "round-robin": lambda options: RoundRobin(),
+    "greedy": lambda options: Greedy(),
+    "anti-correlation": lambda options: AntiCorrelation(),
+    "eplb": lambda options: EPLB(num_groups=options.num_groups),
+}
+_LOADS_ONLY = frozenset({"greedy", "anti-correlation", "eplb"})
+
+
+def place_experts(
+    algorithm: str,
+    profile: RoutingProfile,
+    devices: Devices,
+    *,
+    num_replicas: int = 0,
+    options: PlacementOptions | None = None,
+    algorithms: Algorithms = ALGORITHMS,
+) -> Placement:
+    """Places experts by the named algorithm.
+
+    Args:
+        algorithm: a key of ``algorithms``.
+        profile: what was seen of the routing.
+        devices: where experts go.
+        num_replicas: slots of a layer beyond one for each expert.
+        options: see ``PlacementOptions``.
+        algorithms: those to choose from.
+
+    Raises:
+        ValueError: no algorithm has this name (the message suggests the nearest), or sizes that do
+            not fit each other or the algorithm.
+    """
+    check_algorithm(algorithm, algorithms)
+    options = options or PlacementOptions()
+    placement = algorithms[algorithm](options)(profile, devices, num_replicas=num_replicas)
+    if options.aligned and algorithm in _LOADS_ONLY:
+        placement = align(placement, profile, devices)
+    return placement
+
+
+def check_algorithm(algorithm: str, algorithms: Algorithms = ALGORITHMS) -> None:
+    """Refuses names of no algorithm.
+
+    Raises:
+        ValueError: there is none; the message suggests the nearest.
+    """
+    if algorithm not in algorithms:
+        raise ValueError(f"unknown algorithm {algorithm!r}: {nearest(algorithm, algorithms)}")
+
+
+def rebalance(
+    loads_LE: np.ndarray,
+    devices: Devices,
+    *,
+    num_slots: int,
+    num_groups: int = 1,
+    packing: str = "greedy",
+) -> Placement:
+    """Gives hot experts replicas and spreads all slots over the devices by load.
+
+    Every layer goes through the same steps at once, so the result is that of the plain loop over
+    layers and items, in a fraction of the time.
+
+    Args:
+        loads_LE: ``[L, E]`` load of each expert, for example a moving average of token counts.
+        devices: nodes and devices. Where the nodes do not divide the groups, the hierarchy is given
+            up and all devices count as one node.
+        num_slots: S, a multiple of the devices, at least E.
+        num_groups: groups of neighbouring experts, a divisor of E.
+        packing: how items are spread; ``"greedy"`` is EPLB's.
+
+    Returns:
+        The placement; on each device heavy slots come first.
+
+    Raises:
+        ValueError: sizes that do not divide, or fewer slots than experts.
+    """
+    loads = np.asarray(loads_LE, dtype=np.float64)
+    num_layers, num_experts = loads.shape
+    _check_sizes(num_experts, num_slots, num_groups, devices)
+    num_nodes = devices.num_nodes
+    if num_groups % num_nodes or num_experts % num_nodes:
+        num_groups = num_nodes = 1
+
+    # Rows of experts, node by node: [L * N, E / N].
+    experts = _experts_of_nodes(loads, num_groups, num_nodes, packing)
+    row_loads = np.take_along_axis(loads, experts.reshape(num_layers, -1), axis=1)
+    row_loads = row_loads.reshape(experts.shape)
+
+    holders, copies = replicate(row_loads, num_slots // num_nodes)
+    slot_loads = np.take_along_axis(row_loads / copies, holders, axis=1)
+    packs = pack(slot_loads, devices.num_gpus // num_nodes, packing=packing)
+    local = np.take_along_axis(holders, packs.reshape(len(packs), -1), axis=1)
+    slots = np.take_along_axis(experts, local, axis=1).reshape(num_layers, num_slots)
+    return Placement(expert_of_slot=slots, num_experts=num_experts, num_gpus=devices.num_gpus)
+
+
+def replicate(loads_NE: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Gives each further slot to the expert with the highest load per copy.
+
+    Every expert has one slot before any has two: an expert without load keeps its slot.
+
+    Args:
+        loads_NE: ``[N, E]`` loads of N independent rows.
+        num_slots: slots of each row, at least E.
+
+    Returns:
+        ``[N, num_slots]`` expert of each slot (first all experts once, then the replicas in the
+        order they were given), and ``[N, E]`` copies of each expert.
+    """
+    num_rows, num_experts = loads_NE.shape
+    rows = np.arange(num_rows)
+    holders = np.empty((num_rows, num_slots), dtype=np.int64)
+    holders[:, :num_experts] = np.arange(num_experts)
+    copies = np.ones((num_rows, num_experts), dtype=np.int64)
+    per_copy = loads_NE.astype(np.float64)
+    for slot in range(num_experts, num_slots):
+        hottest = per_copy.argmax(axis=1)
+        holders[:, slot] = hottest
+        copies[rows, hottest] += 1
+        per_copy[rows, hottest] = loads_NE[rows, hottest] / copies[rows, hottest]
+    return holders, copies
+
+
+def _experts_of_nodes(
+    loads_LE: np.ndarray, num_groups: int, num_nodes: int, packing: str
+) -> np.ndarray:
+    """``[L * N, E / N]`` experts of each node: whole groups, packed by their sums."""
+    num_layers, num_experts = loads_LE.shape
+    members = np.arange(num_experts).reshape(num_groups, -1)
+    group_loads = loads_LE.reshape(num_layers, num_groups, -1).sum(axis=2)
+    groups = pack(group_loads, num_nodes, packing=packing)
+    return members[groups].reshape(num_layers * num_nodes, -1)
+
+
+def _check_sizes(num_experts: int, num_slots: int, num_groups: int, devices: Devices) -> None:
+    if num_slots % devices.num_gpus:
+        raise ValueError(f"{num_slots} slots do not divide among {devices.num_gpus} devices")
+    if num_slots < num_experts:
+        raise ValueError(f"{num_experts} experts need at least as many slots, got {num_slots}")
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"{num_experts} experts do not divide among {num_groups} groups")
+
+
+def pack(weights_NI: np.ndarray, num_packs: int, *, packing: str = "greedy") -> np.ndarray:
+    """Divides each row's items among packs of equal size.
+
+    Args:
+        weights_NI: ``[N, I]`` weight of each item.
+        num_packs: P, which divides I.
+        packing: one of ``PACKINGS``.
+
+    Returns:
+        ``[N, P, M]`` int64 items of each pack, heaviest first (refined: in no particular order).
+
+    Raises:
+        ValueError: the packing is not known, or the items do not divide among the packs.
+    """
+    weights = np.asarray(weights_NI, dtype=np.float64)
+    num_rows, num_items = weights.shape
+    if packing not in PACKINGS:
+        raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
+    if num_packs < 1 or num_items % num_packs:
+        raise ValueError(f"{num_items} items do not divide among {num_packs} packs")
+    if num_items == num_packs:
+        # One item a pack: any order is as good, and the identity moves nothing.
+        return np.tile(np.arange(num_items)[None, :, None], (num_rows, 1, 1))
+    order = np.argsort(-weights, axis=1, kind="stable")
+    if packing == "snake":
+        return _snake(order, num_packs)
+    packs = _greedy(weights, order, num_packs)
+    return _refine(weights, packs) if packing == "refined" else packs
+
+
+def _snake(order_NI: np.ndarray, num_packs: int) -> np.ndarray:
+    rounds = order_NI.reshape(len(order_NI), -1, num_packs).copy()
+    rounds[:, 1::2] = rounds[:, 1::2, ::-1]
+    return rounds.transpose(0, 2, 1)
+
+
+def _greedy(weights_NI: np.ndarray, order_NI: np.ndarray, num_packs: int) -> np.ndarray:
+    """One step an item, all rows in each step: what a loop over rows and items would choose."""
+    num_rows, num_items = weights_NI.shape
+    room = num_items // num_packs
+    flat_first = np.arange(num_rows) * num_packs
+    # A step costs a handful of calls whatever the number of rows, so the steps work on flat
+    # arrays with indices that are computed before the loop.
+    sorted_IN = np.ascontiguousarray(np.take_along_axis(weights_NI, order_NI, axis=1).T)
+    heaviness = np.zeros((num_rows, num_packs))
+    flat_heaviness = heaviness.reshape(-1)
+    filled = np.zeros(num_rows * num_packs, dtype=np.int64)
+    places_IN = np.empty((num_items, num_rows), dtype=np.int64)
+    for item in range(num_items):
+        chosen = heaviness.argmin(axis=1)
+        chosen += flat_first
+        taken = filled[chosen]
+        places_IN[item] = chosen * room + taken
+        taken += 1
+        filled[chosen] = taken
+        # A full pack weighs infinitely much: it is never the lightest again.
+        flat_heaviness[chosen] += np.where(taken == room, np.inf, sorted_IN[item])
+    packs = np.empty(num_rows * num_items, dtype=np.int64)
+    packs[places_IN.T] = order_NI
+    return packs.reshape(num_rows, num_packs, room)
+
+
+def _refine(weights_NI: np.ndarray, packs_NPM: np.ndarray) -> np.ndarray:
+    """Swaps one item of the heaviest pack with one of another while the larger of both shrinks."""
+    packs = packs_NPM.copy()
+    num_rows, num_packs, room = packs.shape
+    rows = np.arange(num_rows)
+    weights = np.take_along_axis(weights_NI[:, None, :], packs, axis=2)
+    totals = weights.sum(axis=2)
+    for _ in range(_MAX_SWAPS):
+        heavy = totals.argmax(axis=1)
+        top = totals[rows, heavy]
+        # moved[n, m, p, q]: what the heavy pack loses by giving its m-th item for p's q-th.
+        moved = weights[rows, heavy][:, :, None, None] - weights[:, None, :, :]
+        worse = np.maximum(top[:, None, None, None] - moved, totals[:, None, :, None] + moved)
+        worse[rows, :, heavy] = np.inf
+        best = worse.reshape(num_rows, -1).argmin(axis=1)
+        gains = worse.reshape(num_rows, -1)[rows, best] < top * (1 - 1e-12)
+        if not gains.any():
+            break
+        row, (mine, other, theirs) = (
+            rows[gains],
+            np.unravel_index(best[gains], (room, num_packs, room)),
+        )
+        here = heavy[gains]
+        for table in (packs, weights):
+            kept = table[row, here, mine].copy()
+            table[row, here, mine] = table[row, other, theirs]
+            table[row, other, theirs] = kept
+        totals[row] = weights[row].sum(axis=2)
+    return packs
+
+
+def align(placement: Placement, profile: RoutingProfile, devices: Devices) -> Placement:
+    """Renames the devices of each layer so that tokens hop less; loads of packs stay as they are.
+
+    For placements that only balance: which pack of experts lies on which device makes no
+    difference to the balance. Nodes change places as a whole, devices within their node.
+
+    Args:
+        placement: any placement, with replicas or without.
+        profile: where the transitions come from.
+        devices: the nodes and devices that the placement was made for.
+    """
+    slots = placement.expert_of_slot.copy()
+    for layer in range(1, placement.num_layers):
+        flow = _flow_between(placement, slots, layer, profile.transitions_LEE[layer - 1])
+        order = _matching(flow, devices)
+        slots[layer] = slots[layer].reshape(devices.num_gpus, -1)[order].reshape(-1)
+    return Placement(
+        expert_of_slot=slots, num_experts=placement.num_experts, num_gpus=placement.num_gpus
+    )
+
+
+def _flow_between(
+    placement: Placement, slots_LS: np.ndarray, layer: int, counts_EE: np.ndarray
+) -> np.ndarray:
+    """``[G, G]`` tokens from each device of the layer before to each pack of this layer."""
+    shares = []
+    for row, copies in zip(
+        slots_LS[layer - 1 : layer + 1], placement.copies[layer - 1 : layer + 1], strict=True
+    ):
+        share_EG = np.zeros((placement.num_experts, placement.num_gpus))
+        real = row >= 0
+        np.add.at(share_EG, (row[real], placement.gpu_of_slot[real]), 1.0)
+        shares.append(share_EG / copies[:, None])
+    return shares[0].T @ counts_EE @ shares[1]
+
+
+def _matching(flow_GG: np.ndarray, devices: Devices) -> np.ndarray:
+    """``[G]`` pack that goes to each device: the most tokens stay, first on nodes, then devices."""
+    from scipy.optimize import linear_sum_assignment
+
+    num_nodes, each = devices.num_nodes, devices.gpus_per_node
+    blocks = flow_GG.reshape(num_nodes, each, num_nodes, each)
+    # Between two nodes, devices are matched as well as possible; nodes by what flows at all.
+    _, node_of = linear_sum_assignment(-blocks.sum(axis=(1, 3)))
+    order = np.empty(devices.num_gpus, dtype=np.int64)
+    for node, pack_node in enumerate(node_of):
+        _, inner = linear_sum_assignment(-blocks[node, :, pack_node])
+        order[node * each : (node + 1) * each] = pack_node * each + inner
+    return order
+
+
+def window_shares(loads_BLE: np.ndarray) -> np.ndarray:
+    """``[B, L, E]`` share of its window's tokens that each expert got; 0 in an empty window."""
+    totals = loads_BLE.sum(axis=2, keepdims=True)
+    return np.divide(loads_BLE, totals, out=np.zeros_like(loads_BLE), where=totals > 0)
+
+
+def correlate(series_BE: np.ndarray) -> np.ndarray:
+    """``[E, E]`` Pearson correlation of the columns; 0 for a column that never changes."""
+    centred = series_BE - series_BE.mean(axis=0)
+    norms = np.sqrt((centred**2).sum(axis=0))
+    unit = np.divide(centred, norms, out=np.zeros_like(centred), where=norms > 1e-12)
+    return unit.T @ unit
+
+
+def _refuse_replicas(name: str, num_replicas: int) -> None:
+    if num_replicas:
+        raise ValueError(f"{name} makes no replicas, got {num_replicas}; eplb does")
+
+
+def _placed(slots: np.ndarray, profile: RoutingProfile, devices: Devices) -> Placement:
+    return Placement(
+        expert_of_slot=slots, num_experts=profile.num_experts, num_gpus=devices.num_gpus
+    )

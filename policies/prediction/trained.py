@@ -1,0 +1,296 @@
+"""Predictors with trained weights over the evidence of tokens.
+
+Legend in ``base``; B rows, n training rows, F features of an expert, X features of a token, V
+variants (``combined``) or known tokens (``path-network``), S sources, D embedding, H hidden.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+
+from moe_runtime.policies.prediction.base import Routes, Shape
+from moe_runtime.policies.prediction.context import Contexts
+from moe_runtime.policies.prediction.estimator import (
+    Kept,
+    State,
+    log_odds,
+    sigmoid,
+    take_array,
+    visits,
+)
+from moe_runtime.policies.prediction.logistic import Adam, fit_logistic
+from moe_runtime.policies.prediction.tokens import (
+    NUM_FEATURES,
+    Samples,
+    TokenEvidence,
+    previous_ids,
+)
+
+DISTANCES = (1, 2, 4)
+"""Look-ahead distances with weights of their own; others use those of the next larger one."""
+SOURCES = 3
+"""How many layers are looked at, from the last known one back."""
+PATH_FREE, BLIND = len(DISTANCES), len(DISTANCES) + 1
+"""Variants for tokens of which no layer is known, and of which not even the id is known."""
+NUM_VARIANTS = len(DISTANCES) + 2
+
+EMBEDDING = 32
+HISTORY = 48
+HIDDEN = 128
+EPOCHS = 10
+BATCH_ROWS = 256
+RATE = 4e-3
+DECAY = 0.05
+UNKNOWN_SHARE = 0.1
+"""Tokens whose id is hidden in training, so that a token never seen is met as it will be."""
+_TOKEN, _RECALLED, _RECENT = 1, 4, slice(5, 7)
+"""Places among the features: the token's own table, its last visit here, and running means."""
+
+_PARAMETERS = ("token", "before", "history", "inner", "inner_bias", "outer", "outer_bias", "mix")
+
+
+class Combination(TokenEvidence):
+    """Logistic regression for every layer and distance over what the other predictors know.
+
+    The logit of an expert is a weighted sum of: its log-odds in the sequence so far, in tokens with
+    this id, and in tokens that follow the previous id; whether the previous token and the last
+    token with this id visited it; its running means over few and many tokens; and, learned from
+    pairs of experts, of the last ``SOURCES`` known layers of the token and their gate weights.
+
+    What depends on the tokens alone is computed once a step for all layers; a call for the next
+    layer then costs a gather and a sum.
+    """
+
+    name = "combined"
+    kept: ClassVar = {
+        **TokenEvidence.kept,
+        "weights": Kept("weights_VLF"),
+        "bias": Kept("bias_VLE"),
+        "links": Kept("links_VLSE2E"),
+    }
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        num_layers, num_experts = shape.num_layers, shape.num_experts
+        self.weights_VLF = np.zeros((NUM_VARIANTS, num_layers, NUM_FEATURES), dtype=np.float32)
+        self.bias_VLE = np.zeros((NUM_VARIANTS, num_layers, num_experts), dtype=np.float32)
+        self.bias_VLE += log_odds(self.share_LE)
+        # of source s, expert e: row [s, e, 0] is added where e was visited, [s, e, 1] times weight
+        sizes = (len(DISTANCES), num_layers, SOURCES, num_experts + 1, 2, num_experts)
+        self.links_VLSE2E = np.zeros(sizes, dtype=np.float32)
+
+    def fit(self, routes: Routes) -> None:
+        """Counts the tables, then trains the weights."""
+        super().fit(routes)
+        samples = Samples(self, routes)
+        for layer in range(self.shape.num_layers):
+            target = visits(samples.path[:, layer], self.shape.num_experts)
+            for variant in range(NUM_VARIANTS):
+                self._fit_layer(samples, target, variant, layer)
+
+    def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
+        """Sum of the evidence, as probabilities."""
+        logits_BE = self.token_logits(contexts, now, layer)
+        if now >= 0:
+            logits_BE = logits_BE + self.path_logits(contexts, now, layer)
+        return sigmoid(logits_BE)
+
+    def token_logits(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
+        """The part of the logits that does not depend on the token's own path: ``[B, E]``."""
+        variant = variant_of(contexts, now, layer)
+        if not self.keeps_memo(contexts):
+            features = self.features(contexts, slice(layer, layer + 1))
+            return self._weigh(features, variant, slice(layer, layer + 1))[:, 0]
+        memo = f"{self.name}.{variant}"
+        if memo not in contexts.memo:
+            everything = slice(0, self.shape.num_layers)
+            features = contexts.memo.get(self.name)
+            if features is None:
+                features = contexts.memo[self.name] = self.features(contexts, everything)
+            contexts.memo[memo] = self._weigh(features, variant, everything)
+        return contexts.memo[memo][:, layer]
+
+    def path_logits(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
+        """What the last known layers of the token add: ``[B, E]``."""
+        num_sources = min(SOURCES, now + 1)
+        variant = variant_of(contexts, now, layer)
+        known = slice(now + 1 - num_sources, now + 1)
+        ids_BSK = contexts.path[:, known][:, ::-1]
+        weights_BSK = contexts.path_weights[:, known][:, ::-1]
+        sources = np.arange(num_sources)[:, None]
+        rows_BSK2E = self.links_VLSE2E[variant, layer][sources, ids_BSK]
+        factors = np.stack((np.ones_like(weights_BSK), weights_BSK), axis=-1)
+        size = len(contexts), -1
+        rows = rows_BSK2E.reshape(*size, self.shape.num_experts)
+        return np.matmul(factors.reshape(len(contexts), 1, -1), rows)[:, 0]
+
+    def _weigh(self, features: np.ndarray, variant: int, layers: slice) -> np.ndarray:
+        weights_FL1 = self.weights_VLF[variant, layers].T[:, :, None]
+        return (features * weights_FL1).sum(axis=1) + self.bias_VLE[variant, layers]
+
+    def _fit_layer(self, samples: Samples, target: np.ndarray, variant: int, layer: int) -> None:
+        aligned = samples.features[:, :, layer]
+        if variant == BLIND:
+            aligned = aligned.copy()
+            aligned[:, 1] = log_odds(self.share_LE[layer])
+            aligned[:, 4] = 0
+        num_sources = 0
+        if variant < len(DISTANCES):
+            num_sources = min(SOURCES, layer + 1 - DISTANCES[variant])
+            if num_sources < 1:
+                return
+        dense = _links_of(samples, layer, variant, num_sources)
+        fit = fit_logistic(aligned, dense, target, seed=layer)
+        self.weights_VLF[variant, layer] = fit.aligned_F
+        self.bias_VLE[variant, layer] = fit.bias_E
+        if num_sources:
+            sizes = (num_sources, self.shape.num_experts, 2, self.shape.num_experts)
+            self.links_VLSE2E[variant, layer, :num_sources, :-1] = fit.dense_XE.reshape(sizes)
+
+
+def variant_of(contexts: Contexts, now: int, layer: int) -> int:
+    """Which set of weights serves a prediction; the tokens of a step are all known or all not."""
+    if now >= 0 and layer - now <= DISTANCES[-1]:
+        return next(v for v, distance in enumerate(DISTANCES) if layer - now <= distance)
+    return PATH_FREE if contexts.token_ids[0] >= 0 else BLIND
+
+
+def _links_of(samples: Samples, layer: int, variant: int, num_sources: int) -> np.ndarray:
+    """Visits and gate weights of the source layers: ``[n, sources * E * 2]``."""
+    num_rows, num_experts = len(samples.path), samples.shape.num_experts
+    dense = np.zeros((num_rows, num_sources, num_experts + 1, 2), dtype=np.float32)
+    for source in range(num_sources):
+        at = layer - DISTANCES[variant] - source
+        ids = samples.path[:, at]
+        np.put_along_axis(dense[:, source, :, 0], ids, 1.0, axis=1)
+        np.put_along_axis(dense[:, source, :, 1], ids, samples.path_weights[:, at], axis=1)
+    return np.ascontiguousarray(dense[:, :, :-1]).reshape(num_rows, -1)
+
+
+class PathNetwork(TokenEvidence):
+    """A hidden layer over the tokens and the recent past that answers for all layers at once.
+
+    This is the role of ExpertFlow's routing-path predictor (He et al., arXiv 2410.17954), which
+    gives a transformer the tokens and asks it for the whole path before the first layer has run.
+    Ours is one hidden layer over embeddings of the token and of the one before and over what the
+    sequence visited lately, beside the evidence that tables of tokens hold. It is small enough to
+    be asked with every token on a CPU.
+
+    The layers that were routed meanwhile change nothing: what is known of a token's own path is for
+    others to use. A step costs two products of ``H`` with ``2 * L * E`` and ``L * E`` numbers; its
+    later layers only look the answer up.
+    """
+
+    name = "path-network"
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        sizes = self._sizes(0)
+        self.parameters = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
+        self.parameters["outer_bias"] += log_odds(self.share_LE).ravel()
+
+    def fit(self, routes: Routes) -> None:
+        """Counts the tables, then trains by cross-entropy over the experts of all layers."""
+        super().fit(routes)
+        samples = Samples(self, routes)
+        sizes = self._sizes(len(self.of_token.known_V))
+        rng = np.random.default_rng(0)
+        self.parameters = {name: _initial(name, size, rng) for name, size in sizes.items()}
+        self.parameters["outer_bias"] += log_odds(self.share_LE).ravel()
+        self.parameters["mix"][_TOKEN] = 1.0
+        token = self.of_token.rows_of(routes.token_ids[samples.rows])
+        before = self.of_token.rows_of(previous_ids(routes)[samples.rows])
+        batches = max(1, len(token) // BATCH_ROWS)
+        parameters = [self.parameters[name] for name in _PARAMETERS]
+        adam = Adam(parameters, num_steps=EPOCHS * batches, rate=RATE, decay=DECAY)
+        for _ in range(EPOCHS):
+            for rows in np.array_split(rng.permutation(len(token)), batches):
+                hidden_away = rng.random(len(rows)) < UNKNOWN_SHARE
+                features = samples.features[rows].astype(np.float32)
+                features[hidden_away, _TOKEN] = log_odds(self.share_LE)
+                features[hidden_away, _RECALLED] = 0.0
+                seen = np.where(hidden_away, -1, token[rows])
+                adam.step(self._gradients(features, seen, before[rows], samples.path[rows]))
+
+    def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
+        """Probabilities from the tokens and the past alone, however many layers are known."""
+        if not self.keeps_memo(contexts):
+            return sigmoid(self._logits(contexts, slice(layer, layer + 1))[:, 0])
+        if self.name not in contexts.memo:
+            contexts.memo[self.name] = sigmoid(
+                self._logits(contexts, slice(0, self.shape.num_layers))
+            )
+        return contexts.memo[self.name][:, layer]
+
+    def state(self) -> State:
+        """The tables and every matrix of the network by its name."""
+        return {**super().state(), **self.parameters}
+
+    def restore(self, state: State) -> None:
+        """Takes over everything."""
+        super().restore(state)
+        sizes = self._sizes(len(self.of_token.known_V))
+        self.parameters = {n: take_array(state, n, "<f4", size) for n, size in sizes.items()}
+
+    def _sizes(self, num_known: int) -> dict[str, tuple[int, ...]]:
+        experts = self.shape.num_layers * self.shape.num_experts
+        # The last embedding is that of every token that the table does not know.
+        sizes = (
+            *((num_known + 1, EMBEDDING), (num_known + 1, EMBEDDING)),
+            *((2 * experts, HISTORY), (2 * EMBEDDING + HISTORY, HIDDEN), (HIDDEN,)),
+            *((HIDDEN, experts), (experts,), (NUM_FEATURES, self.shape.num_layers)),
+        )
+        return dict(zip(_PARAMETERS, sizes, strict=True))
+
+    def _logits(self, contexts: Contexts, layers: slice) -> np.ndarray:
+        everything = slice(0, self.shape.num_layers)
+        features = self.features(contexts, layers)
+        recent = contexts.recent[:, :, everything] - self.share_LE
+        token = self.of_token.rows_of(contexts.token_ids)
+        before = self.of_token.rows_of(contexts.previous_token_ids)
+        hidden_BH, _ = self._hidden(recent, token, before)
+        outer = self.parameters["outer"].reshape(HIDDEN, *self.share_LE.shape)[:, layers]
+        bias = self.parameters["outer_bias"].reshape(self.share_LE.shape)[layers]
+        logits = np.tensordot(hidden_BH, outer, axes=1) + bias
+        return logits + np.einsum("bfle,fl->ble", features, self.parameters["mix"][:, layers])
+
+    def _hidden(
+        self, recent: np.ndarray, token: np.ndarray, before: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The hidden layer and what it was given: ``[B, H]`` and ``[B, 2 * D + history]``."""
+        own = self.parameters
+        past = recent.reshape(len(recent), -1) @ own["history"]
+        given = np.concatenate((own["token"][token], own["before"][before], past), axis=1)
+        return np.maximum(given @ own["inner"] + own["inner_bias"], 0.0), given
+
+    def _gradients(
+        self, features: np.ndarray, token: np.ndarray, before: np.ndarray, path: np.ndarray
+    ) -> list[np.ndarray]:
+        """Of the mean cross-entropy of some rows, in the order of the parameters."""
+        own, num_rows = self.parameters, len(features)
+        recent = features[:, _RECENT] - self.share_LE
+        hidden, given = self._hidden(recent, token, before)
+        logits = (hidden @ own["outer"] + own["outer_bias"]).reshape(num_rows, *self.share_LE.shape)
+        logits += np.einsum("bfle,fl->ble", features, own["mix"])
+        error = (sigmoid(logits) - visits(path, self.shape.num_experts)) / num_rows
+        error[path[:, :, 0] == self.shape.num_experts] = 0.0  # nothing was recorded there
+        flat = error.reshape(num_rows, -1)
+        to_hidden = (flat @ own["outer"].T) * (hidden > 0)
+        to_given = to_hidden @ own["inner"].T
+        to_token, to_before = np.zeros_like(own["token"]), np.zeros_like(own["before"])
+        np.add.at(to_token, token, to_given[:, :EMBEDDING])
+        np.add.at(to_before, before, to_given[:, EMBEDDING : 2 * EMBEDDING])
+        to_past = to_given[:, 2 * EMBEDDING :]
+        return [
+            *(to_token, to_before, recent.reshape(num_rows, -1).T @ to_past),
+            *(given.T @ to_hidden, to_hidden.sum(axis=0)),
+            *(hidden.T @ flat, flat.sum(axis=0), np.einsum("bfle,ble->fl", features, error)),
+        ]
+
+
+def _initial(name: str, size: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Embeddings and matrices start small and random; biases and what adds at the end at zero."""
+    if name in ("inner_bias", "outer_bias", "outer", "mix"):
+        return np.zeros(size, np.float32)
+    width = 1.0 if name in ("token", "before") else 1.0 / np.sqrt(size[0])
+    return (width * rng.standard_normal(size)).astype(np.float32)
