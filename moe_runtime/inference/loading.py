@@ -180,7 +180,7 @@ def load(
     if place.type == "cpu" and budgets["device"] != Budget():
         raise ValueError(f"device_memory is for models on a GPU, not a CPU; got {device_memory!r}")
     if misses != "device":
-        from moe_runtime.inference.cpu_misses.option import check_misses
+        from moe_runtime.inference.misses.computing import check_misses
 
         check_misses(misses, place, is_alone=group is None and placement is None)
     transport = None
@@ -271,7 +271,7 @@ def load(
         module.store, module.share, module.listeners = store, share, listeners
         module.list_parameters(checkpoint.dtype, place)
     if misses != "device":
-        from moe_runtime.inference.cpu_misses.computing import open_misses
+        from moe_runtime.inference.misses.computing import open_misses
 
         open_misses(misses, modules, store, host_store, bind_slots(cached["host"]))
     as_loaded_model(model, folder, source.versions(), steps, max_tokens)

@@ -15,12 +15,11 @@ from triton_interpreter import repair_interpreter
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError
-from moe_runtime.inference.cpu_misses import computing as misses_module
-from moe_runtime.inference.cpu_misses.computing import Misses
-from moe_runtime.inference.cpu_misses.option import check_misses
 from moe_runtime.inference.device.device_experts import DeviceExperts
+from moe_runtime.inference.misses import computing as misses_module
+from moe_runtime.inference.misses.computing import Misses, check_misses
+from moe_runtime.inference.misses.plan import MissPlan
 from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.planning.hybrid import MissPlan
 from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")

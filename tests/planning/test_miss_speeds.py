@@ -2,12 +2,12 @@
 
 import pytest
 
-from moe_runtime.planning.hybrid import MissPlan
-from moe_runtime.planning.miss_speeds import (
+from moe_runtime.inference.misses.plan import (
     IDLE_PLANS,
     RESTED_LAYERS,
     TRIED,
     WEIGHT,
+    MissPlan,
     MissSpeeds,
     RunningMean,
 )

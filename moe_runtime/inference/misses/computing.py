@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_runtime.config import MISSES, require_known
+from moe_runtime.inference.misses.plan import MissPlan, MissSpeeds
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 from moe_runtime.kernels.expert_mlp.expert_runs import ExpertActivation
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.prefetcher import Guesses
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.planning.hybrid import MissPlan
-from moe_runtime.planning.miss_speeds import MissSpeeds
 from moe_runtime.types import ExpertKey
 
 Bind = Callable[[ExpertKey, torch.Tensor], ExpertWeights]
@@ -202,3 +202,21 @@ def open_misses(
     misses = Misses(store, lower, bind, is_planned=mode == "auto")
     for module in modules:
         module.misses = misses
+
+
+def check_misses(misses: str, place: torch.device, *, is_alone: bool) -> None:
+    """Refuses a way to treat missing experts that is unknown, or cannot be had here.
+
+    Raises:
+        ValueError: nothing has the name, or the model is not on a device, or several processes
+            divide its experts.
+    """
+    require_known("misses", misses, MISSES)
+    if place.type == "cpu" and misses != "device":
+        raise ValueError(
+            f"misses is for models on a GPU; this one is on the CPU, got {misses!r}: leave it out"
+        )
+    if not is_alone and misses != "device":
+        raise ValueError(
+            f"misses is for one process; leave it out, or group and placement, got {misses!r}"
+        )
