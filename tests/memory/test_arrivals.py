@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import pytest
-from device_tiers import Interrupted, Tiers
+from device_tiers import Tiers
 from fake_tier import keys
-from injection import KINDS, calls_of, raise_on
 
 from moe_runtime.errors import MoERuntimeError
 
@@ -81,31 +78,4 @@ def test_a_copy_that_fails_is_told() -> None:
         tiers.store.fetcher.finish_used()
     tiers.seen = [found for found in tiers.seen if found[0] not in keys(0, 4)]  # what is void
     tiers.use_step(keys(0, 4))
-    tiers.close()
-
-
-def test_what_strikes_in_any_call_leaves_nothing_behind() -> None:
-    tiers, wanted = ready(0, 1), keys(0, 0, 3, 4)
-    sites = calls_of(partial(tiers.use_step, wanted))
-    tiers.close()
-    struck = [site for site in sites if str(site).startswith("memory/")]
-    assert len(struck) > 20
-    for number, site in enumerate(struck):
-        tiers = ready(0, 1)
-        kind: Any = KINDS[number % len(KINDS)]
-        assert raise_on(site, 1, kind, partial(tiers.use_step, wanted)), site
-        tiers.store.end_leases()
-        tiers.check()
-        tiers.use_step(wanted)
-        tiers.settle()
-        tiers.close()
-
-
-def test_what_strikes_where_work_is_queued_leaves_nothing_behind() -> None:
-    tiers = ready(0, 1)
-    with pytest.raises(Interrupted):
-        tiers.use_step(keys(0, 3), is_cut=True)
-    tiers.check()
-    tiers.settle()
-    assert tiers.use_step(keys(0, 3)) == []
     tiers.close()

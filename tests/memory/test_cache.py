@@ -172,16 +172,6 @@ def test_a_streamed_prompt_fills_free_room_with_what_was_used_last():
     assert store.stats().hits == 3
 
 
-def test_a_failed_read_raises_and_gives_everything_back():
-    tier = FakeTier()
-    store = make_store(tier, 4)
-    tier.broken = set(keys(0, 1))
-    with pytest.raises(CheckpointError, match="broken"):
-        use(store, keys(0, 0, 1, 2))
-    tier.broken.clear()
-    use(store, keys(0, 0, 1, 2))
-
-
 def test_what_a_failed_pass_computed_is_let_go_of_with_its_error():
     """A server that fails requests for seconds would keep the tensors of all of them meanwhile."""
     tier = FakeTier()
@@ -202,16 +192,6 @@ def test_what_a_failed_pass_computed_is_let_go_of_with_its_error():
         assert [one() for one in kept] == [None]
     finally:
         gc.enable()
-
-
-def test_an_abandoned_lease_gives_everything_back():
-    tier = FakeTier(at_once=False)
-    store = make_store(tier, 2)
-    with pytest.raises(KeyboardInterrupt), store.lease(keys(0, 0, 1, 2)):
-        raise KeyboardInterrupt
-    tier.finish()
-    tier.at_once = True
-    use(store, keys(0, 3, 4, 5))
 
 
 def test_two_threads_share_few_slots():

@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from device_tiers import Interrupted, Tiers
+from device_tiers import Tiers
 from emulated_device import POISON, EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, keys
-from injection import calls_of, raise_on
+from injection import KINDS, struck
 
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
 from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice, pin_in_parts
@@ -23,7 +23,8 @@ DEMAND, AHEAD = Priority.DEMAND, Priority.READAHEAD
 
 
 def run_schedule(seed: int, num_steps: int) -> Tiers:
-    """Leases, read-aheads, faults of the disk and of the link and interrupts, in any order."""
+    """Leases, read-aheads, faults of the disk and of the link, exceptions in any call of the
+    stores, and interrupts, in any order."""
     drawn = random.Random(seed)
     on_device, on_host, streams = (drawn.choice(pair) for pair in ((6, 9), (7, 18), (2, 5)))
     tiers = Tiers(on_device=on_device, on_host=on_host, stream_slots=streams)
@@ -36,20 +37,24 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
         device, fault = tiers.device, MemoryError("as asked")
         kind = drawn.randrange(8)
         (device.faults if kind == 0 else device.late_faults if kind == 1 else []).append(fault)
-        action = drawn.random()
-        if action < 0.1:
-            tiers.store.read_ahead(wanted)
-        elif action < 0.2:
-            with contextlib.suppress(MoERuntimeError):
+        strike = contextlib.nullcontext()
+        if drawn.random() < 0.3:
+            strike = struck(drawn.randint(1, 120), drawn.choice(KINDS), "memory/")
+        action, here = drawn.random(), tiers.device.stream(drawn.randrange(3))
+        with contextlib.suppress(MoERuntimeError, *KINDS), strike, here:
+            if action < 0.1:
+                tiers.store.read_ahead(wanted)
+            elif action < 0.2:
                 tiers.store.bring(wanted[:2])
-        elif action < 0.4:
-            with contextlib.suppress(MoERuntimeError), tiers.device.stream(drawn.randrange(3)):
+            elif action < 0.4:
                 tiers.use_residents(layer)
-        else:
-            cut_at, here = drawn.choice([-1, -1, 1, 2]), tiers.device.stream(drawn.randrange(3))
-            use = partial(tiers.use, wanted, streaming=drawn.random() < 0.5, cut_at=cut_at)
-            with contextlib.suppress(MoERuntimeError, Interrupted), here:
-                tiers.use_step(wanted[:3], is_cut=cut_at == 1) if action < 0.6 else use()
+            else:
+                cut_at, streaming = drawn.choice([-1, -1, 1, 2]), drawn.random() < 0.5
+                if action < 0.6:
+                    tiers.use_step(wanted[:3], is_cut=cut_at == 1)
+                else:
+                    tiers.use(wanted, streaming=streaming, cut_at=cut_at)
+        tiers.store.end_leases()
         tiers.check()
         if drawn.random() < 0.2:
             tiers.device.finish()
@@ -358,33 +363,6 @@ def test_work_on_residents_looks_at_nobody_who_was_evicted() -> None:
     tiers.use_residents(0)
     tiers.close()
     assert {first, second} < {key for key, _ in tiers.seen}
-
-
-def test_what_strikes_while_slots_are_taken_for_a_batch_is_told_and_loses_none() -> None:
-    wanted = keys(0, *range(4))
-
-    def ready() -> Tiers:
-        """The experts are in the host's memory, and no slot of the device is free."""
-        tiers = Tiers(on_device=6, on_host=8)
-        for key in (*wanted, *keys(1, 0, 1), *keys(2, 0, 1)):
-            tiers.use([key], streaming=False)
-        tiers.settle()
-        return tiers
-
-    tiers = ready()
-    names = {"start_together", "_take_slot", "_enter"}
-    sites = calls_of(partial(tiers.use, wanted, streaming=False))
-    tiers.close()
-    struck = [site for site in sites if site.code.co_name in names]
-    assert {site.code.co_name for site in struck} == names
-    for site in struck:
-        tiers = ready()
-        begin = partial(tiers.use, wanted, streaming=False)
-        assert raise_on(site, min(2, sites[site]), MemoryError, begin), site
-        tiers.store.end_leases()
-        tiers.check()
-        tiers.use(wanted, streaming=False)
-        tiers.close()
 
 
 def test_what_waits_for_a_slot_is_not_asked_of_the_host() -> None:

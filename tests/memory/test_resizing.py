@@ -74,25 +74,6 @@ def test_experts_that_are_used_or_read_keep_their_slots() -> None:
     use(store, keys(2, 0, 1, 2))
 
 
-def test_an_interrupted_store_is_mended_with_the_slots_that_it_has() -> None:
-    store = make_store(FakeTier(), 6)
-    use(store, keys(0, 0, 1))
-    resize(store, 3)
-    resize(store, 4)
-    resize(store, 2)
-
-    def be_interrupted() -> None:
-        with store._changed:
-            store._free.clear()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        be_interrupted()
-    store.check()
-    assert store.num_slots == 2
-    use(store, keys(1, 0, 1, 2))
-
-
 def test_closed_slots_give_their_pages_back() -> None:
     size = 2 * mmap.PAGESIZE
     tier = FakeTier()

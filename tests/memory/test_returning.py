@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +11,7 @@ import torch
 from device_tiers import Tiers
 from emulated_device import EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, keys
-from injection import KINDS, calls_of, raise_on
 
-from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory import entries
 from moe_runtime.memory.device.device_layout import CopyPart
 from moe_runtime.memory.reads import Priority, Read
@@ -116,39 +112,6 @@ def test_a_slot_is_overwritten_behind_what_leaves_it() -> None:
     for expert in (2, 1, 0):
         tiers.use(keys(0, expert), streaming=False)
     tiers.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_strikes_on_the_way_back_leaves_nothing_behind(kind: type[BaseException]) -> None:
-    def ready() -> Tiers:
-        """Three experts on the device, of which the host has none any more."""
-        tiers = Tiers(on_device=3, on_host=2)
-        for expert in (0, 1, 2, 3, 4):
-            tiers.use(keys(0, expert), streaming=False)
-            tiers.device.finish()
-            tiers.settle()
-        return tiers
-
-    wanted = keys(0, 5)
-    tiers = ready()
-    begin = partial(tiers.use, wanted, streaming=False)
-    sites = calls_of(begin)
-    tiers.close()
-    names = {"give_back", "take_back", "_copy_back", "_victim", "leaving", "vacate"}
-    struck = [site for site in sites if site.code.co_name in names]
-    assert {site.code.co_name for site in struck} == names
-    for site in struck:
-        tiers = ready()
-        raise_on(site, 1, kind, partial(tiers.use, wanted, streaming=False))
-        tiers.store.end_leases()
-        with contextlib.suppress(MoERuntimeError):  # of a read that was begun, and failed
-            tiers.use(wanted, streaming=False)
-        tiers.device.finish()
-        tiers.check()
-        for expert in (0, 2, 4, 1, 3):
-            tiers.use(keys(0, expert), streaming=False)
-        tiers.settle()
-        tiers.close()
 
 
 def filled(on_device: int, on_host: int, number: int) -> Tiers:

@@ -125,6 +125,28 @@ def raise_on(
     return struck
 
 
+@contextlib.contextmanager
+def struck(number: int, kind: type[BaseException], folder: str) -> Iterator[None]:
+    """Has an exception strike the n-th call of functions in a folder that this thread makes."""
+    left = number
+
+    def enter(frame: FrameType, _event: str, _: Any) -> None:
+        nonlocal left
+        code = frame.f_code
+        if not code.co_filename.startswith(f"{ROOT}/{folder}") or not is_ours(code):
+            return
+        if not code.co_flags & inspect.CO_GENERATOR:
+            left -= 1
+            if left == 0:
+                raise kind("injected")
+
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
 def _autocast_state() -> tuple[int, bool]:
     """Contexts of autocast that this thread is in, and whether it is on for the CPU."""
     torch.autocast_increment_nesting()
