@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_runtime.inference.misses.plan import MissCosts, plan_misses
+from moe_runtime.inference.device.miss_plans import MissCosts, plan_misses
 
 A, B, C = range(3)
 # Figure 5 of the paper: the device has a shared expert and two more to compute, a second each.

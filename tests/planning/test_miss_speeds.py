@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_runtime.inference.misses.plan import (
+from moe_runtime.inference.device.miss_plans import (
     IDLE_PLANS,
     RESTED_LAYERS,
     TRIED,

@@ -22,10 +22,9 @@ from moe_runtime.inference.device.decode_graphs import RecordedStep
 from moe_runtime.inference.device.decoding_model import record_decoding
 from moe_runtime.inference.device.device_experts import DeviceExperts
 from moe_runtime.inference.device.device_stores import experts_on_device, open_device_stores
-from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.expert_weights import bind_slots
+from moe_runtime.inference.device.misses import open_misses
+from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.handle import RuntimeHandle
-from moe_runtime.inference.misses.computing import open_misses
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
