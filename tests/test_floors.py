@@ -32,7 +32,6 @@ FLOORS = {
     "policies": 1,
     "routing": 2,
     "memory": 2,
-    "planning": 2,
     "checkpoints": 3,
     "parallel": 4,
     "lab": 5,
