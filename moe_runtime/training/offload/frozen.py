@@ -44,7 +44,7 @@ from moe_runtime.training.offload.offloaded_experts import (
     OffloadedTrainingExperts,
     run_window,
 )
-from moe_runtime.training.offload.passes import LayerInput, Visits, visited
+from moe_runtime.training.offload.passes import LayerInput, Visits, streamed, visited
 from moe_runtime.training.offload.records import Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.types import ExpertKey
@@ -332,10 +332,7 @@ class FrozenPasses:
     ) -> tuple[list[StreamedExperts], list[Tensor]]:
         """Expert by expert; `then` as of `SlottedPasses.forward`."""
         site = self._sites[layer]
-        calls = [
-            StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
-            for x, ids, weights in inputs
-        ]
+        calls = streamed(site, inputs)
         for call in calls:
             call.begin_forward(site.dim_preactivation, keeps=keeps)
         with contextlib.closing(self._each(visited(layer, calls), then, calls)) as experts:
