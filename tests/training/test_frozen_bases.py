@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from moe_runtime.cli.main import main
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.serving.adapter_folder import AdapterFolder
+from moe_runtime.serving.adapters import AdapterFolder
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
 
 KINDS = (

@@ -38,7 +38,7 @@ from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
 from moe_runtime.policies.eviction.learned import ActivationMatrices
 from moe_runtime.policies.placement import EPLB, Devices, RoutingProfile
 from moe_runtime.policies.prediction import Shape, make_estimator
-from moe_runtime.serving.adapter_folder import AdapterFolder
+from moe_runtime.serving.adapters import AdapterFolder
 from moe_runtime.training.checkpoint import (
     Progress,
     load_content,

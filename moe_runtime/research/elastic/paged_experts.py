@@ -30,8 +30,7 @@ from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_exp
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.budget import set_up_libraries
-from moe_runtime.inference.expert_layer import GateFunction, OffloadedExperts
-from moe_runtime.inference.expert_weights import bind_weights
+from moe_runtime.inference.expert_layer import GateFunction, OffloadedExperts, bind_weights
 from moe_runtime.inference.generation import end_token_ids
 from moe_runtime.inference.loading import finish_dense, replace_experts, signature_of
 from moe_runtime.kernels.expert_mlp import ActivationName, ExpertWeights, expert_ffn
