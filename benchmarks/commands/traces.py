@@ -139,9 +139,8 @@ def bench_policies(
         measure_policies,
         metrics_of,
     )
-    from moe_runtime.inference.prediction.predictors import is_file_name
     from moe_runtime.lab.replay.experiment import usual_capacities
-    from moe_runtime.lab.traces.learned import read_predictor
+    from moe_runtime.lab.traces.learned import is_file_name, read_predictor
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.prediction import make_estimator
 

@@ -72,7 +72,7 @@ def _device(param: typer.CallbackParam, name: str) -> str:
 
 def _predictor(name: str) -> str:
     require_address_space()
-    from moe_runtime.inference.prediction.predictors import check_predictor
+    from moe_runtime.lab.traces.learned import check_predictor
 
     name = at_home(name)
     if name != "auto" and name.isprintable():

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.inference.prediction.predictors import is_file_name
 from moe_runtime.inference.steps import LayerRouting, Listener, Step
+from moe_runtime.lab.traces.learned import is_file_name
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.prediction import PREDICTORS, LayerRouted, StepBegins
 from moe_runtime.policies.prediction.base import Learner

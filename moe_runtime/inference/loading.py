@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moe_runtime.inference.step_times import StepTimes
-    from moe_runtime.parallel.dispatch import Group
+    from moe_runtime.parallel.dispatching import Group
     from moe_runtime.policies.prediction import Estimator
 
 ExpertsT = TypeVar("ExpertsT", bound=torch.nn.Module)
@@ -187,7 +187,7 @@ def load(
         check_misses(misses, place, is_alone=group is None and placement is None)
     transport = None
     if group is not None or placement is not None:
-        from moe_runtime.parallel.dispatch import as_transport
+        from moe_runtime.parallel.dispatching import as_transport
 
         transport = as_transport(group)
     checkpoint = open_checkpoint(path_or_id, dtype, progress=progress)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
         HierarchicalTransport,
         Transport,
     )
-    from moe_runtime.parallel.dispatch import Dispatched, combine, dispatch
+    from moe_runtime.parallel.dispatching import Dispatched, combine, dispatch
     from moe_runtime.parallel.groups import LayoutGroups
     from moe_runtime.parallel.parallel_experts import ExpertGroup, ExpertSpread, ParallelExperts
     from moe_runtime.parallel.parallel_layout import ParallelLayout
@@ -27,7 +27,7 @@ else:
         {
             ".communication.measure": "measure_link time_exchanges",
             ".communication.transport": "FlatTransport HierarchicalTransport Transport",
-            ".dispatch": "Dispatched combine dispatch",
+            ".dispatching": "Dispatched combine dispatch",
             ".groups": "LayoutGroups",
             ".parallel_experts": "ExpertGroup ExpertSpread ParallelExperts",
             ".parallel_layout": "ParallelLayout",

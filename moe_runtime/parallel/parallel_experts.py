@@ -24,7 +24,7 @@ from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.kernels.operands.activation import Activation
 from moe_runtime.parallel.communication.wire import WireName
-from moe_runtime.parallel.dispatch import Group, as_transport
+from moe_runtime.parallel.dispatching import Group, as_transport
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.logical import as_slices, logical_views
 from moe_runtime.parallel.parallel_layout import ParallelLayout

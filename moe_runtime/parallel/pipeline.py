@@ -26,7 +26,7 @@ from moe_runtime.kernels.expert_mlp.reference import apply_activation
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.kernels.operands.activation import Activation
 from moe_runtime.parallel.communication.wire import WireName
-from moe_runtime.parallel.dispatch import Dispatch, Group, Returning
+from moe_runtime.parallel.dispatching import Dispatch, Group, Returning
 from moe_runtime.parallel.rows import tie_rows
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.routing import Routing

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.parallel import remap
-from moe_runtime.parallel.dispatch import Group, as_transport
+from moe_runtime.parallel.dispatching import Group, as_transport
 from moe_runtime.parallel.slot_exchange import SlotExchange
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.policies.placement import Devices, Placement

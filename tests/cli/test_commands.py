@@ -234,12 +234,6 @@ def test_disk_speed_reads_a_large_file_that_is_there(tmp_path: Path) -> None:
     assert speed.direct_bytes_per_s is None or speed.direct_bytes_per_s > 0
 
 
-def test_the_page_about_the_command_line_knows_every_option_of_run() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
-    for option in options_of("run"):
-        assert f"`{option}`" in page or option == "--help", option
-
-
 def test_an_option_that_takes_one_value_is_not_given_twice(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

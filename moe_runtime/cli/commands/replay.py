@@ -128,9 +128,8 @@ def replay(
     The table always includes LRU, random eviction and Belady's optimum (with and without bypass).
     With --bandwidth the link and the computation are modelled too.
     """
-    from moe_runtime.inference.prediction.predictors import is_file_name
     from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
-    from moe_runtime.lab.traces.learned import read_predictor
+    from moe_runtime.lab.traces.learned import is_file_name, read_predictor
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.eviction import POLICIES
 

@@ -9,42 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from moe_runtime.config import nearest
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.policies.prediction import NEED_TRAINING, PREDICTORS, make_estimator
+from moe_runtime.lab.traces.learned import check_predictor as check_predictor
+from moe_runtime.lab.traces.learned import is_file_name, read_predictor
+from moe_runtime.policies.prediction import make_estimator
 from moe_runtime.policies.prediction.base import Shape, shape_of
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
     from moe_runtime.policies.prediction import Estimator
-
-
-def is_file_name(predictor: str | Path) -> bool:
-    """Whether a caller means the file of a trained predictor rather than a predictor's name."""
-    return isinstance(predictor, Path) or predictor.endswith(".npz") or "/" in predictor
-
-
-def check_predictor(predictor: str | Path) -> None:
-    """Refuses a predictor that loading would refuse minutes later.
-
-    Raises:
-        CheckpointError: the file is missing, or is not a predictor.
-        ValueError: no predictor has this name, or the one that has it must be trained first.
-    """
-    if is_file_name(predictor):
-        from moe_runtime.lab.traces.learned import read_predictor_signature
-
-        read_predictor_signature(predictor)
-    elif predictor not in PREDICTORS:
-        raise ValueError(
-            f"unknown predictor {predictor!r}: {nearest(str(predictor), PREDICTORS)}; "
-            "or the file of a trained one, which ends in .npz"
-        )
-    elif predictor in NEED_TRAINING:
-        raise ValueError(
-            f"{predictor} guesses nothing before it is trained: give the .npz file that "
-            f"`moe-runtime predictor fit --model MODEL --text FILE --predictor {predictor}` writes"
-        )
 
 
 def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Estimator:
@@ -55,8 +28,6 @@ def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Est
         ValueError: no predictor has this name.
     """
     if is_file_name(predictor):
-        from moe_runtime.lab.traces.learned import read_predictor
-
         return read_predictor(predictor, signature)
     return make_estimator(str(predictor), shape_of(signature))
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.kernels.expert_mlp import grouped_expert_mlp
-from moe_runtime.parallel.dispatch import Group
+from moe_runtime.parallel.dispatching import Group
 from moe_runtime.parallel.groups import LayoutGroups
 from moe_runtime.parallel.parallel_experts import ParallelExperts
 from moe_runtime.parallel.replicas import keep_in_place

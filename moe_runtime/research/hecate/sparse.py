@@ -21,7 +21,7 @@ from torch.autograd import Function
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
 from moe_runtime.parallel.communication.transport import Transport
 from moe_runtime.parallel.communication.wire import WireName
-from moe_runtime.parallel.dispatch import Group, as_transport
+from moe_runtime.parallel.dispatching import Group, as_transport
 from moe_runtime.parallel.pipeline import Overlap, expert_parallel
 from moe_runtime.parallel.rows import SPREAD, tie_rows
 from moe_runtime.parallel.slot_exchange import PendingSlots, SlotExchange

@@ -26,7 +26,7 @@ from moe_runtime.parallel import (
 )
 from moe_runtime.parallel.communication.transport import Pending
 from moe_runtime.parallel.communication.wire import WireName
-from moe_runtime.parallel.dispatch import Group
+from moe_runtime.parallel.dispatching import Group
 from moe_runtime.routing import Capacity, Gate, make_gate
 
 
