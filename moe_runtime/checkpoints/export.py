@@ -345,11 +345,6 @@ def as_plain(
 ) -> tuple[Checkpoint, ExpertMap]:
     """The plain checkpoint, of which the file of experts does not exist yet, and its experts.
 
-    Args:
-        model: on the meta device, of the packed checkpoint.
-        checkpoint: the packed one.
-        experts: where its experts lie.
-
     Raises:
         UnsupportedModelError: names of the family's experts are known to transformers alone.
     """

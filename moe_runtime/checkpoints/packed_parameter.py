@@ -181,7 +181,12 @@ class PackedTensor(AbsentTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.linear and _is_weight(args):
+        if (
+            func is nn.functional.linear
+            and len(args) > 1
+            and isinstance(args[1], PackedTensor)
+            and not isinstance(args[0], PackedTensor)
+        ):
             return _multiply(*args, **kwargs)
         if cls.describes(func, args, kwargs):
             # torch's own way to disable subclasses: no exception can leave it switched on
@@ -343,14 +348,6 @@ def keep_packed(
         private.mark_as_initialized(parameter)
         path, _, own_name = name.rpartition(".")
         model.get_submodule(path).register_parameter(own_name, parameter)
-
-
-def _is_weight(args: Any) -> bool:
-    return (
-        len(args) > 1
-        and isinstance(args[1], PackedTensor)
-        and not isinstance(args[0], PackedTensor)
-    )
 
 
 def _multiply(input: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
