@@ -71,7 +71,6 @@ def expert_slots(
     Args:
         ids_TK: int64 [T, K], the chosen experts; `num_experts` is the sentinel of no choice.
         weights_TK: [T, K], by which some policies order.
-        num_experts: E.
         policy: who comes first.
         num_groups: equal groups of consecutive tokens, each with places of its own.
     """

@@ -28,7 +28,6 @@ class Shape:
     """The sizes that a predictor is made for.
 
     Attributes:
-        num_layers: Mixture-of-Experts layers.
         num_experts: experts of the widest layer.
         top_k: experts that a token visits in a layer.
     """
@@ -152,7 +151,6 @@ class Routes:
     """The paths of whole sequences through a model, for training and evaluation.
 
     Attributes:
-        shape: the sizes of the model.
         expert_ids: ``[T, L, K]`` int64 in the gate's order; E where nothing was recorded.
         gate_weights: ``[T, L, K]`` float32, 0 where nothing was recorded.
         token_ids: ``[T]`` int64, -1 where there is none.

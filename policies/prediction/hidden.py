@@ -157,7 +157,6 @@ class HiddenLookahead(NextGate):
         Args:
             routes: where the tokens went.
             hidden_TLD: ``[T, L, D]`` what each layer's gate was given.
-            gates_LED: the model's gates, float32.
             bias_LE: their biases.
 
         Raises:
@@ -208,7 +207,6 @@ class RankRecord:
     little yet borrow from the others.
 
     Args:
-        num_layers: layers of the model.
         num_ranks: length of the lists.
         top_k: experts that a token visits: where nothing is known, so many are believed.
     """
@@ -247,9 +245,6 @@ class LookaheadPredictor:
     What the estimator says orders the experts of a layer; how probable the first, the second and so
     on are is counted while it runs, because the softmax of a later gate is no probability. Before
     the first layer there is no hidden state, and it is silent.
-
-    Args:
-        estimator: with its scorer set.
     """
 
     needs_history = False

@@ -32,7 +32,6 @@ class MatrixCollection:
     is kept stays diverse (the paper's variant).
 
     Args:
-        shape: the sizes of the model.
         capacity: matrices that are kept; C at most.
 
     Attributes:

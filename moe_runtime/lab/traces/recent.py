@@ -47,7 +47,6 @@ def cached_path(folder: str, signature: ModelSignature, checkpoint: Path, suffix
 
     Args:
         folder: in the cache.
-        signature: the model.
         checkpoint: its folder or file. Names, sizes and ends of the weights' files, and the
             configuration, tell it from others of its signature, wherever it lies.
         suffix: of the name.
@@ -78,11 +77,6 @@ class RecentRouting:
 
     Of a step that computes a prompt too, the sequences that decode are kept. What cannot be kept is
     dropped: a cache that is missing or full must not fail a run.
-
-    Args:
-        signature: the model.
-        checkpoint: its folder or file.
-        clock: seconds.
     """
 
     def __init__(
