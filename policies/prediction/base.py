@@ -86,11 +86,11 @@ class Predictor(Protocol):
     """Guesses which experts the coming layers visit.
 
     The same object runs in a live store and in a replayed trace: it has no clock and no random
-    source, so equal events give equal guesses. It moves nothing; who calls it decides what a guess
+    source, so equal events give equal guesses. It moves nothing; its caller decides what a guess
     is worth.
 
     Attributes:
-        needs_history: whether it must be told of all events, also while nobody asks it.
+        needs_history: whether it must be told of all events, also while no guess is wanted.
     """
 
     needs_history: bool
@@ -192,7 +192,7 @@ class Routes:
 
 
 def remembered_tokens_bytes(shape: Shape) -> int:
-    """Memory of a full ring of tokens: paths (``uint8``), followers (float32), who each was."""
+    """Memory of a full ring of tokens: paths (``uint8``), followers (float32), ids."""
     return REMEMBERED_TOKENS * (shape.num_layers * (shape.num_experts + 1) * 5 + 5 * 8)
 
 

@@ -33,7 +33,7 @@ MAX_GATE_DISTANCE = 3
 
 HiddenScorer = Callable[[Any, int, int], np.ndarray]
 """Takes hidden states ``[B, D]``, a distance and the layer that many layers ahead; returns its
-logits ``[B, E]`` float32. In what form hidden states come is up to who makes the scorer."""
+logits ``[B, E]`` float32. The maker of the scorer chooses the form of the hidden states."""
 
 
 HiddenRanker = Callable[[Any, int, int], list[list[int]]]

@@ -28,7 +28,7 @@ KEPT_TOKENS = 4096
 is kept whatever it has."""
 PERIOD, BURST = 1024, 64
 """Of a run's passes the first ``KEPT_STEPS`` are looked at, and so many of each period after them:
-who listens to the layers takes time of theirs."""
+listening to the layers takes time of theirs."""
 WRITE_EVERY_S = 300.0
 """Seconds between two writes of a run."""
 _MAX_BYTES = 256 << 20

@@ -97,7 +97,7 @@ class Workload:
         Args:
             event: number of the step's first event.
             step: what `routing` says of it.
-            watchers: who is told.
+            watchers: which are told.
         """
         for watcher in watchers:
             for request in self._ended.get(event, ()):
