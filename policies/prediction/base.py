@@ -28,7 +28,6 @@ class Shape:
     """The sizes that a predictor is made for.
 
     Attributes:
-        num_layers: Mixture-of-Experts layers.
         num_experts: experts of the widest layer.
         top_k: experts that a token visits in a layer.
     """
@@ -87,11 +86,11 @@ class Predictor(Protocol):
     """Guesses which experts the coming layers visit.
 
     The same object runs in a live store and in a replayed trace: it has no clock and no random
-    source, so equal events give equal guesses. It moves nothing; who calls it decides what a guess
+    source, so equal events give equal guesses. It moves nothing; its caller decides what a guess
     is worth.
 
     Attributes:
-        needs_history: whether it must be told of all events, also while nobody asks it.
+        needs_history: whether it must be told of all events, also while no guess is wanted.
     """
 
     needs_history: bool
@@ -152,7 +151,6 @@ class Routes:
     """The paths of whole sequences through a model, for training and evaluation.
 
     Attributes:
-        shape: the sizes of the model.
         expert_ids: ``[T, L, K]`` int64 in the gate's order; E where nothing was recorded.
         gate_weights: ``[T, L, K]`` float32, 0 where nothing was recorded.
         token_ids: ``[T]`` int64, -1 where there is none.
@@ -194,7 +192,7 @@ class Routes:
 
 
 def remembered_tokens_bytes(shape: Shape) -> int:
-    """Memory of a full ring of tokens: paths (``uint8``), followers (float32), who each was."""
+    """Memory of a full ring of tokens: paths (``uint8``), followers (float32), ids."""
     return REMEMBERED_TOKENS * (shape.num_layers * (shape.num_experts + 1) * 5 + 5 * 8)
 
 

@@ -73,7 +73,6 @@ def read_predictor(
     """Reads and verifies a trained predictor.
 
     Args:
-        path: a file that ``write_predictor`` wrote.
         signature: the model that it is wanted for; not compared when omitted.
         max_bytes: largest size of all arrays together, unpacked, that is accepted.
 
@@ -136,8 +135,6 @@ def learned_path(name: str, signature: ModelSignature, checkpoint: Path) -> Path
 
     Args:
         name: of the policy or predictor.
-        signature: the model.
-        checkpoint: its folder or file.
     """
     return cached_path("learned", signature, checkpoint, f"-{name}")
 
