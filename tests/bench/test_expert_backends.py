@@ -111,30 +111,6 @@ def test_the_command_measures_both_passes(
         ]
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ([], "expected MODEL or --shape"),
-        (["models/pocket", "--shape", "olmoe-1b-7b"], "expected MODEL or --shape"),
-        (["--shape", "olmo"], "unknown shape 'olmo'"),
-        (["models/pocket", "--tokens", "1,x"], "--tokens must be whole numbers"),
-        (["models/pocket", "--tokens", ""], "--tokens must be whole numbers"),
-        (["models/pocket", "--dtype", "int8"], "int8"),
-        (
-            ["models/pocket", "--device", "tpu"],
-            "--device must be auto, cpu, cuda or cuda:N, got 'tpu'",
-        ),
-    ],
-)
-def test_bad_words_of_experts_are_one_line(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "experts", *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
-
-
 @pytest.mark.gpu
 def test_a_layer_on_a_gpu_is_held_to_the_same(model: Path) -> None:
     layer = layer_of_model(model, torch.bfloat16)

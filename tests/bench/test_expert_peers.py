@@ -18,7 +18,6 @@ from moe_runtime.benchmarks.cases.formats import FormatsPlan, measure_formats
 from moe_runtime.benchmarks.peers import kt_kernel
 from moe_runtime.benchmarks.suite.peers import find_peer, find_peers, started
 from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
-from moe_runtime.cli.main import main
 from moe_runtime.kernels.native import native_library
 
 NUMPY = """
@@ -291,25 +290,6 @@ def test_kt_kernel_is_given_codes_and_scales_of_each_expert(
 def test_kt_kernel_without_its_extension_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=f"no kt_kernel for .* in {tmp_path}"):
         kt_kernel.find_extension(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["experts", "--shape", "olmoe-1b-7b", "--peer", "vllm"], "not in bench experts"),
-        (["latency", "models/pocket", "--peer", "kt_kernel"], "takes part in bench experts, not"),
-        (["throughput", "models/pocket", "--peer", "kt-kernel"], "not in bench throughput"),
-        (["experts", "--shape", "olmoe-1b-7b", "--peer", "kt_kernel=no"], "no is not there"),
-        (["training", "--shape", "pocket", "--peer", "deepspeed=."], "leave =MODEL out"),
-    ],
-)
-def test_a_peer_of_another_case_is_one_line(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
 
 
 def test_where_kt_kernel_is_not_installed_the_line_says_how(model: Path, tmp_path: Path) -> None:

@@ -229,26 +229,6 @@ def test_the_command_trains_in_memory_and_offloaded(
     assert sizes == [NUM_EXPERTS, TOP_K, 64, 48]
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ([], "expected MODEL or --shape"),
-        (["--shape", "olmo"], "unknown shape 'olmo'"),
-        (["--shape", "pocket", "--dtype", "float16"], "--dtype must be float32 or bfloat16"),
-        (["--shape", "pocket", "--dtype", "float64"], "--dtype must be float32 or bfloat16"),
-        (["--shape", "pocket", "--isa", "sse"], "unknown --isa 'sse': known: avx2, avx512"),
-        (["--shape", "300m", "--layers", "1000"], "fewer --layers"),
-    ],
-)
-def test_bad_words_of_training_are_one_line(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "training", *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
-
-
 def test_what_a_step_moves_is_counted_and_moved_again(tmp_path: Path) -> None:
     """Records are 3 x 64 x 512 numbers of 12 bytes, of which 16 MiB have room for a few of 16."""
     sizes = LayerSizes(num_experts=16, top_k=4, dim_model=64, dim_hidden=512)
