@@ -113,6 +113,7 @@ class Trial:
             times = generator.randint(1, min(self.sites[site], 8))
             self.strike(site, times, KINDS[(number + seed) % len(KINDS)])
         certain = {site for site in sites if str(site).startswith(EVERY_PASS)}
+        certain -= {site for site in certain if site.code.co_qualname.startswith("bind_")}
         assert certain
         assert certain <= self.struck, sorted(map(str, certain - self.struck))
 
