@@ -322,7 +322,7 @@ OWN_WRITERS = {
     "benchmarks/synthetic/checkpoint_writer.py": "replace_folder",
     "benchmarks/synthetic/texts.py": "replace_folder",
     "benchmarks/synthetic/config_shape.py": "replace_folder",
-    "benchmarks/synthetic/gguf_shape.py": "replace_folder",
+    "benchmarks/synthetic/gguf_files.py": "replace_folder",
     "models/lm/export.py": "replace_folder",
     "models/pocket/texts.py": "replace_folder",
 }

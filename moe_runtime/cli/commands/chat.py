@@ -143,7 +143,7 @@ class _Terminal:
                 elif not self._obey(*_words_of(line)):
                     return
             except (ValueError, MoERuntimeError, OSError) as error:
-                # nobody reads what is said between the answers of a pipe
+                # without a terminal the first error ends the command
                 if not self._is_terminal:
                     raise
                 say_line(str(error))

@@ -106,19 +106,14 @@ def run(
             room = _room_for(model, tokenizer, texts, max_new_tokens, max_tokens, chat=chat)
             import moe_runtime
 
-            loaded: Any = moe_runtime.load(
-                model,
-                **loading.settings(),
-                trace=trace,
-                timeline=timeline,
-                max_tokens=room,
-                progress=progress,
-                **({} if placement is None else {"placement": placement}),
-                **({} if group is None else {"group": group}),
-            )
+            several = {"placement": placement, "group": group}
+            given = {name: value for name, value in several.items() if value is not None}
+            outputs = {"trace": trace, "timeline": timeline}
+            settings: dict[str, Any] = {**loading.settings(), **outputs, **given}
+            loaded: Any = moe_runtime.load(model, **settings, max_tokens=room, progress=progress)
         with contextlib.closing(loaded.moe):
-            settings = {**chosen, "seed": seed, "max_new_tokens": max_new_tokens, "chat": chat}
-            results = _generate(loaded, tokenizer, texts, show=not as_json, **settings)
+            asked = {**chosen, "seed": seed, "max_new_tokens": max_new_tokens, "chat": chat}
+            results = _generate(loaded, tokenizer, texts, show=not as_json, **asked)
             stats = loaded.moe.stats()
         is_interrupted = results[-1].finish_reason == "interrupted"
         if group is not None and not is_interrupted:
