@@ -316,6 +316,7 @@ OWN_WRITERS = {
     "moe_runtime/serving/prefixes.py": "a cache, with a sum in each file",
     # Into a folder that takes its place as a whole:
     "moe_runtime/checkpoints/export.py": "replace_folder",
+    "moe_runtime/checkpoints/safetensors_index.py": "replace_folder",
     "moe_runtime/checkpoints/packing/writer.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
     "benchmarks/synthetic/checkpoint_writer.py": "replace_folder",
