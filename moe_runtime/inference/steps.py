@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -217,8 +216,7 @@ class Steps:
 
     Who records, guesses or notes times has a state for the running pass, so that calls of several
     threads take turns; a pass may call the model again. However a pass ends, Ctrl-C included, other
-    threads may go on, torch has its threads, and the stores are mended. Everything is given back
-    twice, since an exception may strike while it is given back.
+    threads may go on, torch has its threads, and no lease is left open.
 
     Attributes:
         listeners: who hears of the passes.
@@ -249,41 +247,23 @@ class Steps:
             raise MoERuntimeError(FORKED)
         if self._stores[0].is_closed:
             raise MoERuntimeError(CLOSED)
-        before = _Before(self._turn._is_owned())
-        is_done = False
-        try:
-            result = self._run(call, args, kwargs, before)
-            is_done = True
-            return result
-        finally:
-            self._give_back(before, is_done)
-
-    def _run(
-        self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], before: _Before
-    ) -> Any:
-        is_done = False
-        try:
-            with self._turn:
-                before.num_threads = self._num_threads()
+        is_inner, is_done = self._turn._is_owned(), False
+        with self._turn:
+            num_threads = self._num_threads()
+            try:
                 named = dict(zip(self._names, args, strict=False)) if args else {}
                 self.listeners.begin({**kwargs, **named} if named else kwargs)
                 result = call(*args, **kwargs)
                 self.listeners.end()
                 is_done = True
                 return result
-        finally:
-            self._give_back(before, is_done)
-
-    def _give_back(self, before: _Before, is_done: bool) -> None:
-        if before.num_threads and torch.get_num_threads() != before.num_threads:
-            torch.set_num_threads(before.num_threads)
-        if not is_done:
-            if not before.is_inner:
-                for store in self._stores:
-                    store.end_leases()
-            self.listeners.forget()
-        while not before.is_inner and self._turn._is_owned():
-            self._turn.release()
+            finally:
+                if torch.get_num_threads() != num_threads:
+                    torch.set_num_threads(num_threads)
+                if not is_done:
+                    for store in () if is_inner else self._stores:
+                        store.end_leases()
+                    self.listeners.forget()
 
     def _num_threads(self) -> int:
         """How many threads torch is to have in this one, whose turn it is.
@@ -299,14 +279,6 @@ class Steps:
                 torch.set_num_threads(found)
             self._known.is_known = True
         return found
-
-
-@dataclass
-class _Before:
-    """What a thread had before a pass: whether it was its turn, and torch's threads, 0 unknown."""
-
-    is_inner: bool
-    num_threads: int = 0
 
 
 class RequestNumbers:

@@ -40,7 +40,7 @@ ELSEWHERE = {
     # a layer's own code, which finds other steps of its states under their names
     "moe_runtime/inference/cpu/recurrent_steps.py": "__code__",
     # conversations are rendered as transformers does, in a program with limits
-    "moe_runtime/serving/http/limited_program.py": "utils.chat_template_utils",
+    "moe_runtime/serving/http/limits.py": "utils.chat_template_utils",
     # a loop that stands for one of transformers
     "moe_runtime/inference/device/decoding_model.py": "generation.utils",
     # an interface of 5.23 and later, which is looked for

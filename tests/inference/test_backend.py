@@ -60,6 +60,7 @@ def test_family_equals_eager(family: Family) -> None:
     modules = list(experts_modules(tiny_model(family)).values())
     assert modules
     for module in modules[:2]:
+        assert recognise_activation(module) is not None
         first = next(p for p in module.parameters() if p.ndim == 3)
         down = module.get_parameter("down_proj")
         dim = down.shape[2] if module.is_transposed else down.shape[1]
@@ -81,14 +82,6 @@ def test_family_equals_eager(family: Family) -> None:
 def test_gates_are_recognised(folder: str) -> None:
     module = next(iter(experts_modules(tiny_model(family_named(folder))).values()))
     assert recognise_activation(module) == FORMULAS[folder]
-
-
-@pytest.mark.parametrize("folder", ["deepseek_v4", "hy_v4", "glm5_next", "inkling2"])
-def test_every_other_gate_has_a_formula_too(folder: str) -> None:
-    module = next(iter(experts_modules(tiny_model(family_named(folder))).values()))
-    found = recognise_activation(module)
-    assert found is not None
-    assert not found.is_plain
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from triton_interpreter import repair_interpreter
 
 import moe_runtime
 from moe_runtime.checkpoints.transformers_private import cache_name
-from moe_runtime.inference.device import decoding_model
+from moe_runtime.inference.cpu.small_batch import replace_dense_layers
 from moe_runtime.inference.device.decoding_model import fuse_steps
 from moe_runtime.inference.device.static_caches import static_cache
 
@@ -283,7 +283,7 @@ def test_a_layer_is_few_kernels(is_fused: bool, total: int) -> None:
         config = QWEN3.config | {"num_hidden_layers": num_layers}
         model = pair(Family(QWEN3.folder, QWEN3.model_class, config))[is_fused]
         if not is_fused:
-            decoding_model._fuse_layers(model)
+            replace_dense_layers(model)
         for layer in model.model.layers:
             layer.mlp.experts.forward = lambda hidden, *_: hidden
         cache, ids = static_cache(model.config, 9), PROMPT[:, :1].to(DEVICE)

@@ -1,8 +1,8 @@
-"""After an exception on any line of a pass the model goes on with the same bits."""
+"""After an exception in any function of a pass the model goes on with the same bits."""
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,36 +11,27 @@ from typing import Any
 import pytest
 import tiny_checkpoints
 import torch
-from injection import KINDS, Site, StruckThreads, lines_of, raise_on
+from injection import KINDS, Site, StruckThreads, calls_of, raise_on
 from moe_families import Family
 
 import moe_runtime
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.kernels.native import native_library
 from moe_runtime.lab.traces.format import Trace, read_trace
 
 PROMPT = torch.tensor([[5, 70, 11, 13]])
 NEXT_TOKEN = torch.tensor([[43]])
 SLOTS = 4
 """Few enough that most experts are read, evicted and waited for."""
-STRIDE = 7
-"""Of the lines of a pass, how many there are for each that is struck."""
 EVERY_PASS = (
-    "inference/cpu/attention.py",
     "inference/cpu/fused_attention.py",
     "inference/cpu/small_batch.py",
-    "inference/expert_gradients.py",
     "inference/expert_layer.py",
-    "inference/kv_cache.py",
+    "inference/expert_layer.py",
     "inference/steps.py",
     "inference/token_limit.py",
 )
-"""Files whose lines a pass runs at least once if an equal pass does, whichever read is quicker."""
-EVERY_MISS = ("memory/changes.py", "memory/lease.py", "memory/residency.py", "memory/source.py")
-"""Files that have lines which every pass with a miss runs, beside lines for what was slow."""
-EVERY_ARRIVAL = ("memory/tier_fetcher.py", "memory/tiers.py", "inference/cache_code.py")
-"""Files whose lines every arrival of an expert in a code runs on its thread."""
+"""Files whose functions a pass calls if an equal pass does, whichever read is quicker."""
 
 
 @torch.no_grad()
@@ -89,12 +80,12 @@ class Trial:
         self.model = model
         self.expected = run(model)
         self._begin = _backward if backward else _forward
-        self.sites = lines_of(self._begin(model))
+        self.sites = calls_of(self._begin(model))
         self._other = ThreadPoolExecutor(1)
         self.struck: set[Site] = set()
 
     def strike(self, site: Site, occurrence: int, kind: type[BaseException]) -> None:
-        """The first time where the line is not run so often this time."""
+        """The first time where the function is not called so often this time."""
         for number in dict.fromkeys((occurrence, 1)):
             if raise_on(site, number, kind, self._begin(self.model)):
                 self.struck.add(site)
@@ -114,13 +105,16 @@ class Trial:
             lock.release()
         return True
 
-    def require_struck(self, sites: Iterable[Site], files: Sequence[str]) -> None:
-        """Every one of these lines was struck that is certain to run, and some of each file."""
+    def strike_all(self, places: Sequence[str], seed: int = 0) -> None:
+        """Functions of these files, each some time and in one of the ways."""
+        generator = random.Random(seed)
+        sites = [site for site in self.sites if str(site).startswith(tuple(places))]
+        for number, site in enumerate(sites):
+            times = generator.randint(1, min(self.sites[site], 8))
+            self.strike(site, times, KINDS[(number + seed) % len(KINDS)])
         certain = {site for site in sites if str(site).startswith(EVERY_PASS)}
         assert certain
         assert certain <= self.struck, sorted(map(str, certain - self.struck))
-        for file in files:
-            assert any(str(site).startswith(file) for site in self.struck), file
 
     def close(self) -> None:
         self._other.shutdown()
@@ -128,26 +122,15 @@ class Trial:
         self.model.moe.close()
 
 
-def is_stateful(site: Site) -> bool:
-    """Whether a line is one of those that change what later calls find; kernels compute only."""
-    return str(site).startswith(("inference/", "memory/", "policies/", "lab/"))
+STATEFUL = ("inference/", "memory/", "policies/", "lab/")
+"""Files with functions that change what later calls find; kernels compute only."""
 
 
 @pytest.mark.usefixtures("_two_threads")
-@pytest.mark.parametrize(
-    "first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, STRIDE))]
-)
-def test_an_exception_on_every_seventh_line_leaves_nothing_behind(
-    checkpoint: Path, first: int
-) -> None:
-    """Lines of all parts; `make test-long` strikes those between them too."""
+def test_an_exception_in_a_pass_leaves_nothing_behind(checkpoint: Path) -> None:
     trial = Trial(load(checkpoint, prefetch="enforce"))
-    sites = [site for site in trial.sites if is_stateful(site)][first::STRIDE]
-    generator = random.Random(first)
-    for number, site in enumerate(sites):
-        times = min(trial.sites[site], 8)
-        trial.strike(site, generator.randint(1, times), KINDS[number % len(KINDS)])
-    trial.require_struck(sites, EVERY_MISS)
+    trial.strike_all(STATEFUL)
+    assert any(str(site).startswith("memory/store.py") for site in trial.struck)
     trial.close()
 
 
@@ -155,29 +138,16 @@ def test_an_exception_on_every_seventh_line_leaves_nothing_behind(
 def test_an_exception_in_a_layer_whose_experts_are_resident_leaves_nothing_behind(
     checkpoint: Path,
 ) -> None:
-    """Where experts are used without being leased, on every second line and in every way."""
+    """Where experts are used without being leased."""
     trial = Trial(moe_runtime.load(checkpoint, device="cpu", host_memory="1GiB", max_tokens=64))
-    holding = ("inference/expert_layer.py", "memory/", "policies/eviction/")
-    sites = [site for site in trial.sites if str(site).startswith(holding)]
-    if native_library() is not None:
-        assert not any(str(site).startswith("memory/lease.py") for site in sites)
-    for number, site in enumerate(sites[::2]):
-        trial.strike(site, 1 + number % trial.sites[site], KINDS[number % len(KINDS)])
-    assert trial.struck == set(sites[::2])
+    trial.strike_all(("inference/expert_layer.py", "memory/", "policies/eviction/"))
     trial.close()
 
 
 @pytest.mark.usefixtures("_two_threads")
 def test_an_exception_in_a_backward_pass_leaves_nothing_behind(checkpoint: Path) -> None:
-    """A third of the lines where experts are held and let go of; `make test-long` strikes all."""
     trial = Trial(load(checkpoint), backward=True)
-    holding = ("inference/expert_", "memory/lease.py", "memory/changes.py")
-    sites = [site for site in trial.sites if str(site).startswith(holding)][::3]
-    generator = random.Random(0)
-    for number, site in enumerate(sites):
-        times = trial.sites[site]
-        trial.strike(site, generator.randint(1, min(times, 8)), KINDS[number % len(KINDS)])
-    trial.require_struck(sites, holding[1:])
+    trial.strike_all(("inference/expert_", "memory/"))
     trial.close()
 
 
@@ -193,45 +163,29 @@ def coded(tmp_path: Path) -> Any:
     return moe_runtime.load(path, device="cpu", host_memory=budget, prefetch="enforce", **options)
 
 
-def strike_arrivals(model: Any, places: tuple[str, ...]) -> None:
-    """Strikes lines of these files on the threads that encode arrivals, each some time."""
-    fetcher = model.moe._store._fetcher
+def test_exceptions_where_experts_are_encoded_on_their_way(coded: Any) -> None:
+    """In functions that the threads call which encode arrivals, each some time."""
+    fetcher = coded.moe._store._fetcher
     fetcher._copy = copy = StruckThreads(fetcher._copy)
     with copy.listed():
-        expected = run(model)
-    sites = [site for site in copy.sites if str(site).startswith(places)]
+        expected = run(coded)
+    every = ("memory/tiers.py", "inference/cache_code.py")
+    sites = [site for site in copy.sites if str(site).startswith(every)]
     assert sites
-    struck = set()
     for number, site in enumerate(sites):
         copy.target = site, KINDS[number % len(KINDS)]
         with contextlib.suppress(MoERuntimeError):  # where the expert was waited for
-            run(model)
-        if copy.target is None:
-            struck.add(site)
-        copy.target = None
-        model.moe.check()
-        assert torch.equal(run(model), expected), site
-    assert {site for site in sites if str(site).startswith(EVERY_ARRIVAL)} <= struck
-    model.moe.close()
-
-
-def test_exceptions_where_experts_are_encoded_on_their_way(coded: Any) -> None:
-    strike_arrivals(coded, EVERY_ARRIVAL)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("_two_threads")
-def test_exceptions_on_any_line_of_an_arrival_that_is_encoded(coded: Any) -> None:
-    strike_arrivals(coded, ("",))
+            run(coded)
+        assert copy.target is None, site
+        coded.moe.check()
+        assert torch.equal(run(coded), expected), site
+    coded.moe.close()
 
 
 @pytest.mark.usefixtures("_two_threads")
 def test_an_exception_where_two_tiers_are_asked_leaves_nothing_behind(coded: Any) -> None:
     trial = Trial(coded)
-    sites = [site for site in trial.sites if str(site).startswith("memory/tier_fetcher.py")]
-    for number, site in enumerate(sites):
-        trial.strike(site, 1 + number % min(trial.sites[site], 4), KINDS[number % len(KINDS)])
-    assert sites[0] in trial.struck  # others where a read is slower
+    trial.strike_all(("inference/expert_layer.py", "memory/tiers.py"))
     trial.close()
 
 
@@ -245,29 +199,13 @@ def test_an_exception_where_two_tiers_are_asked_leaves_nothing_behind(coded: Any
         {"prefetch": "observe", "trace": "trace.npz", "timeline": "timeline.json"},
     ],
 )
-def test_exceptions_by_the_thousand(
+def test_exceptions_under_other_options(
     checkpoint: Path, tmp_path: Path, options: dict[str, str]
 ) -> None:
     files = {name: tmp_path / options[name] for name in ("trace", "timeline") if name in options}
     trial = Trial(load(checkpoint, **{**options, **files}))
-    generator = random.Random(1)
-    for kind in KINDS:
-        trial.struck.clear()
-        for site, times in trial.sites.items():
-            trial.strike(site, generator.randint(1, times), kind)
-        trial.require_struck(trial.sites, EVERY_MISS)
-    trial.close()
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("_two_threads")
-@pytest.mark.parametrize("kind", KINDS)
-def test_backward_passes_by_the_thousand(checkpoint: Path, kind: type[BaseException]) -> None:
-    trial = Trial(load(checkpoint, prefetch="enforce"), backward=True)
-    generator = random.Random(1)
-    for site, times in trial.sites.items():
-        trial.strike(site, generator.randint(1, times), kind)
-    trial.require_struck(trial.sites, EVERY_MISS)
+    for seed in range(len(KINDS)):
+        trial.strike_all(STATEFUL, seed)
     trial.close()
 
 

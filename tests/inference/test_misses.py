@@ -15,10 +15,9 @@ from triton_interpreter import repair_interpreter
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError
-from moe_runtime.inference.cpu_misses import computing as misses_module
-from moe_runtime.inference.cpu_misses.computing import Misses
-from moe_runtime.inference.cpu_misses.option import check_misses
+from moe_runtime.inference.device import misses as misses_module
 from moe_runtime.inference.device.device_experts import DeviceExperts
+from moe_runtime.inference.device.misses import Misses, check_misses
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.planning.hybrid import MissPlan
 from moe_runtime.types import ExpertKey

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 from triton_interpreter import repair_interpreter
 
-from moe_runtime.inference.cpu.small_batch import SmallBatchLinear, SmallBatchRMSNorm
+from moe_runtime.inference.cpu.small_batch import (
+    SmallBatchLinear,
+    SmallBatchRMSNorm,
+    replace_dense_layers,
+)
 from moe_runtime.inference.device import fused_layers as residuals
-from moe_runtime.inference.device.decoding_model import _fuse_layers
 from moe_runtime.inference.device.fused_layers import ResidualLayer, fuse_residuals
 
 pytest.importorskip("triton")
@@ -43,7 +46,7 @@ def _layers(monkeypatch: pytest.MonkeyPatch) -> None:
 def pair(family: Family = FAMILIES[0]) -> tuple[Any, Any]:
     """A model with the norms of a GPU, and one whose residuals are added by them too."""
     own = tiny_model(family).to(DEVICE).bfloat16().eval().requires_grad_(False)
-    _fuse_layers(own)
+    replace_dense_layers(own)
     fused = copy.deepcopy(own)
     fuse_residuals(fused)
     return own, fused

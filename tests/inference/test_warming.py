@@ -14,7 +14,7 @@ from tiny_checkpoints import PROMPT, prompt_and_step_logits, save, tiny_model
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
-from moe_runtime.inference import warming
+from moe_runtime.inference import loading as warming
 from moe_runtime.lab.traces import read_trace
 
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
@@ -123,7 +123,7 @@ def test_a_device_computes_steps_as_one_graph_from_the_first_request_on(
     repair_interpreter()
     model = load_on_emulated_device(checkpoint, slots_a_layer=slots, host_slots=12)
     with model.moe:
-        warming.warm_up(model, experts_modules_of(model), 64, None)
+        warming.warm(model, experts_modules_of(model), 64, None)
         model.generate(PROMPT, max_new_tokens=4, do_sample=False)
         assert model.forward.is_one_graph
         assert (model.moe.stats().misses == 0) == (slots == 6)
@@ -165,7 +165,7 @@ def test_prompts_of_other_lengths_are_computed_on_a_device(
 
     model.forward = passed
     with model.moe:
-        warming.warm_up(model, experts_modules_of(model), 40, None)
+        warming.warm(model, experts_modules_of(model), 40, None)
         model.moe.check()
     prompt, steps = warming.PROMPT_TOKENS, warming.NEW_TOKENS
     assert seen == [(prompt, prompt), *[(1, 1)] * steps, (17, 1)]

@@ -18,13 +18,12 @@ import moe_runtime
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference import loading
-from moe_runtime.inference.cpu_misses.computing import open_misses
 from moe_runtime.inference.device.decode_graphs import RecordedStep
 from moe_runtime.inference.device.decoding_model import record_decoding
 from moe_runtime.inference.device.device_experts import DeviceExperts
 from moe_runtime.inference.device.device_stores import experts_on_device, open_device_stores
-from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.expert_weights import bind_slots
+from moe_runtime.inference.device.misses import open_misses
+from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.handle import RuntimeHandle
 from moe_runtime.memory.slab import Slab
 from moe_runtime.memory.source import ExpertSource

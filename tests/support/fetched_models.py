@@ -15,7 +15,7 @@ from tiny_checkpoints import PROMPT
 from transformers import StaticCache
 
 from moe_runtime.config import PrefetchMode
-from moe_runtime.inference import warming
+from moe_runtime.inference import loading as warming
 from moe_runtime.inference.device.step_experts import MOST_REFUSED, FetchedExperts
 from moe_runtime.types import ExpertKey
 
@@ -38,7 +38,7 @@ def warmed(
         checkpoint, slots_a_layer=slots, host_slots=host_slots, max_tokens=256, **options
     )
     with model.moe:
-        warming.warm_up(model, experts_modules_of(model), 256, None)
+        warming.warm(model, experts_modules_of(model), 256, None)
         with patch.object(model.moe, "prefetcher", Mock(mode=PrefetchMode.ENFORCE)):
             yield model
 

@@ -17,15 +17,14 @@ from moe_runtime.kernels.rms_norm import NormForm, rms_norm
 
 
 def use_small_batch_layers(model: torch.nn.Module) -> None:
-    """Replaces the linear layers, normalisations and router weights of a loaded model.
-
-    A layer that is not known to compute just what its replacement computes is left alone.
-    """
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if is_plain_linear(child):
-                setattr(module, name, SmallBatchLinear(child))
-            elif type(child) is torch.nn.Conv1d:
+    """Replaces the linear layers, normalisations and router weights of a loaded model on the CPU,
+    and the steps of its convolutions and recurrent layers."""
+    replace_dense_layers(model)
+    for module in model.modules():
+        if is_router(module):
+            module.weight = _SmallBatchWeight.of(cast(torch.nn.Parameter, module.weight))
+        for child in module.children():
+            if type(child) is torch.nn.Conv1d:
                 from moe_runtime.inference.cpu.recurrent_steps import (
                     use_recurrent_steps,
                     use_shifted_products,
@@ -33,10 +32,19 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
 
                 use_shifted_products(child)
                 use_recurrent_steps(module)
-            elif is_router(child):
-                child.weight = _SmallBatchWeight.of(cast(torch.nn.Parameter, child.weight))
+
+
+def replace_dense_layers(model: torch.nn.Module) -> None:
+    """Replaces linear layers, and normalisations that compute just what our kernel does.
+
+    Each stays in the mode, of training or not, of what it replaces.
+    """
+    for module in [*model.modules()]:
+        for name, child in [*module.named_children()]:
+            if is_plain_linear(child):
+                setattr(module, name, SmallBatchLinear(child).train(child.training))
             elif (norm := as_rms_norm(child)) is not None:
-                setattr(module, name, norm)
+                setattr(module, name, norm.train(child.training))
 
 
 def is_plain_linear(module: Any) -> TypeGuard[torch.nn.Linear]:

@@ -19,11 +19,7 @@ from moe_runtime.checkpoints.transformers_private import (
     cache_of,
 )
 from moe_runtime.errors import CheckpointError
-from moe_runtime.inference.cpu.small_batch import (
-    SmallBatchLinear,
-    as_rms_norm,
-    is_plain_linear,
-)
+from moe_runtime.inference.cpu.small_batch import replace_dense_layers
 from moe_runtime.inference.cpu.threads import OneThread
 from moe_runtime.inference.device.decode_graphs import DecodeGraphs, is_own
 from moe_runtime.inference.device.fused_layers import (
@@ -80,23 +76,10 @@ def record_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
 
 def fuse_steps(model: PreTrainedModel) -> None:
     """Makes one kernel each of the products of one token, and of what lies between them."""
-    _fuse_layers(model)
+    replace_dense_layers(model)
     fuse_routers(model)
     fuse_device_attention(model)
     fuse_residuals(model)
-
-
-def _fuse_layers(model: torch.nn.Module) -> None:
-    """Replaces linear layers, and normalisations that compute just what our kernel does.
-
-    Each stays in the mode, of training or not, of what it replaces.
-    """
-    for module in [*model.modules()]:
-        for name, child in [*module.named_children()]:
-            if is_plain_linear(child):
-                setattr(module, name, SmallBatchLinear(child).train(child.training))
-            elif (norm := as_rms_norm(child)) is not None:
-                setattr(module, name, norm.train(child.training))
 
 
 class RecordedDecoding:

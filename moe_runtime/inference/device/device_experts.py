@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from moe_runtime.inference.cpu_misses.computing import HostPart, Misses
+from moe_runtime.inference.device.misses import HostPart, Misses
 from moe_runtime.inference.expert_layer import OffloadedExperts, is_kernels
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights

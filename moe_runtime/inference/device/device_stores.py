@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.inference.budget import MemoryPlan
-from moe_runtime.inference.expert_weights import bind_slots
+from moe_runtime.inference.expert_layer import bind_slots
 from moe_runtime.kernels.expert_mlp import ExpertWeights, QuantizedExperts, StackedExperts
 from moe_runtime.kernels.quantized import QuantizedMatrix, QuantizedStack
 from moe_runtime.memory.device.device import Device

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.cache_utils import StaticCache, StaticLayer
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.inference.cpu.attention import ATTENTION
@@ -19,6 +20,7 @@ from moe_runtime.inference.cpu.fused_attention import (
     has_usual_parts,
 )
 from moe_runtime.inference.cpu.small_batch import SmallBatchRMSNorm, is_router
+from moe_runtime.inference.device.static_caches import RowCache
 from moe_runtime.inference.known_classes import (
     RESIDUAL_LAYERS,
     ResidualForm,
@@ -187,10 +189,6 @@ def _project(module: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
 
 def _static_layer(cache: Any, index: int) -> Any:
     """A layer of a static cache that has its memory, or None."""
-    from transformers.cache_utils import StaticCache, StaticLayer
-
-    from moe_runtime.inference.device.static_caches import RowCache
-
     if type(cache) is RowCache:
         return cache.layers[index]
     if type(cache) is not StaticCache or cache.offloading:

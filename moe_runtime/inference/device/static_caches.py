@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from transformers.cache_utils import StaticCache, StaticLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 _MASKED_KINDS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers, in configurations, whose masks fit a cache of all tokens."""
@@ -74,8 +79,6 @@ def static_cache(config: Any, num_tokens: int) -> Any:
     """A static cache that keeps so many tokens in every layer, also in those that attend to the
     last ones only, as their masks say; None where layers keep something else.
     """
-    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
-
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     cache = StaticCache(config, max_cache_len=num_tokens)
     known = StaticLayer, StaticSlidingWindowLayer
@@ -87,8 +90,6 @@ def static_cache(config: Any, num_tokens: int) -> Any:
 
 def is_static(cache: Any) -> bool:
     """Whether the device itself knows where keys and values of a token go, in every layer."""
-    from transformers.cache_utils import StaticCache, StaticLayer
-
     return type(cache) is StaticCache and all(type(e) is StaticLayer for e in cache.layers)
 
 
@@ -102,8 +103,6 @@ def is_filled(cache: Any) -> bool:
 
 def grown(cache: Any) -> Any:
     """A dynamic cache of the tokens that a static one has."""
-    from transformers import DynamicCache
-
     found = DynamicCache()
     for index, layer in enumerate(cache.layers):
         length = int(layer.cumulative_length)

@@ -34,7 +34,7 @@ from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.inference.expert_weights import bind_weights
+from moe_runtime.inference.expert_layer import bind_weights
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.kernels.native import native_library
 from moe_runtime.memory.slab import aligned_bytes

@@ -33,7 +33,7 @@ from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import matrices_of
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.checkpoints.packed_parameter import PackedTensor
-from moe_runtime.inference.expert_weights import bind_weights
+from moe_runtime.inference.expert_layer import bind_weights
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.kernels.linear import quantized
 from moe_runtime.kernels.native import native_library

@@ -82,7 +82,7 @@ def without_graphs(model: Any) -> Any:
 @emulated
 @pytest.mark.parametrize(
     ("num_sequences", "slots", "misses"),
-    [(1, NUM_EXPERTS, "device"), (3, 2, "device"), (1, 2, "cpu"), (3, 3, "cpu")],
+    [(1, NUM_EXPERTS, "device"), (3, 2, "device"), (3, 3, "cpu")],
 )
 def test_the_same_bits_as_without_graphs(
     checkpoint: Path, num_sequences: int, slots: int, misses: str
@@ -138,7 +138,7 @@ def test_generation_is_that_of_a_cache_that_grows(checkpoint: Path) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("length", [2, 7])
+@pytest.mark.parametrize("length", [pytest.param(2, marks=pytest.mark.long), 7])
 def test_layers_of_a_window_are_recorded_with_a_cache_of_all_tokens(
     tmp_path: Path, length: int
 ) -> None:

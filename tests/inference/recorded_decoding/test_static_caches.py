@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -24,9 +21,7 @@ from emulated_models import (
 from tiny_checkpoints import PROMPT
 from transformers.generation.streamers import BaseStreamer
 
-from moe_runtime.inference.device.decoding_model import _TokenSelection
 from moe_runtime.inference.device.static_caches import StaticCaches
-from moe_runtime.memory.reads import Monitor
 
 pytest.importorskip("triton")
 NUM_EXPERTS = 6
@@ -223,37 +218,3 @@ def test_two_threads_never_take_one_cache(checkpoint: Path) -> None:
         caches._free = [Slow(free[0]())] if isinstance(free, list) else Slow(free())
         take()
         assert found[0] is not found[1]
-
-
-@emulated
-def test_ctrl_c_while_a_token_is_waited_for_leaves_no_lock_held(checkpoint: Path) -> None:
-    """Uses are counted meanwhile, outside of the model's own calls."""
-    lines, first = inspect.getsourcelines(Monitor.__exit__)
-    last = first + max(n for n, line in enumerate(lines) if "lock.release()" in line)
-    struck = list[int]()
-
-    def local(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and frame.f_lineno == last and not struck:
-            struck.append(last)
-            raise KeyboardInterrupt
-        return local
-
-    def enter(frame: FrameType, *_: Any) -> Any:
-        callers = []
-        while (caller := frame if not callers else callers[-1].f_back) is not None:
-            callers.append(caller)
-        codes = [caller.f_code for caller in callers]
-        is_met = codes[0] is Monitor.__exit__.__code__ and _TokenSelection.wait.__code__ in codes
-        return local if is_met else None
-
-    with loaded(checkpoint, NUM_EXPERTS) as model:
-        expected = model.generate(PROMPT, **SETTINGS)
-        sys.settrace(enter)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                model.generate(PROMPT, **SETTINGS)
-        finally:
-            sys.settrace(None)
-        assert struck
-        model.moe.check()
-        assert torch.equal(model.generate(PROMPT, **SETTINGS), expected)

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.errors import CheckpointError
-from moe_runtime.inference.expert_weights import bind_weights
+from moe_runtime.inference.expert_layer import bind_weights
 from moe_runtime.kernels.quantized import QuantizedMatrix
 from moe_runtime.memory.slab import aligned_bytes
 from moe_runtime.memory.source import ExpertSource
