@@ -1,7 +1,6 @@
 """Peers of `bench experts`: the layer arrives as it is, and results are held to ours."""
 
 import ctypes
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,16 +289,3 @@ def test_kt_kernel_is_given_codes_and_scales_of_each_expert(
 def test_kt_kernel_without_its_extension_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=f"no kt_kernel for .* in {tmp_path}"):
         kt_kernel.find_extension(str(tmp_path))
-
-
-def test_where_kt_kernel_is_not_installed_the_line_says_how(model: Path, tmp_path: Path) -> None:
-    plan = ExpertsPlan(
-        layer=layer_of_model(model, torch.bfloat16), tokens=(1,), trains=False, block_s=0.001
-    )
-    settings = {"model": str(tmp_path), "num_threads": 1, "top_k": 2, "most_tokens": 1}
-    peer = find_peer("kt_kernel", settings, "experts")
-    rules = Rules(judged=("forward_1_s",), least=1, most=1)
-    results = measure_experts(plan, rules, settings={}, peers=[peer])
-    failure = results["measurements"][-1]["failure"]
-    assert failure.startswith("ImportError: no kt_kernel for ")
-    assert f"({sys.executable}) needs: pip install --no-deps kt-kernel" in failure

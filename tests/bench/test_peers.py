@@ -228,10 +228,7 @@ def test_an_engine_that_stops_early_gets_no_numbers(
     assert found["repetitions"] == []
 
 
-ABSENT = ("ftllm", "openvino", "sglang", "vllm")
-
-
-@pytest.mark.parametrize("peer", ABSENT)
+@pytest.mark.parametrize("peer", ["vllm"])
 def test_where_it_is_not_installed_the_line_says_how(
     peer: str, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

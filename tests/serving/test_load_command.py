@@ -18,9 +18,8 @@ from command_line import all_commands
 from http_server import Served
 
 from moe_runtime.benchmarks.load import generator
-from moe_runtime.benchmarks.load.client import TimedAnswer
+from moe_runtime.benchmarks.load.client import Lengths, TimedAnswer
 from moe_runtime.benchmarks.load.generator import Level, LoadSettings, MeasuredLevel
-from moe_runtime.benchmarks.load.workload import Lengths
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.cli.main import main
 
