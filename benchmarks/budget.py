@@ -25,8 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.interrupts import run_script
-from moe_runtime.benchmarks.harness.suite_results import save_results
+from moe_runtime.benchmarks.harness.scripting import run_script, save_results
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes
 from moe_runtime.models.pocket import pocket_path

@@ -32,8 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime import AdamW, MoELayer, offload_training
-from moe_runtime.benchmarks.harness.arguments import positive, present_folder
-from moe_runtime.benchmarks.harness.suite_results import save_results
+from moe_runtime.benchmarks.harness.scripting import positive, present_folder, save_results
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.files import write_atomically
 from moe_runtime.training.offload import disk

@@ -35,32 +35,31 @@ from typing import Any
 import psutil
 import torch
 
-from moe_runtime.benchmarks.gpu_parts.device_decoding import (
+from moe_runtime.benchmarks.harness.gpu import (
+    DEVICE_SHAPES,
     MEMORY,
     Answer,
+    GpuResults,
     Prompts,
+    Rates,
+    active_bytes,
+    add_options,
     answer_of,
     compare,
     decode,
     device_memory,
+    drawn_checkpoint,
     error_of,
     exact_answer,
+    lacks_gpu,
+    measure_rates,
     new_prompts,
     prefill_tokens_per_s,
     prepare_generation,
-)
-from moe_runtime.benchmarks.gpu_parts.device_lines import decode_line
-from moe_runtime.benchmarks.gpu_parts.device_rates import Rates, measure_rates
-from moe_runtime.benchmarks.gpu_parts.gpu_results import GpuResults, add_options, lacks_gpu
-from moe_runtime.benchmarks.harness.arguments import positive
-from moe_runtime.benchmarks.harness.drawn_checkpoints import (
-    DEVICE_SHAPES,
-    active_bytes,
-    drawn_checkpoint,
+    profiled,
     shape_of,
 )
-from moe_runtime.benchmarks.harness.interrupts import run_script
-from moe_runtime.benchmarks.harness.profiled import profiled
+from moe_runtime.benchmarks.harness.scripting import positive, run_script
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
 from moe_runtime.files import write_text
@@ -369,6 +368,32 @@ def _arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=50.0, help="after them no row begins")
     add("--profile", type=Path, metavar="FILE", help="write where the time of 9 tokens goes")
     return parser.parse_args()
+
+
+def decode_line(results: GpuResults, name: str) -> str:
+    """One row in words."""
+    if isinstance(found := results.systems[name], str):
+        return f"{name}: {found}"
+
+    def value(metric: str) -> float:
+        return results.value(name, metric) or 0.0
+
+    text = (
+        f"{name}: {value('tokens_per_s'):.1f} tokens/s, reads {value('read_of_copy'):.0%} of copy"
+    )
+    if "prefill_tokens_per_s" in found[0]:
+        text += f", prompt {value('prefill_tokens_per_s'):,.0f} tokens/s"
+    if "hit_rate" in found[0]:
+        text += f", hits {value('hit_rate'):.0%}"
+    if value("read_bytes_a_token"):
+        text += f", {value('read_bytes_a_token') / 1e6:.1f} MB a token from files"
+    if "of_bound" in found[0]:
+        text += f", {value('of_bound'):.0%} of the bound"
+    if name in results.qualities:
+        same = "same bits as" if found[0]["same_bits"] else "other bits than"
+        equal, compared = (results.qualities[name][what] for what in ("equal", "compared"))
+        text += f", {same} resident ({equal} of {compared} tokens)"
+    return text
 
 
 if __name__ == "__main__":

@@ -22,18 +22,21 @@ from typing import Any
 import psutil
 import torch
 
-from moe_runtime.benchmarks.gpu_parts.device_decoding import MEMORY, device_memory
-from moe_runtime.benchmarks.gpu_parts.device_rates import Rates, measure_rates, wait_for
-from moe_runtime.benchmarks.gpu_parts.gpu_results import (
+from moe_runtime.benchmarks.harness.gpu import (
+    MEMORY,
     GpuResults,
+    Rates,
     Repetitions,
     add_options,
+    device_memory,
+    drawn_checkpoint,
     lacks_gpu,
+    measure_rates,
+    profiled,
+    shape_of,
+    wait_for,
 )
-from moe_runtime.benchmarks.harness.arguments import positive
-from moe_runtime.benchmarks.harness.drawn_checkpoints import drawn_checkpoint, shape_of
-from moe_runtime.benchmarks.harness.interrupts import run_script
-from moe_runtime.benchmarks.harness.profiled import profiled
+from moe_runtime.benchmarks.harness.scripting import positive, run_script
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.benchmarks.synthetic.texts import language_reference
 from moe_runtime.config import format_bytes

@@ -21,8 +21,7 @@ import torch
 from transformers import AutoTokenizer
 
 import moe_runtime
-from moe_runtime.benchmarks.harness.arguments import positive
-from moe_runtime.benchmarks.harness.suite_results import save_results
+from moe_runtime.benchmarks.harness.scripting import positive, save_results
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.research.elastic import (

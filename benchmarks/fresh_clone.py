@@ -31,9 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.arguments import present_folder
-from moe_runtime.benchmarks.harness.interrupts import run_script
-from moe_runtime.benchmarks.harness.suite_results import ROOT, save_results
+from moe_runtime.benchmarks.harness.scripting import ROOT, present_folder, run_script, save_results
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
-from moe_runtime.benchmarks.harness.suite_results import RESULTS, ROOT, write_systems
+from moe_runtime.benchmarks.harness.scripting import RESULTS, ROOT, write_systems
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.lab.this_machine import commit
 

@@ -24,18 +24,272 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from moe_runtime.benchmarks.gpu_parts.gpu_results import GpuResults, add_options, lacks_gpu
-from moe_runtime.benchmarks.gpu_parts.kernel_aims import OURS, PEER, note_aims
-from moe_runtime.benchmarks.gpu_parts.kernel_products import measure_products
-from moe_runtime.benchmarks.gpu_parts.packed_products import measure_packed
-from moe_runtime.benchmarks.harness.interrupts import run_script
+from moe_runtime.benchmarks.harness.gpu import GpuResults, add_options, lacks_gpu
+from moe_runtime.benchmarks.harness.scripting import run_script
 from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
+from moe_runtime.kernels.combine import combine
+from moe_runtime.kernels.expert_mlp import ActivationSpec, QuantizedExperts, expert_mlp
+from moe_runtime.kernels.grouped_gemm import grouped_gemm
+from moe_runtime.kernels.linear.gpu import linears_of_a_row
+from moe_runtime.kernels.quantized import SCALES, QuantizedStack, WeightFormat
+from moe_runtime.kernels.token_sort import token_sort
 
 BYTES = 2  # of a bf16 number
+# E, rows of an expert, D, F, and the exponent of the skewed loads.
+SIZES, TINY_SIZES = (64, 512, 2048, 1024), (4, 16, 32, 16)
+ZIPF = 1.0
+PROJECTIONS, _LAYERS = "a token's queries, keys, values", 8
+
+
+@torch.no_grad()
+def measure_products(device: str, *, tiny: bool) -> dict[str, dict[str, float]]:
+    """Seconds of each product and of what it is held to; `ratio` is theirs over ours.
+
+    Args:
+        device: `cuda` or `cpu`.
+        tiny: Whether for a rehearsal.
+    """
+    E, rows, D, F = TINY_SIZES if tiny else SIZES
+    num_rows = E * rows
+    x = torch.randn(num_rows, D, device=device).bfloat16()
+    weight = torch.randn(E, F, D, device=device).bfloat16() * D**-0.5
+    offsets = torch.arange(0, num_rows + 1, rows, device=device)
+    equal = x.view(E, rows, D)
+    batched_s = median_s(lambda: torch.bmm(equal, weight.mT), device)
+    found = {
+        "grouped product": (median_s(lambda: grouped_gemm(x, weight, offsets), device), batched_s)
+    }
+
+    columns = ExpertColumns.of([F] * E, block_columns=128 if not tiny else 16, device=device)
+    topology = expert_topology(
+        offsets, columns, num_rows=num_rows, block_rows=128 if not tiny else 16
+    ).trimmed()
+    flat = weight.flatten(0, 1)
+    found["sampled dense-dense"] = (median_s(lambda: sdd(x, flat.T, topology), device), batched_s)
+    values = sdd(x, flat.T, topology)
+    hidden = torch.bmm(equal, weight.mT)
+    back_s = median_s(lambda: torch.bmm(hidden, weight), device)
+    found["dense-sparse"] = (median_s(lambda: dsd(values, flat, topology), device), back_s)
+
+    counts = _zipf_counts(E, num_rows)
+    skewed = torch.tensor([0, *counts], device=device).cumsum(0)
+    padded = torch.zeros(E, max(counts), D, device=device, dtype=x.dtype)
+    padded_s = median_s(lambda: torch.bmm(padded, weight.mT), device)
+    found["skewed loads, beside padding"] = (
+        median_s(lambda: grouped_gemm(x, weight, skewed), device),
+        padded_s,
+    )
+    found["combine, beside a copy"] = _combine_beside_copy(x, device)
+    layers = [torch.randn(3, D, D, device=device).bfloat16() for _ in range(_LAYERS)]
+    ours_s, theirs_s = (
+        graph_s(call, device) or median_s(call, device)
+        for call in (partial(_projections, x[:1], layers, one) for one in (_together, _each))
+    )
+    found[PROJECTIONS] = ours_s / _LAYERS, theirs_s / _LAYERS
+    return {
+        name: {"seconds": ours, "peer_seconds": theirs, "ratio": theirs / ours}
+        for name, (ours, theirs) in found.items()
+    }
+
+
+def _projections(x_1D: Tensor, layers: list[Tensor], project: Callable[..., Any]) -> None:
+    """Queries, keys and values of one token in layer after layer, whose weights are no cache's."""
+    for weights_3DD in layers:
+        project(x_1D, *weights_3DD)
+
+
+def _together(x_1D: Tensor, *weights: Tensor) -> None:
+    if not x_1D.is_cuda or linears_of_a_row(x_1D, *((one, None) for one in weights)) is None:
+        _each(x_1D, *weights)
+
+
+def _each(x_1D: Tensor, *weights: Tensor) -> None:
+    for one in weights:
+        torch.nn.functional.linear(x_1D, one)
+
+
+def _zipf_counts(num_experts: int, num_rows: int) -> list[int]:
+    """Rows of each expert, as Zipf's law has them; the first one gets what rounding left."""
+    shares = [1 / rank**ZIPF for rank in range(1, num_experts + 1)]
+    counts = [int(num_rows * share / sum(shares)) for share in shares]
+    counts[0] += num_rows - sum(counts)
+    return counts
+
+
+def _combine_beside_copy(y_RD: Tensor, device: str) -> tuple[float, float]:
+    """Four rows to a token; the copy moves as many bytes, read and written together."""
+    num_tokens, dim = len(y_RD) // 4, y_RD.shape[1]
+    ids = torch.arange(4, device=y_RD.device).expand(num_tokens, 4).contiguous()
+    order = token_sort(ids, 4)
+    weights = torch.rand(num_tokens, 4, device=y_RD.device)
+    num_copied = (y_RD.numel() + num_tokens * dim) // 2
+    source = torch.zeros(num_copied, device=y_RD.device, dtype=y_RD.dtype)
+    target = torch.empty_like(source)
+    return median_s(lambda: combine(y_RD, weights, order), device), median_s(
+        lambda: target.copy_(source), device
+    )
+
+
+# D, F, E, K of Qwen3-30B-A3B, and the numbers of tokens.
+LAYER, TINY_LAYER = (2048, 768, 128, 8), (128, 128, 4, 2)
+TOKENS, TINY_TOKENS = (1, 8, 128, 8192), (4, 40)
+FEW_TOKENS = 16
+FORMATS = {
+    "mxfp4": WeightFormat("e2m1", "e8m0", group_cols=32),
+    "fp8 blocks": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
+    "int4 groups of 32": WeightFormat("uint4", "bf16", group_cols=32, zero=8),
+    "int4 groups of 128": WeightFormat("uint4", "bf16", group_cols=128, has_zero_points=True),
+}
+ACTIVATION = ActivationSpec("silu")
+
+
+@torch.no_grad()
+def measure_packed(device: str, copy_bytes_s: float, *, tiny: bool) -> dict[str, dict[str, float]]:
+    """Seconds of each format and number of tokens, beside those of the values.
+
+    `ratio` is that of values which lie there in bf16, `written_ratio` with writing them first.
+
+    Args:
+        device: `cuda` or `cpu`.
+        copy_bytes_s: What a copy reads and writes in a second.
+        tiny: Whether for a rehearsal.
+    """
+    D, F, E, K = TINY_LAYER if tiny else LAYER
+    found = {}
+    for name, kind in FORMATS.items():
+        gate, up = (_stack(kind, E, F, D, device) for _ in range(2))
+        experts = QuantizedExperts(gate=gate, up=up, down=_stack(kind, E, D, F, device))
+        for num_tokens in TINY_TOKENS if tiny else TOKENS:
+            x = torch.randn(num_tokens, D, device=device).bfloat16()
+            scores = torch.randn(num_tokens, E, device=device).softmax(-1)
+            weights, ids = scores.topk(K)
+
+            few = num_tokens <= FEW_TOKENS
+            turns = [(ids + turn * K) % E for turn in range(max(1, E // ids.numel()) if few else 1)]
+            wide = experts.widened(torch.arange(E, device=device) if few else ids, x.dtype)
+            ours, theirs = (
+                _seconds(partial(_in_turn, x, turns, weights, each), few, device) / len(turns)
+                for each in (experts, wide)
+            )
+            written = median_s(partial(_written_out, x, ids, weights, experts), device)
+            del wide
+            num_bytes = len(ids.unique()) * _bytes(experts) / E
+            found[f"{name}, T={num_tokens}"] = {
+                "seconds": ours,
+                "peer_seconds": theirs,
+                "ratio": theirs / ours,
+                "written_ratio": written / ours,
+                "read_of_copy": num_bytes / ours / copy_bytes_s,
+            }
+    return found
+
+
+def _seconds(call: Callable[[], Any], few: bool, device: str) -> float:
+    call()  # kernels are compiled
+    found = graph_s(call, device) if few else None
+    return median_s(call, device) if found is None else found
+
+
+def _in_turn(x: Tensor, turns: list[Tensor], weights: Tensor, experts: Any) -> None:
+    for ids in turns:
+        expert_mlp(x, ids, weights, experts, activation=ACTIVATION)
+
+
+def _written_out(x: Tensor, ids: Tensor, weights: Tensor, experts: QuantizedExperts) -> Tensor:
+    return expert_mlp(x, ids, weights, experts.widened(ids, x.dtype), activation=ACTIVATION)
+
+
+def _stack(kind: WeightFormat, E: int, N: int, K: int, device: str) -> QuantizedStack:
+    """Codes of any value under scales that keep activations of their size."""
+    codes = torch.randint(0, 256, (E, N, kind.row_bytes(K)), dtype=torch.uint8, device=device)
+    if kind.codes == "e4m3":
+        # no NaN
+        codes.bitwise_and_(0xF7)
+    groups = (E, *kind.scales_shape(N, K))
+    if kind.scales == "e8m0":
+        scales = torch.full(groups, 120, dtype=torch.uint8, device=device)
+    else:
+        scales = torch.full(groups, 2.0**-10, device=device).to(SCALES[kind.scales])
+    zeros = torch.full_like(scales, 8, dtype=torch.uint8) if kind.has_zero_points else None
+    return QuantizedStack(kind, K, codes, scales, zeros)
+
+
+def _bytes(experts: QuantizedExperts) -> int:
+    """Of all experts."""
+    total = 0
+    for stack in (experts.gate, experts.up, experts.down):
+        if stack is not None:
+            parts = (stack.codes, stack.scales, stack.zero_points)
+            total += sum(part.nbytes for part in parts if part is not None)
+    return total
+
+
+OURS, PEER = "moe_runtime", "grouped_mm"
+# What is aimed at on an H100: at least, or for seconds at most. `of_peer`: times as fast as PEER.
+MANY_TOKENS = {
+    "forward_tflops": 480,
+    "both_tflops": 430,
+    "forward_of_peer": 1.2,
+    "both_of_peer": 1.2,
+}
+DECODING = {"graph_read_of_copy": 0.7, "forward_of_peer": 1.0}
+AIMS: dict[str, dict[str, float]] = {
+    "120b": MANY_TOKENS,
+    "fine-grained": {**MANY_TOKENS, "forward_tflops": 330, "both_tflops": 330},
+    "qwen3-30b T=65536": MANY_TOKENS,
+    "qwen3-30b T=16384": MANY_TOKENS,
+    "qwen3-30b T=128": {"forward_s": 0.45e-3, "forward_of_peer": 1.0, "both_of_peer": 1.0},
+    "qwen3-30b T=8": DECODING,
+    "qwen3-30b T=1": DECODING,
+    "olmoe-1b-7b T=1": DECODING,
+    "tiny": {"forward_s": 1.0, "both_of_peer": 1.0},
+}
+PRODUCT_AIMS = {
+    "grouped product": 0.9,
+    "sampled dense-dense": 0.9,
+    "dense-sparse": 0.9,
+    "skewed loads, beside padding": 1.0,
+    "combine, beside a copy": 0.7,
+    PROJECTIONS: 1.5,
+}
+# Beside the same layer in bf16, which reads 3.6 to 3.9 times as many bytes as 4-bit codes and twice
+# as many as fp8. With many tokens bytes do not count, and decoding costs.
+PACKED_FEW_TOKENS = ("T=1", "T=4", "T=8")
+PACKED_AIMS = {"few": 1.6, "many": 0.7}
+
+
+def note_aims(results: GpuResults) -> None:
+    """Writes every figure that is aimed at beside the measured one, of what was measured."""
+    results.settings["aims"] = {}
+    for name in results.systems:
+        if (ratio := results.value(name, "ratio")) is not None:
+            few = "few" if name.endswith(PACKED_FEW_TOKENS) else "many"
+            results.aim(name, "ratio", PRODUCT_AIMS.get(name, PACKED_AIMS[few]), ratio)
+    for name, shape in results.settings["shapes"].items():
+
+        def value(field: str, name: str = name) -> float | None:
+            if not field.endswith("_of_peer"):
+                return results.value(f"{name}, {OURS}", field)
+            seconds = field.replace("_of_peer", "_s")
+            ours, peer = (results.value(f"{name}, {one}", seconds) for one in (OURS, PEER))
+            return peer / ours if ours is not None and peer is not None else None
+
+        for field, asked in AIMS[name].items():
+            if (measured := value(field)) is not None:
+                results.aim(name, field, asked, measured, at_most=field.endswith("_s"))
+        if (kept := value("kept_bytes")) is not None:
+            # Beside the closed form: gate weights, the order of the rows and their offsets.
+            rows = shape["T"] * shape["K"]
+            asked = shape["closed_form_bytes"] + (2 + 8) * rows + 8 * (shape["E"] + 1) + 4096
+            results.aim(name, "kept_bytes", asked, kept, at_most=True)
+    results.write()
+
+
 # A loop over experts: with many tokens it takes long, and nobody would choose it.
 EAGER, EAGER_TOKENS = "eager", 128
 # Copies the weights of every choice: transformers' own choice for decoding, hopeless for batches.
-FEW_TOKENS_BACKEND, FEW_TOKENS = "batched_mm", 16
+FEW_TOKENS_BACKEND = "batched_mm"
 _RATES = ("forward_tflops", "backward_tflops", "both_tflops")
 _SHARES = ("forward_of_dense", "read_of_copy", "graph_read_of_copy", "ratio", "written_ratio")
 _SECONDS = ("forward_s", "backward_s", "both_s", "graph_forward_s", "seconds")
@@ -105,7 +359,7 @@ def main() -> int:
     settings = {"dense_tflops": peak.tflops, "copy_bytes_s": peak.copy_bytes_s, "shapes": {}}
     results = GpuResults("device-kernels", "kernels", options, settings, METRICS)
     print(f"dense product {peak.tflops:.1f} TFLOP/s, copy {peak.copy_bytes_s / 1e9:.0f} GB/s")
-    timer, shapes = partial(median_s, device=device), TINY if is_tiny else SHAPES
+    shapes = TINY if is_tiny else SHAPES
     for name in options.shape or shapes if "shapes" in options.only else ():
         shape = shapes[name]
         experts = layer(shape, device)
@@ -117,13 +371,10 @@ def main() -> int:
             print(line(name, backend, row, shape), flush=True)
         del experts
         note_aims(results)
-    graphs = partial(graph_s, device=device)
     if "products" in options.only:
-        add_products(results, measure_products(device, timer, graphs, tiny=is_tiny))
+        add_products(results, measure_products(device, tiny=is_tiny))
     if "packed" in options.only:
-        add_products(
-            results, measure_packed(device, timer, graphs, peak.copy_bytes_s, tiny=is_tiny)
-        )
+        add_products(results, measure_packed(device, peak.copy_bytes_s, tiny=is_tiny))
     results.finish()
     return 0
 

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.machine import describe_machine, machine_name
+from moe_runtime.benchmarks.harness.scripting import describe_machine, machine_name
 from moe_runtime.benchmarks.suite.comparing import counted
 from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from moe_runtime.benchmarks.harness.arguments import at_least, new_file
-from moe_runtime.benchmarks.harness.suite_results import save_results
+from moe_runtime.benchmarks.harness.scripting import at_least, new_file, save_results
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.lab.simulate.layer_simulation import LayerSchedule, LayerWorkload, predict_layer

@@ -35,6 +35,7 @@ else:
             ".layer": "MoELayer",
             ".training.offload.offloading": "offload_training",
             ".training.offload.adamw": "AdamW",
+            ".research.zeroth_order": "ZerothOrder offload_zeroth_order",  # not in `__all__`
         },
     )
 

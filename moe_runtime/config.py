@@ -42,7 +42,7 @@ def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
 
     Args:
         text: what was given.
-        needs_unit: a number alone is 2**20 or more: whoever writes 2 means 2GiB.
+        needs_unit: refuses a number below 2**20 without a unit: 2 would mean 2GiB.
 
     Raises:
         ValueError: the text is not a number followed by a known unit, or 8 EiB and more, or no

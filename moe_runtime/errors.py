@@ -1,7 +1,7 @@
 """The errors of the runtime: one class for each way the world can fail to be as expected.
 
 Mistakes of the caller are ``ValueError`` or ``TypeError``. What lies outside a caller's hands
-(files, memory, models that nobody has taught us yet, other processes) raises one of the classes
+(files, memory, models that are not supported, other processes) raises one of the classes
 below, so that a command line can turn every one of them into a single line and an exit code.
 """
 

@@ -314,7 +314,7 @@ OWN_WRITERS = {
     "moe_runtime/training/offload/disk.py": "records, written over in place",
     "moe_runtime/training/metrics.py": "appends lines, of which readers take whole ones",
     "moe_runtime/serving/batches/answer_file.py": "removes its own file, where it stayed empty",
-    "moe_runtime/serving/caches/prefix_files.py": "a cache, with a sum in each file",
+    "moe_runtime/serving/prefixes.py": "a cache, with a sum in each file",
     # Into a folder that takes its place as a whole:
     "moe_runtime/checkpoints/export.py": "replace_folder",
     "moe_runtime/checkpoints/packing/writer.py": "replace_folder, from a folder that is taken up",
@@ -322,7 +322,7 @@ OWN_WRITERS = {
     "benchmarks/synthetic/checkpoint_writer.py": "replace_folder",
     "benchmarks/synthetic/texts.py": "replace_folder",
     "benchmarks/synthetic/config_shape.py": "replace_folder",
-    "benchmarks/synthetic/gguf_shape.py": "replace_folder",
+    "benchmarks/synthetic/gguf_files.py": "replace_folder",
     "models/lm/export.py": "replace_folder",
     "models/pocket/texts.py": "replace_folder",
 }

@@ -52,7 +52,7 @@ def _known_shape(name: str | None) -> str | None:
     if name is None or name.endswith(".json"):
         return name
     require_address_space()
-    from moe_runtime.benchmarks.synthetic.gguf_shape import GGUF_SHAPES
+    from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES
     from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
 
     return options.named("shape", lambda: (*SHAPES, *GGUF_SHAPES))(name)
@@ -368,7 +368,7 @@ def _written(
     """What ``--shape`` stands for."""
     from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
     from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings
-    from moe_runtime.benchmarks.synthetic.gguf_shape import FILE_NAME, GgufShape
+    from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GgufShape
     from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
 
     asked = _shape_of(shape, options_.layers)
@@ -405,7 +405,7 @@ def _shape_of(name: str, layers: int | None) -> "ModelShape | OwnShape":
         CheckpointError: the file is no configuration.
     """
     from moe_runtime.benchmarks.synthetic.config_shape import read_config_shape
-    from moe_runtime.benchmarks.synthetic.gguf_shape import GGUF_SHAPES, gguf_shape_of_name
+    from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES, gguf_shape_of_name
     from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name
 
     if name.endswith(".json"):

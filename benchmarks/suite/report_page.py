@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_runtime.benchmarks.suite.comparing import heading_words
 from moe_runtime.benchmarks.suite.figures import figure, unit_for
-from moe_runtime.lab.report.page import Page, Section, Table
-from moe_runtime.lab.report.style import INK, SERIES, SURFACE, drawing
+from moe_runtime.lab.report.page import INK, SERIES, SURFACE, Page, Section, Table, drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

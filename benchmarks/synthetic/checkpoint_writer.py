@@ -1,31 +1,113 @@
 """Writes a synthetic Mixture-of-Experts checkpoint, one weight in memory at a time.
 
 The files are laid out as Hugging Face publishes them: safetensors shards, wide elements before
-narrow ones in each, `model.safetensors.index.json`, `config.json`, a tokenizer.
+narrow ones in each, `model.safetensors.index.json`, `config.json`, a tokenizer. Weights are
+Gaussian numbers, stored in bf16, FP8 or MXFP4. Quantised weights are Gaussian numbers that were
+quantised, so that their codes have the statistics of real ones; bytes drawn at random would flatter
+any compression.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from moe_runtime.benchmarks.synthetic.config_shape import ConfigShape
-from moe_runtime.benchmarks.synthetic.drawn_tensors import (
+import numpy as np
+from safetensors import safe_open
+
+from moe_runtime.benchmarks.synthetic.model_shapes import (
+    FP8_BLOCK,
     ITEM_BYTES,
+    MXFP4_GROUP,
+    ModelShape,
     StoredPart,
     TensorPlan,
-    make_parts,
 )
-from moe_runtime.benchmarks.synthetic.family_plans import config_of, plan_tensors
-from moe_runtime.benchmarks.synthetic.gguf_shape import GgufShape
-from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
 from moe_runtime.benchmarks.synthetic.texts import TOKENIZER_NAME, write_tokenizer
 
-OwnShape = ConfigShape | GgufShape
-"""Shapes that write their files themselves."""
 INDEX_NAME = "model.safetensors.index.json"
+
+
+class OwnShape(Protocol):
+    """A shape that writes its files itself."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def total_bytes(self) -> int: ...
+    def write(self, folder: Path) -> None: ...
+    def write_settings(self, folder: Path) -> None: ...
+    def is_complete(self, folder: Path) -> bool: ...
+
+
+def make_parts(plan: TensorPlan, seed: int) -> list[np.ndarray]:
+    """The contents of `plan.parts`; a function of seed and name only, whatever the order.
+
+    Every core draws portions of the weight, which stay in its cache until they are stored.
+    """
+    import torch
+
+    store = {"bf16": _bf16, "fp8": _fp8, "mxfp4": _mxfp4}[plan.stored]
+    rows, cols = math.prod(plan.shape[:-1]), plan.shape[-1]
+
+    def portion(first: int) -> tuple[Any, ...]:
+        size = (min(_PORTION_ROWS, rows - first), cols)
+        return store(torch.from_numpy(_values(plan, seed, first, size)))
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        portions = zip(*pool.map(portion, range(0, rows, _PORTION_ROWS)), strict=True)
+        whole = [torch.cat(part) for part in portions]
+    bits = {1: torch.uint8, 2: torch.uint16}
+    return [one.view(bits[one.element_size()]).numpy() for one in whole]
+
+
+def _values(plan: TensorPlan, seed: int, first: int, size: tuple[int, int]) -> np.ndarray:
+    if plan.std is None:
+        return np.ones(size, dtype=np.float32)
+    bits = np.random.SFC64([seed, zlib.crc32(plan.name.encode()), first])
+    values = np.random.Generator(bits).standard_normal(size, dtype=np.float32)
+    values *= np.float32(plan.std)
+    return values
+
+
+def _bf16(values: Any) -> tuple[Any]:
+    return (values.bfloat16(),)
+
+
+def _fp8(values: Any) -> tuple[Any, Any]:
+    """By the quantiser of transformers, which needs whole blocks; scales rounded to bf16."""
+    from types import SimpleNamespace
+
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    settings: Any = SimpleNamespace(quantization_config=FineGrainedFP8Config())
+    parts = Fp8Quantize(settings)._quantize_one("weight", values)
+    return parts["weight"], parts["weight_scale_inv"].bfloat16()
+
+
+def _mxfp4(values: Any) -> tuple[Any, Any]:
+    """As the microscaling formats have it: the exponent of a group's largest number, less two."""
+    import torch
+
+    groups = values.unflatten(-1, (-1, MXFP4_GROUP))
+    exponents = torch.frexp(groups.abs().amax(-1)).exponent - 1 - 2
+    quarters = torch.ldexp(groups, (2 - exponents)[..., None])
+    # the middles between the eight magnitudes are whole quarters, the largest magnitude is below 8
+    middles = torch.tensor([1, 3, 5, 7, 10, 14, 20])
+    magnitudes = (torch.arange(33)[:, None] > middles).sum(1, dtype=torch.uint8)
+    codes = magnitudes[quarters.abs().ceil_().int()] + 8 * (quarters < 0).to(torch.uint8)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    return blocks, (exponents + 127).clamp(0, 254).to(torch.uint8)
 
 
 def write_checkpoint(
@@ -45,9 +127,9 @@ def write_checkpoint(
             of an `OwnShape`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(shape, OwnShape):
+    if not isinstance(shape, ModelShape):
         return shape.write(folder)
-    shards = _split_into_shards(list(plan_tensors(shape)), shape.shard_bytes)
+    shards = _split_into_shards(list(shape.tensors()), shape.shard_bytes)
     weight_map: dict[str, str] = {}
     done = 0
     for number, plans in enumerate(shards, start=1):
@@ -70,23 +152,23 @@ def write_checkpoint(
 
 def write_settings(shape: ModelShape | OwnShape, folder: Path) -> None:
     """Writes what a checkpoint has beside its weights: configuration and tokenizer."""
-    if isinstance(shape, OwnShape):
+    if not isinstance(shape, ModelShape):
         return shape.write_settings(folder)
     write_tokenizer(folder, shape.vocab_size)
-    for name, text in _settings_of(shape).items():
-        (folder / name).write_text(text)
+    for name, content in _settings_of(shape).items():
+        (folder / name).write_text(_as_json(content))
 
 
 def is_complete(shape: ModelShape | OwnShape, folder: Path, *, seed: int = 0) -> bool:
     """Whether `folder` already holds this checkpoint, whole and made from the same seed."""
-    if isinstance(shape, OwnShape):
+    if not isinstance(shape, ModelShape):
         return shape.is_complete(folder)
     index, settings = folder / INDEX_NAME, _settings_of(shape)
     if not all((folder / name).is_file() for name in (INDEX_NAME, TOKENIZER_NAME, *settings)):
         return False
-    if any((folder / name).read_bytes() != text.encode() for name, text in settings.items()):
-        return False
     try:
+        if any(json.loads((folder / name).read_text()) != one for name, one in settings.items()):
+            return False
         content = json.loads(index.read_text())
         metadata, names = content["metadata"], set(content["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -131,11 +213,41 @@ def _safetensors_header(parts: Sequence[StoredPart]) -> tuple[bytes, dict[str, i
     return header, {name: len(header) + begin for name, begin in begins.items()}
 
 
-def _settings_of(shape: ModelShape) -> dict[str, str]:
+def _settings_of(shape: ModelShape) -> dict[str, object]:
     """Contents of files by their names."""
-    files = {"config.json": config_of(shape), "generation_config.json": {"do_sample": False}}
-    return {name: _as_json(content) for name, content in files.items()}
+    return {"config.json": shape.config(), "generation_config.json": {"do_sample": False}}
 
 
 def _as_json(content: object) -> str:
     return json.dumps(content, indent=2) + "\n"
+
+
+_PORTION_ROWS = FP8_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """A tensor of a file, and its shape."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read_bits(self) -> np.ndarray:
+        """The tensor in its shape: bf16 as uint16, codes of a byte as uint8."""
+        import torch
+
+        with safe_open(self.path, framework="pt") as file:
+            tensor: Any = file.get_tensor(self.name)
+        return tensor.view({1: torch.uint8, 2: torch.uint16}[tensor.element_size()]).numpy()
+
+
+def locate_tensors(folder: Path) -> dict[str, TensorPlace]:
+    """Maps every tensor name of the sharded checkpoint in `folder` to its place."""
+    weight_map: dict[str, str] = json.loads((folder / INDEX_NAME).read_text())["weight_map"]
+    places: dict[str, TensorPlace] = {}
+    for path in sorted({folder / name for name in weight_map.values()}):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 -- it has no iteration of its own
+                places[name] = TensorPlace(path, name, tuple(file.get_slice(name).get_shape()))
+    return places

@@ -1,13 +1,19 @@
-"""Model shapes by name, of which `write_checkpoint` makes checkpoints.
+"""Shapes of models by name: their tensors, configurations and sizes.
 
 Legend: V vocabulary, D model width, F expert width, E experts, K top-k, L layers.
+
+Routing depends on the token: attention output and expert outputs are scaled down and token
+embeddings up, so that the residual stream keeps the direction of the token's embedding and text
+with repeated tokens repeats its experts. A plain random model would route nearly all tokens alike
+and flatter every cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from moe_runtime.config import require_known
 
@@ -15,6 +21,62 @@ S = TypeVar("S", bound=Any)
 BF16_BYTES = 2
 FP8_BLOCK = 128
 MXFP4_GROUP = 32
+WEIGHT_STD = 0.02
+EMBEDDING_STD = 1.0
+SMALL_STD = WEIGHT_STD * 1e-3
+MAX_POSITIONS = 16384
+ITEM_BYTES = {"BF16": BF16_BYTES, "F8_E4M3": 1, "U8": 1}
+Stored = Literal["bf16", "fp8", "mxfp4"]
+Config = dict[str, object]
+
+
+class StoredPart(NamedTuple):
+    """A tensor of the file, as its header describes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One weight to write; `std` None stands for a tensor of ones (normalisation weights).
+
+    `fp8` is `[rows, columns]` with a scale for each block of 128 x 128; `mxfp4` is
+    `[experts, rows, columns]`, blocks and scales apart.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    std: float | None
+    stored: Stored = "bf16"
+
+    @property
+    def parts(self) -> tuple[StoredPart, ...]:
+        """The tensors that hold it."""
+        if self.stored == "bf16":
+            return (StoredPart(self.name, "BF16", self.shape),)
+        if self.stored == "fp8":
+            rows, cols = self.shape
+            blocks = (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
+            return (
+                StoredPart(self.name, "F8_E4M3", self.shape),
+                StoredPart(f"{self.name}_scale_inv", "BF16", blocks),
+            )
+        *lead, cols = self.shape
+        groups = cols // MXFP4_GROUP
+        return (
+            StoredPart(f"{self.name}_blocks", "U8", (*lead, groups, MXFP4_GROUP // 2)),
+            StoredPart(f"{self.name}_scales", "U8", (*lead, groups)),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,37 +92,96 @@ class ModelShape:
     num_heads: int
     vocab_size: int
     shard_bytes: int
+    stored: ClassVar[Stored] = "bf16"
+
+    def tensors(self) -> Iterator[TensorPlan]:
+        """Every weight of the checkpoint in the order of its layers."""
+        table = (self.vocab_size, self.model_width)
+        yield TensorPlan("model.embed_tokens.weight", table, EMBEDDING_STD)
+        for layer in range(self.num_layers):
+            yield from self.layer(f"model.layers.{layer}")
+        yield TensorPlan("model.norm.weight", (self.model_width,), None)
+        yield TensorPlan("lm_head.weight", table, WEIGHT_STD)
+
+    def layer(self, prefix: str) -> Iterator[TensorPlan]:
+        """The weights of a layer, whose names begin with ``prefix``."""
+        width = self.model_width
+        yield from self._block(prefix)
+        yield from self._attention(prefix, width, width)
+        yield TensorPlan(f"{prefix}.self_attn.q_norm.weight", (width,), None)
+        yield TensorPlan(f"{prefix}.self_attn.k_norm.weight", (width,), None)
+
+    def config(self) -> Config:
+        """The content of `config.json`."""
+        return self._common() | {
+            "architectures": ["OlmoeForCausalLM"],
+            "attention_bias": False,
+            "clip_qkv": None,
+            "model_type": "olmoe",
+            "norm_topk_prob": False,
+            "num_experts": self.num_experts,
+            "num_key_value_heads": self.num_heads,
+            "rope_theta": 10000.0,
+            "router_aux_loss_coef": 0.01,
+        }
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert: gate, up and down projection in bf16."""
-        return 3 * self.model_width * self.expert_width * BF16_BYTES
-
-    @property
-    def experts_bytes(self) -> int:
-        """Bytes of all the experts of all layers."""
-        return self.num_layers * self.num_experts * self.expert_bytes
+        """Bytes of one expert, scales and biases included."""
+        of_layer = [one.num_bytes for one in self.layer("") if ".experts" in one.name]
+        return sum(of_layer) // self.num_experts
 
     @property
     def dense_bytes(self) -> int:
         """Bytes of everything that is not an expert."""
-        attention = 4 * self.model_width**2 + 4 * self.model_width
-        router = self.num_experts * self.model_width
-        tables = 2 * self.vocab_size * self.model_width + self.model_width
-        return (self.num_layers * (attention + router) + tables) * BF16_BYTES
+        return sum(one.num_bytes for one in self.tensors() if ".experts" not in one.name)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors of the checkpoint."""
-        return self.experts_bytes + self.dense_bytes
+        return self.num_layers * self.num_experts * self.expert_bytes + self.dense_bytes
 
     def describe(self) -> dict[str, int | str]:
         """The sizes as plain values, for reports."""
+        sizes = ("expert_bytes", "dense_bytes", "total_bytes")
+        return asdict(self) | {name: getattr(self, name) for name in sizes}
+
+    def _block(self, prefix: str) -> Iterator[TensorPlan]:
+        """Norms, experts one by one, and their router."""
+        width, hidden, stored = self.model_width, self.expert_width, self.stored
+        yield TensorPlan(f"{prefix}.input_layernorm.weight", (width,), None)
+        for expert in range(self.num_experts):
+            stem = f"{prefix}.mlp.experts.{expert}"
+            yield TensorPlan(f"{stem}.down_proj.weight", (width, hidden), SMALL_STD, stored)
+            yield TensorPlan(f"{stem}.gate_proj.weight", (hidden, width), WEIGHT_STD, stored)
+            yield TensorPlan(f"{stem}.up_proj.weight", (hidden, width), WEIGHT_STD, stored)
+        yield TensorPlan(f"{prefix}.mlp.gate.weight", (self.num_experts, width), WEIGHT_STD)
+        yield TensorPlan(f"{prefix}.post_attention_layernorm.weight", (width,), None)
+
+    def _attention(self, prefix: str, queries: int, keys: int) -> Iterator[TensorPlan]:
+        width, stem = self.model_width, f"{prefix}.self_attn"
+        for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+            yield TensorPlan(f"{stem}.{part}_proj.weight", (rows, width), WEIGHT_STD, self.stored)
+        yield TensorPlan(f"{stem}.o_proj.weight", (width, queries), SMALL_STD, self.stored)
+
+    def _common(self) -> Config:
         return {
-            **asdict(self),
-            "expert_bytes": self.expert_bytes,
-            "dense_bytes": self.dense_bytes,
-            "total_bytes": self.total_bytes,
+            "attention_dropout": 0.0,
+            "eos_token_id": self.vocab_size - 1,
+            "hidden_act": "silu",
+            "hidden_size": self.model_width,
+            "initializer_range": WEIGHT_STD,
+            "intermediate_size": self.expert_width,
+            "max_position_embeddings": MAX_POSITIONS,
+            "num_attention_heads": self.num_heads,
+            "num_experts_per_tok": self.top_k,
+            "num_hidden_layers": self.num_layers,
+            "pad_token_id": 1,
+            "rms_norm_eps": 1e-05,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "vocab_size": self.vocab_size,
         }
 
 
@@ -86,77 +207,117 @@ class GroupedShape(ModelShape):
         """Rows of the projection of keys, and of that of values."""
         return self.num_kv_heads * self.head_dim
 
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of embedding, output and the norm before it."""
-        return (2 * self.vocab_size + 1) * self.model_width * BF16_BYTES
+    def _common(self) -> Config:
+        heads = {"head_dim": self.head_dim, "num_key_value_heads": self.num_kv_heads}
+        return super()._common() | heads
 
 
 class Qwen3Shape(GroupedShape):
     """Qwen3-MoE in bf16."""
 
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of everything that is not an expert."""
-        width = self.model_width
-        attention = 2 * self.query_width * width + 2 * self.kv_width * width
-        plain = self.num_experts * width + 2 * width + 2 * self.head_dim
-        return self.num_layers * (attention + plain) * BF16_BYTES + self.table_bytes
+    def layer(self, prefix: str) -> Iterator[TensorPlan]:
+        yield from self._block(prefix)
+        yield from self._attention(prefix, self.query_width, self.kv_width)
+        yield TensorPlan(f"{prefix}.self_attn.q_norm.weight", (self.head_dim,), None)
+        yield TensorPlan(f"{prefix}.self_attn.k_norm.weight", (self.head_dim,), None)
+
+    def config(self) -> Config:
+        return self._common() | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": self.expert_width,
+            "norm_topk_prob": True,
+            "num_experts": self.num_experts,
+            "rope_theta": 1000000.0,
+            "use_sliding_window": False,
+        }
 
 
 class Qwen3Fp8Shape(Qwen3Shape):
     """Qwen3-MoE as its publisher quantises it: FP8 in blocks of 128 x 128, scales in bf16."""
 
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert, scales included."""
-        return 3 * fp8_bytes(self.model_width, self.expert_width)
+    stored: ClassVar[Stored] = "fp8"
 
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of everything that is not an expert."""
-        width = self.model_width
-        attention = 2 * fp8_bytes(self.query_width, width) + 2 * fp8_bytes(self.kv_width, width)
-        plain = self.num_experts * width + 2 * width + 2 * self.head_dim
-        return self.num_layers * (attention + plain * BF16_BYTES) + self.table_bytes
+    def config(self) -> Config:
+        return super().config() | {
+            "quantization_config": {
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "modules_to_not_convert": ["lm_head"],
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+            }
+        }
 
 
 class MixtralShape(GroupedShape):
     """Mixtral in bf16."""
 
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of everything that is not an expert."""
-        width = self.model_width
-        attention = 2 * self.query_width * width + 2 * self.kv_width * width
-        plain = self.num_experts * width + 2 * width
-        return self.num_layers * (attention + plain) * BF16_BYTES + self.table_bytes
+    def layer(self, prefix: str) -> Iterator[TensorPlan]:
+        width, hidden, block = self.model_width, self.expert_width, f"{prefix}.block_sparse_moe"
+        yield TensorPlan(f"{prefix}.input_layernorm.weight", (width,), None)
+        for expert in range(self.num_experts):
+            stem = f"{block}.experts.{expert}"
+            yield TensorPlan(f"{stem}.w1.weight", (hidden, width), WEIGHT_STD)
+            yield TensorPlan(f"{stem}.w2.weight", (width, hidden), SMALL_STD)
+            yield TensorPlan(f"{stem}.w3.weight", (hidden, width), WEIGHT_STD)
+        yield TensorPlan(f"{block}.gate.weight", (self.num_experts, width), WEIGHT_STD)
+        yield TensorPlan(f"{prefix}.post_attention_layernorm.weight", (width,), None)
+        yield from self._attention(prefix, self.query_width, self.kv_width)
+
+    def config(self) -> Config:
+        return self._common() | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": self.num_experts,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+        }
 
 
 class GptOssShape(GroupedShape):
     """gpt-oss: experts stacked in MXFP4, everything else in bf16."""
 
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert, scales and biases included."""
-        width, hidden = self.model_width, self.expert_width
-        codes_and_scales = 3 * width * hidden * (MXFP4_GROUP // 2 + 1) // MXFP4_GROUP
-        return codes_and_scales + (2 * hidden + width) * BF16_BYTES
+    def layer(self, prefix: str) -> Iterator[TensorPlan]:
+        width, hidden, experts = self.model_width, self.expert_width, self.num_experts
+        stem, attention = f"{prefix}.mlp.experts", f"{prefix}.self_attn"
+        yield TensorPlan(f"{prefix}.input_layernorm.weight", (width,), None)
+        rows = (experts, 2 * hidden, width)
+        yield TensorPlan(f"{stem}.gate_up_proj", rows, WEIGHT_STD, "mxfp4")
+        yield TensorPlan(f"{stem}.gate_up_proj_bias", (experts, 2 * hidden), WEIGHT_STD)
+        yield TensorPlan(f"{stem}.down_proj", (experts, width, hidden), SMALL_STD, "mxfp4")
+        yield TensorPlan(f"{stem}.down_proj_bias", (experts, width), SMALL_STD)
+        yield TensorPlan(f"{prefix}.mlp.router.weight", (experts, width), WEIGHT_STD)
+        yield TensorPlan(f"{prefix}.mlp.router.bias", (experts,), SMALL_STD)
+        yield TensorPlan(f"{prefix}.post_attention_layernorm.weight", (width,), None)
+        yield from self._attention(prefix, self.query_width, self.kv_width)
+        widths = {"q": self.query_width, "k": self.kv_width, "v": self.kv_width}
+        for part, num_rows in widths.items():
+            yield TensorPlan(f"{attention}.{part}_proj.bias", (num_rows,), WEIGHT_STD)
+        yield TensorPlan(f"{attention}.o_proj.bias", (width,), SMALL_STD)
+        yield TensorPlan(f"{attention}.sinks", (self.num_heads,), WEIGHT_STD)
 
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of everything that is not an expert."""
-        width, queries = self.model_width, self.query_width
-        attention = 2 * queries * width + 2 * self.kv_width * width
-        biases = queries + 2 * self.kv_width + width + self.num_heads
-        router = self.num_experts * (width + 1)
-        layer = attention + biases + router + 2 * width
-        return self.num_layers * layer * BF16_BYTES + self.table_bytes
-
-
-def fp8_bytes(rows: int, cols: int) -> int:
-    """Bytes of a matrix in FP8 with a bf16 scale for each block."""
-    return rows * cols + -(-rows // FP8_BLOCK) * -(-cols // FP8_BLOCK) * BF16_BYTES
+    def config(self) -> Config:
+        kinds = ("sliding_attention", "full_attention")
+        kept = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens")
+        return self._common() | {
+            "architectures": ["GptOssForCausalLM"],
+            "attention_bias": True,
+            "layer_types": [kinds[layer % 2] for layer in range(self.num_layers)],
+            "model_type": "gpt_oss",
+            "num_local_experts": self.num_experts,
+            "quantization_config": {
+                "modules_to_not_convert": [*kept, "lm_head"],
+                "quant_method": "mxfp4",
+            },
+            "rope_scaling": {"rope_type": "default"},
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+        }
 
 
 QWEN3_30B_BF16 = Qwen3Shape(

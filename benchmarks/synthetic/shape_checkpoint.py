@@ -18,7 +18,7 @@ from moe_runtime.benchmarks.synthetic.checkpoint_writer import (
     is_complete,
     write_checkpoint,
 )
-from moe_runtime.benchmarks.synthetic.gguf_copy import require_copy, write_gguf
+from moe_runtime.benchmarks.synthetic.gguf_files import require_copy, write_gguf
 from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
@@ -118,7 +118,7 @@ def _write_missing(
         with replace_folder(new.checkpoint) as whole:
             write_checkpoint(shape, whole, progress=_progress(say, "checkpoint"))
     if needs_gguf and not has_gguf:
-        assert not isinstance(shape, OwnShape), "require_copy refuses it"
+        assert isinstance(shape, ModelShape), "require_copy refuses others"
         say(f"writing the same as {new.gguf}")
         write_gguf(shape, files.checkpoint, new.gguf, progress=_progress(say, "GGUF file"))
     return files

@@ -251,22 +251,26 @@ class LikeCheckpoint:
                     _write_tensor(files[output.path], content, offset)
                 elif name in copied:
                     copy_tensor(entry, files[output.path], offset)
-            for key, layout in self._experts.layouts.items() if tensors_of is not None else ():
-                module = self._experts.modules[key.layer].module
-                matrices = matrices_of(module, tensors_of(key))
-                names = self._experts.matrices[key.layer]
-                for name, found in zip(names, layout.tensors, strict=True):
-                    entry = self._finder.entry_of(found)
-                    output = place_of[entry.name]
-                    dtype = output.dtypes[entry.name]
-                    assert dtype is not None, "experts have a dtype to compute with"
-                    first = (found.offset - entry.offset) // found.dtype.itemsize
-                    start = output.offsets[entry.name] + first * dtype.itemsize
-                    content = matrices[name].to("cpu", dtype)
-                    _write_matrix(files[output.path], content, start, found.stride)
+            if tensors_of is not None:
+                self._write_experts(files, place_of, tensors_of)
         finally:
             for descriptor in files.values():
                 os.close(descriptor)
+
+    def _write_experts(
+        self, files: Mapping[Path, int], place_of: Mapping[str, _Output], tensors_of: TensorsOf
+    ) -> None:
+        for key, layout in self._experts.layouts.items():
+            matrices = matrices_of(self._experts.modules[key.layer].module, tensors_of(key))
+            for name, found in zip(self._experts.matrices[key.layer], layout.tensors, strict=True):
+                entry = self._finder.entry_of(found)
+                output = place_of[entry.name]
+                dtype = output.dtypes[entry.name]
+                assert dtype is not None, "experts have a dtype to compute with"
+                first = (found.offset - entry.offset) // found.dtype.itemsize
+                start = output.offsets[entry.name] + first * dtype.itemsize
+                content = matrices[name].to("cpu", dtype)
+                _write_matrix(files[output.path], content, start, found.stride)
 
     def _write_rest(
         self, folder: Path, outputs: Mapping[str, _Output], dtype: torch.dtype | None

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ _NUMPY_BYTES = 512 << 20
 TRANSFORMERS_BYTES = 3 << 29
 """Address space of a process that has imported numpy, and torch with transformers."""
 
+_DOWNLOAD_LINE_S = 30.0
+"""Seconds between two lines of a download that is slow."""
 _LONGEST_LINE = 1000
 """Characters of a message."""
 
@@ -158,9 +161,14 @@ def terminal_bar(*columns: Any, **options: Any) -> "Bar":
 
 @contextlib.contextmanager
 def loading_bar() -> Iterator[Progress]:
-    """Shows a bar on stderr while the ``with`` block loads; nothing where stderr is no terminal."""
+    """Shows a bar on stderr while the ``with`` block loads.
+
+    Where stderr is no terminal, lines tell of downloads, and nothing of what is quick.
+    """
     if not sys.stderr.isatty():
-        yield lambda stage, done, total: None
+        lines = _DownloadLines()
+        yield lines
+        lines.end()
         return
     from rich import progress
     from rich.table import Column
@@ -178,6 +186,34 @@ def loading_bar() -> Iterator[Progress]:
         yield lambda stage, done, total: bar.update(
             task, description=stage, completed=done, total=total or None
         )
+
+
+class _DownloadLines:
+    """A line at the start and end of a download, and one every tenth or half minute."""
+
+    def __init__(self) -> None:
+        self._total = self._shown = 0
+        self._begun_s = self._shown_s = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if not stage.startswith("downloading"):
+            self.end()
+            return
+        now_s = time.monotonic()
+        if total != self._total:
+            self.end()
+            self._total, self._shown, self._begun_s, self._shown_s = total, done, now_s, now_s
+            say_line(f"downloading {format_bytes(total)}")
+        elif done - self._shown >= total / 10 or now_s - self._shown_s >= _DOWNLOAD_LINE_S:
+            self._shown, self._shown_s = done, now_s
+            say_line(f"downloaded {format_bytes(done)} of {format_bytes(total)}")
+
+    def end(self) -> None:
+        """Tells that a download is whole, if one has begun."""
+        if self._total:
+            taken_s = time.monotonic() - self._begun_s
+            say_line(f"downloaded {format_bytes(self._total)} in {taken_s:.0f} s")
+        self._total = 0
 
 
 def fetch_model(model: str, *, weights: bool = True) -> "Path":

@@ -158,7 +158,8 @@ class _BenchGroup(TyperGroup):
 @functools.cache
 def _bench_commands() -> Any:
     module = importlib.import_module("moe_runtime.benchmarks.commands.bench")
-    return get_command(module.bench_app()).commands
+    bench: Any = get_command(module.bench_app())
+    return bench.commands
 
 
 def _first_screen(

@@ -244,8 +244,15 @@ class Loading:
         Raises:
             ValueError: one was given.
         """
-        if self.prefetch == "off" and self.policy not in ("auto", "predicted"):
-            why = "has no effect: give --prefetch, or --policy predicted or auto"
+        if self.prefetch != "off":
+            return
+        why = "has no effect: give --prefetch"
+        if self.policy not in ("auto", "predicted"):
+            refuse_given(ctx, {"predictor"}, f"{why}, or --policy predicted or auto")
+        from moe_runtime.policies.prediction import PREDICTORS
+
+        if self.predictor in PREDICTORS and PREDICTORS[self.predictor].needs_hidden:
+            why = f"{why}; policies use predictors that read routing alone"
             refuse_given(ctx, {"predictor"}, why)
 
     def settings(self) -> dict[str, Any]:

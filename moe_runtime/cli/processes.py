@@ -5,6 +5,7 @@ terminal, however many processes notice it.
 """
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import typer
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from moe_runtime.parallel.communication.watch import CollectiveMonitor
+
+ValueT = TypeVar("ValueT")
 
 _ERRORS = "moe/errors"
 # Collectives of ours have a limit of their own, which is shorter and names who is missing.
@@ -180,25 +183,25 @@ def ended_error(ranks: tuple[int, ...], size: int) -> RankFailureError:
     return RankFailureError(f"{noun} {names} of {size} {verb} ended", ranks=ranks)
 
 
-def from_first(group: "ProcessGroup | None", name: str, make: Callable[[], str]) -> str:
-    """A text that the first process makes and all get.
+def from_first(group: "ProcessGroup | None", name: str, make: Callable[[], ValueT]) -> ValueT:
+    """A value of JSON that the first process makes and all get.
 
     Args:
         group: the processes; None for this one alone.
-        name: of the text; another one for each.
+        name: of the value; another one for each.
         make: called in the first process only.
     """
     if group is None:
         return make()
     store, key = group.get_group_store(), f"moe/shared/{name}"
     if group.rank() == 0:
-        text = make()
-        store.set(key, text)
-        return text
+        value = make()
+        store.set(key, json.dumps(value))
+        return value
     # In short waits, between which signals are heard.
     while not store.check([key]):
         time.sleep(_POLL_S)
-    return store.get(key).decode()
+    return json.loads(store.get(key))
 
 
 def at_first(group: "ProcessGroup | None", name: str, text: str) -> list[str]:

@@ -22,7 +22,7 @@ _ENDING = "ending; Ctrl-C once more ends at once and leaves what is half written
 
 
 class StopRequest:
-    """Whether somebody asked the command to stop, and how.
+    """Whether a signal asked the command to stop, and which one.
 
     Attributes:
         signal_number: the last signal that came; None while none has.
@@ -91,7 +91,7 @@ def terminable() -> Iterator[StopRequest]:
 
     Once one came, more of them change nothing: what ends already shall not be cut off. Nor does the
     next Ctrl-C, which says what goes on; those after it raise ``KeyboardInterrupt`` again. A signal
-    that is ignored, or that somebody handles, is left alone. What Python drops, since the signal
+    that is ignored, or has another handler, is left alone. What Python drops, since the signal
     came within a callback, is raised after it.
     """
     request = StopRequest()

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or read by nobody any more; text on a terminal."""
+"""Standard streams that are closed, full, or without a reader; text on a terminal."""
 
 import contextlib
 import io
@@ -60,7 +60,7 @@ def say_at_once(line: str) -> None:
     stream whose write they may have interrupted. Where it cannot be written, it is dropped."""
     try:
         number = sys.stderr.fileno()
-    except (OSError, ValueError):  # no file: text that somebody collects
+    except (OSError, ValueError):  # no file: the text is collected
         print(line, file=sys.stderr)
         return
     with contextlib.suppress(OSError):

@@ -13,7 +13,6 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from moe_runtime.checkpoints.model_files import files_of
 from moe_runtime.cli.console import launched_rank
 from moe_runtime.config import nearest
 from moe_runtime.files import (
@@ -219,6 +218,7 @@ class StrictCommand(TyperCommand):
         """Refuses outputs that are inputs, or one another, or cannot be written."""
         inputs = [path for param in self.params for path in _inputs_of(param, ctx)]
         files: dict[str, Path] = {}
+        folders: list[str] = []
         for param in self.params:
             value = ctx.params.get(param.name)
             if value is None or not OUTPUTS.intersection(param.opts):
@@ -231,13 +231,17 @@ class StrictCommand(TyperCommand):
                 files[option] = value
             elif str(given) == "-":
                 raise ValueError(f"{option} -: expected the name of a folder")
+            else:
+                folders.append(os.path.realpath(value))
             for path in [value] if is_file or option != "--png" else value.glob("*.png"):
                 require_not_read(path, option.removeprefix("--"), inputs)
         for one, other in itertools.combinations(files, 2):
             require_apart(files[one], files[other], (one, other))
         for option, path in files.items():
-            check_output_path(path, option.removeprefix("--"))
-            check_not_in_progress(path, option.removeprefix("--"))
+            place = Path(os.path.realpath(path))
+            if not any(map(place.is_relative_to, folders)):  # which the command makes first
+                check_output_path(path, option.removeprefix("--"))
+                check_not_in_progress(path, option.removeprefix("--"))
 
 
 def _require_utf8(text: Any, param: Any) -> None:
@@ -271,4 +275,9 @@ def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
     for one in value if isinstance(value, list | tuple) else [value]:
         if isinstance(one, str | Path) and one:
             path = Path(at_home(one)) if isinstance(one, str) else one
-            yield from files_of(path) if os.path.isdir(path) else [path]
+            if os.path.isdir(path):
+                from moe_runtime.checkpoints.model_files import files_of
+
+                yield from files_of(path)
+            else:
+                yield path

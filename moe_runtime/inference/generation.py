@@ -7,6 +7,7 @@ the limits. It works with any ``transformers`` language model, offloaded or not.
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-from moe_runtime.errors import CheckpointError, blamed_on
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning, blamed_on
 from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.inference.token_limit import known_positions
 
@@ -27,9 +28,21 @@ NOT_FINITE = (
     "--verify` names weights that are NaN or infinite; if none is, and it computes in float16, "
     "take --dtype bfloat16"
 )
+_MOST_SAID = 300
 _PART_ENDS = frozenset({"<|return|>", "<|flush|>"})
 """Where a vocabulary has one of these, `<|end|>` ends a part of an answer."""
 FinishReason = Literal["stop", "length", "interrupted"]
+_WITHOUT_BEAMS = {"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": 0, "dola_layers": 0}
+"""Settings of a checkpoint that no command obeys, and the values that ask for nothing."""
+_OF_TRANSFORMERS = {
+    **{"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": 0, "guidance_scale": 1},
+    **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0},
+    **{"encoder_repetition_penalty": 1, "min_new_tokens": 0, "sequence_bias": 0},
+    **{"bad_words_ids": 0, "suppress_tokens": 0, "begin_suppress_tokens": 0},
+    **{"forced_bos_token_id": None, "forced_eos_token_id": None, "watermarking_config": None},
+    "exponential_decay_length_penalty": None,
+}
+"""Settings that `generate_text` obeys and the engine does not, with the values likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +204,27 @@ def sampling_for(
     return values | {name: value for name, value in asked.items() if value is not None}
 
 
+def warn_of_unused(settings: Any, *, is_engine: bool) -> None:
+    """Says which of a checkpoint's settings of generation are not obeyed.
+
+    Temperature, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``, tokens and strings that
+    end a text are obeyed everywhere.
+
+    Args:
+        settings: the ``GenerationConfig`` of the checkpoint, or None where it has none.
+        is_engine: tokens are chosen by the engine; by transformers otherwise.
+    """
+    neutral = _WITHOUT_BEAMS | (_OF_TRANSFORMERS if is_engine else {})
+    found = {name: getattr(settings, name, None) for name in neutral}
+    unused = [
+        f"{name} {value}" for name, value in found.items() if value and value != neutral[name]
+    ]
+    if unused:
+        said = ", ".join(unused)[:_MOST_SAID]
+        message = f"generation_config.json asks for {said}, which has no effect here"
+        warnings.warn(message, MoERuntimeWarning, stacklevel=2)
+
+
 def sampling_words(values: Mapping[str, Any]) -> str:
     """What `sampling_for` found, for people."""
     if not values["temperature"]:
@@ -335,24 +369,40 @@ def check_vocabulary(config: Any, input_ids: torch.Tensor) -> None:
         )
 
 
-def end_token_ids(model: Any, tokenizer: Any = None) -> list[int]:
-    """The tokens with which a model ends a text."""
+def end_token_ids(
+    model: Any,
+    tokenizer: Any = None,
+    render: Callable[[list[dict[str, str]]], str] | None = None,
+) -> list[int]:
+    """The tokens with which a model ends a text.
+
+    Args:
+        model: whose settings of generation name some.
+        tokenizer: whose end of text, and the token that its chat template puts behind an answer,
+            end a text too.
+        render: writes a conversation with the template; the tokenizer itself when omitted.
+    """
     end = model.generation_config.eos_token_id
     ends = [] if end is None else [end] if isinstance(end, int) else list(end)
     if tokenizer is not None:
-        others = (tokenizer.eos_token_id, _end_of_answer(tokenizer))
+        others = (tokenizer.eos_token_id, _end_of_answer(tokenizer, render))
         ends += [other for other in others if other is not None and other not in ends]
     return ends
 
 
-def _end_of_answer(tokenizer: Any) -> int | None:
+def _end_of_answer(
+    tokenizer: Any, render: Callable[[list[dict[str, str]]], str] | None
+) -> int | None:
     """The token that a chat template puts behind an answer; None where it is text, or none."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     said = [{"role": role, "content": f"{role} text"} for role in ("user", "assistant", "user")]
     for messages in (said[:2], said):
         with contextlib.suppress(CheckpointError), blamed_on("the chat template"):
-            shown = tokenizer.apply_chat_template(messages, tokenize=False)
+            if render is None:
+                shown = tokenizer.apply_chat_template(messages, tokenize=False)
+            else:
+                shown = render(messages)
             behind = shown.partition(said[1]["content"])[2].lstrip()
             ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
             if ids and ids[0] in tokenizer.added_tokens_decoder:

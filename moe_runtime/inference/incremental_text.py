@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 _UNKNOWN = "\ufffd"
 _MOST_HELD = 16
@@ -26,11 +27,25 @@ class IncrementalText:
     ) -> None:
         self._decode = decode
         self._skipped = skipped
-        # Tokens since the last place but one where a character ended: those before `_settled` are
+        # Tokens since the last place but one where a character ended: those before `_num_final` are
         # what a tokenizer must see to know whether a space belongs between.
         self._window: list[int] = []
-        self._settled = 0
+        self._num_final = 0
         self._num_sent = 0
+
+    @classmethod
+    def of(cls, tokenizer: Any, shown: Collection[int] = ()) -> IncrementalText:
+        """Decodes as a tokenizer of transformers does, spaces as they are.
+
+        Args:
+            tokenizer: of the model.
+            shown: special tokens that have their text all the same.
+        """
+
+        def decode(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+        return cls(decode, frozenset(tokenizer.all_special_ids).difference(shown))
 
     def follow(self, ids: Sequence[int], *, is_whole: bool) -> int:
         """The text goes on where that of other tokens ends; called before the first `add`.
@@ -52,7 +67,7 @@ class IncrementalText:
             start = min(starts, key=lambda at: self._decode(recent[at:end]).count(_UNKNOWN))
             text = self._decode(recent[start:end])
             if is_whole or not text.endswith(_UNKNOWN):
-                self._window, self._settled = recent[start:], len(recent[start:end])
+                self._window, self._num_final = recent[start:], len(recent[start:end])
                 self._num_sent = len(text)
                 return held
         return self.follow(ids, is_whole=True)  # bytes that are no text
@@ -64,7 +79,7 @@ class IncrementalText:
         self._window.append(token_id)
         text = self._decode(self._window)
         if text.endswith(_UNKNOWN):
-            if len(self._window) - self._settled <= _MOST_HELD:
+            if len(self._window) - self._num_final <= _MOST_HELD:
                 return ""
             # No character begins that long ago: these bytes are none. The last may begin one.
             piece = text[self._num_sent : -1]
@@ -73,17 +88,17 @@ class IncrementalText:
         piece = text[self._num_sent :]
         if piece or len(self._window) > _MOST_HELD:
             # A token without text says nothing of a space behind it: those before it stay.
-            del self._window[: self._settled]
+            del self._window[: self._num_final]
             self._num_sent = len(self._decode(self._window))
-        self._settled = len(self._window)
+        self._num_final = len(self._window)
         return piece
 
     def end(self) -> str:
         """What is left: bytes that never became a character."""
-        if self._settled == len(self._window):
+        if self._num_final == len(self._window):
             return ""
         piece = self._decode(self._window)[self._num_sent :]
-        self._window, self._settled, self._num_sent = [], 0, 0
+        self._window, self._num_final, self._num_sent = [], 0, 0
         return piece
 
     def _most_open(self, ids: Sequence[int]) -> int:

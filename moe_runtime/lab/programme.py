@@ -57,7 +57,6 @@ class Programme:
         return self._add(shape, upper=np.inf, is_binary=False)
 
     def cost(self, variable: int, value: float) -> None:
-        """Adds a term to the objective."""
         self._costs[variable] += value
 
     def between(self, low: float, terms: Iterable[Term], high: float) -> None:

@@ -2,12 +2,10 @@
 
 from moe_runtime.layer.activations import ACTIVATIONS
 from moe_runtime.layer.aux import LayerAux
-from moe_runtime.layer.experts import Experts, SharedExperts
-from moe_runtime.layer.heterogeneous import HeterogeneousExperts
+from moe_runtime.layer.experts import Experts, HeterogeneousExperts, SharedExperts, ZeroExperts
 from moe_runtime.layer.moe import MoELayer
 from moe_runtime.layer.scmoe import ScMoEBlock, ScMoEParts
 from moe_runtime.layer.state import export_state, import_state
-from moe_runtime.layer.zero import ZeroExperts
 
 __all__ = [
     "ACTIVATIONS",

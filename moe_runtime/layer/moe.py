@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl, check_impl
 from moe_runtime.layer.activations import activation_named
 from moe_runtime.layer.aux import AttachLoss, LayerAux, weighted_loss
-from moe_runtime.layer.experts import Experts, SharedExperts, compute_dtype
-from moe_runtime.layer.heterogeneous import HeterogeneousExperts
-from moe_runtime.layer.zero import ZeroExperts
+from moe_runtime.layer.experts import (
+    Experts,
+    HeterogeneousExperts,
+    SharedExperts,
+    ZeroExperts,
+    compute_dtype,
+)
 from moe_runtime.routing import (
     Capacity,
     DropPolicy,

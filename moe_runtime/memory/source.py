@@ -210,7 +210,12 @@ class ExpertSource:
             if packed is None:
                 assert self._layouts[key].slot_bytes <= slot.nbytes
                 files = self._files
-                blocks = pack_blocks([(files[f].fileno, *rest) for f, *rest in self._blocks(key)])
+                blocks = pack_blocks(
+                    [
+                        (files[file].fileno, at, place, size, needed)
+                        for file, at, place, size, needed in self._blocks(key)
+                    ]
+                )
                 steps = pack_steps(order.step(*at) for order, *at in self._layouts[key].steps)
                 packed = self._packed[key] = blocks, partial(self._judge, key), steps
             blocks, judge, steps = packed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# Of the latency: bytes of the largest message that took less than this are not told from noise.
+# Of the latency: below this share, bytes of the largest message cannot be told from noise.
 _LEAST_SHARE = 0.01
 
 

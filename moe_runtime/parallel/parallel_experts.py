@@ -293,6 +293,7 @@ class ParallelExperts(nn.Module):
         named = wrapper.module.named_parameters()
         kept = {name for name, parameter in named if id(parameter) in own}
         if kept - wrapper.parameters_to_ignore:
+            assert wrapper.process_group is not None
             self._require_same_experts(
                 wrapper.process_group,
                 "DistributedDataParallel gives all processes the experts of the first one, but "
@@ -319,7 +320,7 @@ class ParallelExperts(nn.Module):
                 "ignored_params, and call reduce_expert_gradients of LayoutGroups before a step",
             )
 
-    def _require_same_experts(self, group: dist.ProcessGroup, reason: str) -> None:
+    def _require_same_experts(self, group: dist.ProcessGroup | None, reason: str) -> None:
         here = (self._slice, self.experts_here)
         held = [here] * dist.get_world_size(group)
         dist.all_gather_object(held, here, group=group)

@@ -172,7 +172,7 @@ def _resize_layer(ranks: list[list[int]], num_gpus: int, loads_E: np.ndarray) ->
             pool.append(given)
     for expert in sorted(pool, key=lambda e: (-loads_E[e], e)):
         open_ranks = [r for r in range(num_gpus) if len(kept[r]) < quotas[r]]
-        # Two copies on one rank serve nobody, unless there is no other room.
+        # Two copies on one rank are useless, unless there is no other room.
         fresh = [r for r in open_ranks if expert not in kept[r]] or open_ranks
         lightest = min(fresh, key=lambda r: (sum(loads_E[kept[r]]), r))
         kept[lightest].append(expert)

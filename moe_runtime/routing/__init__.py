@@ -1,12 +1,31 @@
 """Routing: gates choose experts for tokens; all of them produce one `Routing` value."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Parameter, signature
+from types import MappingProxyType
+from typing import Any
+
+from moe_runtime.config import nearest
+from moe_runtime.routing.assigned import Base, DenseToSparse, ExpertChoice, Hash, Sinkhorn
 from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext
 from moe_runtime.routing.capacity import Capacity, DropPolicy, expert_slots
 from moe_runtime.routing.losses import LOSSES, LossInputs
 from moe_runtime.routing.moepp import MoEPlusPlus, ZeroExpertCounts
-from moe_runtime.routing.registry import GATES, gate_options, make_gate
 from moe_runtime.routing.reinforce import Reinforce
-from moe_runtime.routing.topk import GroupLimitedTopK, SigmoidTopK, SoftmaxTopK
+from moe_runtime.routing.topk import (
+    CosineTopK,
+    GroupLimitedTopK,
+    GShard,
+    NoisyTopK,
+    Prototype,
+    RoundRobinTopK,
+    Sam,
+    SigmoidTopK,
+    SoftmaxTopK,
+    Switch,
+)
 from moe_runtime.routing.value import Policy, Routing, ZeroRouting, expert_counts
 
 __all__ = [
@@ -33,3 +52,69 @@ __all__ = [
     "gate_options",
     "make_gate",
 ]
+
+GATES: Mapping[str, type[Gate]] = MappingProxyType(
+    {
+        "softmax_topk": SoftmaxTopK,
+        "sigmoid_topk": SigmoidTopK,
+        "group_limited_topk": GroupLimitedTopK,
+        "cosine_topk": CosineTopK,
+        "noisy_topk": NoisyTopK,
+        "switch": Switch,
+        "gshard": GShard,
+        "prototype": Prototype,
+        "sam": Sam,
+        "expert_choice": ExpertChoice,
+        "dense_to_sparse": DenseToSparse,
+        "hash": Hash,
+        "sinkhorn": Sinkhorn,
+        "base": Base,
+        "moepp": MoEPlusPlus,
+        "rl_r": Reinforce,
+        "round_robin": RoundRobinTopK,
+    }
+)
+
+
+def make_gate(name: str, hidden_size: int, num_experts: int, top_k: int, /, **options: Any) -> Gate:
+    """Makes the gate of that name.
+
+    Args:
+        name: a key of `GATES`.
+        hidden_size: width of a token.
+        num_experts: E.
+        top_k: choices of a token.
+        options: the gate's own keyword arguments.
+
+    Raises:
+        ValueError: The name or an option is unknown (the nearest is named), an option is missing
+            or of a type that it cannot have, or the gate refuses the sizes.
+    """
+    if name not in GATES:
+        raise ValueError(f"unknown gate {name!r}: {nearest(name, GATES)}")
+    known = gate_options(name)
+    for option in options:
+        if option not in known:
+            raise ValueError(f"gate {name!r} has no option {option!r}: {nearest(option, known)}")
+    for option in _own(name) - options.keys():
+        if signature(GATES[name].__init__).parameters[option].default is Parameter.empty:
+            raise ValueError(f"gate {name!r} needs the option {option!r}")
+    try:
+        return GATES[name](hidden_size, num_experts, top_k, **options)
+    except (AttributeError, OverflowError, TypeError) as error:
+        # What is in a list or a table is known to the gate alone.
+        own = {option: options[option] for option in known if option in _own(name) & options.keys()}
+        raise ValueError(f"gate {name!r} cannot be made with the options {own}: {error}") from None
+
+
+def _own(name: str) -> set[str]:
+    """Options of this gate that not every gate has."""
+    return set(gate_options(name)) & set(signature(GATES[name].__init__).parameters)
+
+
+def gate_options(name: str) -> list[str]:
+    """Names of the keyword arguments of a gate."""
+    kind = GATES[name]
+    options = [*signature(kind.__init__).parameters, *signature(Gate.__init__).parameters]
+    positional = {"self", "hidden_size", "num_experts", "top_k", "options", "num_scores"}
+    return [option for option in dict.fromkeys(options) if option not in positional]

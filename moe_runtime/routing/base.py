@@ -297,7 +297,6 @@ class Gate(nn.Module, ABC):
         return self.capacity.slots_per_expert(group_size, self.top_k, self.num_experts)
 
     def check_batch(self, x_TD: Tensor, context: RoutingContext) -> None:
-        """Refuses batches that do not fit the gate."""
         if x_TD.ndim != 2 or x_TD.shape[1] != self.hidden_size:
             raise ValueError(
                 f"{self.name}: expected tokens [T, {self.hidden_size}], got {list(x_TD.shape)}"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, score_dtype
-from moe_runtime.routing.switch import require_top_k
+from moe_runtime.routing.topk import require_top_k
 from moe_runtime.routing.value import Policy, Routing
 
 

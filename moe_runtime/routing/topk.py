@@ -1,13 +1,15 @@
-"""Top-k gates over softmax or sigmoid scores, with selection bias and expert groups.
+"""Gates that take the k best experts of each token, by their scores or within groups.
 
 Sources: top-k softmax, Shazeer et al. 2017 and Mixtral (softmax over the chosen scores, which
 equals renormalising), Qwen-MoE and OLMoE (softmax before, with or without renormalising); sigmoid
 scores, selection bias and expert groups, DeepSeek-V3. Shape suffixes: T tokens, E experts, K
-choices of a token.
+choices of a token, G groups, M experts of a group.
 """
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, Unpack, get_args
 
@@ -15,7 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_runtime.routing.base import Choice, Gate, GateOptions, RoutingContext, is_made_again
+from moe_runtime.routing.base import (
+    Choice,
+    Gate,
+    GateOptions,
+    RoutingContext,
+    is_made_again,
+    score_dtype,
+)
+from moe_runtime.routing.losses import squared_variation
 from moe_runtime.routing.value import Routing, expert_counts
 
 if TYPE_CHECKING:
@@ -24,15 +34,10 @@ if TYPE_CHECKING:
 SoftmaxOrder = Literal["before", "after"]
 
 
-class SoftmaxTopK(Gate):
-    """The k highest scores; weights are softmax probabilities.
-
-    `softmax="before"`: `p = softmax(logits)`, weights `p` of the chosen, divided by their sum if
-    `renormalize`. `softmax="after"`: softmax over the chosen logits alone (what Mixtral and
-    gpt-oss do; equal to `before` with renormalising).
+class TopK(Gate):
+    """The k highest scores, with an optional selection bias; what the scores are a subclass says.
 
     Args:
-        softmax: Before or after the selection; `after` needs `top_k` of 2 or more.
         renormalize: Weights of a token add up to 1. None means that they do, but for `top_k=1`,
             where the weight is the probability itself (Switch, Megatron).
         scale: Factor of the weights.
@@ -40,7 +45,7 @@ class SoftmaxTopK(Gate):
             means no bias. See `after_step`.
 
     Raises:
-        ValueError: An unknown `softmax`, one that gives a single choice the weight 1, or as `Gate`.
+        ValueError: It gives a single choice the weight 1, or as `Gate`.
     """
 
     def __init__(
@@ -49,18 +54,12 @@ class SoftmaxTopK(Gate):
         num_experts: int,
         top_k: int,
         *,
-        softmax: SoftmaxOrder = "before",
         renormalize: bool | None = None,
         scale: float = 1.0,
         bias_update_rate: float = 0.0,
         **options: Unpack[GateOptions],
     ) -> None:
         super().__init__(hidden_size, num_experts, top_k, **options)
-        if softmax not in get_args(SoftmaxOrder):
-            raise ValueError(f"softmax must be 'before' or 'after', got {softmax!r}")
-        if softmax == "after" and top_k == 1:
-            raise ValueError(_CONSTANT_WEIGHT.format('softmax="after"'))
-        self.softmax = softmax
         self.renormalize = renormalizes(renormalize, top_k)
         self.scale = scale
         self.bias_update_rate = bias_update_rate
@@ -88,26 +87,28 @@ class SoftmaxTopK(Gate):
             self.expert_bias = before.to(moved.device)
         return self
 
+    @abstractmethod
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Scores that experts are chosen by and weighted with."""
-        return logits_TE.softmax(dim=-1)
+
+    def weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """`[T, K]`: of the chosen, before `scale`."""
+        weights_TK = scores_TE.gather(1, ids_TK)
+        return normalize(weights_TK) if self.renormalize else weights_TK
+
+    def biased(self, scores_TE: Tensor) -> Tensor:
+        """What the choice looks at: the scores, with the selection bias."""
+        ranked = scores_TE.detach()
+        return ranked if self.expert_bias is None else ranked + self.expert_bias
 
     def select(self, scores_TE: Tensor) -> Tensor:
         """`[T, K]` int64: the best experts of each token, best first."""
-        ranked = scores_TE.detach()
-        if self.expert_bias is not None:
-            ranked = ranked + self.expert_bias
-        return ranked.topk(self.top_k, dim=-1).indices
+        return self.biased(scores_TE).topk(self.top_k, dim=-1).indices
 
     def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
         scores_TE = self.scores(logits_TE)
         ids_TK = self.select(scores_TE)
-        if self.softmax == "after":
-            weights_TK = logits_TE.gather(1, ids_TK).softmax(dim=-1)
-        else:
-            weights_TK = scores_TE.gather(1, ids_TK)
-            if self.renormalize:
-                weights_TK = normalize(weights_TK)
+        weights_TK = self.weights(logits_TE, scores_TE, ids_TK)
         if self.scale != 1.0:
             weights_TK = weights_TK * self.scale
         return Choice(ids_TK, weights_TK, logits_TE, self.shares(scores_TE))
@@ -145,11 +146,18 @@ class SoftmaxTopK(Gate):
         self.load_E.zero_()
 
 
-class SigmoidTopK(SoftmaxTopK):
-    """The k highest scores, which are independent sigmoids (DeepSeek-V3, Llama 4).
+class SoftmaxTopK(TopK):
+    """The k highest scores; weights are softmax probabilities.
 
-    Weights are the sigmoids of the chosen, divided by their sum if `renormalize`. The selection
-    bias decides who is chosen and never enters a weight.
+    `softmax="before"`: `p = softmax(logits)`, weights `p` of the chosen, divided by their sum if
+    `renormalize`. `softmax="after"`: softmax over the chosen logits alone (what Mixtral and
+    gpt-oss do; equal to `before` with renormalising).
+
+    Args:
+        softmax: Before or after the selection; `after` needs `top_k` of 2 or more.
+
+    Raises:
+        ValueError: An unknown `softmax`, one that gives a single choice the weight 1, or as `Gate`.
     """
 
     def __init__(
@@ -158,6 +166,7 @@ class SigmoidTopK(SoftmaxTopK):
         num_experts: int,
         top_k: int,
         *,
+        softmax: SoftmaxOrder = "before",
         renormalize: bool | None = None,
         scale: float = 1.0,
         bias_update_rate: float = 0.0,
@@ -172,6 +181,27 @@ class SigmoidTopK(SoftmaxTopK):
             bias_update_rate=bias_update_rate,
             **options,
         )
+        if softmax not in get_args(SoftmaxOrder):
+            raise ValueError(f"softmax must be 'before' or 'after', got {softmax!r}")
+        if softmax == "after" and top_k == 1:
+            raise ValueError(_CONSTANT_WEIGHT.format('softmax="after"'))
+        self.softmax = softmax
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        return logits_TE.softmax(dim=-1)
+
+    def weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        if self.softmax == "after":
+            return logits_TE.gather(1, ids_TK).softmax(dim=-1)
+        return super().weights(logits_TE, scores_TE, ids_TK)
+
+
+class SigmoidTopK(TopK):
+    """The k highest scores, which are independent sigmoids (DeepSeek-V3, Llama 4).
+
+    Weights are the sigmoids of the chosen, divided by their sum if `renormalize`. The selection
+    bias decides who is chosen and never enters a weight.
+    """
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         return logits_TE.sigmoid()
@@ -180,7 +210,7 @@ class SigmoidTopK(SoftmaxTopK):
         return normalize(scores_TE)
 
 
-class GroupLimitedTopK(SoftmaxTopK):
+class GroupLimitedTopK(TopK):
     """Top-k within the best groups of experts, so that a token reaches few devices (DeepSeek).
 
     Experts form `num_expert_groups` equal runs. A group's score is the sum of its
@@ -224,10 +254,7 @@ class GroupLimitedTopK(SoftmaxTopK):
             bias_update_rate=bias_update_rate,
             **options,
         )
-        if num_expert_groups < 1 or num_experts % num_expert_groups:
-            raise ValueError(
-                f"num_expert_groups must divide num_experts={num_experts}, got {num_expert_groups}"
-            )
+        _check_groups(num_experts, num_expert_groups)
         group_size = num_experts // num_expert_groups
         if not 1 <= num_limited_groups <= num_expert_groups:
             raise ValueError(
@@ -252,10 +279,7 @@ class GroupLimitedTopK(SoftmaxTopK):
         return normalize(scores_TE) if self.score == "sigmoid" else scores_TE
 
     def select(self, scores_TE: Tensor) -> Tensor:
-        ranked = scores_TE.detach()
-        if self.expert_bias is not None:
-            ranked = ranked + self.expert_bias
-        grouped_TGM = ranked.unflatten(1, (self.num_expert_groups, -1))
+        grouped_TGM = self.biased(scores_TE).unflatten(1, (self.num_expert_groups, -1))
         group_scores_TG = grouped_TGM.topk(self.group_score_experts, dim=-1).values.sum(dim=-1)
         best_TL = group_scores_TG.topk(self.num_limited_groups, dim=-1).indices
         is_open_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter(1, best_TL, True)
@@ -274,6 +298,352 @@ class RoundRobinTopK(SoftmaxTopK):
     def select(self, scores_TE: Tensor) -> Tensor:
         choices = torch.arange(scores_TE.shape[0] * self.top_k, device=scores_TE.device)
         return (choices % self.num_experts).view(-1, self.top_k)
+
+
+class CosineTopK(SoftmaxTopK):
+    """`logits = cos(P x, m_e) * exp(min(t, log 100))`, then top-k softmax.
+
+    Chi et al. 2022; Tutel's `cosine_top`. Scores do not depend on the length of a token. That keeps
+    representations from collapsing onto the experts' directions.
+
+    Args:
+        projection_size: Width that tokens are projected to.
+        temperature: The scores start with the factor `1 / temperature`.
+        options: As `Gate`.
+
+    Attributes:
+        projector: `[P, D]`.
+        centers: `[E, P]`, a direction for each expert.
+        log_scale: Scalar, `t`.
+
+    Raises:
+        ValueError: `projection_size` or `temperature` is not positive.
+    """
+
+    is_linear: ClassVar = False
+    max_scale: ClassVar[float] = 100.0
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        projection_size: int = 256,
+        temperature: float = 0.5,
+        renormalize: bool | None = None,
+        **options: Unpack[GateOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_experts, top_k, renormalize=renormalize, **options)
+        if projection_size < 1 or not temperature > 0:
+            raise ValueError(
+                "projection_size and temperature must be positive, got "
+                f"{projection_size} and {temperature}"
+            )
+        device, dtype = options.get("device"), options.get("dtype")
+        self.temperature = temperature
+        self.projector = nn.Parameter(
+            torch.empty(projection_size, hidden_size, device=device, dtype=dtype)
+        )
+        self.centers = nn.Parameter(
+            torch.empty(num_experts, projection_size, device=device, dtype=dtype)
+        )
+        self.log_scale = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.projector, std=1 / math.sqrt(self.hidden_size))
+        nn.init.normal_(self.centers, std=0.01)
+        nn.init.constant_(self.log_scale, math.log(1 / self.temperature))
+
+    def logits(self, x_TD: Tensor, context: RoutingContext) -> Tensor:
+        precise = score_dtype(x_TD)
+        projected_TP = F.linear(x_TD.to(precise), self.projector.to(precise))
+        centers_EP = F.normalize(self.centers.to(precise), dim=-1)
+        cosines_TE = F.linear(F.normalize(projected_TP, dim=-1), centers_EP)
+        return cosines_TE * self.log_scale.to(precise).clamp(max=math.log(self.max_scale)).exp()
+
+
+class NoisyTopK(Gate):
+    """`H = x W + N(0, 1) * (softplus(x W_noise) + 1e-2)`; weights: softmax over the top-k of H.
+
+    Shazeer et al. 2017. For one choice the weight is its probability among all experts: alone it
+    would always be 1.
+
+    Noise is added in training only. Losses: `importance`, and `load`, the squared coefficient of
+    variation of the expected number of tokens of each expert, which is differentiable in scores
+    and noise: an expert is used if its noisy score exceeds the k-th best of the others.
+
+    Attributes:
+        noise_weight: `[E, D]`, zero at the start.
+    """
+
+    default_loss_weights: ClassVar = {"importance": 0.01, "load": 0.01}
+    own_loss_names: ClassVar = ("load",)
+    noise_floor: ClassVar[float] = 1e-2
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, **options: Unpack[GateOptions]
+    ) -> None:
+        super().__init__(hidden_size, num_experts, top_k, **options)
+        self.noise_weight = nn.Parameter(
+            torch.zeros(
+                num_experts, hidden_size, device=options.get("device"), dtype=options.get("dtype")
+            )
+        )
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.noise_weight)
+
+    def decide(self, x_TD: Tensor, context: RoutingContext) -> Choice:
+        clean_TE = self.logits(x_TD, context)
+        self.check_logits(clean_TE)
+        if not self.training:
+            return self._choose(clean_TE, clean_TE, None)
+        precise = score_dtype(x_TD)
+        raw_TE = F.linear(x_TD.to(precise), self.noise_weight.to(precise))
+        sigma_TE = F.softplus(raw_TE) + self.noise_floor
+        noise_TE = torch.randn(
+            sigma_TE.shape, dtype=precise, device=x_TD.device, generator=context.generator
+        )
+        return self._choose(clean_TE, clean_TE + noise_TE * sigma_TE, sigma_TE)
+
+    def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
+        """Without noise, as in evaluation."""
+        return self._choose(logits_TE, logits_TE, None)
+
+    def _choose(self, clean_TE: Tensor, noisy_TE: Tensor, sigma_TE: Tensor | None) -> Choice:
+        num_ranked = min(self.top_k + 1, self.num_experts)
+        best, ranked_ids = noisy_TE.topk(num_ranked, dim=-1)
+        ids_TK = ranked_ids[:, : self.top_k]
+        if self.top_k == 1:
+            weights_TK = noisy_TE.softmax(dim=-1).gather(1, ids_TK)
+        else:
+            weights_TK = best[:, : self.top_k].softmax(dim=-1)
+
+        def load_loss() -> Tensor:
+            if sigma_TE is None or num_ranked == self.top_k:
+                counts_E = expert_counts(ids_TK, self.num_experts)
+                return squared_variation(counts_E.to(clean_TE.dtype))
+            return squared_variation(self.expected_load(clean_TE, noisy_TE, sigma_TE, best))
+
+        return Choice(ids_TK, weights_TK, clean_TE, clean_TE.softmax(dim=-1), {"load": load_loss})
+
+    def expected_load(
+        self, clean_TE: Tensor, noisy_TE: Tensor, sigma_TE: Tensor, best_TK1: Tensor
+    ) -> Tensor:
+        """`[E]`: expected tokens of each expert if its own noise were drawn again.
+
+        Args:
+            best_TK1: `[T, k + 1]`, the best noisy scores, best first.
+        """
+        kth, next_best = best_TK1[:, -2, None], best_TK1[:, -1, None]
+        # the k-th best of the others: for a chosen expert that is the (k+1)-th of all
+        threshold_TE = torch.where(noisy_TE > next_best, next_best, kth)
+        odds = (clean_TE - threshold_TE) / sigma_TE
+        return (0.5 * (1 + torch.erf(odds / math.sqrt(2)))).sum(dim=0)
+
+
+class Switch(Gate):
+    """Top-1: `p = softmax(logits)`, `e = argmax p`, weight `p[e]` (not renormalised).
+
+    Switch Transformer, Fedus et al. 2021. In training the gate's input is multiplied by noise from
+    `U(1 - jitter, 1 + jitter)`.
+
+    Args:
+        top_k: Must be 1.
+        jitter: 0.01 in the paper.
+
+    Raises:
+        ValueError: `top_k` is not 1, or the jitter is not in [0, 1).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        jitter: float = 0.01,
+        **options: Unpack[GateOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_experts, top_k, **options)
+        require_top_k(self, 1)
+        if not 0 <= jitter < 1:
+            raise ValueError(f"jitter must be in [0, 1), got {jitter}")
+        self.jitter = jitter
+
+    def logits(self, x_TD: Tensor, context: RoutingContext) -> Tensor:
+        if self.training and self.jitter:
+            noise = torch.rand(
+                x_TD.shape, dtype=x_TD.dtype, device=x_TD.device, generator=context.generator
+            )
+            x_TD = x_TD * (1 - self.jitter + 2 * self.jitter * noise)
+        return super().logits(x_TD, context)
+
+    def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
+        probs_TE = logits_TE.softmax(dim=-1)
+        weights_T1, ids_T1 = probs_TE.max(dim=-1, keepdim=True)
+        return Choice(ids_T1, weights_T1, logits_TE, probs_TE)
+
+
+class GShard(Gate):
+    """Top-2 of the softmax, normalised; the second expert is used with probability `2 * g2`.
+
+    Lepikhin et al. 2020. A second expert of normalised weight 0.5 is always used, one of 0.1 in a
+    fifth of the cases. That is so in training; in evaluation the second expert is always used. With
+    capacity, second choices take places after all first choices of their group (policy `choice`),
+    and a choice that is not used takes none. The weight of a lost choice is lost.
+
+    Args:
+        top_k: Must be 2.
+        random_second: Whether the second expert is random in training.
+
+    Raises:
+        ValueError: `top_k` is not 2.
+    """
+
+    default_loss_weights: ClassVar = {"first_choice_balance": 0.01}
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        random_second: bool = True,
+        **options: Unpack[GateOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_experts, top_k, **options)
+        require_top_k(self, 2)
+        self.random_second = random_second
+
+    def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
+        probs_TE = logits_TE.softmax(dim=-1)
+        best_T2, ids_T2 = probs_TE.topk(2, dim=-1)
+        weights_T2 = normalize(best_T2)
+        if self.random_second and self.training:
+            draws_T = torch.rand(
+                len(logits_TE), device=logits_TE.device, generator=context.generator
+            )
+            is_used_T = 2 * weights_T2[:, 1] > draws_T
+            is_used_T2 = torch.stack([torch.ones_like(is_used_T), is_used_T], dim=1)
+            ids_T2 = ids_T2.masked_fill(~is_used_T2, self.num_experts)
+            weights_T2 = weights_T2.masked_fill(~is_used_T2, 0.0)
+        return Choice(ids_T2, weights_T2, logits_TE, probs_TE)
+
+
+class Prototype(Gate):
+    """Experts form `k` equal runs; each run's softmax gives a token its best expert there.
+
+    k-top-1 prototyping (M6-T, Yang et al. 2021): k routers, each over its own experts. The weight
+    is the probability within the run, so a token's weights do not add up to 1.
+    With `top_k=1` this is Switch without jitter. M6-T found that a balance loss does not help, so
+    none is on by default.
+
+    Args:
+        top_k: Prototypes, and experts of a token.
+        slots: `k`: an expert's capacity grows with k as usual; `1`: it is that of top-1 routing,
+            so that the work does not grow with k.
+
+    Raises:
+        ValueError: `top_k` does not divide `num_experts`, or `slots` is unknown.
+    """
+
+    default_loss_weights: ClassVar = {}
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        slots: Literal["k", "1"] = "k",
+        **options: Unpack[GateOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_experts, top_k, **options)
+        if num_experts % top_k:
+            raise ValueError(
+                f"the prototypes (top_k={top_k}) must divide num_experts={num_experts}"
+            )
+        if slots not in ("k", "1"):
+            raise ValueError(f"slots must be 'k' or '1', got {slots!r}")
+        self.slots = slots
+
+    def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
+        probs_TKM = logits_TE.unflatten(1, (self.top_k, -1)).softmax(dim=-1)
+        weights_TK, within_TK = probs_TKM.max(dim=-1)
+        first_K = torch.arange(self.top_k, device=logits_TE.device) * probs_TKM.shape[2]
+        return Choice(within_TK + first_K, weights_TK, logits_TE, probs_TKM.flatten(1) / self.top_k)
+
+    def slot_limit(self, group_size: int) -> int | Tensor:
+        assert self.capacity is not None, "without capacity there is no limit"
+        top_k = self.top_k if self.slots == "k" else 1
+        return self.capacity.slots_per_expert(group_size, top_k, self.num_experts)
+
+
+class Sam(Gate):
+    """All k experts of a token lie in one group (one device), chosen by the group's score.
+
+    SAM, switch and mixture (HetuMoE, Nie et al. 2022). `p = softmax(logits)`; a group's score is
+    the sum (or the maximum) of its experts' p; the best group's k best experts are used, with
+    weights p divided by their sum if `renormalize` (by default where k is 2 or more). The loss
+    `alignment` is the mean over the tokens of `sum_e max(0, p_e - p_k)` over the experts e outside
+    the group, `p_k` being the weakest chosen: what the token loses by staying in its group. (The
+    form of that loss is our reading: the paper gives none.)
+
+    Args:
+        num_expert_groups: Groups of experts, consecutive ones.
+        group_score: `sum` or `max`.
+
+    Raises:
+        ValueError: Groups that do not divide, or that hold fewer than `top_k` experts.
+    """
+
+    default_loss_weights: ClassVar = {"load_balance": 0.01, "alignment": 0.01}
+    own_loss_names: ClassVar = ("alignment",)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        num_expert_groups: int = 1,
+        group_score: Literal["sum", "max"] = "sum",
+        renormalize: bool | None = None,
+        **options: Unpack[GateOptions],
+    ) -> None:
+        super().__init__(hidden_size, num_experts, top_k, **options)
+        _check_groups(num_experts, num_expert_groups)
+        if num_experts // num_expert_groups < top_k:
+            raise ValueError(
+                f"a group holds {num_experts // num_expert_groups} experts, fewer than "
+                f"top_k={top_k}; lower num_expert_groups"
+            )
+        if group_score not in ("sum", "max"):
+            raise ValueError(f"group_score must be 'sum' or 'max', got {group_score!r}")
+        self.num_expert_groups = num_expert_groups
+        self.group_score = group_score
+        self.renormalize = renormalizes(renormalize, top_k)
+
+    def choose(self, logits_TE: Tensor, context: RoutingContext) -> Choice:
+        probs_TE = logits_TE.softmax(dim=-1)
+        grouped_TGM = probs_TE.detach().unflatten(1, (self.num_expert_groups, -1))
+        scores_TG = grouped_TGM.sum(dim=-1) if self.group_score == "sum" else grouped_TGM.amax(-1)
+        groups = torch.arange(self.num_expert_groups, device=logits_TE.device)
+        is_outside_TGM = (scores_TG.argmax(dim=-1)[:, None] != groups)[:, :, None]
+        is_outside_TE = is_outside_TGM.expand_as(grouped_TGM).flatten(1)
+        ids_TK = probs_TE.detach().masked_fill(is_outside_TE, -1.0).topk(self.top_k, dim=-1).indices
+        chosen_TK = probs_TE.gather(1, ids_TK)
+        weights_TK = normalize(chosen_TK) if self.renormalize else chosen_TK
+
+        def alignment_loss() -> Tensor:
+            excess_TE = (probs_TE - chosen_TK[:, -1:]).clamp(min=0) * is_outside_TE
+            return excess_TE.sum() / max(1, len(excess_TE))
+
+        return Choice(ids_TK, weights_TK, logits_TE, probs_TE, {"alignment": alignment_loss})
 
 
 _CONSTANT_WEIGHT = (
@@ -296,3 +666,20 @@ def renormalizes(asked: bool | None, top_k: int) -> bool:
 def normalize(weights: Tensor) -> Tensor:
     """Rows that add up to 1; a row of zeros stays one."""
     return F.normalize(weights, p=1, dim=-1, eps=1e-20)
+
+
+def require_top_k(gate: Gate, top_k: int) -> None:
+    """Refuses another number of experts than the one the gate's formula has.
+
+    Raises:
+        ValueError: `gate.top_k` is another.
+    """
+    if gate.top_k != top_k:
+        raise ValueError(f"{type(gate).__name__} routes with top_k={top_k}, got {gate.top_k}")
+
+
+def _check_groups(num_experts: int, num_expert_groups: int) -> None:
+    if num_expert_groups < 1 or num_experts % num_expert_groups:
+        raise ValueError(
+            f"num_expert_groups must divide num_experts={num_experts}, got {num_expert_groups}"
+        )

@@ -11,9 +11,15 @@ from typing import Any
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.generation import encode_messages
 from moe_runtime.inference.incremental_text import IncrementalText
-from moe_runtime.serving.http.answers.answer_sections import Kind
-from moe_runtime.serving.http.answers.answer_text import AnswerText, Piece
-from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections, is_harmony
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.http.answer_sections import (
+    HARMONY_MARKS,
+    AnswerSections,
+    HarmonySections,
+    Kind,
+    is_harmony,
+)
+from moe_runtime.serving.http.answer_text import AnswerText, Piece
 from moe_runtime.serving.requests import (
     Event,
     Finished,
@@ -22,11 +28,10 @@ from moe_runtime.serving.requests import (
     NewToken,
     PromptRead,
     SamplingOptions,
-    TokenEngine,
 )
 
 _LOOKING_S = 0.05
-"""Seconds between two looks at whether somebody asked to stop, while no token comes."""
+"""Seconds between two looks at whether the user asked to stop, while no token comes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +66,7 @@ class Conversation:
         sampling: how tokens are chosen.
         max_new_tokens: most tokens of an answer.
         known_tokens: most tokens that the model knows positions for; None where that is not said.
-        system: what the model is told before the first message, if anything.
+        system: the system message, if any.
 
     Attributes:
         messages: as chat templates know them.
@@ -70,7 +75,7 @@ class Conversation:
 
     def __init__(
         self,
-        engine: TokenEngine,
+        engine: Engine,
         tokenizer: Any,
         *,
         end_ids: frozenset[int],
@@ -90,8 +95,7 @@ class Conversation:
         self._system = system
         self._is_harmony = is_harmony(str(tokenizer.chat_template))
         marks = HARMONY_MARKS if self._is_harmony else ()
-        shown = set(tokenizer.convert_tokens_to_ids(list(marks)))
-        self._skipped = frozenset(tokenizer.all_special_ids) - shown
+        self._shown = tokenizer.convert_tokens_to_ids(list(marks))
         self.messages: list[dict[str, Any]] = []
         self.turns: list[Turn] = []
         self.reset()
@@ -157,10 +161,9 @@ class Conversation:
         on_text: Callable[[str], None],
         is_stopped: Callable[[], bool],
     ) -> tuple[str, Turn]:
-        decoded = IncrementalText(self._decode, self._skipped)
+        decoded = IncrementalText.of(self._tokenizer, self._shown)
         text, reason = AnswerText(decoded, self._stops, self._end_ids), None
-        answer = _Answer(on_text, HarmonySections() if self._is_harmony else None)
-
+        answer = _Answer(on_text, is_harmony=self._is_harmony)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         started_s = time.perf_counter()
         times_s: list[float] = []
@@ -196,34 +199,25 @@ class Conversation:
             reason=reason,
         )
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
 
 class _Answer:
-    """Shows an answer as it comes, and keeps what is to be remembered of it."""
+    """Shows an answer as it comes, and keeps the part that the conversation remembers."""
 
-    def __init__(self, on_text: Callable[[str], None], sections: HarmonySections | None) -> None:
+    def __init__(self, on_text: Callable[[str], None], *, is_harmony: bool) -> None:
         self._on_text = on_text
-        self._sections = sections
+        self._sections = HarmonySections() if is_harmony else AnswerSections(None, None)
         self._was_thought = False
         self.content = ""
 
     def show(self, piece: Piece) -> FinishReason | None:
         """Takes a piece; gives why the answer ends, if it does."""
-        sections = self._sections
-        if sections is None:
-            self._say("content", piece.text)
-            return piece.finish
-        # Without tools no part is a call.
-        parts = [*sections.add(piece.text), *(sections.end() if piece.finish else ())]
-        for kind, text in (part for part in parts if isinstance(part, tuple)):
-            self._say(kind, text)
+        parts = [*self._sections.add(piece.text), *(self._sections.end() if piece.finish else ())]
+        for part in parts:
+            if isinstance(part, tuple):  # without tools no part is a call
+                self._say(*part)
         return piece.finish
 
     def _say(self, kind: Kind, text: str) -> None:
-        if not text:
-            return
         if kind == "content":
             gap = "\n\n" if self._was_thought else ""
             self._was_thought = False

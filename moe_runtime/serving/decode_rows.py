@@ -1,4 +1,4 @@
-"""Who decodes in rows on a GPU, where a step is recorded once and replayed."""
+"""Sequences that decode in rows on a GPU, where a step is recorded once and replayed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Sequence as Items
 import torch
 from transformers.cache_utils import DynamicCache
 
-from moe_runtime.serving.caches.kv_account import PIECE, rounded_up
-from moe_runtime.serving.caches.row_memory import RowMemory
 from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.kv_account import PIECE, rounded_up
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.scheduling import Scheduler
-from moe_runtime.serving.sequences import Failure, Sequence
+from moe_runtime.serving.row_memory import RowMemory
+from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence
 
 LEAST_TOKENS = 64
 """Places of a row; shorter ones are not worth their memory."""
@@ -36,15 +35,11 @@ class InRow(DynamicCache):
 def size_of_rows(options: EngineOptions, capacity: int) -> tuple[int, int]:
     """Rows, and places of each, that take half of the memory for tokens at most.
 
-    Args:
-        options: of the engine.
-        capacity: tokens of all sequences and prefixes.
-
     Returns:
         None and none where rows would be too short.
     """
     num_rows = min(options.decode_rows, options.most_running, capacity // 2 // LEAST_TOKENS)
-    # exact bits must not depend on who came first
+    # exact bits must not depend on the order of arrival
     if not num_rows or (options.exact and num_rows < options.most_running):
         return 0, 0
     return num_rows, capacity // 2 // num_rows // PIECE * PIECE
@@ -59,13 +54,7 @@ class RowDecoding:
     """
 
     def __init__(self, passes: ModelPasses, scheduler: Scheduler, options: EngineOptions) -> None:
-        """Takes the room; memory is allocated for the first sequence.
-
-        Args:
-            passes: of the model.
-            scheduler: of the engine.
-            options: likewise.
-        """
+        """Takes the room; memory is allocated for the first sequence."""
         self._passes, self._scheduler, self._account = passes, scheduler, scheduler.account
         self._exact = options.exact
         self._num_rows = self._num_tokens = 0
@@ -93,13 +82,13 @@ class RowDecoding:
         return max(0, self.room - num_held * self._num_tokens)
 
     def close(self) -> None:
-        """Gives memory and room back; nobody may be in a row."""
+        """Gives memory and room back; no sequence may be in a row."""
         self._memory = None
         self._held.clear()
         self._account.release(self)
 
     def divide(self) -> tuple[list[list[Sequence]], list[Sequence]]:
-        """Gives those who decode a row, as far as there are any, or room for one token more.
+        """Gives decoding sequences a row, as far as rows are free, or room for one token more.
 
         Returns:
             Those in rows, as they go on together, and the others.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -13,9 +14,6 @@ import torch
 
 from moe_runtime.inference.token_limit import known_positions
 from moe_runtime.serving.adapters import Adapters
-from moe_runtime.serving.caches.kv_account import PIECE, KVAccount
-from moe_runtime.serving.caches.prefix_files import PrefixDisk
-from moe_runtime.serving.caches.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.engine_options import (
     EngineOptions,
@@ -23,12 +21,13 @@ from moe_runtime.serving.engine_options import (
     check_request,
     rows_of_logits,
 )
-from moe_runtime.serving.expert_statistics import expert_statistics
+from moe_runtime.serving.kv_account import PIECE, KVAccount
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.prefixes import Prefixes
+from moe_runtime.serving.prefixes import PrefixDisk, Prefixes
 from moe_runtime.serving.requests import (
     EngineClosedError,
     EngineStatistics,
+    ExpertStatistics,
     Finished,
     FinishReason,
     GenerationRequest,
@@ -37,10 +36,48 @@ from moe_runtime.serving.requests import (
     QueueFullError,
 )
 from moe_runtime.serving.sampling import Sampler
-from moe_runtime.serving.scheduling import Scheduler, beside_prompts, groups_of
-from moe_runtime.serving.sequences import Failure, Sequence
+from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence, beside_prompts, groups_of
+from moe_runtime.serving.sequence_cache import keeps_every_token, set_room
 from moe_runtime.serving.step_sizes import StepSizes
-from moe_runtime.serving.turns import Turns
+
+
+class Turns:
+    """Lets one engine at a time compute, so that models share a machine's cores fairly.
+
+    Turns are first come, first served: a busy engine delays another by one step of each at most.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_asked = self._num_ended = 0
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Waits for its turn, and has it within the block."""
+        with self._changed:
+            number = self._num_asked
+            self._num_asked += 1
+            self._changed.wait_for(lambda: self._num_ended == number)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_ended += 1
+                self._changed.notify_all()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether an engine waits while another has its turn."""
+        return self._num_asked - self._num_ended > 1
+
+
+def expert_statistics(model: Any) -> ExpertStatistics:
+    """What a loaded model's experts cost."""
+    stats = model.moe.stats()
+    host = {} if model.moe.facts.device_plan is None else {"host": stats.copied_bytes}
+    names = {field.name for field in dataclasses.fields(ExpertStatistics)} - {"bytes_read"}
+    same = {name: getattr(stats, name) for name in names}
+    return ExpertStatistics(bytes_read={"disk": stats.bytes_read, **host}, **same)
 
 
 class Engine:
@@ -49,6 +86,9 @@ class Engine:
     A step computes one more token for each sequence whose prompt was read, and some tokens of
     prompts, all in one forward pass where the model allows it. The model stays the
     caller's, whose own calls take turns with the engine's.
+
+    Attributes:
+        most_request_tokens: tokens that a request may have, prompt and answer together.
     """
 
     def __init__(
@@ -66,8 +106,8 @@ class Engine:
         Args:
             model: a causal language model, from ``load`` or of transformers.
             options: how work is divided.
-            max_tokens: tokens of all sequences and kept prefixes together; what ``load`` set memory
-                aside for when omitted.
+            max_tokens: tokens of all sequences and kept prefixes together; when omitted, as many
+                as ``load`` reserved memory for.
             turns: shared by the engines of several models, which then compute one at a time.
             adapters: that requests may name.
             prefix_disk: where prefixes of requests without an adapter are kept too.
@@ -75,7 +115,7 @@ class Engine:
         Raises:
             UnsupportedModelError: the model is none that generates text from tokens alone, or keeps
                 no prefixes for ``prefix_disk``.
-            ValueError: ``max_tokens`` is more than memory was set aside for, or too few;
+            ValueError: ``max_tokens`` is more than memory is reserved for, or too few;
                 ``prefix_disk`` has no room, or its folder cannot be made.
         """
         self._options = options or EngineOptions()
@@ -118,7 +158,19 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> EngineHandle:
-        """Takes a request; see `TokenEngine.submit`."""
+        """Takes a request; from any thread.
+
+        Args:
+            request: what is asked.
+            on_event: called from the engine's thread with each event, `Finished` last, whatever
+                happens. It must return soon and not raise: it holds up all requests.
+
+        Raises:
+            QueueFullError: as many requests wait as may.
+            RequestTooLongError: it needs more tokens than ``most_request_tokens``.
+            EngineClosedError: the engine drains or is closed.
+            ValueError: a token is none of the model's vocabulary.
+        """
         check_request(
             request,
             most_tokens=self.most_request_tokens,
@@ -173,7 +225,11 @@ class Engine:
         )
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Takes no more requests, and waits for those that were taken; see `TokenEngine.drain`."""
+        """Takes no more requests, and waits for those that were taken.
+
+        Returns:
+            Whether all have ended within the time.
+        """
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
@@ -242,7 +298,7 @@ class Engine:
             return not self._is_closed
 
     def _end_all(self) -> None:
-        """Nobody is left without a last event."""
+        """Sends every request its last event."""
         with self._changed:
             reason: FinishReason = "cancelled" if self._is_closed else "error"
             self._is_open, self._is_closed = False, True
@@ -255,7 +311,7 @@ class Engine:
             self._changed.notify_all()
 
     def _step(self) -> None:
-        """One more token for all who decode, and some tokens of prompts."""
+        """One more token for each decoding sequence, and some tokens of prompts."""
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
             if sequence.is_cancelled:
                 self._finish(sequence, Finished("cancelled"))
@@ -275,18 +331,19 @@ class Engine:
             rest = [sequence for sequence in decoding if sequence not in beside]
             most = self._passes.most_together(exact=self._options.exact)
             for group in in_rows:
-                self._decode(group, self._rows.decode)
+                self._pass(_one_each(group), lambda group=group: self._rows.decode(group))
             for group in groups_of(rest, most):
-                self._decode(group, self._passes.decode)
+                self._pass(_one_each(group), lambda group=group: self._passes.decode(group))
             if chosen:
-                self._read([*chosen, *((sequence, 1) for sequence in beside)])
+                together = [*chosen, *_one_each(beside)]
+                self._pass(together, lambda: self._passes.read(together))
 
     def _prompt_sizes(self, is_beside: bool) -> tuple[int, int]:
         """Most tokens of prompts in a pass, and most whose log-probabilities are asked for."""
         if not self._passes.reads_in_pieces:
             return self._account.capacity, self._account.capacity
         options = self._options
-        # an exact text must not depend on who decodes
+        # an exact text must not depend on other sequences
         if options.exact or (self._turns.is_wanted and not is_beside):
             most = options.prompt_tokens
         else:
@@ -306,14 +363,6 @@ class Engine:
         sequence.start(cache, num_found, read_end)
         sequence.room = room if num_found else 0
         self._counts["prefix_hit_tokens"] += min(num_found, len(prompt))
-
-    def _decode(
-        self, group: list[Sequence], compute: Callable[[list[Sequence]], torch.Tensor]
-    ) -> None:
-        self._pass([(sequence, 1) for sequence in group], lambda: compute(group))
-
-    def _read(self, chosen: list[tuple[Sequence, int]]) -> None:
-        self._pass(chosen, lambda: self._passes.read(chosen))
 
     def _pass(
         self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
@@ -340,7 +389,7 @@ class Engine:
         if sequence.num_computed == len(sequence.tokens):
             self._go_on(sequence, logits_V)
         if was_reading and not sequence.is_reading and not sequence.is_finished:
-            with Failure():  # whoever begins alike computes it anew
+            with Failure():  # later requests compute it again
                 self._prefixes.keep(sequence)
 
     def _fit(self, sequence: Sequence) -> None:
@@ -388,6 +437,11 @@ class Engine:
         self._passes.requests.end(sequence.number)
         self._finished[finished.reason] += 1
         sequence.finish(finished)
+
+
+def _one_each(sequences: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
+    """A token of each."""
+    return [(sequence, 1) for sequence in sequences]
 
 
 class EngineHandle:

@@ -9,7 +9,7 @@ import torch
 
 from moe_runtime.inference.budget import activation_bytes_per_token
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
-from moe_runtime.serving.caches.kv_account import PIECE
+from moe_runtime.serving.kv_account import PIECE
 from moe_runtime.serving.requests import GenerationRequest, RequestTooLongError
 
 
@@ -23,15 +23,15 @@ class EngineOptions:
         prompt_tokens: most tokens of prompts in a step beside others that decode.
         max_slowdown: times as long that a step may take with prompts as without, as far as
             `StepSizes` can hold it; with infinity steps grow to ``prompt_tokens``.
-        idle_prompt_tokens: most tokens of prompts in a step while nobody decodes.
+        idle_prompt_tokens: most tokens of prompts in a step in which no sequence decodes.
         reuses_prefixes: keeps keys and values of prompts and answers for those that begin alike,
-            in memory that nobody else needs.
+            in memory that is free.
         exact: gives a request the bits that it would get alone, whatever runs beside it and ran
             before: prompts go through the model one at a time and share no pass with answers,
             always in pieces of ``prompt_tokens``, and only whole pieces are reused.
         decode_rows: sequences that decode in recorded steps on a GPU, at most, up to 16; what they
             keep takes half of the memory for tokens, in rows of equal length. 0 for none. With
-            ``exact`` there are rows for all who run, or none.
+            ``exact`` there are rows for all running sequences, or none.
     """
 
     most_waiting: int = 256
@@ -62,15 +62,15 @@ def capacity_of(model: Any, max_tokens: int | None) -> int:
     """Tokens that all caches together may have.
 
     Raises:
-        ValueError: more than memory was set aside for, or less than a sequence needs at least.
+        ValueError: more than memory is reserved for, or less than a sequence needs.
     """
-    aside = getattr(model, "_max_tokens", None)
-    found = aside if max_tokens is None else max_tokens
+    reserved = getattr(model, "_max_tokens", None)
+    found = reserved if max_tokens is None else max_tokens
     if found is None:
         raise ValueError("max_tokens must say how many tokens there is memory for")
-    if aside is not None and found > aside:
+    if reserved is not None and found > reserved:
         raise ValueError(
-            f"max_tokens is {found}, but the model was loaded with memory set aside for {aside}"
+            f"max_tokens is {found}, but the model was loaded with memory set aside for {reserved}"
         )
     if found < PIECE:
         raise ValueError(f"max_tokens must be at least {PIECE}, got {found}")
@@ -82,18 +82,12 @@ def check_request(
 ) -> None:
     """Refuses what cannot be answered.
 
-    Args:
-        request: what is asked.
-        most_tokens: of a request, its answer included.
-        most_room: tokens that a request can be given room for.
-        vocab_size: of the model.
-
     Raises:
         RequestTooLongError: it has more tokens.
         ValueError: it names a token that the model does not know.
     """
     num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
-    # a prompt alone has room for one token more, which nobody is told
+    # the engine also computes what follows a prompt: one token more, which is not shown
     if num_prompt + num_new > most_tokens or num_prompt >= most_room:
         raise RequestTooLongError(
             f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
@@ -107,14 +101,7 @@ def check_request(
 
 
 def rows_of_logits(config: Any, dtype: torch.dtype, max_tokens: int, top_k: int) -> int:
-    """Rows of logits in fp32 that fit, with their activations, into those set aside; at least four.
-
-    Args:
-        config: of the model.
-        dtype: of its activations.
-        max_tokens: that the reserve was made for.
-        top_k: experts that a token visits in a layer.
-    """
+    """Rows of fp32 logits that fit, with activations, into those set aside; at least four."""
     activations = activation_bytes_per_token(config, dtype, top_k)
     logits = 4 * config.get_text_config().vocab_size
     return max(4, max_tokens * activations // (activations + logits))

@@ -9,11 +9,15 @@ import contextlib
 import copy
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import DynamicCache
 
 from moe_runtime.checkpoints.transformers_private import (
@@ -28,31 +32,191 @@ from moe_runtime.inference.cpu.attention import (
     use_single_query_attention,
 )
 from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.steps import RequestNumbers, Step
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
+from moe_runtime.kernels.linear.few_shapes import linear_of_few_shapes
 from moe_runtime.kernels.native import native_library
 from moe_runtime.serving.adapters import Adapters
-from moe_runtime.serving.caches.kv_account import PIECE
-from moe_runtime.serving.caches.running_states import (
-    have_close_states,
-    own_states,
-    tokens_of_states,
-)
-from moe_runtime.serving.caches.sequence_cache import (
+from moe_runtime.serving.kv_account import PIECE
+from moe_runtime.serving.sampling import token_logprobs
+from moe_runtime.serving.scheduling import Failure, Sequence
+from moe_runtime.serving.sequence_cache import (
     BatchCache,
     can_share_a_pass,
+    have_close_states,
     have_same_tokens,
     keeps_states,
     new_cache,
+    own_states,
+    tokens_of_states,
 )
-from moe_runtime.serving.request_numbers import EngineRequests
-from moe_runtime.serving.requests import TokenLogprob
-from moe_runtime.serving.rows_alone import RowsAlone, most_exact_rows
-from moe_runtime.serving.sampling import token_logprobs
-from moe_runtime.serving.sequences import Failure, Sequence
 
 if TYPE_CHECKING:
     from moe_runtime.inference.device.decode_graphs import DecodeGraphs
-    from moe_runtime.serving.caches.row_memory import RowMemory
+    from moe_runtime.serving.row_memory import RowMemory
+
+
+class EngineRequests:
+    """The numbers by which a model's listeners know an engine's requests."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._ended: list[int] = []
+
+    def end(self, sequence: int) -> None:
+        """A sequence has ended; listeners hear of it with the next pass."""
+        if sequence in self._numbers:
+            self._ended.append(self._numbers.pop(sequence))
+
+    def name(self, cache: Any, sequences: Items[int], num_new: Items[int]) -> Any:
+        """Makes a pass with a cache know whose tokens it computes."""
+
+        def number_requests(numbers: RequestNumbers, step: Step) -> None:
+            begun = [number for number in sequences if number not in self._numbers]
+            step.begun = range(numbers.next, numbers.next + len(begun))
+            numbers.next = step.begun.stop
+            self._numbers.update(zip(begun, step.begun, strict=True))
+            step.ended, self._ended = self._ended, []
+            step.requests = np.repeat([self._numbers[number] for number in sequences], num_new)
+            step.first_request = int(step.requests[0])
+
+        cache.number_requests = number_requests
+        return cache
+
+
+VALUES_TRIED = 1 << 13
+"""Inputs of a trial of experts: few of the sums whose last bit differs round to another result."""
+
+_VALUE_BY_VALUE = (
+    "addcdiv addcmul celu cos elu erf exp exp2 expm1 gelu hardsigmoid hardswish lerp log log10 "
+    "log1p log2 logit logsigmoid mish pow __pow__ __rpow__ rsqrt selu sigmoid silu sin softplus "
+    "softsign sqrt tanh"
+)
+_ALONG_A_DIMENSION = "cumsum log_softmax logsumexp mean prod softmax softmin std sum var"
+_NORMS = "norm normalize vector_norm"
+_OF_TRAILING_DIMENSIONS = "group_norm layer_norm rms_norm"
+_PRODUCTS = "bmm linear matmul __matmul__ mm"
+_OWNERS = (torch, Tensor, F, torch.special, torch.linalg)
+
+
+def _named(names: str, *endings: str) -> Iterator[Callable[..., Any]]:
+    for owner in _OWNERS:
+        for name in (first + ending for first in names.split() for ending in ("", *endings)):
+            if (found := getattr(owner, name, None)) is not None:
+                yield found
+
+
+_PLACE_OF_DIMENSION = dict.fromkeys(_named(_ALONG_A_DIMENSION), 1) | dict.fromkeys(
+    _named(_NORMS), 2
+)
+_PRODUCT_FUNCTIONS = frozenset((*_named(_PRODUCTS), linear_of_few_shapes))
+_FUNCTIONS = frozenset(
+    (
+        *_named(_VALUE_BY_VALUE, "_"),
+        *_named(_OF_TRAILING_DIMENSIONS),
+        *_PLACE_OF_DIMENSION,
+        *_PRODUCT_FUNCTIONS,
+    )
+)
+
+
+class RowsAlone(TorchFunctionMode):
+    """Gives the rows of a step of several sequences the bits that each has in a step of its own.
+
+    Rows lie along the first dimension: as many for each sequence, or those of an expert that some
+    of them were sent to. A function gets the rows of one sequence at a time, as it does where the
+    sequence is alone. The native kernels need no such care.
+    """
+
+    def __init__(self, num_sequences: int) -> None:
+        """For a step of ``[B, 1]`` tokens."""
+        super().__init__()
+        self._num_sequences = num_sequences
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Items[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Calls a function once, or for the rows of each sequence."""
+        kwargs = kwargs or {}
+        if func not in _FUNCTIONS:
+            return func(*args, **kwargs)
+        size = self._rows_at_once(func, args, kwargs)
+        if not size:
+            return func(*args, **kwargs)
+        rows: Tensor = args[0]
+        columns = [self._divide(func, rows, value, size) for value in (*args, *kwargs.values())]
+        parts = []
+        for values in zip(*columns, strict=True):
+            named = zip(kwargs, values[len(args) :], strict=True)
+            parts.append(func(*values[: len(args)], **dict(named)))
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):  # in place
+            return rows
+        return torch.cat(parts)
+
+    def _rows_at_once(self, func: Any, args: Items[Any], kwargs: dict[str, Any]) -> int:
+        """Rows of a call; 0 where one call takes all."""
+        if not args or not isinstance(args[0], Tensor) or "out" in kwargs:
+            return 0
+        rows: Tensor = args[0]
+        if rows.ndim < 2 or not rows.is_floating_point() or rows.shape[0] < 2:
+            return 0
+        if func in _PLACE_OF_DIMENSION:
+            place = _PLACE_OF_DIMENSION[func]
+            default = 1 if func is F.normalize else None
+            dims = kwargs.get("dim", args[place] if len(args) > place else default)
+            dims = (dims,) if isinstance(dims, int) else dims
+            if not dims or any(dim % rows.ndim == 0 for dim in dims):
+                return 0
+        if func is F.linear and type(args[1]) not in (Tensor, torch.nn.Parameter):
+            return 0  # a weight that our own kernel multiplies
+        num_rows = rows.shape[0]
+        if num_rows % self._num_sequences == 0:
+            return num_rows // self._num_sequences
+        return int(num_rows < self._num_sequences)
+
+    def _divide(self, func: Any, rows: Tensor, value: Any, size: int) -> Items[Any]:
+        """One of the arguments of each call."""
+        num_calls = rows.shape[0] // size
+        if value is not rows:
+            if not isinstance(value, Tensor) or value.ndim != rows.ndim:
+                return [value] * num_calls
+            is_matrix = func in _PRODUCT_FUNCTIONS and value.ndim == 2
+            if is_matrix or value.shape[0] != rows.shape[0]:
+                return [value] * num_calls
+        return value.split(size)
+
+
+def most_exact_rows(layer: OffloadedExperts, sizes: Items[int], dtype: torch.dtype) -> int:
+    """Rows up to which those that go to the same two experts have the bits that each has alone.
+
+    Returns:
+        One of the sizes up to which all hold, or 1.
+    """
+    if layer.dim_in is None or layer.num_experts < 2 or not sizes:
+        return max(sizes, default=1)
+    num_rows, dim_in = sizes[-1], layer.dim_in
+    step = max(1, num_rows * dim_in // VALUES_TRIED)
+    tried = sorted({0, 1, num_rows - 1, *range(0, num_rows, step)})
+    generator = torch.Generator().manual_seed(0)
+    ids_TK = torch.tensor([[0, 1], [1, 0]]).repeat(num_rows, 1)[:num_rows]
+    most = num_rows
+    for _ in range(0, VALUES_TRIED, num_rows * dim_in):
+        x_TD = torch.randn(num_rows, dim_in, generator=generator).to(dtype)
+        weights_TK = torch.rand(num_rows, 2, generator=generator)
+        inputs = (x_TD, ids_TK, weights_TK)
+        alone = {row: layer(*(each[row : row + 1] for each in inputs)) for row in tried}
+        found = 1
+        for size in (size for size in sizes if size <= most):
+            with RowsAlone(size):
+                together = layer(*(each[:size] for each in inputs))
+            rows = [row for row in tried if row < size]
+            if not torch.equal(together[rows], torch.cat([alone[row] for row in rows])):
+                break
+            found = size
+        most = found
+    return most
+
 
 LOGPROB_ROWS = 32
 """Rows of which log-probabilities are computed at once."""
@@ -71,7 +235,7 @@ class ModelPasses:
     Attributes:
         can_join: whether several sequences can decode in one pass.
         most_exact: sequences up to which one token each, together, have the bits of each alone;
-            1 where nobody asked for them.
+            1 if it was not asked for.
         reads_in_pieces: whether a prompt may go through the model piece by piece.
         state_tokens: tokens whose room the running states of a sequence need.
         can_have_rows: whether steps of sequences in rows of a static cache are recorded.
@@ -181,7 +345,7 @@ class ModelPasses:
 
     def new_rows(self, like: DynamicCache, num_rows: int, num_tokens: int) -> RowMemory:
         """Rows of places for tokens, as a cache with tokens in it has them."""
-        from moe_runtime.serving.caches.row_memory import RowMemory
+        from moe_runtime.serving.row_memory import RowMemory
 
         assert self._graphs is not None
         return RowMemory(self._model.config, self._graphs.device, like, num_rows, num_tokens)
@@ -189,13 +353,7 @@ class ModelPasses:
     def step_of_rows(
         self, cache: Any, inputs: dict[str, Any], sequences: Items[Sequence]
     ) -> torch.Tensor:
-        """As ``decode``, for sequences in rows.
-
-        Args:
-            cache: of their rows.
-            inputs: what the model is called with beside it.
-            sequences: of the rows.
-        """
+        """As ``decode``, for sequences in rows."""
         numbers = [sequence.number for sequence in sequences]
         self.requests.name(cache, numbers, [1] * len(numbers))
         return self._row_logits(cache, inputs)
@@ -210,42 +368,23 @@ class ModelPasses:
         Returns:
             Logits ``[B, V]`` of what follows.
         """
-        if len(chosen) == 1:
-            ((sequence, num_new),) = chosen
-            if sequence.wants_prompt_logprobs:
-                return self._read_with_logprobs(sequence, num_new)
-            first = sequence.num_computed
-            ids = [sequence.tokens[first : first + num_new]]
-            cache = self.requests.name(_cache_of(sequence), [sequence.number], [num_new])
-            with self._adapted(chosen):
-                return self._call(ids, cache, keep=1)[:, -1]
         sizes = [num_new for _, num_new in chosen]
         ids, positions = [], []
         for sequence, num_new in chosen:
             first = sequence.num_computed
             ids.extend(sequence.tokens[first : first + num_new])
             positions.extend(range(first, first + num_new))
-        cache = self._joined([_cache_of(sequence) for sequence, _ in chosen], sizes)
+        caches = [_cache_of(sequence) for sequence, _ in chosen]
+        cache = caches[0] if len(caches) == 1 else self._joined(caches, sizes)
         self.requests.name(cache, [sequence.number for sequence, _ in chosen], sizes)
-        ends = torch.tensor(sizes, device=self._device).cumsum(0) - 1
         with self._adapted(chosen):
-            return self._call([ids], cache, keep=ends, positions=[positions])[0]
-
-    def _read_with_logprobs(self, sequence: Sequence, num_new: int) -> torch.Tensor:
-        """As ``read``; the sequence gets the log-probabilities of the tokens behind those that were
-        computed, as far as the prompt goes."""
-        first, prompt = sequence.num_computed, sequence.request.prompt_ids
-        ids = [sequence.tokens[first : first + num_new]]
-        cache = self.requests.name(_cache_of(sequence), [sequence.number], [num_new])
-        with self._adapted([(sequence, num_new)]):
-            logits_RV = self._call(ids, cache, keep=num_new)[0]
-        targets = prompt[first + 1 : first + 1 + num_new]
-        found: list[TokenLogprob] = []
-        for row in range(0, len(targets), LOGPROB_ROWS):
-            some = targets[row : row + LOGPROB_ROWS]
-            wanted = sequence.request.num_prompt_logprobs or 0
-            found += token_logprobs(logits_RV[row : row + len(some)], some, wanted)
-        sequence.add_logprobs(found)
+            if len(chosen) > 1:
+                ends = torch.tensor(sizes, device=self._device).cumsum(0) - 1
+                return self._call([ids], cache, keep=ends, positions=[positions])[0]
+            if not chosen[0][0].wants_prompt_logprobs:
+                return self._call([ids], cache, keep=1)[:, -1]
+            logits_RV = self._call([ids], cache, keep=sizes[0])[0]
+        _add_logprobs(*chosen[0], logits_RV)
         return logits_RV[-1:]
 
     @contextlib.contextmanager
@@ -298,46 +437,43 @@ class ModelPasses:
         options = {**inputs, self._cache_name: cache, "logits_to_keep": 1}
         return self._model(**options, use_cache=True, return_dict=True).logits[:, -1]
 
-    def _try_rows(self) -> None:
-        """Has rows only if two sequences in them get what each gets alone."""
+    def _tried(self) -> tuple[list[DynamicCache], list[int]]:
+        """Caches of two short sequences, and the places of their next tokens."""
         ids = [[index % self.vocab_size for index in row] for row in ((5, 7, 3), (11, 2))]
         caches = [self.new_cache() for _ in ids]
         for row, cache in zip(ids, caches, strict=True):
             self._call([row], cache, keep=1)
+        return caches, [len(row) for row in ids]
+
+    def _try_rows(self) -> None:
+        """Has rows only if two sequences in them get what each gets alone."""
+        caches, places = self._tried()
         with Failure() as failure:  # as of joined ones
-            places = [len(row) for row in ids]
-            rows = self.new_rows(caches[0], len(ids), 2 * PIECE)
+            rows = self.new_rows(caches[0], len(caches), 2 * PIECE)
             for index, (cache, place) in enumerate(zip(caches, places, strict=True)):
                 rows.write(index, cache, place)
             together = self._row_logits(*rows.step(0, [9, 9], places))
             alone = [self._step([9], cache, [0]) for cache in caches]
-            self.can_have_rows = torch.allclose(
-                together.float(), torch.cat(alone).float(), rtol=TOLERANCE, atol=TOLERANCE
-            )
-        if failure.has_failed:
-            self.can_have_rows = False
+            self.can_have_rows = _are_close(together, torch.cat(alone))
+        self.can_have_rows &= not failure.has_failed
 
     def _try_joining(self) -> None:
         """Joins two sequences only if that gives what each gives alone."""
-        ids = [[index % self.vocab_size for index in row] for row in ((5, 7, 3), (11, 2))]
-        places = [len(row) for row in ids]
-        caches = [self.new_cache() for _ in ids]
-        for row, cache in zip(ids, caches, strict=True):
-            self._call([row], cache, keep=1)
+        caches, places = self._tried()
         own = copy.deepcopy(caches)
         alone = torch.cat(
             [self._step([9], cache, [place]) for cache, place in zip(own, places, strict=True)]
         )
-        with Failure() as failure:  # code of models that nobody knows may fail in any way
+        with Failure() as failure:  # an unknown model's code may fail in any way
             joined = copy.deepcopy(caches)
             together = self._step([9, 9], self._joined(joined), places)
-            self.can_join = torch.allclose(
-                together.float(), alone.float(), rtol=TOLERANCE, atol=TOLERANCE
-            ) and all(map(have_close_states, joined, own, [TOLERANCE] * len(own)))
+            self.can_join = _are_close(together, alone) and all(
+                have_close_states(one, other, TOLERANCE)
+                for one, other in zip(joined, own, strict=True)
+            )
             if self.can_join and not self._has_states:
                 self.most_exact = self._try_exactness(caches, places, own, alone)
-        if failure.has_failed:
-            self.can_join = False
+        self.can_join &= not failure.has_failed
 
     def _try_exactness(
         self,
@@ -346,14 +482,7 @@ class ModelPasses:
         own: Items[DynamicCache],
         alone: torch.Tensor,
     ) -> int:
-        """Sequences up to which a step gives each the bits that it gets alone.
-
-        Args:
-            caches: of some sequences.
-            places: of their next tokens.
-            own: their caches after a step alone.
-            alone: the logits of it.
-        """
+        """Sequences up to which a step gives each the bits that it gets alone."""
         limit = min(self._exact, _rows_with_own_bits(self._model))
         sizes = sorted({min(size, limit) for size in (*TRIED_TOGETHER, limit)} - {0, 1})
         found = 1
@@ -381,11 +510,12 @@ class ModelPasses:
             cache = self.new_cache()
             self._call([ids[:3]], cache, keep=1)
             rest = self._call([ids[3:]], cache, keep=1)[:, -1]
-            self.reads_in_pieces = torch.allclose(
-                rest.float(), whole.float(), rtol=TOLERANCE, atol=TOLERANCE
-            )
-        if failure.has_failed:
-            self.reads_in_pieces = False
+            self.reads_in_pieces = _are_close(rest, whole)
+        self.reads_in_pieces &= not failure.has_failed
+
+
+def _are_close(logits: torch.Tensor, given: torch.Tensor) -> bool:
+    return torch.allclose(logits.float(), given.float(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _graphs_of(model: Any) -> DecodeGraphs | None:
@@ -409,6 +539,16 @@ def _attention_names(model: Any) -> set[str]:
     configs = [vars(m).get("config") for m in model.modules() if "layer_idx" in vars(m)]
     names = (getattr(config, ATTENTION_SETTING, None) for config in configs)
     return {name for name in names if name}
+
+
+def _add_logprobs(sequence: Sequence, num_new: int, logits_RV: torch.Tensor) -> None:
+    """Gives a sequence the log-probabilities of its prompt's tokens behind those computed now."""
+    first, prompt = sequence.num_computed, sequence.request.prompt_ids
+    targets = prompt[first + 1 : first + 1 + num_new]
+    wanted = sequence.request.num_prompt_logprobs or 0
+    for row in range(0, len(targets), LOGPROB_ROWS):
+        some = targets[row : row + LOGPROB_ROWS]
+        sequence.add_logprobs(token_logprobs(logits_RV[row : row + len(some)], some, wanted))
 
 
 def _cache_of(sequence: Sequence) -> DynamicCache:

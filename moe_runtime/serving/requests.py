@@ -1,7 +1,6 @@
 """What is asked of the engine, and what it answers: token ids in, events out.
 
-Text, chat templates, stop strings and several answers to one prompt are the business of whoever
-submits requests.
+Callers handle text, chat templates, stop strings and several answers to one prompt.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class GenerationRequest:
         constraint: what the answer may be made of; where nothing more may follow, it ends.
         priority: higher ones go first; within a priority, clients take turns, and the requests of
             each go by arrival.
-        client: who asks.
+        client: the name of the client; clients take turns.
         prefix_owner: requests find what others of the same owner left of their beginning.
         adapter: that the model has for this request; None for the model as it is.
     """
@@ -247,7 +246,7 @@ class Finished:
         reason: ``"stop"`` at one of ``stop_ids``, ``"length"`` at ``max_new_tokens``,
             ``"cancelled"`` by its handle or the end of the engine, ``"error"`` where a step failed.
         message: of an error, one line.
-        cause: what the error came from, one line: for who runs the model, as it may name files.
+        cause: what the error came from, one line, for the operator: it may name files.
         is_constrained: whether the request's own constraint is at fault for the error.
     """
 
@@ -258,21 +257,13 @@ class Finished:
 
     @property
     def problem(self) -> str:
-        """Of an error, all that is known, one line: for who runs the model, not for its clients."""
+        """Of an error, all that is known, one line, for the operator and not for clients."""
         message = self.message or "the model failed"
         return message if self.cause is None else f"{message} ({self.cause})"
 
 
 Event = Started | PromptRead | NewToken | Finished
 OnEvent = Callable[[Event], None]
-
-
-class RequestHandle(Protocol):
-    """A request that was taken."""
-
-    def cancel(self) -> None:
-        """Ends it between two steps; nothing happens if it has ended. From any thread."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,7 +278,7 @@ class ExpertStatistics:
         stall_s: seconds that computation waited for experts.
         useful_guesses: prefetched experts that lay ready when they were asked for.
         late_guesses: prefetched experts that were on their way then.
-        wasted_guesses: prefetched experts that nobody asked for before they were given up.
+        wasted_guesses: prefetched experts that were evicted before a layer asked for them.
         expert_slots: experts that fit into the fastest tier at once.
         policy: what decides which experts are given up.
     """
@@ -312,7 +303,7 @@ class EngineStatistics:
         running: requests with a KV cache of their own.
         waiting: requests that wait for one.
         kv_tokens: tokens in the KV caches of running requests and in the prefix cache.
-        kv_capacity: tokens that memory was set aside for.
+        kv_capacity: tokens that memory is reserved for.
         prefix_tokens: those of ``kv_tokens`` that only the prefix cache keeps.
         steps: forward passes.
         preemptions: times that a running request lost its KV cache to another.
@@ -348,49 +339,3 @@ class EngineStatistics:
     def kv_usage(self) -> float:
         """The share of the capacity that running requests hold; the rest can be had at once."""
         return (self.kv_tokens - self.prefix_tokens) / self.kv_capacity
-
-
-class TokenEngine(Protocol):
-    """What answers requests. All calls may come from any thread."""
-
-    @property
-    def most_request_tokens(self) -> int:
-        """Tokens that a request may have, prompt and answer together."""
-        ...
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it takes requests."""
-        ...
-
-    def submit(self, request: GenerationRequest, on_event: OnEvent) -> RequestHandle:
-        """Takes a request.
-
-        Args:
-            request: what is asked.
-            on_event: called from the engine's thread with each event, `Finished` last, whatever
-                happens. It must return soon and not raise: it holds up all requests.
-
-        Raises:
-            QueueFullError: as many requests wait as may.
-            RequestTooLongError: it needs more tokens than `most_request_tokens`.
-            EngineClosedError: the engine drains or is closed.
-            ValueError: a token is none of the model's vocabulary.
-        """
-        ...
-
-    def statistics(self) -> EngineStatistics:
-        """What the engine does and did."""
-        ...
-
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Takes no more requests, and waits for those that were taken.
-
-        Returns:
-            Whether all have ended within the time.
-        """
-        ...
-
-    def close(self) -> None:
-        """Cancels what has not ended, sends its `Finished`, and ends the engine's thread."""
-        ...

@@ -140,7 +140,7 @@ def token_logprobs(
 
 
 def _no_ids() -> torch.LongTensor:
-    """What warpers are called with, who look at the scores alone."""
+    """Warpers are called with it; they use the scores alone."""
     return cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.int64))
 
 

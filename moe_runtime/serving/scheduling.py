@@ -1,16 +1,205 @@
-"""Who runs, who waits, and what the next step computes. No model, no tensors, no clock."""
+"""Which sequences run or wait, and what the next step computes. No model, no tensors, no clock."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from operator import attrgetter
-from typing import Any, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from moe_runtime.serving.caches.kv_account import PIECE, KVAccount, rounded_up
-from moe_runtime.serving.requests import GenerationRequest
-from moe_runtime.serving.sequences import Sequence
+from moe_runtime.serving.kv_account import PIECE, KVAccount, rounded_up
+from moe_runtime.serving.requests import (
+    ConstraintError,
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    NewToken,
+    OnEvent,
+    PromptRead,
+    Started,
+    TokenLogprob,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from transformers.cache_utils import DynamicCache
+
+    from moe_runtime.serving.adapters import Adapters
+    from moe_runtime.serving.sampling import Sampler
+
+
+class Failure:
+    """Takes what a block raises, so that only those whom it concerns fail with it.
+
+    The error itself is let go of: its traceback has the frames of the pass and so this object too,
+    and the caches of all sequences would stay until Python looks for such cycles.
+
+    Attributes:
+        has_failed: whether the block raised.
+        finished: the last event of a request that fails with it.
+    """
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self.finished = Finished("error")
+
+    def __enter__(self) -> Failure:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.has_failed = True
+        cause = error.__cause__
+        self.finished = Finished(
+            "error",
+            _line_of(error),
+            cause=None if cause is None else _line_of(cause),
+            is_constrained=isinstance(error, ConstraintError),
+        )
+        return True
+
+
+def _line_of(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class Sequence:
+    """One request while it is answered.
+
+    Attributes:
+        request: what is asked.
+        number: counts requests as they arrive.
+        turn: counts those of its client; see `Scheduler`.
+        tokens: of the prompt and of the answer.
+        answer: the tokens of the answer.
+        num_computed: tokens whose keys and values are cached.
+        num_found: those of them that were known when it got its cache.
+        read_end: tokens that are read as prompts are; those behind go one by one.
+        cache: while it runs.
+        room: tokens that the cache was given room for; 0 for as many as it has.
+        found: blocks of its beginning that are known, from when it gets room until it has a cache.
+        sampler: while it runs for the first time, and from then on.
+        root: of the prefixes that it may find: its adapter and owner.
+        is_apart: it always goes through the model alone.
+        is_alone: it does now, also since a pass together with others failed.
+        is_cancelled: it is to end with the next step.
+        is_finished: it has sent its last event.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        on_event: OnEvent,
+        number: int,
+        root: str = "",
+        *,
+        is_apart: bool = False,
+    ) -> None:
+        self.request = request
+        self.root = root
+        self.number = number
+        self.turn = 0
+        self.tokens = list(request.prompt_ids)
+        self.answer: list[int] = []
+        self.num_computed = self.num_found = 0
+        self.read_end = len(self.tokens)
+        self.cache: DynamicCache | None = None
+        self.room = 0
+        self.found: list[torch.Tensor] = []
+        self.sampler: Sampler | None = None
+        self.is_alone = self.is_apart = is_apart
+        self.is_cancelled = False
+        self.is_finished = False
+        self._on_event = on_event
+        self._is_started = self._is_read = False
+        self._cached_tokens = 0
+        self._logprobs: list[TokenLogprob | None] = [None]
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts sequences: the one to go first has the least."""
+        return -self.request.priority, self.turn, self.number
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether tokens are left that are read as prompts are."""
+        return self.num_computed < self.read_end
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's log-probabilities are asked for and not yet sent."""
+        return self.request.num_prompt_logprobs is not None and not self._is_read
+
+    def start(self, cache: DynamicCache, num_found: int, read_end: int) -> None:
+        """It gets a cache, which has some of its tokens already."""
+        self.cache = cache
+        self.num_computed = self.num_found = num_found
+        self.read_end = read_end
+        self._logprobs = [None]
+        if not self._is_read:
+            self._cached_tokens = num_found
+        if not self._is_started:
+            self._is_started = True
+            self._tell(Started())
+
+    def stop(self) -> None:
+        """It loses its cache."""
+        self.cache = None
+        self.num_computed = self.room = 0
+
+    def add_logprobs(self, logprobs: Items[TokenLogprob]) -> None:
+        """The next tokens of the prompt have these log-probabilities."""
+        self._logprobs.extend(logprobs)
+
+    def tell_read(self) -> None:
+        """The prompt was read; sent once."""
+        if not self._is_read:
+            wanted = self.request.num_prompt_logprobs is not None
+            logprobs = tuple(self._logprobs) if wanted else None
+            self._is_read = True
+            self._logprobs = []
+            self._tell(PromptRead(self._cached_tokens, logprobs))
+
+    def add(self, token: NewToken) -> FinishReason | None:
+        """The answer is one token longer; gives the reason if it ends with it."""
+        self.tokens.append(token.token_id)
+        self.answer.append(token.token_id)
+        self._tell(token)
+        request = self.request
+        if token.token_id in request.stop_ids and not request.ignore_eos:
+            return "stop"
+        if request.constraint is not None and request.constraint.is_exhausted:
+            return "stop"
+        return "length" if len(self.answer) >= request.max_new_tokens else None
+
+    def finish(self, finished: Finished) -> None:
+        """Sends its last event, once."""
+        if not self.is_finished:
+            self.is_finished = True
+            self.stop()
+            self._tell(finished)
+            self._on_event = _hear_nothing  # breaks the cycle between listener and sequence
+
+    def _tell(self, event: Event) -> None:
+        # a listener that fails has disconnected
+        with Failure() as failure:
+            self._on_event(event)
+        if failure.has_failed:
+            self.is_cancelled = True
+
+
+def _hear_nothing(event: Event) -> None:
+    """Whom a finished sequence tells."""
+
 
 _ORDER = attrgetter("order")
 
@@ -40,23 +229,12 @@ def beside_prompts(
     return [sequence for sequence in decoding if not sequence.is_alone]
 
 
-class AdapterRoom(Protocol):
-    """The room for adapters, see `Adapters`."""
-
-    def reserve(self, sequence: Hashable, name: str | None) -> bool:
-        """Gives a sequence's adapter its memory, if it can be had."""
-        ...
-
-    def release(self, sequence: Hashable) -> None:
-        """A sequence has no adapter any more."""
-
-
 class Scheduler:
     """Sequences that wait and run, each list in the order of priority, turn and arrival.
 
     Clients take turns: a request gets the number of the turn that runs, or the next one behind its
-    client's last, so that whoever asks little does not wait for all that others asked (start-time
-    fair queueing, Goyal, Vin and Cheng 1996, within a priority, with a cost of one a request).
+    client's last, so that a client with few requests does not wait for all requests of others
+    (start-time fair queueing, Goyal, Vin and Cheng 1996, within a priority, at a cost of one each).
 
     A sequence runs when its whole prompt and its adapter have room. When those that run need more
     room than there is, the last of them loses what it has, waits, and is computed again later.
@@ -73,9 +251,9 @@ class Scheduler:
         account: KVAccount[Any],
         *,
         most_running: int,
-        adapters: AdapterRoom | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """Begins with nobody; without ``adapters`` no request has one."""
+        """Begins empty; without ``adapters`` no request has one."""
         self.account = account
         self._adapters = adapters
         self.waiting: list[Sequence] = []
@@ -93,10 +271,10 @@ class Scheduler:
         look_up: Callable[[Sequence], None],
         is_held: Callable[[Sequence, Items[Sequence]], bool] = lambda waiting, running: False,
     ) -> Sequence | None:
-        """The first of those who wait, if it may run now; it has its room then.
+        """The first waiting sequence, if it may run now; its room is reserved then.
 
-        Nobody overtakes it: it starts as soon as there is room. Where it is held back, those behind
-        it go on with what it leaves them of the places and of the room.
+        No sequence overtakes it: it starts as soon as there is room. Where it is held back, those
+        behind it go on with what it leaves them of the places and of the room.
 
         Args:
             look_up: called before room is taken from prefixes for it.
@@ -211,9 +389,6 @@ class Scheduler:
 
     def check(self, room_of_rows: int = 0) -> None:
         """Proves that lists and room agree.
-
-        Args:
-            room_of_rows: tokens that have room in rows, of whoever is there.
 
         Raises:
             AssertionError: they do not.

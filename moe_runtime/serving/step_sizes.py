@@ -1,7 +1,7 @@
 """How many tokens of prompts go into a step beside sequences that decode, from measured times.
 
-A step of more tokens costs less a token, since it reads each expert once; but whoever decodes waits
-for it. No model, no tensors.
+A step of more tokens costs less per token, since it reads each expert once; but decoding sequences
+wait for it. No model, no tensors.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from contextlib import contextmanager
 MIN_TOKENS = 16
 """Tokens of prompts that a step may always have."""
 MAX_COST_RATIO = 3.0
-"""A token takes at most so many times its time in the most efficient step, whoever waits."""
+"""A token takes at most so many times its time in the most efficient step."""
 FREE_GROWTH = 1.25
 """Where steps take longer than they may in any case, more tokens may make them so much longer:
-whoever decodes waits for fewer of them."""
+decoding sequences wait for fewer of them."""
 _NEW_SHARE = 0.3
 """Share of the latest time in a running mean."""
 _STEPS_KEPT = 500
@@ -26,7 +26,7 @@ once, when its experts were on the disk say, would rule them out for ever."""
 
 
 class StepSizes:
-    """Chooses sizes of steps that keep those who decode from waiting long.
+    """Chooses sizes of steps that keep decoding sequences from waiting long.
 
     Sizes are doubled from `MIN_TOKENS` on. A step with prompts takes at most ``max_slowdown`` times
     as long as one without, as far as that is possible with `MAX_COST_RATIO`: where experts come

@@ -1,11 +1,9 @@
-"""What a checkpoint must hold: its keys, the types of its values, and their ranges.
-
-Checkpoints of a run: whole or absent, and complete enough to go on as if nothing had happened.
+"""Checkpoints of a run: whole or absent, and complete enough to go on as if nothing had happened.
 
 A file holds parameters, buffers, optimizer states, the position in the data, the random states and
 the configuration. It is written beside its place, flushed and renamed, so a kill at any instant
 leaves the previous one. When it is read, every tensor is compared with its digest, and every value
-with what a run writes.
+with what a run writes (`Kind`).
 """
 
 import contextlib

@@ -1,10 +1,7 @@
-"""Text files as documents, and which of them are kept from training.
+"""From text files to batches: documents, token ids, and the windows that each step sees.
 
-Documents as streams of token ids, kept on disk so that a resumed run need not encode again.
-
-Which tokens each step sees: a function of the seed and of how many windows came before.
-
-Every source is cut into windows; an epoch visits each once, in an order of its own, with the cuts
+Token ids are kept on disk, so that a resumed run need not encode again. Every source is cut into
+windows; an epoch visits each once, in an order of its own that the seed decides, with the cuts
 moved by a random offset, so that no token is always last. Sources take turns by weight.
 
 Shapes: N windows, C tokens of context.

@@ -1,29 +1,25 @@
-"""The learning rate over the steps: linear warm-up, then a cosine.
+"""The training loop: batches in, steps, records and checkpoints out.
 
-Source: Loshchilov and Hutter, "SGDR" (2017), without restarts.
-
-When a run has diverged: losses that are no numbers, and gradients that stay infinite.
-
-The training loop: batches in, steps, records and checkpoints out.
+Source of the learning rate's course: Loshchilov and Hutter, "SGDR" (2017), without restarts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.absent import TrainedElsewhere
+from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.checkpoint import (
@@ -34,22 +30,21 @@ from moe_runtime.training.checkpoint import (
     restore_random_states,
     save_checkpoint,
 )
-from moe_runtime.training.data import Batches, DataPosition, shorten
+from moe_runtime.training.data import DataPosition, shorten
 from moe_runtime.training.metrics import (
     EvaluationRecord,
     JsonLines,
     MetricsSink,
     Record,
     StepRecord,
+    read_records,
 )
 from moe_runtime.training.offload.dense_adamw import StepOptimizer
+from moe_runtime.training.prepared import SUMMARY_FILE, PreparedRun
 from moe_runtime.training.ranks import OneRank, autocast_of
-from moe_runtime.training.run_config import LoopConfig, OptimizerConfig
+from moe_runtime.training.run_config import OptimizerConfig
 from moe_runtime.training.sharded import ShardedCheckpoints
 from moe_runtime.training.tracing import TrainingTrace
-
-COURSE = "half a cosine to behind the last step"
-"""What a run that goes on must have begun with, as its other settings."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -108,7 +103,7 @@ class SkippedSteps:
             )
         if not has_loss and step == last:
             raise ValueError(f"the loss of the last step, {last}, is no number; {LOWER}")
-        # who goes on with a run whose last steps overflow has steps that were taken
+        # a resumed run whose last steps overflow has taken steps before
         most = min(MOST_SKIPPED, last) if first == 1 else MOST_SKIPPED
         if self.in_a_row >= most:
             raise ValueError(
@@ -135,76 +130,49 @@ class TrainableModel(Protocol):
         """Losses of token ids `[B, C]` and the tokens after them."""
         ...
 
-    def after_step(self, *, skipped: bool = False) -> None:
-        """Called after every optimizer step, and after one that changed nothing as `skipped`."""
-        ...
+    def after_step(self, *, skipped: bool = False) -> None: ...
 
-    def train(self) -> object:
-        """Before training."""
-        ...
+    def train(self) -> object: ...
 
-    def eval(self) -> object:
-        """Before measuring."""
-        ...
+    def eval(self) -> object: ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Takes up what `state_dict` gave."""
-        ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingRun:
-    """What the loop works with.
+class Trainer:
+    """Takes the steps of a run.
 
-    Attributes:
-        held_out: windows `[N, C + 1]` of held-out text, by source; may be empty.
-        held_out_weights: share of each source in the mean.
-        settings: what a resumed run must agree in.
+    Args:
+        run: text and settings.
+        model: trained in place.
+        optimizer: of the model's parameters.
+        sinks: where records go.
+        ranks: the processes that train together; this one alone when omitted.
         shards: checkpoints that all processes write together; None writes a file.
         trace: where the gates send the tokens; None records nothing.
     """
 
-    config: LoopConfig
-    model: TrainableModel
-    optimizer: StepOptimizer
-    batches: Batches
-    held_out: Mapping[str, npt.NDArray[np.int64]]
-    held_out_weights: Mapping[str, float]
-    device: torch.device
-    checkpoints: Path
-    settings: Mapping[str, Any]
-    sinks: Sequence[MetricsSink] = field(default_factory=tuple)
-    ranks: OneRank = field(default_factory=OneRank)
-    shards: ShardedCheckpoints | None = None
-    trace: TrainingTrace | None = None
-
-
-class Trainer:
-    """Takes the steps of a run."""
-
-    def __init__(self, run: TrainingRun) -> None:
-        self._run = run
-        self._config = run.config
-        self.step = 0
-        self.tokens = 0
+    def __init__(
+        self,
+        run: PreparedRun,
+        model: TrainableModel,
+        optimizer: StepOptimizer,
+        *,
+        sinks: Sequence[MetricsSink] = (),
+        ranks: OneRank | None = None,
+        shards: ShardedCheckpoints | None = None,
+        trace: TrainingTrace | None = None,
+    ) -> None:
+        self._run, self._config, self._model = run, run.config, model
+        self.optimizer, self.sinks, self.trace = optimizer, sinks, trace
+        self._ranks, self._shards = ranks or OneRank(), shards
+        self.step = self.tokens = 0
         self.elapsed_s = 0.0
         self.skipped = SkippedSteps()
         self._first_step = 1
         self._saved_step = -1
-
-    @property
-    def optimizer(self) -> StepOptimizer:
-        """Of the run."""
-        return self._run.optimizer
-
-    @property
-    def trace(self) -> TrainingTrace | None:
-        """Of the run."""
-        return self._run.trace
 
     def restore(self, state: TrainingState) -> None:
         """Goes on from a checkpoint.
@@ -212,26 +180,26 @@ class Trainer:
         Raises:
             CheckpointError: it does not fit the model or the optimizer.
         """
-        model = self._run.model
+        model = self._model
         named = model.state_dict().items()
         own = {name: value for name, value in named if not isinstance(value, TrainedElsewhere)}
         require_like(state.model, own, "the checkpoint does not fit the model: it")
         model.load_state_dict(dict(state.model))
-        self._run.optimizer.load_state_dict(dict(state.optimizer))
+        self.optimizer.load_state_dict(dict(state.optimizer))
         self.go_on(state)
 
     def go_on(self, state: Progress) -> None:
         """Takes up where a checkpoint left off, its weights apart."""
         self._run.batches.seek(DataPosition(tuple(state.taken)))
         restore_random_states(state.random)
-        self._run.ranks.draw_apart(state.step)
+        self._ranks.draw_apart(state.step)
         self.step, self.tokens, self.elapsed_s = state.step, state.tokens, state.elapsed_s
         self._saved_step, self._first_step = state.step, state.step + 1
 
     def train(
         self, *, should_stop: Callable[[], bool], on_record: Callable[[Record], None]
     ) -> bool:
-        """Takes steps until the run is complete or somebody wants it to stop.
+        """Takes steps until the run is complete or asked to stop.
 
         Either way a checkpoint of the last step is left behind.
 
@@ -255,10 +223,10 @@ class Trainer:
             # skipped steps change nothing, and would take the place of earlier checkpoints
             if is_last or (_is_due(self.step, run.checkpoint_every) and not self.skipped.in_a_row):
                 self.save()
-            if self._run.ranks.any(should_stop()):
+            if self._ranks.any(should_stop()):
                 break
         self.save()
-        self._run.optimizer.wait()
+        self.optimizer.wait()
         return self.step >= run.steps
 
     def close(self) -> None:
@@ -268,15 +236,11 @@ class Trainer:
             MoERuntimeError, OSError: a checkpoint, a record or the trace could not be written.
         """
         with contextlib.ExitStack() as stack:
-            for sink in self._run.sinks:
+            for sink in self.sinks:
                 stack.callback(sink.close)
-            if self._run.trace is not None:
-                stack.callback(self._run.trace.close)
-            self._run.optimizer.close()
-
-    def report(self) -> dict[str, Any]:
-        """As of `StepOptimizer`."""
-        return self._run.optimizer.report()
+            if self.trace is not None:
+                stack.callback(self.trace.close)
+            self.optimizer.close()
 
     def save(self) -> None:
         """Writes a checkpoint, unless the last one is of this step."""
@@ -289,11 +253,11 @@ class Trainer:
             "taken": self._run.batches.position.taken,
             "random": random_states(),
             "settings": dict(self._run.settings),
-            "records": next((s.digest for s in self._run.sinks if isinstance(s, JsonLines)), ""),
+            "records": next((s.digest for s in self.sinks if isinstance(s, JsonLines)), ""),
         }
         keep = self._config.run.keep_checkpoints
-        if self._run.shards is not None:
-            self._run.shards.save(self._run.checkpoints, Progress(**progress), keep=keep)
+        if self._shards is not None:
+            self._shards.save(self._run.checkpoints, Progress(**progress), keep=keep)
         else:
             self._save_file(progress, keep)
         self._saved_step = self.step
@@ -302,12 +266,12 @@ class Trainer:
         """A checkpoint of this process alone."""
         state = TrainingState(
             **progress,
-            model=self._run.model.state_dict(),
-            optimizer=self._run.optimizer.state_dict(),
+            model=self._model.state_dict(),
+            optimizer=self.optimizer.state_dict(),
         )
-        if self._run.optimizer.keeps_newest_alone:
+        if self.optimizer.keeps_newest_alone:
             keep = 1
-        self._run.optimizer.write(
+        self.optimizer.write(
             state,
             lambda copied: copied.optimizer,
             lambda copied: save_checkpoint(self._run.checkpoints, copied, keep=keep),
@@ -315,14 +279,14 @@ class Trainer:
 
     def _take_step(self) -> StepRecord:
         started = time.perf_counter()
-        config, optimizer = self._config, self._run.optimizer
+        config, optimizer = self._config, self.optimizer
         rate = learning_rate(config.optimizer, self.step, config.run.steps)
         before = optimizer.transfers()
-        self._run.model.train()
-        with self._run.ranks.watched(f"step {self.step + 1}"):
+        self._model.train()
+        with self._ranks.watched(f"step {self.step + 1}"):
             losses = self._backward(rate)
             outcome = optimizer.step(rate)
-        self._run.model.after_step(skipped=bool(outcome.bad_parameters))
+        self._model.after_step(skipped=bool(outcome.bad_parameters))
         means = self._means(losses)
         self.step += 1
         self.skipped.count(
@@ -332,8 +296,8 @@ class Trainer:
             last=config.run.steps,
             has_loss=means["loss"] is not None,
         )
-        if self._run.trace is not None:
-            self._run.trace.finish_step(self.step)
+        if self.trace is not None:
+            self.trace.finish_step(self.step)
         self.tokens += config.data.tokens_per_step
         step_s = time.perf_counter() - started
         self.elapsed_s += step_s
@@ -354,11 +318,11 @@ class Trainer:
         losses: list[Losses] = []
         # a caller's autocast would keep narrow copies of weights for the steps that follow
         with without_autocast(self._run.device.type):
-            if self._run.ranks.pipeline is not None:
+            if self._ranks.pipeline is not None:
                 inputs = [windows.to(self._run.device) for windows in micro_batches]
-                return self._run.ranks.pipeline.backward(inputs)
+                return self._ranks.pipeline.backward(inputs)
             parts = [partial(self._part, windows, losses) for windows in micro_batches]
-            self._run.optimizer.backward(parts, rate=rate)
+            self.optimizer.backward(parts, rate=rate)
         return losses
 
     def _means(self, losses: Sequence[Losses]) -> dict[str, float | None]:
@@ -374,7 +338,7 @@ class Trainer:
             there = [value for value in values if value is not None]
             if there:
                 known[name] = there
-        means = self._run.ranks.mean(torch.stack([_mean(values) for values in known.values()]))
+        means = self._ranks.mean(torch.stack([_mean(values) for values in known.values()]))
         found = [mean if math.isfinite(mean) else None for mean in means.tolist()]
         return dict.fromkeys(named) | dict(zip(known, found, strict=True))
 
@@ -385,23 +349,23 @@ class Trainer:
         context = data.context_at(self.step, self._config.run.steps)
         if context != data.context:
             windows = shorten(windows, context)
-        return self._run.ranks.part(torch.from_numpy(windows).chunk(data.micro_batches))
+        return self._ranks.part(torch.from_numpy(windows).chunk(data.micro_batches))
 
     def _part(self, windows: Tensor, found: list[Losses]) -> Tensor:
         """One part's share of the loss; its losses go to those that were found."""
         with self._recorded(windows), self._autocast():
             losses = self._losses(windows)
         found.append(losses.detach())
-        num_parts = self._config.data.micro_batches // self._run.ranks.num_data_ranks
-        return (losses.cross_entropy + losses.auxiliary) * self._run.ranks.loss_share / num_parts
+        num_parts = self._config.data.micro_batches // self._ranks.num_data_ranks
+        return (losses.cross_entropy + losses.auxiliary) * self._ranks.loss_share / num_parts
 
     def _recorded(self, windows: Tensor) -> contextlib.AbstractContextManager[None]:
-        trace = self._run.trace
+        trace = self.trace
         return contextlib.nullcontext() if trace is None else trace.micro_batch(windows[:, :-1])
 
     def _losses(self, windows: Tensor) -> Losses:
         windows = windows.to(self._run.device)
-        return self._run.model.losses(windows[:, :-1], windows[:, 1:])
+        return self._model.losses(windows[:, :-1], windows[:, 1:])
 
     def _autocast(self) -> torch.autocast:
         return autocast_of(self._config.run.precision, self._run.device.type)
@@ -411,13 +375,13 @@ class Trainer:
         """Measures the held-out text and emits the record; without any text, does nothing."""
         if not self._run.held_out:
             return
-        self._run.model.eval()
+        self._model.eval()
         nats: dict[str, float] = {}
         rows = self._config.data.windows_per_micro_batch
         for name, windows in self._run.held_out.items():
-            with self._autocast(), self._run.ranks.watched(f"held-out text {name!r}"):
+            with self._autocast(), self._ranks.watched(f"held-out text {name!r}"):
                 nats[name] = self._held_out_loss(torch.from_numpy(windows).split(rows))
-        weights = {name: self._run.held_out_weights[name] for name in nats}
+        weights = {name: self._run.mixture[name] for name in nats}
         mean = sum(weights[name] * nats[name] for name in nats) / sum(weights.values())
         mean = require_number(mean, self.step)
         record = EvaluationRecord(step=self.step, held_out=nats, held_out_mean=mean)
@@ -425,7 +389,7 @@ class Trainer:
 
     def _held_out_loss(self, parts: Sequence[Tensor]) -> float:
         """Mean loss of windows in parts, which the data-parallel ranks compute in turn."""
-        ranks = self._run.ranks
+        ranks = self._ranks
         # Who has no part left keeps the others company: passes are collective calls.
         numbers = range(ranks.data_rank, len(parts) + ranks.data_rank, ranks.num_data_ranks)
         own = [parts[min(number, len(parts) - 1)] for number in numbers]
@@ -436,7 +400,7 @@ class Trainer:
 
     def _measured(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
         """The cross-entropy of each part."""
-        pipeline = self._run.ranks.pipeline
+        pipeline = self._ranks.pipeline
         if pipeline is None:
             yield from (self._losses(part).cross_entropy for part in parts)
             return
@@ -444,8 +408,53 @@ class Trainer:
         at_once = self._config.data.micro_batches
         yield from (losses.cross_entropy for losses in pipeline.measure(inputs, at_once=at_once))
 
+    def write_summary(self, folder: Path | None, *, adapters: Path | None = None) -> dict[str, Any]:
+        """Writes and returns what a run came to.
+
+        Args:
+            adapters: folder of what was exported instead, if adapters were.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        summary = self._summary(folder)
+        if adapters is not None:
+            summary["adapters"] = str(adapters)
+        make_folders(self._run.output)
+        with write_atomically(self._run.output / SUMMARY_FILE) as file:
+            file.write((json.dumps(summary, indent=1) + "\n").encode())
+        return summary
+
+    def _summary(self, folder: Path | None) -> dict[str, Any]:
+        import transformers
+
+        records = read_records(self._run.output)
+        losses = [record["loss"] for record in records if "loss" in record]
+        held_out = [record for record in records if "held_out" in record]
+        return {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "elapsed_s": round(self.elapsed_s, 3),
+            "tokens_per_s": round(self.tokens / self.elapsed_s, 1) if self.elapsed_s else None,
+            "skipped_steps": self.skipped.total,
+            "loss": losses[-1] if losses else None,
+            "held_out": held_out[-1]["held_out"] if held_out else {},
+            "held_out_mean": held_out[-1]["held_out_mean"] if held_out else None,
+            "parameters": self._run.num_parameters,
+            "active_parameters": self._run.num_active_parameters,
+            "offload": self.optimizer.report(),
+            "trace": None if self.trace is None else str(self.trace.path),
+            "output": str(self._run.output),
+            "model": None if folder is None else str(folder),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+
     def _emit(self, record: Record, on_record: Callable[[Record], None]) -> None:
-        for sink in self._run.sinks:
+        for sink in self.sinks:
             sink.write(record)
         on_record(record)
 

@@ -1,12 +1,10 @@
-"""First weights of experts that never are in memory together.
+"""Runs whose experts live in host memory and on the disk: `run.host_memory` and its neighbours.
 
-A model is built inside `StreamedInit`: stacks of expert matrices are made without storage, and what
-would be drawn for them is skipped over by drawing it once, a matrix at a time. Afterwards each
-expert's matrices are drawn again, from the place in the stream of random numbers where they were:
-the same bits as in a model built in memory (where an expert's matrix has a multiple of 16 elements,
-the number that torch draws at once).
-
-Runs whose experts live in host memory and on the disk: `run.host_memory` and its neighbours.
+The model is built inside `StreamedInit`: stacks of expert matrices are made without storage, and
+what would be drawn for them is drawn once, a matrix at a time, and dropped. Afterwards each
+expert's matrices are drawn again from the same place in the stream of random numbers: the same bits
+as in a model built in memory (where an expert's matrix has a multiple of 16 elements, the number
+that torch draws at once).
 """
 
 from __future__ import annotations

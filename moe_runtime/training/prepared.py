@@ -2,14 +2,15 @@
 
 import contextlib
 import dataclasses
-import json
 import os
-import platform
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moe_runtime.checkpoints.model_files import files_of
@@ -21,7 +22,6 @@ from moe_runtime.files import (
     make_folders,
     remove_abandoned,
     require_not_read,
-    write_atomically,
 )
 from moe_runtime.folders import remove_or_warn
 from moe_runtime.training.checkpoint import (
@@ -31,14 +31,12 @@ from moe_runtime.training.checkpoint import (
     load_checkpoint,
 )
 from moe_runtime.training.config_tree import leaves
-from moe_runtime.training.data import TokenStreams
-from moe_runtime.training.loop import COURSE, Trainer
+from moe_runtime.training.data import Batches, TokenStreams
 from moe_runtime.training.metrics import (
     METRICS_FILE,
     JsonLines,
     MetricsSink,
     TensorBoard,
-    read_records,
 )
 from moe_runtime.training.run_config import LoopConfig, ParallelConfig
 from moe_runtime.training.sharded import read_progress
@@ -85,29 +83,109 @@ _SCHEDULE = frozenset(
 )
 
 
-class Prepared(Protocol):
-    """What is asked of a prepared run, whatever it trains."""
+COURSE = "half a cosine to behind the last step"
+"""What a run that goes on must have begun with, as its other settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """What every run has before its first step, whatever it trains.
+
+    Attributes:
+        storage: folder of offloaded experts.
+        held_out: windows `[N, C + 1]` of held-out text, by source; sources without any are left
+            out.
+        device: where everything but offloaded experts lies, and what computes.
+        num_parameters, num_active_parameters: of the model, offloaded experts included.
+    """
+
+    config: LoopConfig
+    output: Path
+    storage: Path
+    streams: Mapping[str, TokenStreams]
+    batches: Batches
+    held_out: Mapping[str, npt.NDArray[np.int64]]
+    device: torch.device
+    num_parameters: int
+    num_active_parameters: int
 
     @property
-    def config(self) -> LoopConfig: ...
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.output / CHECKPOINTS
 
     @property
-    def output(self) -> Path: ...
+    def settings(self) -> dict[str, Any]:
+        """What must be the same when the run goes on, by dotted name."""
+        config: Any = self.config
+        flat = dict(leaves(dataclasses.asdict(config), ""))
+        kept = {name: value for name, value in flat.items() if name not in _FREE}
+        kept["optimizer.course"] = COURSE
+        for name, stream in self.streams.items():
+            kept[f"text of source {name!r}"] = stream.fingerprint
+        return kept
 
     @property
-    def checkpoints(self) -> Path: ...
+    def mixture(self) -> dict[str, float]:
+        """Share of each source, as the batches have it: by weight, else by size."""
+        sources = self.config.data.sources
+        return {
+            name: sources[name].weight or float(len(stream.training))
+            for name, stream in self.streams.items()
+        }
 
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
+    def find_state(
+        self, *, resume: bool, reschedule: bool = False
+    ) -> tuple[Path | None, Progress | None]:
+        """The newest checkpoint of a run and what it holds; None twice where a run begins.
 
-    @property
-    def streams(self) -> Mapping[str, TokenStreams]: ...
+        Raises:
+            CheckpointError: as `start`.
+        """
+        found = checkpoints_in(self.checkpoints)
+        if not found:
+            return None, None
+        last = found[-1]
+        if not resume:
+            raise CheckpointError(
+                f"{self.output}: holds a run already (the last checkpoint is "
+                f"{last.name}); --resume goes on with it, another output folder begins anew"
+            )
+        state = read_progress(last) if last.is_dir() else load_checkpoint(last)
+        current = dict(self.settings)
+        if BASE_FILES not in state.settings:  # an older version wrote it
+            current.pop(BASE_FILES, None)
+        check_settings(last, state.settings, current, schedule=_SCHEDULE, reschedule=reschedule)
+        steps, data = self.config.run.steps, self.config.data
+        expected = (state.step * data.tokens_per_step, state.step * data.sequences_per_step)
+        if (state.tokens, sum(state.taken)) != expected:
+            raise CheckpointError(
+                f"{last}: is damaged: expected {expected[0]} tokens in {expected[1]} windows after "
+                f"{state.step} steps, found {state.tokens} in {sum(state.taken)}"
+            )
+        if state.step > steps:
+            raise CheckpointError(
+                f"{last}: has taken {state.step} steps already, run.steps asks for {steps}; "
+                f"set at least {state.step}"
+            )
+        return last, state
 
-    @property
-    def num_parameters(self) -> int: ...
+    def open_sinks(self, state: Progress | None) -> list[MetricsSink]:
+        """Where a run's records go; those of steps after a checkpoint are forgotten.
 
-    @property
-    def num_active_parameters(self) -> int: ...
+        Args:
+            state: of the checkpoint from which it goes on; None where it begins.
+
+        Raises:
+            CheckpointError: the records are not those that the checkpoint knows.
+            OSError: the folder cannot be written.
+        """
+        sinks: list[MetricsSink] = []
+        first_step, records = (0, "") if state is None else (state.step, state.records)
+        if self.config.run.tensorboard:
+            sinks.append(TensorBoard(self.output / "tensorboard", first_step=first_step))
+        sinks.append(JsonLines(self.output, first_step=first_step, digest_then=records))
+        return sinks
 
 
 def check_inputs_stay(
@@ -243,126 +321,3 @@ def _remove_unbegun(made: list[Path], *, keeps_records: bool) -> None:
         for folder in (made[0] / CHECKPOINTS, *made):
             if folder.is_dir():
                 folder.rmdir()
-
-
-def find_state(
-    preparation: Prepared, *, resume: bool, reschedule: bool = False
-) -> tuple[Path | None, Progress | None]:
-    """The newest checkpoint of a run and what it holds; None twice where a run begins.
-
-    Raises:
-        CheckpointError: as `start`.
-    """
-    found = checkpoints_in(preparation.checkpoints)
-    if not found:
-        return None, None
-    last = found[-1]
-    if not resume:
-        raise CheckpointError(
-            f"{preparation.output}: holds a run already (the last checkpoint is "
-            f"{last.name}); --resume goes on with it, another output folder begins anew"
-        )
-    state = read_progress(last) if last.is_dir() else load_checkpoint(last)
-    current = dict(preparation.settings)
-    if BASE_FILES not in state.settings:  # an older version wrote it
-        current.pop(BASE_FILES, None)
-    check_settings(last, state.settings, current, schedule=_SCHEDULE, reschedule=reschedule)
-    steps, data = preparation.config.run.steps, preparation.config.data
-    expected = (state.step * data.tokens_per_step, state.step * data.sequences_per_step)
-    if (state.tokens, sum(state.taken)) != expected:
-        raise CheckpointError(
-            f"{last}: is damaged: expected {expected[0]} tokens in {expected[1]} windows after "
-            f"{state.step} steps, found {state.tokens} in {sum(state.taken)}"
-        )
-    if state.step > steps:
-        raise CheckpointError(
-            f"{last}: has taken {state.step} steps already, run.steps asks for {steps}; "
-            f"set at least {state.step}"
-        )
-    return last, state
-
-
-def settings_of(config: Any, streams: Mapping[str, TokenStreams]) -> dict[str, Any]:
-    """What of a configuration must be the same when a run goes on, by dotted name."""
-    flat = dict(leaves(dataclasses.asdict(config), ""))
-    kept = {name: value for name, value in flat.items() if name not in _FREE}
-    kept["optimizer.course"] = COURSE
-    for name, stream in streams.items():
-        kept[f"text of source {name!r}"] = stream.fingerprint
-    return kept
-
-
-def write_summary(
-    preparation: Prepared, trainer: Trainer, folder: Path | None, *, adapters: Path | None = None
-) -> dict[str, Any]:
-    """Writes and returns what a run came to.
-
-    Args:
-        adapters: folder of what was exported instead, if adapters were.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    summary = _summary(preparation, trainer, folder)
-    if adapters is not None:
-        summary["adapters"] = str(adapters)
-    make_folders(preparation.output)
-    with write_atomically(preparation.output / SUMMARY_FILE) as file:
-        file.write((json.dumps(summary, indent=1) + "\n").encode())
-    return summary
-
-
-def _summary(preparation: Prepared, trainer: Trainer, folder: Path | None) -> dict[str, Any]:
-    import transformers
-
-    records = read_records(preparation.output)
-    losses = [record["loss"] for record in records if "loss" in record]
-    held_out = [record for record in records if "held_out" in record]
-    return {
-        "steps": trainer.step,
-        "tokens": trainer.tokens,
-        "elapsed_s": round(trainer.elapsed_s, 3),
-        "tokens_per_s": round(trainer.tokens / trainer.elapsed_s, 1) if trainer.elapsed_s else None,
-        "skipped_steps": trainer.skipped.total,
-        "loss": losses[-1] if losses else None,
-        "held_out": held_out[-1]["held_out"] if held_out else {},
-        "held_out_mean": held_out[-1]["held_out_mean"] if held_out else None,
-        "parameters": preparation.num_parameters,
-        "active_parameters": preparation.num_active_parameters,
-        "offload": trainer.report(),
-        "trace": None if trainer.trace is None else str(trainer.trace.path),
-        "output": str(preparation.output),
-        "model": None if folder is None else str(folder),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
-
-
-def mixture(preparation: Prepared) -> dict[str, float]:
-    """Share of each source, as the batches have it: by weight, else by size."""
-    sources = preparation.config.data.sources
-    return {
-        name: sources[name].weight or float(len(stream.training))
-        for name, stream in preparation.streams.items()
-    }
-
-
-def open_sinks(preparation: Prepared, state: Progress | None) -> list[MetricsSink]:
-    """Where a run's records go; those of steps after a checkpoint are forgotten.
-
-    Args:
-        state: of the checkpoint from which it goes on; None where it begins.
-
-    Raises:
-        CheckpointError: the records are not those that the checkpoint knows.
-        OSError: the folder cannot be written.
-    """
-    sinks: list[MetricsSink] = []
-    first_step, records = (0, "") if state is None else (state.step, state.records)
-    if preparation.config.run.tensorboard:
-        sinks.append(TensorBoard(preparation.output / "tensorboard", first_step=first_step))
-    sinks.append(JsonLines(preparation.output, first_step=first_step, digest_then=records))
-    return sinks

@@ -11,7 +11,7 @@ from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.training.config_tree import FILE_NAME
 from moe_runtime.training.offload.activations import Activations
 from moe_runtime.training.offload.adamw import AdamW, Untouched
-from moe_runtime.training.offload.moments import MomentStorage
+from moe_runtime.training.offload.records import MomentStorage
 
 Precision = Literal["float32", "bfloat16"]
 PipelineSchedule = Literal["1f1b", "gpipe"]

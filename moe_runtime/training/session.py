@@ -6,15 +6,13 @@ and `summary.json`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -31,8 +29,6 @@ from moe_runtime.training.checkpoint import (
     named_checkpoint,
 )
 from moe_runtime.training.data import (
-    Batches,
-    TokenStreams,
     check_groups,
     encode_corpus,
     obtain_tokenizer,
@@ -41,7 +37,7 @@ from moe_runtime.training.data import (
     text_files,
     windows_of,
 )
-from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.loop import Trainer
 from moe_runtime.training.offload.dense_adamw import state_order
 from moe_runtime.training.offload.handle import OffloadedTraining
 from moe_runtime.training.offload.offloading import find_sites
@@ -54,17 +50,12 @@ from moe_runtime.training.offloaded import (
 )
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.prepared import (
-    CHECKPOINTS,
     DATA,
     EXPERTS,
     TOKENIZER,
+    PreparedRun,
     check_inputs_stay,
     check_outputs,
-    find_state,
-    mixture,
-    open_sinks,
-    settings_of,
-    write_summary,
 )
 from moe_runtime.training.ranks import OneRank, require_compiler
 from moe_runtime.training.run_config import TrainConfig
@@ -78,37 +69,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """Everything that a run needs before its first step.
+class Preparation(PreparedRun):
+    """A run of a new model.
 
     Attributes:
-        held_out: held-out windows by source; sources without any are left out.
+        config: with the vocabulary of the tokenizer.
+        folder: what relative paths start from.
+        model: freshly initialised, on the device.
         first_experts: where the first weights of offloaded experts come from.
     """
 
     config: TrainConfig
     folder: Path
-    output: Path
-    storage: Path
     tokenizer: "PreTrainedTokenizerBase"
-    streams: Mapping[str, TokenStreams]
-    batches: Batches
-    held_out: Mapping[str, npt.NDArray[np.int64]]
     model: LanguageModel
     first_experts: StreamedInit
-    device: torch.device
-    num_parameters: int
-    num_active_parameters: int
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
-        return self.output / CHECKPOINTS
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What must be the same when the run goes on, by dotted name."""
-        return settings_of(self.config, self.streams)
 
 
 def prepare(
@@ -217,7 +192,7 @@ def start(
     ranks = ranks or OneRank()
     if ranks.size > 1:
         ranks.require_shared(preparation.output)
-    last, state = find_state(preparation, resume=resume, reschedule=reschedule)
+    last, state = preparation.find_state(resume=resume, reschedule=reschedule)
     first_step = 0 if state is None else state.step
     trained = {name: p for name, p in preparation.model.named_parameters() if p.requires_grad}
     if preparation.config.run.host_memory is None:
@@ -228,25 +203,18 @@ def start(
     shards = None
     if isinstance(optimizer, Optimizer):
         shards = ShardedCheckpoints(preparation.model, optimizer, ranks, state_order(trained))
-    run = TrainingRun(
-        config=preparation.config,
-        model=preparation.model,
-        optimizer=optimizer,
-        batches=preparation.batches,
-        held_out=preparation.held_out,
-        held_out_weights=mixture(preparation),
-        device=preparation.device,
-        checkpoints=preparation.checkpoints,
-        settings=preparation.settings,
-        sinks=open_sinks(preparation, state) if ranks.rank == 0 else (),
+    trainer = Trainer(
+        preparation,
+        preparation.model,
+        optimizer,
+        sinks=preparation.open_sinks(state) if ranks.rank == 0 else (),
         ranks=ranks,
         shards=shards if ranks.size > 1 else None,
         trace=_open_trace(preparation, ranks, first_step),
     )
-    trainer = Trainer(run)
     if last is not None and state is not None:
         with ExitStack() as refused, named_checkpoint(last):
-            for sink in run.sinks:
+            for sink in trainer.sinks:
                 refused.callback(sink.close)
             _restore(trainer, shards, last, state, ranks)
             refused.pop_all()
@@ -302,7 +270,7 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
             also=partial(save_tokenizer, tokenizer),
         )
         _with_whole_model(preparation, write)
-    return write_summary(preparation, trainer, folder)
+    return trainer.write_summary(folder)
 
 
 def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], None]) -> None:

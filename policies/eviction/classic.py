@@ -38,7 +38,6 @@ class LRU(EvictionPolicy[K]):
         self._order[key] = None
 
     def remove(self, key: K) -> None:
-        """Stops holding a key."""
         del self._order[key]
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
@@ -86,7 +85,6 @@ class SLRU(EvictionPolicy[K]):
         self._probation[key] = None
 
     def remove(self, key: K) -> None:
-        """Stops holding a key."""
         del (self._protected if key in self._protected else self._probation)[key]
         self._balance()
 
@@ -96,7 +94,6 @@ class SLRU(EvictionPolicy[K]):
         return next((key for keys in segments for key in keys if evictable(key)), None)
 
     def check(self) -> None:
-        """Proves that no key is in both segments, and that the protected one is not too large."""
         assert not self._probation.keys() & self._protected.keys()
         assert len(self._protected) <= max(1, self._protected_share * len(self))
 
@@ -129,7 +126,6 @@ class SIEVE(EvictionPolicy[K]):
         self._hand = 0
 
     def touch(self, key: K) -> None:
-        """Marks a held key as used."""
         if key not in self._used:
             raise KeyError(key)
         self._used[key] = True
@@ -164,7 +160,6 @@ class SIEVE(EvictionPolicy[K]):
         return None
 
     def check(self) -> None:
-        """Proves that the queue holds every key once, and that the hand points into it."""
         assert len(self._queue) == len(self._used)
         assert set(self._queue) == self._used.keys()
         assert 0 <= self._hand < max(1, len(self._queue))
@@ -196,7 +191,6 @@ class RandomChoice(EvictionPolicy[K]):
             raise KeyError(key)
 
     def insert(self, key: K) -> None:
-        """Starts to hold a key."""
         if key in self._place:
             raise ValueError(f"{key} is held already")
         self._place[key] = len(self._keys)
@@ -211,7 +205,6 @@ class RandomChoice(EvictionPolicy[K]):
             self._place[last] = place
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        """Any evictable key."""
         for _ in range(4):
             if self._keys and evictable(key := self._any_of(self._keys)):
                 return key
@@ -219,7 +212,6 @@ class RandomChoice(EvictionPolicy[K]):
         return self._any_of(candidates) if candidates else None
 
     def check(self) -> None:
-        """Proves that every key is found at its place."""
         assert self._place == {key: place for place, key in enumerate(self._keys)}
 
     def __len__(self) -> int:
@@ -255,13 +247,11 @@ class Stamped(EvictionPolicy[K]):
         self._stamp(key)
 
     def insert(self, key: K) -> None:
-        """Starts to hold a key."""
         if key in self._last_use:
             raise ValueError(f"{key} is held already")
         self._stamp(key)
 
     def remove(self, key: K) -> None:
-        """Stops holding a key."""
         del self._last_use[key]
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
@@ -272,7 +262,6 @@ class Stamped(EvictionPolicy[K]):
         return min(ranked, default=(0, 0, None))[2]
 
     def check(self) -> None:
-        """Proves that last uses lie in the past."""
         assert all(stamp <= self._clock for stamp in self._last_use.values())
 
     def __len__(self) -> int:
@@ -296,22 +285,18 @@ class LFRU(Stamped[K]):
         self._num_uses: dict[K, int] = {}
 
     def touch(self, key: K) -> None:
-        """Counts a use of a held key."""
         super().touch(key)
         self._num_uses[key] += 1
 
     def insert(self, key: K) -> None:
-        """Starts to hold a key, used once."""
         super().insert(key)
         self._num_uses[key] = 1
 
     def remove(self, key: K) -> None:
-        """Stops holding a key and forgets its uses."""
         super().remove(key)
         del self._num_uses[key]
 
     def worths(self, keys: Sequence[K]) -> list[float]:
-        """Uses over age."""
         now = self._clock + 1
         return [self._num_uses[key] / (now - self._last_use[key]) for key in keys]
 
@@ -334,7 +319,6 @@ class Ranked(EvictionPolicy[K]):
         """Notes a use of a key, and gives the rank that follows from it."""
 
     def touch(self, key: K) -> None:
-        """Gives a held key the rank of one more use."""
         if key not in self._ranks:
             raise KeyError(key)
         rank = self._ranks[key] = self.rank(key)
@@ -342,14 +326,12 @@ class Ranked(EvictionPolicy[K]):
             self._push(key, rank)
 
     def insert(self, key: K) -> None:
-        """Starts to hold a key."""
         if key in self._ranks:
             raise ValueError(f"{key} is held already")
         rank = self._ranks[key] = self.rank(key)
         self._push(key, rank)
 
     def remove(self, key: K) -> None:
-        """Stops holding a key."""
         del self._ranks[key], self._queued[key]
         if len(self._heap) > 64 + 4 * len(self._ranks):
             self._heap = [(rank, number, k) for number, (k, rank) in enumerate(self._ranks.items())]
@@ -460,7 +442,6 @@ class GDSF(Ranked[K]):
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
-        """See ``EvictionPolicy.maker``."""
         return partial(cls, setting.cost_of)
 
     def __init__(self, cost: Callable[[K], float] | None = None) -> None:
@@ -487,7 +468,6 @@ class GDSF(Ranked[K]):
         del self._num_uses[key]
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        """The evictable key of lowest rank."""
         self._candidate = super().victim(evictable, incoming)
         return self._candidate
 
@@ -506,7 +486,6 @@ class LeastExpectedCost(Ranked[K]):
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
-        """See ``EvictionPolicy.maker``."""
         return partial(cls, setting.cost_of)
 
     def __init__(self, cost: Callable[[K], float] | None = None) -> None:
@@ -523,7 +502,6 @@ class LeastExpectedCost(Ranked[K]):
         return self._num_uses[key] * self._cost(key), self._num_stamps
 
     def decline(self, key: K) -> None:
-        """Counts a use of a key that was not kept."""
         self._num_uses[key] += 1
 
     def declines(self, incoming: K, victim: K) -> bool:
@@ -547,7 +525,6 @@ class StaticPopularity(Ranked[K]):
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
-        """See ``EvictionPolicy.maker``."""
         if setting.training is None:
             raise ValueError("policy 'static' needs a recorded trace to count uses in")
         return partial(cls, cast(Mapping[Any, float], popularity(setting.training)))
@@ -569,17 +546,14 @@ class StaticPopularity(Ranked[K]):
         return self._weights.get(key, 0), slot
 
     def remove(self, key: K) -> None:
-        """Stops holding a key and frees its slot."""
         _, slot = self._ranks[key]
         super().remove(key)
         heapq.heappush(self._free_slots, slot)
 
     def declines(self, incoming: K, victim: K) -> bool:
-        """Whether the newcomer's weight is smaller."""
         return self._weights.get(incoming, 0) < self._ranks[victim][0]
 
     def check(self) -> None:
-        """Proves that slots are used once."""
         super().check()
         slots = [slot for _, slot in self._ranks.values()] + self._free_slots
         assert sorted(slots) == list(range(len(slots)))
@@ -610,7 +584,7 @@ class Future:
         self._now += isinstance(event, LayerRouted)
 
     def finish(self, sequence: int) -> None:
-        """Nothing ends here: the events say it all."""
+        pass
 
     def next_use(self, key: Hashable) -> float:
         """The number of the next event that uses the key, and as a fraction its place there.
@@ -637,7 +611,6 @@ class Belady(Ranked[K]):
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
-        """See ``EvictionPolicy.maker``."""
         if setting.future is None:
             raise ValueError("Belady's policies must be told the future, which only a replay can")
         return partial(cls, Future(setting.future))

@@ -57,13 +57,12 @@ class ActiveExperts:
         self._active: set[ExpertKey] = set()
 
     def observe(self, event: Event) -> None:
-        """Notes the experts of a layer."""
         if isinstance(event, LayerRouted):
             experts = set(event.expert_ids.ravel().tolist())
             self._active = {ExpertKey(event.layer, expert) for expert in experts}
 
     def finish(self, sequence: int) -> None:
-        """Nothing is kept of a request."""
+        pass
 
     def __contains__(self, key: object) -> bool:
         return key in self._active
@@ -83,7 +82,6 @@ class ExpertBuffering(LRU[ExpertKey]):
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
-        """See ``EvictionPolicy.maker``."""
         return partial(cls, ActiveExperts())
 
     def __init__(self, active: ActiveExperts) -> None:
@@ -135,7 +133,6 @@ class Scored(Stamped[ExpertKey]):
         return [scores[layer][expert] for layer, expert in keys]
 
     def declines(self, incoming: ExpertKey, victim: ExpertKey) -> bool:
-        """Whether the newcomer's score is lower."""
         if not self.may_decline:
             return False
         own, held = self.worths([incoming, victim])
@@ -158,7 +155,6 @@ class RecentScores:
 
     @classmethod
     def maker(cls, setting: Setting) -> Maker:
-        """Makes what orders experts by these scores."""
         scores = cls(setting.shape)
         return partial(Scored, scores, rule=scores.rule)
 
@@ -169,7 +165,6 @@ class RecentScores:
         self._scores = np.zeros((shape.num_layers, shape.num_experts + 1))
 
     def observe(self, event: Event) -> None:
-        """Averages a layer's scores into those before."""
         if isinstance(event, LayerRouted):
             scores = self._scores[event.layer]
             scores *= 1 - self._alpha
@@ -178,7 +173,7 @@ class RecentScores:
             scores += self._alpha * (sums / len(event.expert_ids))
 
     def finish(self, sequence: int) -> None:
-        """The scores outlive a request."""
+        pass
 
     def scores(self, layer: int) -> list[float]:
         """``[E]`` the averages of a layer."""
@@ -221,20 +216,16 @@ class PredictedUse:
         self._scores.clear()
 
     def finish(self, sequence: int) -> None:
-        """Ends a request."""
         self._predictor.finish(sequence)
 
     @property
     def name(self) -> str:
-        """The predictor's."""
         return self._predictor.name
 
     def learned(self) -> State:
-        """What the predictor learned from requests."""
         return self._predictor.learned()
 
     def restore(self, state: State) -> None:
-        """Has the predictor take over what was learned."""
         self._predictor.restore(state)
 
     def scores(self, layer: int) -> list[float]:
@@ -267,7 +258,6 @@ class ActivationMatrices:
 
     @classmethod
     def maker(cls, setting: Setting) -> Maker:
-        """Makes what orders experts by these scores."""
         matrices = cls(setting.shape)
         if setting.training is not None:
             matrices.collection.fit(setting.training)
@@ -311,7 +301,6 @@ class ActivationMatrices:
         self._predicted = sum(predictions, np.zeros(self._sizes))
 
     def finish(self, sequence: int) -> None:
-        """Stores the matrix of a request that ended."""
         matrix = self._running.pop(sequence, None)
         self._scores.clear()
         if matrix is not None:
@@ -322,7 +311,6 @@ class ActivationMatrices:
         return {"matrices": self.collection.matrices} if len(self.collection) else {}
 
     def restore(self, state: State) -> None:
-        """Takes over the matrices."""
         self.collection.restore(state)
 
     def scores(self, layer: int) -> list[float]:
@@ -379,7 +367,6 @@ class ReuseEstimator:
 
     @classmethod
     def maker(cls, setting: Setting) -> Maker:
-        """Makes what orders experts by these scores."""
         return partial(Scored, cls(setting.shape), may_decline=True)
 
     def __init__(
@@ -420,7 +407,6 @@ class ReuseEstimator:
         self._learn(layer)
 
     def finish(self, sequence: int) -> None:
-        """Ends a request."""
         self._episodes.finish(sequence)
 
     def learned(self) -> State:
@@ -436,7 +422,6 @@ class ReuseEstimator:
         return dict(zip(_KEPT, arrays, strict=True))
 
     def restore(self, state: State) -> None:
-        """Takes over the regression and the averages."""
         layers, experts = self._gates.shape
         axes = ((_NUM_FEATURES,) * 2, (_NUM_FEATURES,), self._uses.shape, (layers, experts))
         gram, moment, uses, gates = (

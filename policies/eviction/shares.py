@@ -69,7 +69,6 @@ class LayerShares(EvictionPolicy[ExpertKey]):
 
     @property
     def slots_by_layer(self) -> list[int]:
-        """How many experts each layer may hold."""
         return list(self._shares)
 
     def most_held(self, keys: Sequence[ExpertKey], num_slots: int) -> int:
@@ -85,11 +84,9 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         return max(0, self._shares[layer] - len(self.layers[layer]))
 
     def touch(self, key: ExpertKey) -> None:
-        """Notes a use of a held key in its layer's order."""
         self.layers[key.layer].touch(key)
 
     def insert(self, key: ExpertKey) -> None:
-        """Starts to hold a key in its layer's order."""
         self.layers[key.layer].insert(key)
 
     def declines(self, incoming: ExpertKey, victim: ExpertKey) -> bool:
@@ -98,11 +95,9 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         return same_layer and self.layers[incoming.layer].declines(incoming, victim)
 
     def decline(self, key: ExpertKey) -> None:
-        """Notes a use of a key that its layer did not keep."""
         self.layers[key.layer].decline(key)
 
     def remove(self, key: ExpertKey) -> None:
-        """Stops holding a key."""
         self.layers[key.layer].remove(key)
 
     def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
@@ -137,7 +132,6 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         self._find_watchers()
 
     def check(self) -> None:
-        """Proves each layer's policy's invariants."""
         for policy in self.layers:
             policy.check()
 
@@ -194,7 +188,6 @@ class AdaptiveShares(LayerShares):
         self._num_uses = 0
 
     def touch(self, key: ExpertKey) -> None:
-        """Notes a use of a held key."""
         super().touch(key)
         self._count_use()
 

@@ -50,7 +50,6 @@ class Greedy:
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
     ) -> Placement:
-        """Places by the loads of the whole profile."""
         _refuse_replicas("greedy", num_replicas)
         slots_needed(profile.num_experts, 0, devices.num_gpus)
         packs = pack(profile.loads_LE, devices.num_gpus)
@@ -116,7 +115,6 @@ class EPLB:
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
     ) -> Placement:
-        """Places by the loads of the whole profile."""
         slots_needed(profile.num_experts, num_replicas, devices.num_gpus)
         return rebalance(
             profile.loads_LE,

@@ -126,7 +126,6 @@ class Devices:
         return self.num_nodes * self.gpus_per_node
 
     def node_of(self, gpus: npt.ArrayLike) -> np.ndarray:
-        """The machine of each device."""
         return np.asarray(gpus) // self.gpus_per_node
 
 

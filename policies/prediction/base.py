@@ -172,7 +172,6 @@ class Routes:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences."""
         return len(self.offsets) - 1
 
     def tokens_of(self, sequence: int) -> slice:

@@ -59,7 +59,6 @@ class Contexts:
         return len(self.token_ids)
 
     def rows(self, index: np.ndarray | slice) -> "Contexts":
-        """Some of the rows."""
         columns = {name: getattr(self, name)[index] for name in _COLUMNS}
         hidden = None if self.hidden is None else self.hidden[index]
         return replace(self, **columns, hidden=hidden, memo={})
@@ -155,7 +154,7 @@ def stack_states(
     sequence nothing is.
     """
     rows = [state.row(token) for state, token in zip(states, token_ids.tolist(), strict=True)]
-    columns = {
+    columns: dict[str, Any] = {
         name: np.asarray(value)[None] if len(rows) == 1 else np.array([row[name] for row in rows])
         for name, value in rows[0].items()
     }

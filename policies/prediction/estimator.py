@@ -110,7 +110,6 @@ class Popularity(Estimator):
         self.share_LE = np.full((shape.num_layers, shape.num_experts), even, dtype=np.float32)
 
     def fit(self, routes: Routes) -> None:
-        """Counts visits."""
         self.share_LE = popularity_of(routes)
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:

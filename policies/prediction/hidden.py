@@ -192,7 +192,6 @@ class HiddenLookahead(NextGate):
         return sigmoid(logits)
 
     def restore(self, state: State) -> None:
-        """Takes over what ``state`` returned."""
         super().restore(state)
         self.scorer = self._score
 
@@ -296,7 +295,7 @@ class LookaheadPredictor:
         return guesses
 
     def finish(self, sequence: int) -> None:
-        """Nothing is remembered of a request."""
+        pass
 
     def _judge(self, event: LayerRouted) -> None:
         visited: list[set[int]] | None = None

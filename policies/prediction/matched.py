@@ -108,13 +108,11 @@ class EamCollection(Popularity):
         self.collection = MatrixCollection(shape)
 
     def fit(self, routes: Routes) -> None:
-        """Collects the matrices of recorded requests in order."""
         super().fit(routes)
         self.collection = MatrixCollection(self.shape)
         self.collection.fit(routes)
 
     def finish(self, counts_LE: np.ndarray) -> None:
-        """Collects the matrix of a request that ended."""
         self.collection.add(counts_LE)
 
     def match(self, contexts: Contexts, now: int) -> tuple[np.ndarray, np.ndarray]:
@@ -179,7 +177,6 @@ class EamCollection(Popularity):
         return {**super().state(), "matrices": self.collection.matrices.copy()}
 
     def restore(self, state: State) -> None:
-        """Takes over both."""
         super().restore(state)
         self.collection.restore(state)
 
@@ -255,7 +252,6 @@ class ExpertMapSearch(Popularity):
         self._prefix_norms = np.sqrt(np.cumsum(squares, axis=1))
 
     def restore(self, state: State) -> None:
-        """Takes over all four."""
         super().restore(state)
         paths = self.paths_CLK
         if len(paths) and not 0 <= paths.min() <= paths.max() <= self.shape.num_experts:

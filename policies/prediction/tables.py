@@ -80,7 +80,6 @@ class TokenMarkov(Popularity):
         self.table_LEE = _spread(self.share_LE, shape)
 
     def fit(self, routes: Routes) -> None:
-        """Counts pairs of consecutive tokens within sequences."""
         super().fit(routes)
         rows = continuing_rows(routes)
         for layer, share_E in enumerate(self.share_LE):
@@ -110,7 +109,6 @@ class LayerAffinity(Popularity):
         self.table_DLEE = np.broadcast_to(self.share_LE[None, :, None], sizes).copy()
 
     def fit(self, routes: Routes) -> None:
-        """Counts pairs of layers for all distances."""
         super().fit(routes)
         ids = routes.expert_ids
         self.table_DLEE[:] = self.share_LE[None, :, None]
@@ -148,7 +146,6 @@ class NaiveBayes(Popularity):
         self.evidence_DLEE = np.zeros((*sizes, shape.num_experts), dtype=np.float32)
 
     def fit(self, routes: Routes) -> None:
-        """Counts pairs of layers for all distances."""
         super().fit(routes)
         ids, num_experts = routes.expert_ids, self.shape.num_experts
         self.evidence_DLEE[:] = 0

@@ -44,7 +44,6 @@ class TokenIdentity(Popularity):
         self.table = TokenTable(shape)
 
     def fit(self, routes: Routes) -> None:
-        """Counts visits by token id."""
         super().fit(routes)
         self.table = TokenTable.count(routes, routes.token_ids)
 
@@ -57,7 +56,6 @@ class TokenIdentity(Popularity):
         return {**super().state(), **self.table.state("token")}
 
     def restore(self, state: State) -> None:
-        """Takes over both."""
         super().restore(state)
         self.table = TokenTable.restored(self.shape, state, "token")
 
@@ -74,7 +72,6 @@ class TokenTable:
     """
 
     def __init__(self, shape: Shape) -> None:
-        """An empty table."""
         self.shape = shape
         self.known_V = np.zeros(0, dtype=np.int64)
         self.counts_V = np.zeros(0, dtype=np.float32)
@@ -187,7 +184,6 @@ class TokenEvidence(Popularity):
         self.after_token = TokenTable(shape)
 
     def fit(self, routes: Routes) -> None:
-        """Counts the tables."""
         super().fit(routes)
         self.of_token = TokenTable.count(routes, routes.token_ids)
         self.after_token = TokenTable.count(routes, previous_ids(routes))
@@ -238,7 +234,6 @@ class TokenEvidence(Popularity):
         }
 
     def restore(self, state: State) -> None:
-        """Takes over everything."""
         super().restore(state)
         self.of_token = TokenTable.restored(self.shape, state, "token")
         self.after_token = TokenTable.restored(self.shape, state, "following")

@@ -53,7 +53,6 @@ class TrackedPredictor:
             self._route(event)
 
     def predict(self, now: int, horizon: int) -> list[Guess]:
-        """See ``Predictor.predict``."""
         contexts = self._contexts
         if contexts is None:
             return []
@@ -94,15 +93,12 @@ class TrackedPredictor:
 
     @property
     def name(self) -> str:
-        """The estimator's."""
         return self.estimator.name
 
     def learned(self) -> State:
-        """What the estimator learned from requests that ended."""
         return self.estimator.learned()
 
     def restore(self, state: State) -> None:
-        """Has the estimator take over what was learned."""
         self.estimator.restore(state)
 
     def _begin(self, event: StepBegins) -> None:

@@ -80,7 +80,6 @@ class Combination(TokenEvidence):
         self.links_VLSE2E = np.zeros(sizes, dtype=np.float32)
 
     def fit(self, routes: Routes) -> None:
-        """Counts the tables, then trains the weights."""
         super().fit(routes)
         samples = Samples(self, routes)
         for layer in range(self.shape.num_layers):
@@ -227,7 +226,6 @@ class PathNetwork(TokenEvidence):
         return {**super().state(), **self.parameters}
 
     def restore(self, state: State) -> None:
-        """Takes over everything."""
         super().restore(state)
         sizes = self._sizes(len(self.of_token.known_V))
         self.parameters = {n: take_array(state, n, "<f4", size) for n, size in sizes.items()}

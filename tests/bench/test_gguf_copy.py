@@ -6,10 +6,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
-from moe_runtime.benchmarks.synthetic.gguf_copy import write_gguf
+from moe_runtime.benchmarks.synthetic.checkpoint_writer import locate_tensors, write_checkpoint
+from moe_runtime.benchmarks.synthetic.gguf_files import write_gguf
 from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, GptOssShape, ModelShape
-from moe_runtime.benchmarks.synthetic.tensor_places import locate_tensors
 
 gguf = pytest.importorskip("gguf", reason="extra peers is not installed")
 
@@ -29,11 +28,11 @@ def test_file_holds_the_checkpoints_weights(
     for expert in range(shape.num_experts):
         place = places[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
         stored = up.data[expert].view(np.uint16)
-        np.testing.assert_array_equal(stored, place.read_bfloat16_bits())
+        np.testing.assert_array_equal(stored, place.read_bits())
 
     router = tensors["blk.0.ffn_gate_inp.weight"]
     assert router.tensor_type == gguf.GGMLQuantizationType.F32
-    bits = places["model.layers.0.mlp.gate.weight"].read_bfloat16_bits()
+    bits = places["model.layers.0.mlp.gate.weight"].read_bits()
     np.testing.assert_array_equal(router.data.view(np.uint32), bits.astype(np.uint32) << 16)
 
     num_values = sum(int(tensor.n_elements) for tensor in tensors.values())
@@ -61,8 +60,8 @@ def test_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
     places = locate_tensors(tmp_path / "model")
 
     stem = "model.layers.1.mlp.experts.gate_up_proj"
-    pairs = places[f"{stem}_blocks"].read_bytes()
-    exponents = places[f"{stem}_scales"].read_bytes().astype(int) - 127
+    pairs = places[f"{stem}_blocks"].read_bits()
+    exponents = places[f"{stem}_scales"].read_bits().astype(int) - 127
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     codes = np.stack((pairs & 15, pairs >> 4), -1).reshape(*pairs.shape[:-1], 32)
     values = np.where(codes & 8, -1, 1) * magnitudes[codes & 7] * 2.0 ** exponents[..., None]
@@ -73,7 +72,7 @@ def test_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
         assert tensor.shape.tolist() == [64, 32, 3]
         found = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(3, 32, 64)
         np.testing.assert_array_equal(found, values[:, first::2])
-        bits = places[f"{stem}_bias"].read_bfloat16_bits()[:, first::2].astype(np.uint32) << 16
+        bits = places[f"{stem}_bias"].read_bits()[:, first::2].astype(np.uint32) << 16
         np.testing.assert_array_equal(
             tensors[f"blk.1.ffn_{name}_exps.bias"].data.view(np.uint32), bits
         )

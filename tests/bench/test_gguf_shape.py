@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import moe_runtime
-from moe_runtime.benchmarks.synthetic import gguf_shape
-from moe_runtime.benchmarks.synthetic.gguf_shape import (
+from moe_runtime.benchmarks.synthetic import gguf_files as gguf_shape
+from moe_runtime.benchmarks.synthetic.gguf_files import (
     FILE_NAME,
     GGUF_SHAPES,
     GgufShape,

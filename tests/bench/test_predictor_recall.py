@@ -85,7 +85,8 @@ def test_without_a_complete_control_there_are_no_numbers(
 
     def with_a_miss(*words: Any, **options: Any) -> list[Evaluation]:
         control, *rest = counted(*words, **options)
-        first = dataclasses.replace(control.recalls[0], mean_at_k=0.999)
+        at_k = 0.999 * control.recalls[0].at_k
+        first = dataclasses.replace(control.recalls[0], at_k=at_k)
         return [dataclasses.replace(control, recalls=(first, *control.recalls[1:])), *rest]
 
     monkeypatch.setattr(predictor_recall, "evaluate", with_a_miss)

@@ -109,7 +109,7 @@ def test_an_interrupted_writer_leaves_nothing(
                 os.kill(os.getpid(), signal.SIGINT)
             return drawn(plan, seed)
 
-        from moe_runtime.benchmarks.synthetic.drawn_tensors import make_parts as drawn
+        from moe_runtime.benchmarks.synthetic.checkpoint_writer import make_parts as drawn
 
         real(*args, **options, make=make)
 
@@ -176,7 +176,7 @@ def test_two_runs_do_not_write_what_is_kept_at_once(
 def test_two_processes_may_write_one_gguf_file(shape: ModelShape, tmp_path: Path) -> None:
     """Each into a file of its own: one that was half written is not gone on with."""
     pytest.importorskip("gguf", reason="extra peers is not installed")
-    from moe_runtime.benchmarks.synthetic.gguf_copy import write_gguf
+    from moe_runtime.benchmarks.synthetic.gguf_files import write_gguf
 
     target = tmp_path / "model.gguf"
     with files_of(shape, tmp_path, keep=True) as files:

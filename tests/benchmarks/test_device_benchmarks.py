@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_runtime.benchmarks import device_decode, device_training
-from moe_runtime.benchmarks.gpu_parts.device_decoding import Answer, compare, error_of
+from moe_runtime.benchmarks.harness.gpu import Answer, compare, error_of
 from moe_runtime.benchmarks.suite.results import read_results
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"

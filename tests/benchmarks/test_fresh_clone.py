@@ -111,9 +111,9 @@ def test_results_are_saved_and_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fresh_clone, "ROOT", repository(tmp_path, MAKEFILE))
-    monkeypatch.setattr("moe_runtime.benchmarks.harness.suite_results.RESULTS", tmp_path)
+    monkeypatch.setattr("moe_runtime.benchmarks.harness.scripting.RESULTS", tmp_path)
     monkeypatch.setattr(
-        "moe_runtime.benchmarks.harness.suite_results.run_command",
+        "moe_runtime.benchmarks.harness.scripting.run_command",
         lambda root: "python fresh_clone.py",
     )
     monkeypatch.setattr(
@@ -141,7 +141,7 @@ def test_an_interrupt_leaves_no_clone_and_no_process(
     source = repository(tmp_path, "install:\n\tsleep 60\n")
     program = (
         "import sys; from pathlib import Path; from moe_runtime.benchmarks import fresh_clone;"
-        "from moe_runtime.benchmarks.harness.interrupts import run_script;"
+        "from moe_runtime.benchmarks.harness.scripting import run_script;"
         "fresh_clone.ROOT = Path(sys.argv.pop(1));"
         "sys.exit(run_script(fresh_clone.main))"
     )

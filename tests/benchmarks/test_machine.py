@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from moe_runtime.benchmarks.harness.machine import commit, describe_machine, machine_name
+from moe_runtime.benchmarks.harness.scripting import commit, describe_machine, machine_name
 
 
 def git(folder: Path, *arguments: str) -> None:

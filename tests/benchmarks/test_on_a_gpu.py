@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moe_runtime.benchmarks import on_a_gpu
-from moe_runtime.benchmarks.gpu_parts import timed_parts
-from moe_runtime.benchmarks.gpu_parts.timed_parts import LATE, Part, run_parts
+from moe_runtime.benchmarks import on_a_gpu as timed_parts
+from moe_runtime.benchmarks.on_a_gpu import LATE, Part, run_parts
 from moe_runtime.cli.main import main
 
 TESTS = Path(__file__).resolve().parents[1]

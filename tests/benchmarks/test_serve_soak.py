@@ -10,8 +10,15 @@ import pytest
 from virtual_time import Part, events, pieces, run_virtually, scripted
 
 from moe_runtime.benchmarks.harness import soak_server
-from moe_runtime.benchmarks.harness.soak_clients import Client, Tally, draw_request, is_error
-from moe_runtime.benchmarks.serve_soak import broken, growth, metric
+from moe_runtime.benchmarks.serve_soak import (
+    Client,
+    Tally,
+    broken,
+    draw_request,
+    growth,
+    is_error,
+    metric,
+)
 from moe_runtime.memory.reads import Priority, Read
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.types import ExpertKey

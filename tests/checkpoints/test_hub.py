@@ -18,7 +18,9 @@ from warm_python import warm_python
 
 from moe_runtime.checkpoints.hub import HubName, gguf_files, parse_hub_name
 from moe_runtime.checkpoints.model_files import find_checkpoint
+from moe_runtime.cli.console import fetch_model
 from moe_runtime.cli.main import main
+from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.inference.inspection import inspect_checkpoint
 
@@ -154,6 +156,20 @@ def test_only_what_is_needed_is_downloaded_into_the_cache_of_the_hub(
     before = dict(hub.sent)
     assert find_checkpoint(NAME) == found
     assert hub.sent == before
+
+
+def test_where_stderr_is_no_terminal_lines_tell_of_a_download(
+    hub: local_hub.LocalHub, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add(NAME, folder)
+    hub.most_bytes = 1 << 16
+    fetch_model(NAME)
+    lines = capsys.readouterr().err.splitlines()
+    weights = sum((folder / shard).stat().st_size for shard in shards_of(folder))
+    assert f"moe-runtime: downloading {format_bytes(weights)}" in lines
+    assert lines[-1].startswith(f"moe-runtime: downloaded {format_bytes(weights)} in ")
+    fetch_model(NAME)
+    assert not capsys.readouterr().err
 
 
 def test_revisions(hub: local_hub.LocalHub, folder: Path, tmp_path: Path) -> None:

@@ -36,11 +36,11 @@ ELSEWHERE = {
     # which need nothing of this project
     "benchmarks/peers/": "past_key_values",
     # checkpoints that are measured: the quantiser that published ones were made by
-    "benchmarks/synthetic/drawn_tensors.py": "integrations.finegrained_fp8",
+    "benchmarks/synthetic/checkpoint_writer.py": "integrations.finegrained_fp8",
     # a layer's own code, which finds other steps of its states under their names
     "moe_runtime/inference/cpu/recurrent_steps.py": "__code__",
     # conversations are rendered as transformers does, in a program with limits
-    "moe_runtime/serving/http/limited_program.py": "utils.chat_template_utils",
+    "moe_runtime/serving/http/limits.py": "utils.chat_template_utils",
     # a loop that stands for one of transformers
     "moe_runtime/inference/device/decoding_model.py": "generation.utils",
     # an interface of 5.23 and later, which is looked for

@@ -18,7 +18,7 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.files import at_home
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.policies.prediction import Shape
-from moe_runtime.serving.http.models.naming import adapters_of
+from moe_runtime.serving.http.starting import adapters_of
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.run_config import TrainConfig
 

@@ -67,7 +67,7 @@ def test_a_table_for_people(trace, capsys):
     out = capsys.readouterr().out
     assert "belady-bypass" in out
     assert "modelled time" in out
-    assert "* told the whole trace" in out
+    assert "* trained on the replayed trace" in out
     assert "static*" in out
 
 
@@ -87,15 +87,12 @@ def test_time_is_modelled_with_experts_of_the_size_that_the_trace_says(trace, tm
     assert list(found.values()) == [misses * size for size in (16 << 20, 196_608, 196_608)]
 
 
-@pytest.mark.parametrize("scope", ["global", "per-layer"])
-def test_scopes_and_resets(trace, capsys, scope):
-    assert main(["replay", trace, "--json", "--scope", scope, "--reset", "--capacity", "50%"]) == 0
-    assert json.loads(capsys.readouterr().out)["scope"] == scope
-
-
-def test_adaptive_shares(trace, capsys):
-    assert main(["replay", trace, "--json", "--shares", "adaptive", "--capacity", "50%"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"]
+@pytest.mark.parametrize("words", [("--scope", "global"), ("--shares", "adaptive")])
+def test_scopes_shares_and_resets(trace, capsys, words):
+    assert main(["replay", trace, "--json", *words, "--reset", "--capacity", "50%"]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["scope"] == ("global" if "global" in words else "per-layer")
+    assert outcome["rows"]
 
 
 def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
@@ -128,14 +125,11 @@ def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
     [
         (["--policy", "lur"], "did you mean 'lru'"),
         (["--capacity", "0%"], "more than 0 and at most 1"),
-        (["--capacity", "150%"], "more than 0 and at most 1"),
         (["--capacity", "half"], "must be shares such as"),
         (["--capacity", "10%"], "a token needs 4"),
         (["--scope", "globl"], "did you mean 'global'"),
         (["--scope", "global", "--shares", "adaptive"], "none to divide"),
         (["--shares", "odd"], "even or adaptive"),
-        (["--capacity", "0"], "more than 0 and at most 1"),
-        (["--capacity", "-5%"], "more than 0 and at most 1"),
         (["--capacity", "nan"], "more than 0 and at most 1"),
         (["--capacity", ""], "must be shares such as"),
         (["--expert-size", "1MB"], "--expert-size is about modelled time; give --bandwidth"),
@@ -145,7 +139,6 @@ def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
             "--expert-size must be positive and at least one byte, got '0'",
         ),
         (["--expert-size", "large,1MB"], "--expert-size: expected a size such as"),
-        (["--expert-size", "large", "--bandwidth", "1GB"], "--expert-size: expected a size such"),
         (
             ["--bandwidth", "1GB", "--layer-time", "0.1", "--known-ahead", "0.2"],
             "--known-ahead must be a part of --layer-time 0.1, got 0.2",
@@ -158,7 +151,6 @@ def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
         (["--policy", "predicted"], "needs a predictor"),
         (["--bandwidth", "0"], "--bandwidth must be positive and at least one byte, got '0'"),
         (["--bandwidth", "fast"], "--bandwidth: expected a size"),
-        (["--polcy", "lru"], "No such option"),
     ],
 )
 def test_bad_input_is_one_line(trace, capsys, args, message):

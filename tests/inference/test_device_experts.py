@@ -25,7 +25,7 @@ import moe_runtime
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.device.device_experts import DeviceExperts
 from moe_runtime.memory.device.device_store import DeviceStore
-from moe_runtime.serving.expert_statistics import expert_statistics
+from moe_runtime.serving.engine import expert_statistics
 from moe_runtime.types import ExpertKey
 
 pytest.importorskip("triton")

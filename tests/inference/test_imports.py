@@ -62,7 +62,7 @@ def test_a_loaded_model_needs_nothing_of_rooms_for_other_purposes(loaded):
 def test_of_policies_and_predictors_only_those_asked_for_are_imported(loaded):
     assert "moe_runtime.policies.eviction.learned" not in loaded
     predictors = {name for name in loaded if name.startswith("moe_runtime.policies.prediction.")}
-    assert predictors == {f"moe_runtime.policies.prediction.{part}" for part in ("base", "limits")}
+    assert predictors == {"moe_runtime.policies.prediction.base"}
 
 
 def test_the_command_run_needs_nothing_of_training_or_of_simulated_machines(loaded_and_run):

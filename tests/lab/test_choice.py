@@ -15,7 +15,6 @@ from moe_runtime.lab.traces.recent import RecentRouting, read_recent, recent_pat
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import Setting, make_policy
 from moe_runtime.policies.prediction import (
-    PREDICTORS,
     Routes,
     Shape,
     TrackedPredictor,
@@ -216,13 +215,13 @@ def test_without_reason_to_change_it_is_lru() -> None:
     assert "all experts fit" in choose_policy(trace.signature, trace, 24).reason
 
 
-@pytest.mark.parametrize("num_slots", [2, 3, 5, 23])
+@pytest.mark.parametrize("num_slots", [2, 23])
 def test_any_budget_gets_an_answer(num_slots: int) -> None:
     trace = trace_of(make_routes(SHAPE, num_sequences=2, length=40))
     assert choose_policy(trace.signature, trace, num_slots).reason
 
 
-@pytest.mark.parametrize("name", PREDICTORS)
+@pytest.mark.parametrize("name", ["eam", "popularity", "next-gate"])
 def test_predictors_that_have_learned_nothing_are_tried_too(name: str) -> None:
     """A collection without entries is a predictor like others: empty, not absent."""
     trace = trace_of(make_routes(SHAPE, num_sequences=2, length=40))

@@ -8,32 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from trace_files import SIGNATURE, assert_begins_as, record_steps
 
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import OutputFile, draft_of
 from moe_runtime.lab.traces import Trace, TraceRecorder, read_trace
 from moe_runtime.lab.traces.readers import read_any_trace
 from moe_runtime.types import ModelSignature
-
-SIGNATURE = ModelSignature(model_type="x", num_layers=2, num_experts=8, top_k=2, vocab_size=100)
-
-
-def record_steps(recorder: TraceRecorder, num_steps: int) -> None:
-    """Steps of one token each, whose id, experts and weights follow from its position."""
-    recorder.begin_request()
-    for step in range(num_steps):
-        recorder.begin_step(phase="decode", token_ids=[step % 100], positions=[step])
-        for layer in range(2):
-            recorder.routing(layer, [[step % 8, (step + 1 + layer) % 8]], [[0.75, 0.25]])
-
-
-def assert_begins_as(trace: Trace, whole: Trace) -> None:
-    steps, tokens = trace.num_steps, trace.num_tokens
-    np.testing.assert_array_equal(trace.step_start, whole.step_start[: steps + 1])
-    for name in ("token_request", "token_id", "token_position", "expert_ids", "gate_weights"):
-        np.testing.assert_array_equal(getattr(trace, name), getattr(whole, name)[:tokens])
 
 
 @pytest.fixture
@@ -108,17 +89,6 @@ def test_a_failed_write_leaves_the_journal(tmp_path: Path, monkeypatch: pytest.M
     assert read_trace(tmp_path / "t.npz.part").num_steps == 30
 
 
-def test_a_failed_write_leaves_a_journal_of_the_shortest_recording(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE)
-    record_steps(recorder, 3)
-    monkeypatch.setattr("moe_runtime.lab.traces.recorder.write_trace", None)
-    with pytest.raises(TypeError):
-        recorder.close()
-    assert read_trace(tmp_path / "t.npz.part").num_steps == 3
-
-
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
 def test_an_exception_around_a_block_neither_repeats_nor_cuts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -190,32 +160,11 @@ def test_a_journal_may_be_too_large(journal: Path) -> None:
         read_trace(journal, max_bytes=1000)
 
 
-@settings(max_examples=150)
-@given(data=st.data())
-def test_damage_loses_blocks_and_nothing_else(
-    whole: Trace, journal: Path, data: st.DataObject
-) -> None:
-    good = journal.read_bytes()
-    damaged = bytearray(good[: data.draw(st.integers(0, len(good)))])
-    for _ in range(data.draw(st.integers(0, 3))):
-        if len(damaged) > 8:
-            damaged[data.draw(st.integers(8, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    path = journal.with_name("fuzz.part")
-    path.write_bytes(bytes(damaged))
-    try:
-        trace = read_trace(path)
-    except CheckpointError:
-        return
-    # the checksum of a block covers all of it, so what is read is what was recorded
-    assert trace.num_steps % 7 == 0
-    assert_begins_as(trace, whole)
-
-
 def test_a_killed_process_leaves_its_finished_blocks(tmp_path: Path, whole: Trace) -> None:
     program = (
         "import sys, time\n"
         "sys.path.insert(0, sys.argv[2])\n"
-        "from test_journal import SIGNATURE, record_steps\n"
+        "from trace_files import SIGNATURE, record_steps\n"
         "from moe_runtime.lab.traces import TraceRecorder\n"
         "recorder = TraceRecorder(sys.argv[1], SIGNATURE, block_tokens=7)\n"
         "record_steps(recorder, 30)\n"
@@ -223,7 +172,9 @@ def test_a_killed_process_leaves_its_finished_blocks(tmp_path: Path, whole: Trac
         "time.sleep(600)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "t.npz")]
-    with subprocess.Popen([*command, str(Path(__file__).parent)], stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [*command, str(Path(__file__).parents[1] / "support")], stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"recorded\n"
         child.send_signal(signal.SIGKILL)

@@ -6,7 +6,7 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.lab.replay.untimed import replay_demand
-from moe_runtime.lab.report.measures import (
+from moe_runtime.lab.report.findings import (
     expert_loads,
     popularity_curves,
     reuse_distances,

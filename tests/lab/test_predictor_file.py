@@ -98,28 +98,6 @@ def test_a_file_may_be_too_large(tmp_path: Path, trained: dict[str, Estimator]) 
 
 
 @settings(max_examples=60)
-@given(place=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255), cut=st.booleans())
-def test_damage_anywhere_is_one_error_or_harmless(
-    tmp_path: Path, trained: dict[str, Estimator], place: float, value: int, cut: bool
-) -> None:
-    path = tmp_path / "p.npz"
-    write_predictor(path, trained["naive-bayes"], SIGNATURE)
-    data = bytearray(path.read_bytes())
-    at = int(place * len(data))
-    if cut:
-        del data[at:]
-    else:
-        data[at] = value
-    path.write_bytes(data)
-    try:
-        found = read_predictor(path, SIGNATURE)
-    except CheckpointError:
-        return
-    for name, array in trained["naive-bayes"].state().items():
-        np.testing.assert_array_equal(found.state()[name], array)
-
-
-@settings(max_examples=120)
 @given(data=st.data())
 def test_arrays_that_do_not_fit_never_escape_as_other_errors(
     tmp_path: Path, trained: dict[str, Estimator], data: st.DataObject

@@ -1,55 +1,13 @@
 """Routing from elsewhere: what is written is read, and damage is one clear error."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from synthetic_routes import make_routes
+from trace_files import ROUTES, megatron_lines, write_lines, write_plain
 from traces import trace_of
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.readers import read_any_trace
-from moe_runtime.policies.prediction import Shape
-
-SHAPE = Shape(num_layers=2, num_experts=6, top_k=2)
-ROUTES = make_routes(SHAPE, num_sequences=3, length=5)
-
-
-def write_plain(path: Path, **changes) -> Path:
-    arrays = {
-        "ids": ROUTES.expert_ids.astype(np.uint8),
-        "probs": ROUTES.gate_weights.astype(np.float16),
-        "token_ids": ROUTES.token_ids.astype(np.int32),
-        "offsets": ROUTES.offsets,
-    } | changes
-    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
-    return path
-
-
-def megatron_lines() -> list[dict]:
-    return [
-        {
-            "step": step,
-            "stage": "decode",
-            "block": 0,
-            "layer": 3 + 2 * layer,
-            "rank": 0,
-            "num_tokens": 3,
-            "topk": 2,
-            "top_indices": ROUTES.expert_ids[3 * step : 3 * step + 3, layer].tolist(),
-        }
-        for step in range(5)
-        for layer in range(2)
-    ]
-
-
-def write_lines(path: Path, lines: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def test_plain_ids(tmp_path):
@@ -159,28 +117,3 @@ def test_missing_files(tmp_path):
     for name in ("none.npz", "none.jsonl"):
         with pytest.raises(CheckpointError, match="cannot be read"):
             read_any_trace(tmp_path / name)
-
-
-@settings(max_examples=120)
-@given(st.data())
-def test_damaged_bytes_are_one_error_or_a_sound_trace(tmp_path, data):
-    """Whatever happens to the bytes of a file, the reader answers with its error or a trace."""
-    suffix = data.draw(st.sampled_from([".npz", ".jsonl"]))
-    path = tmp_path / f"damaged{suffix}"
-    if suffix == ".npz":
-        write_plain(path)
-    else:
-        write_lines(path, megatron_lines())
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(content) - 1))
-        content[place] = data.draw(st.integers(0, 255))
-    if data.draw(st.booleans()):
-        del content[data.draw(st.integers(0, len(content) - 1)) :]
-    path.write_bytes(bytes(content))
-    try:
-        trace = read_any_trace(path)
-    except CheckpointError:
-        return
-    known = trace.expert_ids[trace.expert_ids != trace.absent]
-    assert known.max(initial=0) < trace.signature.num_experts

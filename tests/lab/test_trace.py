@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -159,20 +158,6 @@ def test_numpy_alone_reads_the_documented_arrays(tmp_path: Path) -> None:
             "gate_weights",
         }
         assert json.loads(arrays["header"].tobytes())["version"] == 1
-
-
-def test_a_failed_write_leaves_nothing_but_the_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full_disk(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    recorder = TraceRecorder(tmp_path / "trace.npz", SIGNATURE)
-    recorder.begin_step(phase="decode", token_ids=[1], positions=[0])
-    monkeypatch.setattr(np, "savez_compressed", full_disk)
-    with pytest.raises(CheckpointError, match=r"trace\.npz.*No space left"):
-        recorder.close()
-    assert os.listdir(tmp_path) == ["trace.npz.part"]
 
 
 def test_an_unwritable_place_is_refused_before_recording(tmp_path: Path) -> None:
@@ -336,26 +321,7 @@ def read_or_refuse(path: Path, data: bytes) -> Trace | None:
         return None
 
 
-@settings(max_examples=200)
-@given(data=st.data())
-def test_damage_anywhere_is_an_error_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
-    path = tmp_path / "fuzz.npz"
-    record_two_steps(path)
-    good = path.read_bytes()
-    damaged = bytearray(good[: data.draw(st.integers(0, len(good)))])
-    if data.draw(st.booleans()):
-        damaged = bytearray(good)
-    for _ in range(data.draw(st.integers(0, 4))):
-        if damaged:
-            place = data.draw(st.integers(0, len(damaged) - 1))
-            damaged[place] = data.draw(st.integers(0, 255))
-    trace = read_or_refuse(path, bytes(damaged))
-    if trace is not None:
-        assert trace.expert_ids.shape == (6, 3, 2)
-        assert list(trace.accesses())
-
-
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     header_text=st.one_of(
         st.binary(max_size=200),

@@ -66,20 +66,6 @@ def test_bytes_to_the_device_and_back(tmp_path: Path) -> None:
     training.close()
 
 
-def test_a_bad_step_is_taken_back_from_the_device_too(tmp_path: Path) -> None:
-    inputs = [[x] for x in batches(2, 60)]
-    expected, model = stack(), stack()
-    train_in_memory(expected, inputs, moe_runtime.AdamW())
-    training = offloaded(
-        model, moe_runtime.AdamW(), tmp_path, experts_in_memory=0.3, update_stride=1
-    )
-    training.backward([lambda: model.loss(inputs[0][0]) * torch.inf])
-    assert training.step().bad_parameters
-    train_offloaded(training, model.loss, inputs)
-    assert_same_parameters(training, expected)
-    training.close()
-
-
 def test_measured_speeds_make_a_plan() -> None:
     speeds = measure_speeds(CPU)
     assert min(speeds.cpu_params_per_s, speeds.to_device_bytes_per_s) > 0

@@ -25,6 +25,7 @@ from torch import nn
 
 import moe_runtime
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
+from moe_runtime.research.zeroth_order import offload_zeroth_order
 from moe_runtime.training.offload import activations as activation_swap
 from moe_runtime.training.offload.activations import ActivationSwap
 from moe_runtime.training.offload.adamw import bytes_of_step
@@ -232,11 +233,11 @@ def test_a_model_of_transformers_may_be_a_part_of_another() -> None:
             moe_runtime.offload_training(dense, host_memory="64MiB")
 
 
-@pytest.mark.parametrize("offload", ["offload_training", "offload_zeroth_order"])
-def test_a_model_without_anything_to_train_is_refused(offload: str) -> None:
+@pytest.mark.parametrize("offload", [moe_runtime.offload_training, offload_zeroth_order])
+def test_a_model_without_anything_to_train_is_refused(offload: Callable[..., object]) -> None:
     model = stack().requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
-        getattr(moe_runtime, offload)(model, host_memory="64MiB")
+        offload(model, host_memory="64MiB")
     assert "layers.0.experts.down_proj" in model.state_dict()
 
 

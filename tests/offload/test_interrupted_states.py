@@ -197,20 +197,3 @@ def test_a_full_disk_changes_nothing_of_an_expert_that_has_no_room(
     states.require_whole()
     states.require_saved()
     states.close()
-
-
-def test_a_read_that_was_not_started_is_not_waited_for(
-    states: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    missing = next(key for key in RING if key not in states._entries)
-    with monkeypatch.context() as patch:
-        patch.setattr(states.disk, "read", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            states.acquire(missing, Sections.STATE)
-    states.discard()
-    states.wait_for_transfers()
-    states.require_whole()
-    states.close()

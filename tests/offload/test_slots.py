@@ -10,7 +10,7 @@ import torch
 from moe_runtime.errors import CheckpointError
 from moe_runtime.training.offload.disk import Disk, RecordFile
 from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, Sections, Version
-from moe_runtime.training.offload.states import RecordSlots
+from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 
 FIRST, *OTHERS = [ExpertKey(0, expert) for expert in range(4)]
@@ -28,14 +28,14 @@ class Gate(RecordFile):
 
 
 @pytest.fixture
-def slots(tmp_path: Path) -> RecordSlots:
+def slots(tmp_path: Path) -> ExpertStates:
     """Four experts on the disk, slots for three, and a read of the first that waits at the gate."""
     Gate.begun.clear()
     Gate.open.clear()
     layout = RecordLayout([ExpertTensor("w", (3, 5), decays=True)], torch.float32)
     layouts = dict.fromkeys([FIRST, *OTHERS], layout)
     disk = Disk(tmp_path, layouts, io_threads=1, open_file=partial(Gate, direct=False))
-    slots = RecordSlots(layouts, resident=[], ring_slots=3, disk=disk)
+    slots = ExpertStates(layouts, resident=[], ring_slots=3, disk=disk)
     for expert in slots.experts.values():
         expert.version = Version(disk.take(layout), 0, 0)
     slots.expect((key, Sections.STATE) for key in [FIRST, *OTHERS])
@@ -43,7 +43,7 @@ def slots(tmp_path: Path) -> RecordSlots:
     return slots
 
 
-def test_a_read_that_ends_while_closing_begins_no_other(slots: RecordSlots) -> None:
+def test_a_read_that_ends_while_closing_begins_no_other(slots: ExpertStates) -> None:
     """What is expected next has no slot until the first read ends: then the threads are ending."""
     slots.expect((key, Sections.STATE) for key in OTHERS)
     assert slots.disk is not None
@@ -59,7 +59,7 @@ def test_a_read_that_ends_while_closing_begins_no_other(slots: RecordSlots) -> N
 
 
 def test_a_read_ahead_that_cannot_begin_fails_whoever_waits(
-    slots: RecordSlots, monkeypatch: pytest.MonkeyPatch
+    slots: ExpertStates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots.expect((key, Sections.STATE) for key in OTHERS)
 
@@ -75,51 +75,8 @@ def test_a_read_ahead_that_cannot_begin_fails_whoever_waits(
     slots.close()
 
 
-def test_a_lock_that_an_exception_left_held_is_given_up(slots: RecordSlots) -> None:
-    """An interrupt may strike between taking the lock and the block that gives it back."""
-    is_free = []
-
-    def be_interrupted() -> None:
-        slots._changed.__enter__()
-
-    def try_lock() -> None:
-        # the reading thread waits at the gate, so nobody else can have it
-        if slots._changed._lock.acquire(blocking=False):
-            slots._changed._lock.release()
-            is_free.append(True)
-
-    be_interrupted()
-    slots.expect([])
-    taker = threading.Thread(target=try_lock)
-    taker.start()
-    taker.join()
-    Gate.open.set()
-    slots.close()
-    assert is_free
-
-
-def test_a_slot_that_an_exception_left_without_an_entry_is_free_again(
-    slots: RecordSlots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Gate.open.set()
-    slots.wait_for_transfers()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    missing = next(key for key in [FIRST, *OTHERS] if key not in slots._entries)
-    with monkeypatch.context() as patch:
-        patch.setattr("moe_runtime.training.offload.states.RingEntry", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            slots.acquire(missing, Sections.STATE)
-    slots.check()
-    slots.acquire(missing, Sections.STATE)
-    slots.release(missing)
-    slots.close()
-
-
 def test_an_expert_that_is_read_ahead_while_it_waits_for_a_slot_takes_one(
-    slots: RecordSlots, monkeypatch: pytest.MonkeyPatch
+    slots: ExpertStates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another was expected next, so it stays expected, and a read that ends begins to read it."""
     slots.expect((key, Sections.STATE) for key in [FIRST, OTHERS[2]])

@@ -85,19 +85,6 @@ def test_same_bits_as_in_memory(
     training.close()
 
 
-@pytest.mark.parametrize("slots", range(3, LAYERS * EXPERTS))
-def test_same_bits_with_every_budget(
-    tmp_path: Path, in_memory: dict[int, tuple[list[float], Stack]], slots: int
-) -> None:
-    """From the smallest that works on, an expert more each time; five steps each."""
-    training = offloaded(
-        model := small(), SETTINGS, tmp_path, experts_in_memory=slots / (LAYERS * EXPERTS)
-    )
-    losses, _ = in_memory[2]
-    assert train_offloaded(training, model.loss, windows(STEPS, 2)[:5]) == losses[:5]
-    training.close()
-
-
 @pytest.mark.parametrize(
     ("device", "micro_batches", "there", "back"),
     [

@@ -13,7 +13,7 @@ from moe_runtime.lab.record_tiers import (
     replay_tiers,
     spread,
 )
-from moe_runtime.lab.report.training_reuse import training_reuse
+from moe_runtime.lab.report.findings import training_reuse
 from moe_runtime.lab.traces import Trace
 from moe_runtime.types import ExpertKey, ModelSignature
 

@@ -1,9 +1,7 @@
 """What sets each eviction policy apart, by hand-worked cases and by traces made for it."""
 
 import random
-import sys
 from collections import Counter
-from itertools import count
 
 import numpy as np
 import pytest
@@ -278,37 +276,3 @@ def test_shares_move_to_the_layer_where_slots_save_misses():
     assert policy.slots_by_layer[1] >= 10
     assert hits[1, True] > 0.95 * 2000
     assert hits[1, False] < 0.95 * 4000
-
-
-def test_an_interrupt_at_any_line_of_a_move_loses_no_slot():
-    def moves(interrupted_at: int) -> bool:
-        """Moves a slot, interrupted at one of the lines; whether it was."""
-        policy = AdaptiveShares(LRU, [6, 6], smallest=1)
-        policy._saved = [0.0, 100.0]
-        code, line = AdaptiveShares._move_slot.__code__, 0
-
-        def trace(frame, event, _):
-            nonlocal line
-            if event == "call":
-                return trace if frame.f_code is code else None
-            if event == "line":
-                line += 1
-                if line == interrupted_at:
-                    raise KeyboardInterrupt
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            policy._move_slot()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-            assert policy.slots_by_layer in ([6, 6], [5, 7])
-            policy.check()
-        assert policy.slots_by_layer == [5, 7]
-        return False
-
-    num_lines = next(at for at in count(1) if not moves(at))
-    assert num_lines > 5

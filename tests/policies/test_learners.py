@@ -84,7 +84,7 @@ def test_damaged_arrays_are_refused(name: str) -> None:
 
 def test_recorded_requests_teach_what_watching_them_does() -> None:
     fitted = ActivationMatrices(SHAPE)
-    fitted.fit(ROUTES)
+    fitted.collection.fit(ROUTES)
     watched = watch(ActivationMatrices(SHAPE), ROUTES)
     np.testing.assert_array_equal(fitted.learned()["matrices"], watched.learned()["matrices"])
 

@@ -19,7 +19,7 @@ from moe_runtime.routing import (
     expert_counts,
     make_gate,
 )
-from moe_runtime.routing.assignment import best_assignment, log_transport_plan
+from moe_runtime.routing.assigned import best_assignment, log_transport_plan
 
 D = 16
 RANDOM = {"switch", "gshard", "noisy_topk", "dense_to_sparse", "rl_r"}

@@ -12,9 +12,8 @@ import moe_runtime
 from moe_runtime.errors import CheckpointError
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine import Engine, EngineHandle
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.requests import RequestHandle
 from moe_runtime.types import ExpertKey
 
 
@@ -41,7 +40,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
 class AnswerWithHandle(Answer):
     """Holds its request as the server's answers do."""
 
-    handle: RequestHandle
+    handle: EngineHandle
 
 
 def test_an_answered_request_is_let_go_of(

@@ -11,7 +11,6 @@ import moe_runtime
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.memory.source import ExpertSource
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.serving.caches.sequence_cache import BlockCopies
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.requests import (
@@ -22,6 +21,7 @@ from moe_runtime.serving.requests import (
     RequestTooLongError,
     SamplingOptions,
 )
+from moe_runtime.serving.sequence_cache import BlockCopies
 from moe_runtime.types import ExpertKey
 
 NEW = 24

@@ -177,6 +177,19 @@ def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(moe_runtime), "load", load)
 
 
+def test_lines_are_judged_before_a_model_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that are none before anything, others before its weights."""
+    monkeypatch.setattr(batch_run, "open_checkpoint", lambda *_, **__: 1 / 0)
+    too_long = write_prompts(tmp_path, [{"prompt": [4096]}])
+    assert generate(too_long, tmp_path / "out.jsonl") == 2
+    assert "line 1: token 4096 is none of" in capsys.readouterr().err
+    monkeypatch.setattr(batch_run, "find_checkpoint", lambda *_, **__: 1 / 0)
+    assert generate(write_prompts(tmp_path, [{"best": 1}]), tmp_path / "out.jsonl") == 2
+    assert "line 1: messages is missing" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("never_loaded")
 @pytest.mark.parametrize(
     ("line", "words", "complaint"),

@@ -5,8 +5,8 @@ import tracemalloc
 
 import pytest
 
-from moe_runtime.serving.caches.kv_account import PIECE, KVAccount
-from moe_runtime.serving.http.models.dividing import server_bytes
+from moe_runtime.serving.http.dividing import server_bytes
+from moe_runtime.serving.kv_account import PIECE, KVAccount
 
 
 def account_of(capacity: int, block: int = 4) -> KVAccount[tuple[int, ...]]:

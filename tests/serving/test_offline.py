@@ -9,9 +9,9 @@ from engine_events import PATIENCE_S, greedy, request_of
 from moe_runtime.serving.batches.offline import Answer, answer_all, order_of_work
 from moe_runtime.serving.engine_options import EngineOptions
 from moe_runtime.serving.prefixes import LEAST_SHARED
-from moe_runtime.serving.requests import EngineStatistics, GenerationRequest
+from moe_runtime.serving.requests import EngineStatistics, GenerationRequest, NewToken
 from moe_runtime.serving.sampling import Sampler
-from moe_runtime.serving.sequences import Sequence
+from moe_runtime.serving.scheduling import Sequence
 
 NEW = 12
 
@@ -24,7 +24,7 @@ def answer(
         pocket,
         requests,
         EngineOptions(**options),
-        on_token=lambda number, answer: False,
+        on_token=lambda number, token: False,
         on_answer=found.__setitem__,
     )
     return found, statistics
@@ -76,11 +76,12 @@ def test_an_answer_that_the_caller_finds_over_ends_there(
 ) -> None:
     requests = {n: request_of(prompt, NEW) for n, prompt in enumerate(prompts[:2])}
     found: dict[int, Answer] = {}
+    fourth = greedy(pocket, prompts[1], 4)
     answer_all(
         pocket,
         requests,
         EngineOptions(),
-        on_token=lambda number, one: number == 1 and len(one.token_ids) == 4,
+        on_token=lambda number, token: number == 1 and fourth.pop(0) >= 0 and not fourth,
         on_answer=found.__setitem__,
     )
     assert (len(found[0].token_ids), found[0].reason) == (NEW, "length")
@@ -107,7 +108,7 @@ def test_answers_that_were_done_before_an_interrupt_are_told(
     """The short one has ended in the engine while the first token of the long one is looked at."""
     found: dict[int, Answer] = {}
 
-    def interrupt(number: int, one: Answer) -> bool:
+    def interrupt(number: int, token: NewToken) -> bool:
         if number:
             return False
         assert has_ended.wait(PATIENCE_S)
@@ -126,9 +127,11 @@ def test_an_answer_that_an_interrupt_left_by_half_is_not_told(
 ) -> None:
     """Its end is known when Ctrl-C comes while a token of it is looked at."""
     found: dict[int, Answer] = {}
+    seen: list[NewToken] = []
 
-    def interrupt(number: int, one: Answer) -> bool:
-        if len(one.token_ids) == 2:
+    def interrupt(number: int, token: NewToken) -> bool:
+        seen.append(token)
+        if len(seen) == 2:
             assert has_ended.wait(PATIENCE_S)
             raise KeyboardInterrupt
         return False

@@ -15,10 +15,10 @@ import torch
 from engine_events import Answer, ask, greedy, request_of
 
 from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
-from moe_runtime.serving.caches import prefix_files
-from moe_runtime.serving.caches.prefix_files import PrefixDisk, PrefixFiles, identity_of
+from moe_runtime.serving import prefixes
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.prefixes import PrefixDisk, PrefixFiles, identity_of
 
 BLOCK, BYTES, FILE = 4, 4080, 4096
 NEW = 6
@@ -90,7 +90,7 @@ def test_folder_keeps_within_its_size_and_beginnings_outlive_what_continues_them
         now += 1
         os.utime(file, ns=(now, now))
 
-    monkeypatch.setattr(prefix_files, "_set_time", touch)
+    monkeypatch.setattr(prefixes, "_set_time", touch)
     chance = random.Random(1)
     texts = texts_of(chance, 50)
     both = [files_in(tmp_path, num_files=40), files_in(tmp_path, num_files=40)]
@@ -158,7 +158,7 @@ def test_full_disk_is_said_once_and_nothing_half_stays(
 
     files, tokens = files_in(tmp_path), list(range(2 * BLOCK))
     with monkeypatch.context() as patch:
-        patch.setattr(prefix_files, "_write_all", full)
+        patch.setattr(prefixes, "_write_all", full)
         with pytest.warns(MoERuntimeWarning, match="No space left"):
             keep(files, tokens)
         with warnings.catch_warnings():

@@ -35,19 +35,11 @@ def test_sampling_option_out_of_range_is_refused_by_name(options: dict[str, Any]
         SamplingOptions(**options)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_new_tokens", -1),
-        ("min_new_tokens", -1),
-        ("num_logprobs", -1),
-        ("num_prompt_logprobs", -1),
-    ],
-)
-def test_number_out_of_range_is_refused_by_name(name: str, value: int) -> None:
-    asked: dict[str, Any] = {"prompt_ids": (1,), "max_new_tokens": 1, name: value}
-    with pytest.raises(ValueError, match=rf"^{name} must be at least 0, got -1"):
-        GenerationRequest(**asked)
+def test_number_out_of_range_is_refused_by_name() -> None:
+    for name in ("max_new_tokens", "min_new_tokens", "num_logprobs", "num_prompt_logprobs"):
+        asked: dict[str, Any] = {"prompt_ids": (1,), "max_new_tokens": 1, name: -1}
+        with pytest.raises(ValueError, match=rf"^{name} must be at least 0, got -1"):
+            GenerationRequest(**asked)
 
 
 def test_empty_prompt_is_refused() -> None:

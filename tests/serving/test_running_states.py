@@ -16,11 +16,11 @@ from tiny_checkpoints import save, tiny_model
 import moe_runtime
 from moe_runtime.inference.budget import kv_bytes_per_token
 from moe_runtime.serving.adapters import Adapters
-from moe_runtime.serving.caches.running_states import BatchStates
-from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine import Engine, EngineHandle
 from moe_runtime.serving.passes import ModelPasses
-from moe_runtime.serving.requests import Event, RequestHandle
-from moe_runtime.serving.sequences import Sequence
+from moe_runtime.serving.requests import Event
+from moe_runtime.serving.scheduling import Sequence
+from moe_runtime.serving.sequence_cache import BatchStates
 
 NEW = 8
 LENGTHS = (5, 13, 3, 7)
@@ -132,7 +132,7 @@ def test_states_are_copied_only_where_other_sequences_come_next(model: Any) -> N
 class Cancels(Answer):
     """Gives up another request with its own third token."""
 
-    def __init__(self, other: RequestHandle) -> None:
+    def __init__(self, other: EngineHandle) -> None:
         super().__init__()
         self._other = other
 

@@ -7,10 +7,9 @@ import pytest
 from engine_events import request_of
 
 from moe_runtime.serving import prefixes
-from moe_runtime.serving.caches.kv_account import KVAccount
+from moe_runtime.serving.kv_account import KVAccount
 from moe_runtime.serving.prefixes import Prefixes
-from moe_runtime.serving.scheduling import Scheduler
-from moe_runtime.serving.sequences import Sequence
+from moe_runtime.serving.scheduling import Scheduler, Sequence
 
 CACHE: Any = object()
 

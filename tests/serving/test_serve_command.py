@@ -151,7 +151,7 @@ def test_a_server_that_anybody_may_ask_warns(
     words = tuple(str(tmp_path / word) if word == "keys" else word for word in words)
     assert main(["serve", str(pocket_path()), *SMALL, "--dry-run", *words]) == 0
     said = capsys.readouterr().err
-    assert ("whoever reaches 0.0.0.0 may ask" in said) == warns
+    assert ("any client that reaches 0.0.0.0 may ask" in said) == warns
 
 
 def test_what_cannot_work_is_said_before_the_model_is_loaded(

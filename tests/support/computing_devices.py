@@ -15,7 +15,6 @@ from emulated_models import EagerDevice
 from torch import Tensor
 
 from moe_runtime.training.finetune import finetuning
-from moe_runtime.training.finetune import memory as frozen_memory
 from moe_runtime.training.offload import memory as offload_memory
 
 
@@ -96,7 +95,7 @@ def computing_on(name: str, device: ForeignDevice | None = None) -> Iterator[tor
         patch.object(offload_memory, "open_device", lambda place: device),
         patch.object(offload_memory, "available_device_bytes", lambda place: 2**34),
         patch.object(finetuning, "open_device", lambda place: device),
-        patch.object(frozen_memory, "available_device_bytes", lambda place: 2**34),
+        patch.object(finetuning, "available_device_bytes", lambda place: 2**34),
     ):
         yield place
     vars(CROSSINGS).update(before)

@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 
-from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine import Engine, EngineHandle
 from moe_runtime.serving.requests import (
     Event,
     Finished,
     GenerationRequest,
     NewToken,
     PromptRead,
-    RequestHandle,
 )
 
 PATIENCE_S = 120.0
@@ -77,7 +76,7 @@ class Held(Answer):
         self._released.set()
 
 
-def hold(engine: Engine, request: GenerationRequest) -> tuple[Held, RequestHandle]:
+def hold(engine: Engine, request: GenerationRequest) -> tuple[Held, EngineHandle]:
     """The engine has begun with a request, and goes on when it is released."""
     held = Held()
     handle = engine.submit(request, held)
@@ -89,7 +88,7 @@ def request_of(prompt: tuple[int, ...], new_tokens: int, **options: Any) -> Gene
     return GenerationRequest(prompt_ids=prompt, max_new_tokens=new_tokens, **options)
 
 
-def ask(engine: Engine, request: GenerationRequest) -> tuple[Answer, RequestHandle]:
+def ask(engine: Engine, request: GenerationRequest) -> tuple[Answer, EngineHandle]:
     answer = Answer()
     return answer, engine.submit(request, answer)
 

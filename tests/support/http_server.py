@@ -17,14 +17,21 @@ from urllib.parse import urlsplit
 from warm_python import warm_python
 
 from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.grammars import Grammars
-from moe_runtime.serving.http.limited_process import LimitedProcess
-from moe_runtime.serving.http.models.chat_template import ChatTemplate
-from moe_runtime.serving.http.models.served_model import ServedModel
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
-from moe_runtime.serving.http.running import accept_clients, address_of, listen, serve
+from moe_runtime.serving.http.limits import LimitedProcess
+from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.http.server import Access, Limits, Server
-from moe_runtime.serving.http.starting import Ready, ServeSettings, run_server
+from moe_runtime.serving.http.starting import (
+    Ready,
+    ServeSettings,
+    accept_clients,
+    address_of,
+    listen,
+    run_server,
+    serve,
+)
+from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import (
     EngineStatistics,
     Event,

@@ -30,8 +30,7 @@ from moe_runtime.checkpoints.expert_tensors import fill_matrices
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, MoERuntimeError
 from moe_runtime.training.data import DataPosition
-from moe_runtime.training.finetune import checkpoint_model, devices
-from moe_runtime.training.finetune import memory as frozen_memory
+from moe_runtime.training.finetune import checkpoint_model, finetuning
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
@@ -238,7 +237,7 @@ def test_the_budget_of_the_device_holds(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what tensors take there, without what is set aside for libraries; and it is not idle."""
-    for module in (checkpoint_model, frozen_memory):
+    for module in (checkpoint_model, finetuning):
         monkeypatch.setattr(module, "SPARE_BYTES", 0)
     folder = folder_of(kind, tmp_path)
     precision = "bfloat16" if kind == "planes" else "float32"
@@ -272,7 +271,7 @@ def test_the_command_says_both_budgets_and_computes_there(
     device = ForeignDevice()
     with computing_on(NAME, device) as place:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(devices, "find_device", lambda *_: place)
+        monkeypatch.setattr(finetuning, "find_device", lambda *_: place)
         assert main([*words, "--dry-run"]) == 0
         rows = capsys.readouterr().out
         assert re.search(r"host memory\s.*1 GiB, .* of it for experts", rows)

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from moe_runtime.cli.main import main
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.serving.adapter_folder import AdapterFolder
+from moe_runtime.serving.adapters import AdapterFolder
 from moe_runtime.training.finetune.finetuning import FinetunePreparation, finish, prepare, start
 
 KINDS = (
@@ -146,7 +146,7 @@ def test_a_run_does_not_depend_on_the_budget_and_its_adapters_load_in_peft(
     summary = finish(preparation, trainer, export=True)
     with torch.no_grad():
         expected = preparation.model.eval()(PROMPT).logits
-    sinks = trainer._run.sinks
+    sinks = trainer.sinks
     trainer.close()
     assert all(sink._file.closed for sink in sinks)  # type: ignore[attr-defined]
     assert results[0][0] == results[1][0] == losses

@@ -120,7 +120,7 @@ def test_a_skipped_step_changes_nothing(
 
     def taken(trainer: Trainer) -> StepRecord:
         record = take(trainer)
-        model = trainer._run.model
+        model = trainer._model
         assert isinstance(model, LanguageModel)
         tensors = (*model.named_parameters(), *model.named_buffers())
         here = {name: t for name, t in tensors if not isinstance(t, TrainedElsewhere)}

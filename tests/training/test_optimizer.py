@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from moe_runtime.training.loop import learning_rate
-from moe_runtime.training.offload.dense_adamw import decays
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.run_config import OptimizerConfig
 
@@ -116,13 +115,6 @@ def test_steps_are_adamw_with_clipping_and_decay_of_matrices(clip_norm: float) -
         # fp32 arithmetic on values of order one, four steps.
         assert torch.allclose(model.get_parameter(name).double(), value, atol=2e-6), name
     assert torch.equal(model.frozen, Toy().frozen)
-
-
-def test_biases_and_norms_do_not_decay() -> None:
-    assert decays("experts.gate_up_proj", torch.zeros(2, 3, 4))
-    assert decays("gate.weight", torch.zeros(3, 4))
-    assert not decays("experts.down_proj_bias", torch.zeros(3, 4))
-    assert not decays("norm.weight", torch.zeros(4))
 
 
 def test_gradients_that_are_not_finite_change_nothing_and_are_named() -> None:

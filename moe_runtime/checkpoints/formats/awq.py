@@ -15,15 +15,15 @@ from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
     PartOrder,
     by_columns,
+    codes_of_modules,
     codes_shape,
-    part_of,
 )
 from moe_runtime.checkpoints.formats.settings import Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
 BITS = 4
-_CODES, _IN_WORD = ".qweight", 8
+_IN_WORD = 8
 
 
 def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
@@ -41,23 +41,10 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
     has_zeros = any(name.endswith(".qzeros") for name in entries)
     settings.choice("zero_point", (True, None, *([False] if has_zeros else [])))
     group = settings.group("group_size")
-    for name, codes in entries.items():
-        for suffix in (".qzeros", ".scales"):
-            if name.endswith(suffix):
-                module = name.removesuffix(suffix)
-                part_of(entries, module, [_CODES], f"the codes of {name}")
-        if not name.endswith(_CODES):
-            continue
+    for module, codes in codes_of_modules(entries, ".qweight", ".qzeros", ".scales"):
         cols, num_words = codes_shape(codes, ["I32"], [2])
-        weight = by_columns(
-            name.removesuffix(_CODES),
-            entries,
-            (codes, PartOrder("awq_codes")),
-            (num_words * _IN_WORD, cols),
-            group,
-            "awq_zeros",
-            BITS,
-        )
+        order, sizes = PartOrder("awq_codes"), (num_words * _IN_WORD, cols)
+        weight = by_columns(module, entries, (codes, order), sizes, group, "awq_zeros", BITS)
         if cols % _IN_WORD:
             _refuse_columns(codes, entries)
         yield weight

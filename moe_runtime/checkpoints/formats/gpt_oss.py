@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
+    codes_of_modules,
     codes_shape,
     part_of,
     with_scales,
@@ -19,7 +20,6 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.kernels.quantized import WeightFormat
 
 GROUP = 32
-_CODES, _SCALES = "_blocks", "_scales"
 
 
 def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
@@ -29,17 +29,12 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
         CheckpointError: a part of one is missing or has another type or shape.
     """
     kind = WeightFormat("e2m1", "e8m0", group_cols=GROUP)
-    for name, codes in entries.items():
-        if name.endswith(_SCALES):
-            part_of(entries, name.removesuffix(_SCALES), [_CODES], "the codes of the scales")
-        if not name.endswith(_CODES):
-            continue
+    for weight, codes in codes_of_modules(entries, "_blocks", "_scales"):
         *lead, rows, blocks, width = codes_shape(codes, ["U8"], [4])
         if width != GROUP // 2:
             raise CheckpointError(
-                f"{name}: expected blocks of {GROUP // 2} bytes, found {list(codes.shape)}"
+                f"{codes.name}: expected blocks of {GROUP // 2} bytes, found {list(codes.shape)}"
             )
-        weight = name.removesuffix(_CODES)
-        scales = part_of(entries, weight, [_SCALES], f"the scales of {name}")
+        scales = part_of(entries, weight, ["_scales"], f"the scales of {codes.name}")
         sizes = (*lead, rows, blocks * GROUP)
         yield with_scales(weight, codes, sizes, scales, ["U8"], kind, is_transposed=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
@@ -18,15 +17,13 @@ from moe_runtime.checkpoints.formats.packed_weight import (
     PackedWeight,
     PartOrder,
     by_columns,
+    codes_of_modules,
     codes_shape,
-    part_of,
 )
 from moe_runtime.checkpoints.formats.settings import Contents, Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-
-_CODES, _GROUPS = ".qweight", ".g_idx"
-_WORD_BITS = 32
+from moe_runtime.kernels.quantized.storage_order import WORD_BITS
 
 
 def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
@@ -40,48 +37,36 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
     layout = settings.text("checkpoint_format") or "gptq"
     if layout not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
         settings.unsupported(f"checkpoint_format {layout!r}", "'gptq' or 'gptq_v2'")
-    if settings.get("dynamic") is None:
-        modules: Mapping[str, Any] = {}
-    else:
-        modules = settings.part("dynamic").values
+    is_dynamic = settings.get("dynamic") is not None
+    modules = settings.part("dynamic").values if is_dynamic else {}
     if any(not name.startswith("-:") for name in modules):
         settings.unsupported("dynamic with settings of some modules", "one setting for all")
     group = settings.group("group_size")
     with ExitStack() as stack:
         contents = Contents(stack)
-        for name, codes in entries.items():
-            for suffix in (".qzeros", ".scales"):
-                if name.endswith(suffix):
-                    module = name.removesuffix(suffix)
-                    part_of(entries, module, [_CODES], f"the codes of {name}")
-            if not name.endswith(_CODES):
-                continue
-            module = name.removesuffix(_CODES)
+        for module, codes in codes_of_modules(entries, ".qweight", ".qzeros", ".scales"):
             num_words, rows = codes_shape(codes, ["I32"], [2])
-            cols, index = num_words * _WORD_BITS // bits, entries.get(module + _GROUPS)
+            cols, index = num_words * WORD_BITS // bits, entries.get(f"{module}.g_idx")
             sizes = () if index is None else index.shape
-            if len(sizes) == 1 and -(-sizes[0] * bits // _WORD_BITS) == num_words:
+            if len(sizes) == 1 and -(-sizes[0] * bits // WORD_BITS) == num_words:
                 cols = sizes[0]  # the last word may have more
+            order = PartOrder("transposed", WORD_BITS // bits)
             weight = by_columns(
-                module,
-                entries,
-                (codes, PartOrder("transposed", _WORD_BITS // bits)),
-                (rows, cols),
-                group,
-                "zeros_across",
-                bits,
+                *(module, entries, (codes, order), (rows, cols), group, "zeros_across", bits),
                 adds_one=layout == "gptq",
             )
-            if index is not None and index.shape != (cols,):
+            if index is None:
+                if settings.get("desc_act"):
+                    expected = "groups in the order of the columns"
+                    settings.unsupported(f"desc_act of {codes.name}", expected)
+            elif index.shape != (cols,):
                 raise CheckpointError(
-                    f"{index.name}: expected a group of each of {cols} columns of {name} "
+                    f"{index.name}: expected a group of each of {cols} columns of {codes.name} "
                     f"{[*codes.shape]} with {bits} bits a code, found {index.dtype} {[*sizes]}; "
                     "one of both is damaged: fetch the checkpoint again"
                 )
-            if index is not None:
+            else:
                 _require_order(index, weight, contents.numbers(index, cols))
-            elif settings.get("desc_act"):
-                settings.unsupported(f"desc_act of {name}", "groups in the order of the columns")
             yield weight
 
 

@@ -328,6 +328,22 @@ def part_of(
     )
 
 
+def codes_of_modules(
+    entries: Mapping[str, TensorEntry], suffix: str, *others: str
+) -> Iterator[tuple[str, TensorEntry]]:
+    """Names that end with `suffix`, without it, and their tensors, which are codes.
+
+    Raises:
+        CheckpointError: a part of a weight, whose name has one of the other ends, has no codes.
+    """
+    for name, entry in entries.items():
+        for other in others:
+            if name.endswith(other):
+                part_of(entries, name.removesuffix(other), [suffix], f"the codes of {name}")
+        if name.endswith(suffix):
+            yield name.removesuffix(suffix), entry
+
+
 def require_beside(
     entry: TensorEntry,
     of: TensorEntry,

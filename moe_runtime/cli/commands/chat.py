@@ -80,7 +80,7 @@ def chat(
     from moe_runtime.inference.token_limit import known_positions
     from moe_runtime.serving.requests import SamplingOptions
 
-    chosen = find_sampling(ctx, model, sampling)
+    chosen = find_sampling(ctx, model, sampling, is_engine=True)
     tokenizer = load_tokenizer(model)
     known = known_positions(read_config(find_checkpoint(model, weights=False)))
     if max_tokens is not None and known is not None and max_tokens > known:
@@ -143,7 +143,7 @@ class _Terminal:
                 elif not self._obey(*_words_of(line)):
                     return
             except (ValueError, MoERuntimeError, OSError) as error:
-                # nobody reads what is said between the answers of a pipe
+                # without a terminal the first error ends the command
                 if not self._is_terminal:
                     raise
                 say_line(str(error))

@@ -12,11 +12,9 @@ from moe_runtime.cli.commands.train import (
     budget_rows,
     offload_row,
     outcome_rows,
-    predict_step,
     speed_row,
     take_steps,
-    warn_of_slow_disk,
-    warn_where_much_moves,
+    timed_plan,
 )
 from moe_runtime.cli.console import (
     loading_bar,
@@ -239,12 +237,7 @@ def _finetune(
     with loading_bar() as progress:
         trainer = start(preparation, resume=resume, reschedule=reschedule, progress=progress)
     try:
-        warn_where_much_moves(
-            found,
-            _place_of_experts(preparation),
-            tokens=preparation.config.data.tokens_per_step,
-            active_parameters=preparation.num_active_parameters,
-        )
+        _timed(found, preparation, begins=True)  # warns of a slow disk
         exit_code = take_steps(trainer, preparation.config.run)
         summary = finish(preparation, trainer, export=exit_code == 0)
     finally:
@@ -258,22 +251,23 @@ def _pattern(name: str) -> str:
     return os.path.join(name, "**", "*.txt") if is_folder else name
 
 
-def _place_of_experts(preparation: "FinetunePreparation") -> Path:
-    """The folder that experts are read from."""
+def _timed(
+    found: dict[str, Any], preparation: "FinetunePreparation", *, begins: bool = False
+) -> dict[str, Any]:
     is_frozen = preparation.config.lora is not None
-    return preparation.checkpoint.folder if is_frozen else preparation.storage
+    return timed_plan(
+        found,
+        preparation.checkpoint.folder if is_frozen else preparation.storage,
+        tokens=preparation.config.data.tokens_per_step,
+        active_parameters=preparation.num_active_parameters,
+        begins=begins,
+    )
 
 
 def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
     from moe_runtime.training.finetune.finetuning import plan
 
-    config, found = preparation.config, plan(preparation)
-    tokens = config.data.tokens_per_step
-    place = _place_of_experts(preparation)
-    predicted = predict_step(
-        found, place, tokens=tokens, active_parameters=preparation.num_active_parameters
-    )
-    warn_of_slow_disk(predicted, place)
+    config, found = preparation.config, _timed(plan(preparation), preparation)
     lora = None if config.lora is None else dataclasses.asdict(config.lora)
     if as_json:
         print_json(
@@ -285,7 +279,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
                 "steps": config.run.steps,
                 "tokens_per_step": config.data.tokens_per_step,
                 "output": str(preparation.output),
-                "offload": {**found, **predicted},
+                "offload": found,
             }
         )
         return
@@ -302,7 +296,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
         ("run", f"{config.run.steps:,} steps of {config.data.tokens_per_step:,} tokens"),
         *budget_rows(found),
         ("experts", offload_row(found)),
-        ("speed", speed_row(predicted, tokens)),
+        ("speed", speed_row(found, config.data.tokens_per_step)),
         ("folder", str(preparation.output)),
     ]
     print_rows("what would be trained", rows, to_stderr=False)

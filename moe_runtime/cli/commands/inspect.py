@@ -90,7 +90,7 @@ def inspect(
         if verify
         else []
     )
-    from moe_runtime.serving.http.models.dividing import server_bytes
+    from moe_runtime.serving.http.dividing import server_bytes
 
     for_server = summary.smallest_budget_bytes + server_bytes(max_tokens)
     size = format_bytes(for_server, up=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,9 +11,7 @@ from moe_runtime.cli.console import loading_bar, print_json, print_table
 from moe_runtime.cli.strict import refuse_given
 
 if TYPE_CHECKING:
-    from moe_runtime.parallel.placement_map import MapUpdate, PlacementMap
     from moe_runtime.policies.placement import Devices
-    from moe_runtime.policies.placement.scoring import PlacementScore
 
 TraceFile = Annotated[
     Path, typer.Argument(metavar="TRACE", help="Recorded by `run --trace`, of the same model.")
@@ -114,7 +112,7 @@ def place(
     from moe_runtime.policies.placement.scoring import random_score, score_placement, split_window
     from moe_runtime.research.placement_solvers import SEARCHING, check_algorithm, place_experts
 
-    told = PlacementOptions(
+    asked = PlacementOptions(
         num_groups=groups, time_limit_s=time_limit, load_slack=load_slack, aligned=align
     )
     check_algorithm(algorithm)
@@ -135,7 +133,7 @@ def place(
         profile = RoutingProfile.from_ids(past, signature.num_experts)
         limit = f", {time_limit:g} s at most" if algorithm in SEARCHING else ""
         say(f"placing by {algorithm}{limit}")
-        placement = place_experts(algorithm, profile, devices, num_replicas=replicas, options=told)
+        placement = place_experts(algorithm, profile, devices, num_replicas=replicas, options=asked)
         new = PlacementMap(
             signature=signature, devices=devices, placement=placement, algorithm=algorithm
         )
@@ -158,9 +156,36 @@ def place(
     if output is not None:
         new.save(output)
     if as_json:
-        print_json(_as_json(new, scores, update, output, len(past), len(future)))
-    else:
-        _print(new, scores, update, output, len(past), len(future))
+        print_json(
+            {
+                "algorithm": new.algorithm,
+                "signature": dataclasses.asdict(new.signature),
+                "num_nodes": new.devices.num_nodes,
+                "num_gpus": new.devices.num_gpus,
+                "slots_per_gpu": new.placement.slots_per_gpu,
+                "output": None if output is None else str(output),
+                "fit_tokens": len(past),
+                "scored_tokens": len(future),
+                "scores": {name: dataclasses.asdict(score) for name, score in scores.items()},
+                "moves": None if update is None else len(update.moves),
+                "transfers": None if update is None else update.num_transfers,
+            }
+        )
+        return
+    columns = [("placement", "left"), *((title, "right") for title in _COLUMNS.values())]
+    rows = [
+        (name, *(f"{getattr(score, column):.3f}" for column in _COLUMNS))
+        for name, score in scores.items()
+    ]
+    title = (
+        f"{new.devices.num_gpus} devices, {new.placement.slots_per_gpu} slots each; placed by "
+        f"{len(past)} tokens, scored on the next {len(future)}"
+    )
+    print_table(title, columns, rows)
+    if update is not None:
+        print(f"from the map in use: {update.num_transfers} experts move between devices")
+    if output is not None:
+        print(f"wrote {output}")
 
 
 def devices_of(gpus: int, nodes: int) -> "Devices":
@@ -174,50 +199,3 @@ def devices_of(gpus: int, nodes: int) -> "Devices":
     if gpus % nodes:
         raise ValueError(f"--gpus {gpus} is not a multiple of --nodes {nodes}")
     return Devices(num_nodes=nodes, gpus_per_node=gpus // nodes)
-
-
-def _as_json(
-    new: "PlacementMap",
-    scores: "dict[str, PlacementScore]",
-    update: "MapUpdate | None",
-    output: Path | None,
-    num_fit: int,
-    num_scored: int,
-) -> dict[str, Any]:
-    return {
-        "algorithm": new.algorithm,
-        "signature": dataclasses.asdict(new.signature),
-        "num_nodes": new.devices.num_nodes,
-        "num_gpus": new.devices.num_gpus,
-        "slots_per_gpu": new.placement.slots_per_gpu,
-        "output": None if output is None else str(output),
-        "fit_tokens": num_fit,
-        "scored_tokens": num_scored,
-        "scores": {name: dataclasses.asdict(score) for name, score in scores.items()},
-        "moves": None if update is None else len(update.moves),
-        "transfers": None if update is None else update.num_transfers,
-    }
-
-
-def _print(
-    new: "PlacementMap",
-    scores: "dict[str, PlacementScore]",
-    update: "MapUpdate | None",
-    output: Path | None,
-    num_fit: int,
-    num_scored: int,
-) -> None:
-    columns = [("placement", "left"), *((title, "right") for title in _COLUMNS.values())]
-    rows = [
-        (name, *(f"{getattr(score, column):.3f}" for column in _COLUMNS))
-        for name, score in scores.items()
-    ]
-    title = (
-        f"{new.devices.num_gpus} devices, {new.placement.slots_per_gpu} slots each; placed by "
-        f"{num_fit} tokens, scored on the next {num_scored}"
-    )
-    print_table(title, columns, rows)
-    if update is not None:
-        print(f"from the map in use: {update.num_transfers} experts move between devices")
-    if output is not None:
-        print(f"wrote {output}")

@@ -32,13 +32,6 @@ Traces = Annotated[
     list[Path] | None,
     typer.Argument(metavar="[TRACE...]", help="Recorded traces of one model (.npz)."),
 ]
-ModelName = Annotated[
-    str | None,
-    typer.Option("--model", help="Instead of traces: a checkpoint that reads --text."),
-]
-Text = Annotated[
-    Path | None, typer.Option(help="Text that the model reads, to record its hidden states.")
-]
 Name = Annotated[
     str, typer.Option("--predictor", help="Which predictor; `predictor list` shows them.")
 ]
@@ -57,6 +50,40 @@ Distances = Annotated[str, typer.Option(help="Layers to look ahead, separated by
 MaxTokens = Annotated[
     int | None, typer.Option("--max-tokens", min=1, help="Measure a sample of this many tokens.")
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """What predictors are trained on: recorded traces, or a text that a model reads."""
+
+    traces: Traces = None
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Instead of traces: a checkpoint that reads --text."),
+    ] = None
+    text: Annotated[
+        Path | None, typer.Option(help="Text that the model reads, to record its hidden states.")
+    ] = None
+    host_memory: options.HostMemory = "auto"
+
+    def read(self, ctx: typer.Context, names: list[str]) -> "Sequences":
+        """Reads them, for the named predictors.
+
+        Raises:
+            ValueError: there are none or both, or traces do not suffice for a predictor.
+        """
+        if (self.model is None) != (self.text is None):
+            raise ValueError("--model and --text belong together: the model reads the text")
+        if bool(self.traces) == (self.model is not None):
+            raise ValueError("give either traces, or --model MODEL with --text FILE")
+        for name in names:
+            check_trainable(name, from_text=self.model is not None)
+        if self.model is None or self.text is None:
+            why = "is for the model that reads --text; give --model too"
+            refuse_given(ctx, ("host_memory",), why)
+            routes, signature = read_sequences(self.traces or [])
+            return Sequences(routes=routes, signature=signature)
+        return _read_text(ctx.obj, self.model, self.text, self.host_memory)
 
 
 def predictor_app() -> typer.Typer:
@@ -83,12 +110,10 @@ def show(as_json: options.Json = False) -> None:
 
 def fit(
     ctx: typer.Context,
+    *,
     output: Output,
-    traces: Traces = None,
+    sources: Sources,
     predictor: Name = "combined",
-    model: ModelName = None,
-    text: Text = None,
-    host_memory: options.HostMemory = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Train a predictor on all sequences of traces, for `run --predictor FILE`.
@@ -103,14 +128,10 @@ def fit(
             f"--output {output}: expected a name that ends in .npz, by which `run --predictor` "
             "tells a file from a predictor's name"
         )
-    read = _read_text(ctx, traces, model, text, host_memory, [predictor])
-    if read is None:
-        routes, signature = read_sequences(traces or [])
-        estimator = _make(predictor, routes)
-    else:
-        routes, signature = read.routes, read.signature
-        estimator = read.trained(predictor, list(range(routes.num_sequences)))
-    write_predictor(output, estimator, signature)
+    read = sources.read(ctx, [predictor])
+    routes = read.routes
+    estimator = read.trained(predictor, list(range(routes.num_sequences)))
+    write_predictor(output, estimator, read.signature)
     facts = {
         "predictor": predictor,
         "file": str(output),
@@ -126,11 +147,9 @@ def fit(
 
 def evaluate(
     ctx: typer.Context,
-    traces: Traces = None,
+    *,
+    sources: Sources,
     predictor: Names = None,
-    model: ModelName = None,
-    text: Text = None,
-    host_memory: options.HostMemory = "auto",
     test_share: TestShare = 0.5,
     seed: Seed = 0,
     distances: Distances = "1,2,4",
@@ -148,27 +167,22 @@ def evaluate(
     from moe_runtime.policies.prediction import PREDICTORS
 
     names = predictor or [
-        name for name, kind in PREDICTORS.items() if model is not None or not kind.needs_hidden
+        name for name, kind in PREDICTORS.items() if sources.model or not kind.needs_hidden
     ]
     ahead = parse_distances(distances)
-    read = _read_text(ctx, traces, model, text, host_memory, names)
-    routes = read_sequences(traces or [])[0] if read is None else read.routes
+    read = sources.read(ctx, names)
+    routes = read.routes
     require_layers(ctx, ahead, routes.shape.num_layers)
     windows, held_out = split_unrepeated(routes, test_share=test_share, seed=seed)
-    train, test = routes.select(windows), routes.select(held_out)
-    hidden = None
-    if read is None:
-        estimators = [_make(name, train) for name in names]
-    else:
-        estimators = [read.trained(name, windows) for name in names]
-        hidden = read.part(held_out)[1]
+    test, hidden = read.part(held_out)
+    estimators = [read.trained(name, windows) for name in names]
     results = measure(
         estimators, test, distances=ahead, max_tokens=max_tokens, seed=seed, hidden_TLD=hidden
     )
     facts = {
         "sequences": routes.num_sequences,
         "repeated_sequences": routes.num_sequences - len(windows) - len(held_out),
-        "training_sequences": train.num_sequences,
+        "training_sequences": len(windows),
         "test_sequences": test.num_sequences,
         **_coverage(estimators, test),
     }
@@ -180,31 +194,6 @@ def evaluate(
     header = [("predictor", "left"), *((number, "right") for number in numbers)]
     rows = [row for result in results for row in _as_rows(result)]
     print_table("recall on held-out sequences", header, rows)
-
-
-def _read_text(
-    ctx: typer.Context,
-    traces: list[Path] | None,
-    model: str | None,
-    text: Path | None,
-    host_memory: str,
-    names: list[str],
-) -> "ReadText | None":
-    """Has a model read the text, if there is one; None where traces are to be read.
-
-    Raises:
-        ValueError: neither or both are given, or traces do not suffice for a predictor.
-    """
-    if (model is None) != (text is None):
-        raise ValueError("--model and --text belong together: the model reads the text")
-    if bool(traces) == (model is not None):
-        raise ValueError("give either traces, or --model MODEL with --text FILE")
-    for name in names:
-        check_trainable(name, from_text=model is not None)
-    if model is None or text is None:
-        refuse_given(ctx, ("host_memory",), "is for the model that reads --text; give --model too")
-        return None
-    return _read_file(ctx.obj, model, text, host_memory)
 
 
 def check_trainable(name: str, *, from_text: bool = False) -> str:
@@ -275,14 +264,6 @@ def read_sequences(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
     return join_routes([routes_of(trace) for trace in traces]), traces[0].signature
 
 
-def _make(name: str, routes: "Routes") -> "Estimator":
-    from moe_runtime.policies.prediction import make_estimator
-
-    estimator = make_estimator(name, routes.shape)
-    estimator.fit(routes)
-    return estimator
-
-
 def _coverage(estimators: "list[Estimator]", test: "Routes") -> dict[str, float]:
     from moe_runtime.policies.prediction import EamCollection
 
@@ -342,47 +323,48 @@ WINDOW_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ReadText:
-    """What a model did while it read a text.
+class Sequences:
+    """Recorded routing of one model.
 
     Attributes:
-        model: the model.
-        signature: what it is.
+        signature: the model.
         routes: where the tokens went.
-        hidden_TLD: ``[T, L, D]`` float16, what the gates were given.
+        model: the loaded model that read a text; None for traces.
+        hidden_TLD: ``[T, L, D]`` float16 inputs of its gates; None for traces.
     """
 
-    model: Any
     signature: "ModelSignature"
     routes: "Routes"
-    hidden_TLD: "np.ndarray"
+    model: Any = None
+    hidden_TLD: "np.ndarray | None" = None
 
-    def part(self, windows: list[int]) -> "tuple[Routes, np.ndarray]":
-        """Some of the windows, with their hidden states."""
+    def part(self, numbers: list[int]) -> "tuple[Routes, np.ndarray | None]":
+        """Some of the sequences, with their hidden states."""
         import numpy as np
 
-        rows = [np.arange(*self.routes.tokens_of(window).indices(10**9)[:2]) for window in windows]
-        return self.routes.select(windows), self.hidden_TLD[np.concatenate(rows)]
+        routes = self.routes.select(numbers)
+        if self.hidden_TLD is None:
+            return routes, None
+        rows = [np.arange(*self.routes.tokens_of(one).indices(10**9)[:2]) for one in numbers]
+        return routes, self.hidden_TLD[np.concatenate(rows)]
 
-    def trained(self, name: str, windows: list[int]) -> "Estimator":
-        """The named predictor, trained on some of the windows.
-
-        Those that look at hidden states get the model's gates.
-        """
-        from moe_runtime.inference.prediction.hidden_states import fit_lookahead, next_gate
+    def trained(self, name: str, numbers: list[int]) -> "Estimator":
+        """The named predictor, trained on some of the sequences."""
         from moe_runtime.policies.prediction import HiddenLookahead, NextGate, make_estimator
 
-        routes, hidden = self.part(windows)
-        if name == HiddenLookahead.name:
+        routes, hidden = self.part(numbers)
+        if hidden is not None and name in (HiddenLookahead.name, NextGate.name):
+            from moe_runtime.inference.prediction.hidden_states import fit_lookahead, next_gate
+
+            if name == NextGate.name:
+                return next_gate(self.model, routes.shape)
             return fit_lookahead(self.model, routes, hidden)
-        if name == NextGate.name:
-            return next_gate(self.model, routes.shape)
         estimator = make_estimator(name, routes.shape)
         estimator.fit(routes)
         return estimator
 
 
-def _read_file(session: Session, model: str, text: Path, host_memory: str) -> ReadText:
+def _read_text(session: Session, model: str, text: Path, host_memory: str) -> Sequences:
     """Lets a model read a text file window by window.
 
     Raises:
@@ -410,7 +392,7 @@ def _read_file(session: Session, model: str, text: Path, host_memory: str) -> Re
             routes, hidden = record_hidden(
                 loaded, windows, progress=lambda n: progress(f"window {n} of {len(windows)}", 0, 0)
             )
-    return ReadText(
+    return Sequences(
         model=loaded,
         signature=loaded.moe.facts.signature,
         routes=routes,

@@ -214,11 +214,16 @@ def read_routes_to_learn(
         CheckpointError: it is none, has no choices, or is of another model.
     """
     from moe_runtime.lab.traces.readers import read_any_trace
-    from moe_runtime.lab.traces.routes import routes_of
+    from moe_runtime.lab.traces.routes import routes_of, same_model, shown_model
 
     other = read_any_trace(path, num_experts=num_experts)
     other.require_choices(path)
-    _check_same_model(trace, other, trace_path, path)
+    ours, theirs = trace.signature, other.signature
+    if not same_model(ours, theirs):
+        raise CheckpointError(
+            f"{path} was recorded from another model than {trace_path}: {shown_model(theirs)}, and "
+            f"{shown_model(ours)}"
+        )
     return routes_of(other)
 
 
@@ -302,17 +307,6 @@ def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
     return {ExpertKey(*divmod(place, experts)): size for place, size in enumerate(sizes)}
 
 
-def _check_same_model(trace: "Trace", other: "Trace", path: Path, train: Path) -> None:
-    from moe_runtime.lab.traces.routes import same_model, shown_model
-
-    ours, theirs = trace.signature, other.signature
-    if not same_model(ours, theirs):
-        raise CheckpointError(
-            f"{train} was recorded from another model than {path}: {shown_model(theirs)}, and "
-            f"{shown_model(ours)}"
-        )
-
-
 def _as_json(
     path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row]"
 ) -> dict[str, Any]:
@@ -355,7 +349,7 @@ def _print(path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row
     columns += [("read", "right")] * weighed
     cells = [
         [
-            _label(row, experiment),
+            row.policy + "*" * (row.policy == "static" and experiment.training is None),
             f"{row.capacity:.1%}",
             f"{row.hit_rate:.2%}",
             "" if row.gap_closed is None else f"{row.gap_closed:+.0%}",
@@ -371,7 +365,7 @@ def _print(path: Path, trace: "Trace", experiment: "Experiment", rows: "list[Row
     )
     print_table(title, columns, cells)
     if any("*" in row[0] for row in cells):
-        print("* told the whole trace beforehand; --train gives it another one to learn from")
+        print("* trained on the replayed trace itself; --train gives it another one to learn from")
     if experiment.machine is not None:
         _print_timing(experiment.machine.expert_bytes, rows)
 
@@ -399,9 +393,3 @@ def _print_timing(expert_bytes: int, rows: "list[Row]") -> None:
                 ]
             )
     print_table("modelled time", columns, cells)
-
-
-def _label(row: "Row", experiment: "Experiment") -> str:
-    if row.policy == "static" and experiment.training is None:
-        return "static*"
-    return row.policy

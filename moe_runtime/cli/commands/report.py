@@ -87,8 +87,7 @@ def report(
         if source.exists():
             names = {field.name for field in fields(OfTraces)}
             refuse_given(ctx, names, f"is about traces, and {source} is of a run")
-        from moe_runtime.lab.report.run_page import run_page
-        from moe_runtime.lab.report.run_stats import read_run_stats
+        from moe_runtime.lab.report.run_page import read_run_stats, run_page
 
         page = run_page(read_run_stats(source), source.name)
     else:

@@ -92,11 +92,7 @@ def run(
     experts between them and print the text once.
     """
     with joined_processes(ctx.obj) as group:
-        texts: list[str] = json.loads(
-            from_first(
-                group, "prompts", lambda: json.dumps(read_prompts(prompt, prompt_file, prompts))
-            )
-        )
+        texts = from_first(group, "prompts", lambda: read_prompts(prompt, prompt_file, prompts))
         from moe_runtime.checkpoints.model_files import find_checkpoint
 
         with loading_bar() as progress:
@@ -105,25 +101,19 @@ def run(
             chosen, seed = find_sampling(ctx, model, sampling), sampling.seed
             if group is not None and chosen["temperature"] > 0 and seed is None:
                 # Every process samples, and all must draw the same tokens.
-                drawn = from_first(group, "seed", lambda: str(secrets.randbelow(2**63)))
-                seed = int(drawn)
+                seed = from_first(group, "seed", lambda: secrets.randbelow(2**63))
             tokenizer = load_tokenizer(model)
             room = _room_for(model, tokenizer, texts, max_new_tokens, max_tokens, chat=chat)
             import moe_runtime
 
-            loaded: Any = moe_runtime.load(
-                model,
-                **loading.settings(),
-                trace=trace,
-                timeline=timeline,
-                max_tokens=room,
-                progress=progress,
-                **({} if placement is None else {"placement": placement}),
-                **({} if group is None else {"group": group}),
-            )
+            several = {"placement": placement, "group": group}
+            given = {name: value for name, value in several.items() if value is not None}
+            outputs = {"trace": trace, "timeline": timeline}
+            settings: dict[str, Any] = {**loading.settings(), **outputs, **given}
+            loaded: Any = moe_runtime.load(model, **settings, max_tokens=room, progress=progress)
         with contextlib.closing(loaded.moe):
-            settings = {**chosen, "seed": seed, "max_new_tokens": max_new_tokens, "chat": chat}
-            results = _generate(loaded, tokenizer, texts, show=not as_json, **settings)
+            asked = {**chosen, "seed": seed, "max_new_tokens": max_new_tokens, "chat": chat}
+            results = _generate(loaded, tokenizer, texts, show=not as_json, **asked)
             stats = loaded.moe.stats()
         is_interrupted = results[-1].finish_reason == "interrupted"
         if group is not None and not is_interrupted:
@@ -164,15 +154,19 @@ def load_tokenizer(model: str) -> Any:
     return load(find_checkpoint(model, weights=False))
 
 
-def find_sampling(ctx: typer.Context, model: str, asked: options.Sampling) -> dict[str, Any]:
+def find_sampling(
+    ctx: typer.Context, model: str, asked: options.Sampling, *, is_engine: bool = False
+) -> dict[str, Any]:
     """How tokens are chosen: as the options say, else as the checkpoint's settings say.
+
+    Settings that are not obeyed are named in a warning; ``is_engine`` as for `warn_of_unused`.
 
     Raises:
         CheckpointError: the checkpoint or its settings cannot be read.
         ValueError: an option is out of range, or has no effect on greedy decoding.
     """
     from moe_runtime.checkpoints.model_files import find_checkpoint, read_generation_config
-    from moe_runtime.inference.generation import check_options, sampling_for
+    from moe_runtime.inference.generation import check_options, sampling_for, warn_of_unused
 
     temperature, top_p = asked.temperature, asked.top_p
     without_effect = "has no effect without sampling: give --temperature too"
@@ -180,6 +174,7 @@ def find_sampling(ctx: typer.Context, model: str, asked: options.Sampling) -> di
         refuse_given(ctx, {"top_p", "seed"}, without_effect)
     check_options(1, temperature or 0.0, 1.0 if top_p is None else top_p, None)
     settings = read_generation_config(find_checkpoint(model, weights=False))
+    warn_of_unused(settings, is_engine=is_engine)
     sampling = sampling_for(settings, temperature=temperature, top_p=top_p)
     if sampling["temperature"] == 0:
         refuse_given(ctx, {"top_p", "seed"}, without_effect)

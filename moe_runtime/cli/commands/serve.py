@@ -206,7 +206,7 @@ def serve(
     quiet_transformers(ctx.obj)
     from moe_runtime.allocator import use_one_heap
     from moe_runtime.serving.engine_options import EngineOptions
-    from moe_runtime.serving.http.models.dividing import is_on_cpu
+    from moe_runtime.serving.http.dividing import is_on_cpu
     from moe_runtime.serving.http.server import Access, Limits
     from moe_runtime.serving.http.starting import ServeSettings, run_server
 
@@ -307,7 +307,7 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
     """The first screen: what is served, where, and how to call it."""
     if settings.host not in LOOPBACK and not settings.access.keys:
         warning = (
-            f"whoever reaches {settings.host} may ask, and so may pages that browsers there open; "
+            f"any client that reaches {settings.host} may ask, and so may pages in its browser; "
             "give --api-keys"
         )
         if as_json:

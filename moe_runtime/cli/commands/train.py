@@ -100,7 +100,11 @@ def train(
                     keeps_text=not dry_run,
                 )
         if dry_run:
-            _show_plan(preparation, ranks, as_json=as_json)
+            plan = _plan(preparation, ranks)
+            if as_json:
+                print_json(plan)
+            else:
+                print_rows("what would be trained", _plan_rows(plan), to_stderr=False)
             return
         summary, exit_code = _train(preparation, ranks, resume=resume, reschedule=reschedule)
         if as_json and summary:
@@ -121,12 +125,7 @@ def _train(
     trainer = start(preparation, resume=resume, reschedule=reschedule, ranks=ranks)
     try:
         if ranks.rank == 0:
-            warn_where_much_moves(
-                plan,
-                preparation.storage,
-                tokens=preparation.config.data.tokens_per_step // ranks.num_data_ranks,
-                active_parameters=preparation.num_active_parameters,
-            )
+            _timed(plan, preparation, ranks, begins=True)  # warns of a slow disk
         exit_code = take_steps(trainer, preparation.config.run)
         is_complete = exit_code == 0
         if ranks.rank > 0:
@@ -159,14 +158,6 @@ def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
         return None, str(error)
 
 
-def _show_plan(preparation: "Preparation", ranks: "OneRank", *, as_json: bool) -> None:
-    plan = _plan(preparation, ranks)
-    if as_json:
-        print_json(plan)
-    else:
-        print_rows("what would be trained", _plan_rows(plan), to_stderr=False)
-
-
 def _plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
     from moe_runtime.training.checkpoint import checkpoints_in
 
@@ -191,7 +182,7 @@ def _plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
         "device": str(preparation.device),
         "output": str(preparation.output),
         "last_checkpoint": found[-1].name if found else None,
-        "offload": _timed_offload_plan(preparation, ranks),
+        "offload": _timed(_offload_plan(preparation, ranks), preparation, ranks),
         "export": family,
         "export_obstacle": reason or None,
     }
@@ -219,19 +210,16 @@ def _offload_plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any
     return offload_plan(preparation.config, preparation.model, ranks, preparation.device)
 
 
-def _timed_offload_plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
-    """Likewise, with how long a step will take; warns of a slow disk."""
-    plan = _offload_plan(preparation, ranks)
-    if not plan:
-        return {}
-    predicted = predict_step(
+def _timed(
+    plan: dict[str, Any], preparation: "Preparation", ranks: "OneRank", *, begins: bool = False
+) -> dict[str, Any]:
+    return timed_plan(
         plan,
         preparation.storage,
         tokens=preparation.config.data.tokens_per_step // ranks.num_data_ranks,
         active_parameters=preparation.num_active_parameters,
+        begins=begins,
     )
-    warn_of_slow_disk(predicted, preparation.storage)
-    return {**plan, **predicted}
 
 
 def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
@@ -244,7 +232,7 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
             "model",
             f"{plan['parameters']:,} parameters, {plan['active_parameters']:,} active a token",
         ),
-        *_worth_rows(plan["dense_equivalent"]),
+        *([("worth", _worth(plan["dense_equivalent"]))] if plan["dense_equivalent"] else []),
         ("memory", f"{format_bytes(plan['state_bytes'])} for weights, gradients and AdamW"),
         ("text", f"{text} tokens, vocabulary {plan['vocab_size']:,}"),
         (
@@ -264,16 +252,16 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def budget_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The budget of each memory and what of it is set aside, for people."""
+    """The budget of each memory and its reserves, for people."""
     host, device = (found[f"{name}_budget_bytes"] for name in ("host", "device"))
-    aside = (
+    reserves = (
         f"{format_bytes(found['dense_bytes'])} of it for everything but experts, "
         f"{format_bytes(found['activation_bytes'])} for activations"
     )
     if device is None:
-        return [("host memory", f"{format_bytes(host)}, {aside}")]
+        return [("host memory", f"{format_bytes(host)}, {reserves}")]
     experts = f"{format_bytes(host)}, {format_bytes(found['slot_bytes'])} of it for experts"
-    return [("host memory", experts), ("device memory", f"{format_bytes(device)}, {aside}")]
+    return [("host memory", experts), ("device memory", f"{format_bytes(device)}, {reserves}")]
 
 
 def offload_row(found: dict[str, Any]) -> str:
@@ -286,12 +274,9 @@ def offload_row(found: dict[str, Any]) -> str:
     )
 
 
-def _worth_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    if found is None:
-        return []
+def _worth(found: dict[str, Any]) -> str:
     millions = f"{found['parameters'] / 1e6:.3g} million"
-    text = f"a dense model of about {millions} parameters, by the scaling law of {found['law']}"
-    return [("worth", text)]
+    return f"a dense model of about {millions} parameters, by the scaling law of {found['law']}"
 
 
 def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -319,71 +304,61 @@ def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def predict_step(
-    plan: dict[str, Any], folder: Path, *, tokens: int, active_parameters: int
-) -> dict[str, float]:
-    """The time of a step, from the speed of the disk and of products measured here and now.
+def timed_plan(
+    plan: dict[str, Any],
+    folder: Path,
+    *,
+    tokens: int,
+    active_parameters: int,
+    begins: bool = False,
+) -> dict[str, Any]:
+    """The plan of a step with its time, from the measured speed of the disk and of products.
 
-    Both go on at the same time, so the longer one counts; writes are taken to be as fast as reads.
+    Disk and products work at the same time, so the longer one counts; writes are taken to be as
+    fast as reads. Warns of a disk that makes a step take over twice as long as its products.
 
     Args:
-        plan: `read_bytes_per_step` and `written_bytes_per_step`.
-        folder: where experts would live; may not exist yet.
+        plan: `read_bytes_per_step` and `written_bytes_per_step`; empty where nothing is offloaded.
+        folder: where experts live; may not exist yet.
         tokens: of a step.
         active_parameters: that a token passes.
+        begins: a run begins: a step that moves little is not worth a measurement, and a disk that
+            cannot be measured is no reason not to train.
 
     Raises:
         OSError: the disk cannot be measured.
     """
-    moved = plan["read_bytes_per_step"] + plan["written_bytes_per_step"]
-    compute_s = _OPERATIONS * active_parameters * tokens / _operations_per_s()
+    moved = plan.get("read_bytes_per_step", 0) + plan.get("written_bytes_per_step", 0)
+    if not plan or (begins and moved < WORTH_MEASURING_BYTES):
+        return plan
+    compute_s = disk_s = _OPERATIONS * active_parameters * tokens / _operations_per_s()
     disk = {}
     if moved:
         there = next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
-        speed = measure_disk(there, read_bytes=_READ_BYTES, seconds=_SECONDS)
+        try:
+            speed = measure_disk(there, read_bytes=_READ_BYTES, seconds=_SECONDS)
+        except OSError:
+            if begins:
+                return plan
+            raise
         rate = speed.direct_bytes_per_s or speed.buffered_bytes_per_s
-        disk = {"disk_bytes_per_s": rate, "disk_s": moved / rate}
-    return {**disk, "compute_s": compute_s, "step_s": max(compute_s, disk.get("disk_s", 0.0))}
+        disk_s = moved / rate
+        disk = {"disk_bytes_per_s": rate, "disk_s": disk_s}
+        if disk_s > 2 * compute_s:
+            say_line(
+                f"warning: the disk of {folder} reads {format_bytes(round(rate))}/s, so a step "
+                f"will take about {disk_s:.3g} s, its products alone {compute_s:.3g} s; more "
+                "memory, larger steps or a faster storage_dir help"
+            )
+    return {**plan, **disk, "compute_s": compute_s, "step_s": max(compute_s, disk_s)}
 
 
-def speed_row(predicted: dict[str, float], tokens: int) -> str:
+def speed_row(plan: dict[str, Any], tokens: int) -> str:
     """For people."""
-    text = f"about {predicted['step_s']:.3g} s a step, {tokens / predicted['step_s']:,.0f} tokens/s"
-    if "disk_s" in predicted:
-        text += f"; {predicted['disk_s']:.3g} s of it for the disk, if it were alone"
+    text = f"about {plan['step_s']:.3g} s a step, {tokens / plan['step_s']:,.0f} tokens/s"
+    if "disk_s" in plan:
+        text += f"; {plan['disk_s']:.3g} s of it for the disk, if it were alone"
     return text
-
-
-def warn_of_slow_disk(predicted: dict[str, float], folder: Path) -> None:
-    """Says on stderr when the disk makes a step take over twice as long as its products."""
-    if predicted.get("disk_s", 0.0) > 2 * predicted["compute_s"]:
-        say_line(
-            f"warning: the disk of {folder} reads "
-            f"{format_bytes(round(predicted['disk_bytes_per_s']))}/s, so a step will take about "
-            f"{predicted['step_s']:.3g} s, its products alone {predicted['compute_s']:.3g} s; more "
-            "memory, larger steps or a faster storage_dir help"
-        )
-
-
-def warn_where_much_moves(
-    plan: dict[str, Any], folder: Path, *, tokens: int, active_parameters: int
-) -> None:
-    """`warn_of_slow_disk` as a run begins, where its steps move enough to be worth a measurement.
-
-    Args:
-        plan: as of `predict_step`; empty where nothing is offloaded.
-        folder: where experts live, with their files already.
-        tokens, active_parameters: as of `predict_step`.
-    """
-    moved = plan.get("read_bytes_per_step", 0) + plan.get("written_bytes_per_step", 0)
-    if not plan or moved < WORTH_MEASURING_BYTES:
-        return
-    try:
-        predicted = predict_step(plan, folder, tokens=tokens, active_parameters=active_parameters)
-    except OSError:
-        # a disk too full for the measurement is no reason not to train
-        return
-    warn_of_slow_disk(predicted, folder)
 
 
 def _operations_per_s() -> float:

@@ -91,7 +91,6 @@ class Control(Estimator):
     name = CONTROL
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """Exactly the visited experts."""
         return visits(contexts.path[:, layer], self.shape.num_experts)
 
 

@@ -186,7 +186,7 @@ def run_experiment(
         low, high = rates.get("lru", 0.0), rates.get("belady-bypass", 0.0)
         for row in found:
             closed = (row.hit_rate - low) / (high - low) if bounds and high > low else None
-            rows.append(Row(**{**row.__dict__, "gap_closed": closed}))
+            rows.append(replace(row, gap_closed=closed))
     return rows
 
 

@@ -81,7 +81,6 @@ class LinkModel:
         self._free_at = max(self._free_at, now_s)
 
     def prefetch(self, key: ExpertKey) -> None:
-        """Queues a transfer behind all others."""
         self._queue[key] = self._transfer_s
 
     def has_begun(self, key: ExpertKey) -> bool:
@@ -89,12 +88,10 @@ class LinkModel:
         return self._queue.get(key, self._transfer_s) < self._transfer_s
 
     def cancel(self, key: ExpertKey) -> None:
-        """Takes a queued transfer back."""
         self._queue.pop(key, None)
         self._arrived.discard(key)
 
     def has_arrived(self, key: ExpertKey) -> bool:
-        """Whether a prefetched expert is complete."""
         return key in self._arrived
 
     def demand(self, keys: list[ExpertKey], now_s: float) -> float:
@@ -134,7 +131,6 @@ class LayerCounts:
     stall_s: float = 0.0
 
     def add(self, other: "LayerCounts") -> None:
-        """Adds another layer's counts."""
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -198,9 +194,7 @@ def replay_timed(
         predictor: what to prefetch by; nothing is prefetched without one.
         rules: when a guess is read.
     """
-    return _Replayer(
-        workload, policy, num_slots, machine, predictor, rules or PrefetchRules()
-    ).run()
+    return _Replayer(workload, policy, num_slots, machine, predictor, rules).run()
 
 
 class _Replayer:
@@ -211,7 +205,7 @@ class _Replayer:
         num_slots: int,
         machine: Machine,
         predictor: Predictor | None,
-        rules: PrefetchRules,
+        rules: PrefetchRules | None,
     ) -> None:
         self._workload = workload
         self._policy = policy
@@ -221,7 +215,7 @@ class _Replayer:
         self._link = LinkModel(machine)
         num_layers = workload.trace.signature.num_layers
         self._top_k = workload.trace.signature.top_k
-        self._admission = Admission(rules, num_layers)
+        self._admission = Admission(rules or PrefetchRules(), num_layers)
         self._counts = [LayerCounts() for _ in range(num_layers)]
         self._guesses: dict[ExpertKey, bool] = {}  # prefetched; whether its layer is to come
         self._now_s = 0.0
@@ -286,7 +280,7 @@ class _Replayer:
         return stalled_s
 
     def _keep(self, keys: list[ExpertKey]) -> None:
-        """Settles after the use who of the event's experts stays."""
+        """Decides after the use which of the event's experts stay."""
         policy = self._policy
         for key in keys:
             self._guesses.pop(key, None)

@@ -37,7 +37,6 @@ class DemandReplay:
 
     @property
     def num_accesses(self) -> int:
-        """Experts that were asked for."""
         return int(self.workload.num_keys.sum())
 
     @property

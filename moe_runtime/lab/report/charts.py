@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_runtime.lab.report.findings import TraceFindings
-from moe_runtime.lab.report.style import INK, MUTED, SERIES, drawing
+from moe_runtime.lab.report.findings import TraceFindings, TrainingReuse
+from moe_runtime.lab.report.page import INK, MUTED, SERIES, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ _LONGEST_TIMELINE = 240
 def heat_map(found: TraceFindings) -> "Figure":
     """Loads of all experts, layer by layer, as multiples of an even load."""
     num_layers, num_experts = found.loads.shape
-    relative = found.loads * num_experts / found.signature.top_k
+    relative = found.loads * num_experts / found.trace.signature.top_k
     height = min(9.0, max(3.0, 1.4 + 0.17 * num_layers))
     with drawing() as new_figure:
         figure = new_figure(figsize=(WIDE[0], height))
@@ -218,6 +218,33 @@ def timeline(found: TraceFindings) -> "Figure":
             axes.set_title(_prefetch_label(name))
         panels[-1].set_xlabel("step (number)")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    return figure
+
+
+def training_tiers(found: TrainingReuse, ways: Mapping[str, str]) -> "Figure":
+    """How many steps ask for each expert, and what tiers in memory would have found."""
+    shares = [100 * share for share in found.tiers]
+    with drawing() as new_figure:
+        figure = new_figure(figsize=WIDE)
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1))
+        ranked = -np.sort(-100 * found.use.ravel())
+        experts = 100 * np.arange(1, len(ranked) + 1) / len(ranked)
+        left.fill_between(experts, 0, ranked, color=SERIES[2], alpha=0.3, linewidth=0)
+        left.plot(experts, ranked, color=SERIES[2])
+        left.set_xlabel("experts, most used first (%)")
+        left.set_ylabel("steps that ask for it (%)")
+        for (way, label), colour in zip(ways.items(), (SERIES[0], SERIES[1], INK), strict=True):
+            rates = [100 * getattr(h, way) / max(1, h.uses) for h in found.tiers.values()]
+            style = "--" if way == "best" else "-"
+            right.plot(
+                shares, rates, color=colour, linestyle=style, marker="o", markersize=4, label=label
+            )
+        right.set_xlabel("experts whose tier is memory (%)")
+        right.set_ylabel("a step's experts in memory (%)")
+        right.legend(loc="lower right")
+        for axes in (left, right):
+            axes.set_xlim(0, 100)
+            axes.set_ylim(0, 102)
     return figure
 
 

@@ -1,29 +1,31 @@
-"""What a report says about a trace: measured, replayed and predicted, in a bounded time."""
+"""What a report says about a trace: measured, replayed and predicted, in a bounded time.
+
+In a trace of training a recorded forward pass is one micro-batch; those with the same `step_update`
+are one optimizer step. Offloaded training fetches an expert once for all micro-batches of a step,
+and keeps in memory those that it uses most.
+
+Legend: T tokens, S steps, L layers, E experts of a layer, K experts that a token visits.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from moe_runtime.lab.record_tiers import TierReplay, replay_tiers
 from moe_runtime.lab.replay.evaluation import Evaluation, evaluate
 from moe_runtime.lab.replay.experiment import Experiment, Row, run_experiment
 from moe_runtime.lab.replay.timed import Machine, TimedReplay
-from moe_runtime.lab.report.measures import (
-    expert_loads,
-    popularity_curves,
-    reuse_distances,
-    token_overlap,
-)
-from moe_runtime.lab.report.training_reuse import TrainingReuse, training_reuse
 from moe_runtime.lab.traces.format import Trace
 from moe_runtime.lab.traces.routes import routes_of, split_sequences, without_repeats
 from moe_runtime.lab.traces.workload import Workload, workload_of
 from moe_runtime.policies.prediction import make_estimator
 from moe_runtime.policies.prediction.base import Routes
-from moe_runtime.types import ModelSignature
+from moe_runtime.types import ExpertKey
 
 CAPACITIES = (0.125, 0.25, 0.375, 0.5, 0.75)
 DISTANCES = (1, 2, 4)
+HOME_SHARES = (0.125, 0.25, 0.5, 0.75)
 _EVALUATED_TOKENS = 1000
 _SEQUENCE_TOKENS = 8_000
 """Predictors learn from, and are judged on, the last requests of about so many tokens."""
@@ -51,12 +53,39 @@ class ReportSettings:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingReuse:
+    """What the micro-batches and steps of a training run had in common.
+
+    Attributes:
+        num_steps: optimizer steps.
+        num_passes: forward passes of micro-batches.
+        pass_share: share of all experts that a micro-batch asks for.
+        step_share: likewise of a step.
+        asked: experts that micro-batches asked for, each once a micro-batch.
+        fetched: experts that steps asked for, each once a step.
+        returning: share of a step's experts that the step before asked for as well; nan with one
+            step.
+        use: ``[L, E]`` share of the steps that asked for each expert.
+        tiers: for each share of experts with a tier in memory, what tiers would have found.
+    """
+
+    num_steps: int
+    num_passes: int
+    pass_share: float
+    step_share: float
+    asked: int
+    fetched: int
+    returning: float
+    use: np.ndarray
+    tiers: dict[float, TierReplay]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TraceFindings:
     """Everything that is drawn of a trace.
 
     Attributes:
-        signature: the model.
-        num_tokens, num_requests, num_steps: how much was recorded.
+        trace: what was recorded.
         loads: ``[L, E]`` share of the tokens that visit each expert.
         popularity: ``[L, E + 1]`` share of the visits to the n most visited experts.
         overlap: ``[L]`` share of experts that the token before visited as well.
@@ -72,10 +101,7 @@ class TraceFindings:
         settings: what was asked for.
     """
 
-    signature: ModelSignature
-    num_tokens: int
-    num_requests: int
-    num_steps: int
+    trace: Trace
     loads: np.ndarray
     popularity: np.ndarray
     overlap: np.ndarray
@@ -122,10 +148,7 @@ def find(
     on_progress("replaying in modelled time")
     timed_workload, timed = _replay_in_time(trace, settings)
     return TraceFindings(
-        signature=trace.signature,
-        num_tokens=trace.num_tokens,
-        num_requests=len(np.unique(trace.token_request)),
-        num_steps=trace.num_steps,
+        trace=trace,
         loads=loads,
         popularity=popularity_curves(loads),
         overlap=token_overlap(trace),
@@ -196,3 +219,108 @@ def _replay_in_time(
     )
     (row,) = run_experiment(workload, experiment, bounds=False)
     return workload, row.timed
+
+
+def expert_loads(trace: Trace) -> np.ndarray:
+    """Share of the tokens that visit each expert: ``[L, E]`` float64."""
+    num_layers, num_experts = trace.signature.num_layers, trace.signature.num_experts
+    loads = np.zeros((num_layers, num_experts))
+    for layer in range(num_layers):
+        ids = trace.expert_ids[:, layer].ravel()
+        loads[layer] = np.bincount(ids[ids != trace.absent], minlength=num_experts)
+    return loads / max(1, trace.num_tokens)
+
+
+def popularity_curves(loads_LE: np.ndarray) -> np.ndarray:
+    """Share of a layer's visits that go to its n most visited experts: ``[L, E + 1]``, n from 0."""
+    ranked = -np.sort(-loads_LE, axis=1)
+    totals = np.maximum(ranked.sum(axis=1, keepdims=True), np.finfo(float).tiny)
+    return np.pad(np.cumsum(ranked / totals, axis=1), ((0, 0), (1, 0)))
+
+
+def reuse_distances(workload: Workload) -> np.ndarray:
+    """How many other experts of its layer were used since an expert was used last.
+
+    This is the place of an expert in its layer's order by recency (Mattson et al., "Evaluation
+    Techniques for Storage Hierarchies", 1970): an LRU cache with more slots than the distance holds
+    it. All experts of an event are looked up before any of them is renewed.
+
+    Returns:
+        ``[L, E + 1]`` int64: accesses by distance; the last column counts first uses.
+    """
+    signature = workload.trace.signature
+    num_experts = signature.num_experts
+    counts = np.zeros((signature.num_layers, num_experts + 1), np.int64)
+    last_use = np.full((signature.num_layers, num_experts), -1, np.int64)
+    stamp = 0
+    for keys in workload.keys:
+        layer = keys[0].layer
+        stamps = last_use[layer]
+        experts = np.fromiter((key.expert for key in keys), np.int64, count=len(keys))
+        own = stamps[experts]
+        distances = (stamps > own[:, None]).sum(axis=1)
+        distances[own < 0] = num_experts
+        np.add.at(counts[layer], distances, 1)
+        stamps[experts] = stamp + np.arange(len(experts))
+        stamp += len(experts)
+    return counts
+
+
+def token_overlap(trace: Trace) -> np.ndarray:
+    """Share of a token's experts that the token before, of the same request, visited: ``[L]``.
+
+    nan where no request has two tokens.
+    """
+    order = np.lexsort((trace.token_position, trace.token_request))
+    ids = trace.expert_ids[order].astype(np.int64)
+    follows = np.diff(trace.token_request[order]) == 0
+    now, before = ids[1:][follows], ids[:-1][follows]
+    known = now != trace.absent
+    shared = (now[..., :, None] == before[..., None, :]).any(axis=-1) & known
+    visits = known.sum(axis=(0, 2))
+    return np.divide(
+        shared.sum(axis=(0, 2)), visits, out=np.full(len(visits), np.nan), where=visits > 0
+    )
+
+
+def training_reuse(trace: Trace, *, shares: Sequence[float] = HOME_SHARES) -> TrainingReuse | None:
+    """Measures reuse in a trace of training; None of other traces.
+
+    Args:
+        trace: the recording.
+        shares: of the experts that have their tiers in memory, to be replayed.
+    """
+    if trace.step_update is None or not trace.num_steps:
+        return None
+    used = _used_by_pass(trace)
+    numbers, step_of_pass = np.unique(trace.step_update, return_inverse=True)
+    by_step = np.zeros((len(numbers), *used.shape[1:]), bool)
+    for step, found in zip(step_of_pass, used, strict=True):
+        by_step[step] |= found
+    again = by_step[1:] & by_step[:-1]
+    keys = [
+        ExpertKey(layer, expert)
+        for layer in range(used.shape[1])
+        for expert in range(used.shape[2])
+    ]
+    steps = [[keys[place] for place in np.flatnonzero(found)] for found in by_step]
+    return TrainingReuse(
+        num_steps=len(numbers),
+        num_passes=len(used),
+        pass_share=float(used.mean()),
+        step_share=float(by_step.mean()),
+        asked=int(used.sum()),
+        fetched=int(by_step.sum()),
+        returning=float(again.sum() / max(1, by_step[1:].sum())) if len(again) else float("nan"),
+        use=by_step.mean(axis=0),
+        tiers={share: replay_tiers(steps, keys, round(share * len(keys))) for share in shares},
+    )
+
+
+def _used_by_pass(trace: Trace) -> np.ndarray:
+    """Which experts each forward pass asked for: ``[S, L, E]``."""
+    signature = trace.signature
+    used = np.zeros((trace.num_steps, signature.num_layers, signature.num_experts), bool)
+    for step, layer, experts in trace.accesses():
+        used[step, layer, experts] = True
+    return used

@@ -1,15 +1,92 @@
-"""What a run's statistics are called, and what one learns from each of them."""
+"""What ``moe-runtime run --json`` printed, as a page: what it is called, and what one learns."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from moe_runtime.config import format_bytes
+from moe_runtime.errors import CheckpointError
+from moe_runtime.files import read_bounded
+from moe_runtime.lab.report.charts import BYTE_COLOURS, stacked_bars
 from moe_runtime.lab.report.page import Page, Section, Table
-from moe_runtime.lab.report.run_stats import (
-    RunStats,
-    bytes_by_kind,
-    draw_bytes,
-    draw_memory,
-    draw_requests,
-    draw_timeline,
+
+_MAX_BYTES = 64 << 20
+_NEEDED = (
+    *("prompt_tokens", "new_tokens", "hits", "late_hits", "misses", "bytes_read"),
+    *("readahead_bytes", "expert_slots", "slot_bytes", "budget_bytes", "dense_bytes"),
+    *("expert_bytes", "baseline_rss_bytes", "peak_rss_bytes", "guesses", "useful_guesses"),
+    *("late_guesses", "wasted_guesses", "load_s", "stall_s", "predict_s"),
 )
+_OPTIONAL = ("ttft_s", "decode_tokens_per_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStats:
+    """The statistics of one run.
+
+    Attributes:
+        model, policy, prefetch: as the run was asked for.
+        numbers: counts, bytes and seconds under the names that ``run --json`` gives them; what the
+            run did not know is absent.
+    """
+
+    model: str
+    policy: str
+    prefetch: str
+    numbers: dict[str, float]
+
+    @property
+    def asked(self) -> float:
+        """Experts that layers asked for."""
+        return sum(self.numbers[name] for name in ("hits", "late_hits", "misses"))
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from the first new token to the last; 0 where there were fewer than two."""
+        rate = self.numbers.get("decode_tokens_per_s", 0.0)
+        return (self.numbers["new_tokens"] - 1) / rate if rate else 0.0
+
+
+def read_run_stats(path: Path) -> RunStats:
+    """Reads the object that ``run --json`` printed.
+
+    Raises:
+        CheckpointError: the file is missing, too large, not JSON, or not such an object.
+    """
+    try:
+        raw = read_bounded(path, max_bytes=_MAX_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: neither a trace (.npz, .jsonl) nor the JSON of `run --json`: {error}"
+        ) from None
+    if isinstance(value, dict) and set(value) == {"error"}:
+        raise CheckpointError(f"{path}: the run failed: {value['error']}")
+    missing = [name for name in ("model", "policy", *_NEEDED) if not _has(value, name)]
+    if missing:
+        raise CheckpointError(
+            f"{path}: not what `run --json` prints: {', '.join(missing[:4])} missing or malformed"
+        )
+    names = [*_NEEDED, *(name for name in _OPTIONAL if _has(value, name))]
+    return RunStats(
+        model=value["model"],
+        policy=value["policy"],
+        prefetch=str(value.get("prefetch", "off")),
+        numbers={name: float(value[name]) for name in names},
+    )
+
+
+def _has(value: Any, name: str) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if name in ("model", "policy"):
+        return isinstance(value.get(name), str)
+    number = value.get(name)
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < 1e18
 
 
 def run_page(stats: RunStats, name: str) -> Page:
@@ -40,14 +117,21 @@ def _requests(stats: RunStats) -> Section:
             f"{numbers['late_hits']:,.0f} were on their way, {numbers['misses']:,.0f} had to be "
             f"read. There is room for {numbers['expert_slots']:,.0f} experts at once."
         ),
-        figure=draw_requests(stats),
+        figure=stacked_bars(
+            {"experts asked for": [numbers[name] for name in ("hits", "late_hits", "misses")]},
+            ("in memory", "on their way", "read from disk"),
+            scale=100 / max(1.0, stats.asked),
+            unit="share (%)",
+        ),
         alt="Bar of experts asked for: in memory, on their way, read from disk.",
     )
 
 
 def _bytes(stats: RunStats) -> Section:
-    demanded, ahead, wasted = bytes_by_kind(stats)
     numbers = stats.numbers
+    ahead = numbers["readahead_bytes"]
+    demanded = numbers["bytes_read"] - ahead
+    wasted = min(ahead, numbers["wasted_guesses"] * numbers["slot_bytes"])
     guesses = ("guesses", "useful_guesses", "late_guesses", "wasted_guesses")
     return Section(
         name="bytes",
@@ -64,7 +148,13 @@ def _bytes(stats: RunStats) -> Section:
             )
         ),
         how=f"Wasted: about {format_bytes(int(wasted))}, by the number of wasted guesses.",
-        figure=draw_bytes(stats),
+        figure=stacked_bars(
+            {"read from disk": [demanded, ahead - wasted, wasted]},
+            ("demanded", "read ahead, used", "prefetched, wasted"),
+            scale=2**-20,
+            unit="MiB",
+            colours=BYTE_COLOURS,
+        ),
         alt="Bar of bytes read: demanded, read ahead and used, prefetched wasted.",
         table=Table(
             header=("", "experts"),
@@ -75,7 +165,8 @@ def _bytes(stats: RunStats) -> Section:
 
 def _timeline(stats: RunStats) -> Section:
     numbers = stats.numbers
-    busy_s = numbers.get("ttft_s", 0.0) + stats.decode_s
+    first_s = numbers.get("ttft_s", 0.0)
+    busy_s = first_s + stats.decode_s
     share = numbers["stall_s"] / busy_s if busy_s else 0.0
     return Section(
         name="timeline",
@@ -85,32 +176,53 @@ def _timeline(stats: RunStats) -> Section:
             f"latter was waiting for experts. Guessing took {numbers['predict_s']:.2f} s."
         ),
         how="`run --timeline FILE` records every layer's wait for a trace viewer.",
-        figure=draw_timeline(stats),
+        figure=stacked_bars(
+            {
+                "from start to end": [numbers["load_s"], first_s, stats.decode_s, 0.0],
+                "of this, waiting": [0.0, 0.0, 0.0, min(numbers["stall_s"], busy_s)],
+            },
+            ("loading", "to the first token", "decoding", "waiting for experts"),
+            scale=1.0,
+            unit="time (s)",
+        ),
         alt="Bars of seconds: loading, to the first token, decoding, and the part spent waiting.",
     )
 
 
 def _memory(stats: RunStats) -> Section:
     numbers = stats.numbers
-    held_bytes = max(0.0, numbers["peak_rss_bytes"] - numbers["baseline_rss_bytes"])
+    dense, experts, budget = (
+        numbers[name] for name in ("dense_bytes", "expert_bytes", "budget_bytes")
+    )
+    room = numbers["expert_slots"] * numbers["slot_bytes"]
+    held = max(0.0, numbers["peak_rss_bytes"] - numbers["baseline_rss_bytes"])
     sizes = {
-        "dense weights": numbers["dense_bytes"],
-        "all experts": numbers["expert_bytes"],
-        "room for experts": numbers["expert_slots"] * numbers["slot_bytes"],
-        "peak of the process": held_bytes,
-        "budget": numbers["budget_bytes"],
+        "dense weights": dense,
+        "all experts": experts,
+        "room for experts": room,
+        "peak of the process": held,
+        "budget": budget,
     }
-    model_bytes = numbers["dense_bytes"] + numbers["expert_bytes"]
     return Section(
         name="memory",
         title="What it took",
         lesson=(
-            f"The model has {format_bytes(int(model_bytes))}, of which experts are "
-            f"{numbers['expert_bytes'] / max(1.0, model_bytes):.0%}; the budget was "
-            f"{format_bytes(int(numbers['budget_bytes']))}."
+            f"The model has {format_bytes(int(dense + experts))}, of which experts are "
+            f"{experts / max(1.0, dense + experts):.0%}; the budget was "
+            f"{format_bytes(int(budget))}."
         ),
         how="The peak counts what the process held beyond its libraries.",
-        figure=draw_memory(stats),
+        figure=stacked_bars(
+            {
+                "model": [dense, experts, 0.0],
+                "in memory": [dense, room, 0.0],
+                "peak of the process": [0.0, 0.0, held],
+                "budget": [0.0, 0.0, budget],
+            },
+            ("dense weights", "experts", "all together"),
+            scale=2**-20,
+            unit="MiB",
+        ),
         alt="Bars of memory: the model, what was held in memory, the peak and the budget.",
         table=Table(
             header=("", "size"),

@@ -3,12 +3,12 @@
 import numpy as np
 
 from moe_runtime.config import format_bytes
+from moe_runtime.lab.record_tiers import TIER_CHANGE_MARGIN, TIER_CHANGE_STEPS
 from moe_runtime.lab.replay.experiment import Row
 from moe_runtime.lab.replay.timed import LayerCounts
 from moe_runtime.lab.report import charts
-from moe_runtime.lab.report.findings import TraceFindings
+from moe_runtime.lab.report.findings import TraceFindings, TrainingReuse
 from moe_runtime.lab.report.page import Page, Section, Table
-from moe_runtime.lab.report.training_section import training_section
 
 _COLD = (
     "Replayed from an empty cache, every layer with an equal share of the slots; each miss is "
@@ -16,16 +16,20 @@ _COLD = (
 )
 
 
+_WAYS = {"spread": "spread evenly", "by_use": "exchanged by use", "best": "best fixed ones"}
+
+
 def trace_page(found: TraceFindings, name: str) -> Page:
     """Lays out the findings of one trace."""
-    signature = found.signature
+    signature = found.trace.signature
+    num_requests = len(np.unique(found.trace.token_request))
     sections = [_load_section(found), _popularity_section(found), _reuse_section(found)]
     sections += [_hit_section(found), _recall_section(found)]
     sections += [_traffic_section(found), _timeline_section(found)]
     if found.training is not None:
-        sections.insert(0, training_section(found.training))
+        sections.insert(0, _training_section(found.training))
     facts = [
-        (f"{found.num_tokens:,}", f"tokens in {found.num_requests:,} requests"),
+        (f"{found.trace.num_tokens:,}", f"tokens in {num_requests:,} requests"),
         (
             f"{signature.num_layers} × {signature.num_experts}",
             f"layers × experts, {signature.top_k} for each token",
@@ -50,7 +54,7 @@ def trace_page(found: TraceFindings, name: str) -> Page:
 
 
 def _load_section(found: TraceFindings) -> Section:
-    relative = found.loads * found.loads.shape[1] / found.signature.top_k
+    relative = found.loads * found.loads.shape[1] / found.trace.signature.top_k
     layer, expert = np.unravel_index(int(relative.argmax()), relative.shape)
     idle = int((found.loads == 0).sum())
     return Section(
@@ -62,7 +66,10 @@ def _load_section(found: TraceFindings) -> Section:
             + (f"{idle} of {relative.size} experts never." if idle else "every expert is used.")
             + " Bright spots are what a cache should keep; dark ones are cheap to leave on disk."
         ),
-        how=f"All {found.num_tokens:,} recorded tokens. The scale ends at the 99.5th percentile.",
+        how=(
+            f"All {found.trace.num_tokens:,} recorded tokens. The scale ends at the 99.5th "
+            "percentile."
+        ),
         figure=charts.heat_map(found),
         alt="Heat map of expert loads, one row for each layer and one column for each expert.",
         table=Table(
@@ -205,7 +212,7 @@ def _recall_section(found: TraceFindings) -> Section:
     near, far = best.recalls[0], best.recalls[-1]
     lesson = (
         f"{best.name} names {near.mean_at_2k:.1%} of the visited experts among its "
-        f"{2 * found.signature.top_k} likeliest of the next layer"
+        f"{2 * found.trace.signature.top_k} likeliest of the next layer"
     )
     if far is not near:
         lesson += f", and {far.mean_at_2k:.1%} {far.distance} layers ahead"
@@ -216,8 +223,8 @@ def _recall_section(found: TraceFindings) -> Section:
         how=(
             f"Trained and measured on different requests ({found.test_sequences} held out, "
             f"{best.num_tokens:,} tokens, repeated prompts left out); K is "
-            f"{found.signature.top_k}. The control knows the answer and must read 100 %. Layers "
-            "with no known layer so far back are predicted from the tokens alone."
+            f"{found.trace.signature.top_k}. The control knows the answer and must read 100 %. "
+            "Layers with no known layer so far back are predicted from the tokens alone."
         ),
         figure=charts.recall(found),
         alt="Recall at 2K by layer for each predictor, one panel for each look-ahead distance.",
@@ -296,6 +303,64 @@ def _timeline_section(found: TraceFindings) -> Section:
         how="The first steps of the same replay. `run --timeline` records the real one.",
         figure=charts.timeline(found),
         alt="Time of each step, computing and waiting, without and with prefetch.",
+    )
+
+
+def _training_section(found: TrainingReuse) -> Section:
+    """Lays out what micro-batches and steps had in common."""
+    return Section(
+        name="tiers",
+        title="What training uses again, and where experts should live",
+        lesson=f"{_grouping(found)} {_returning(found)} {_tier_words(found)}",
+        how=(
+            "A step's experts, each once. The experts in memory are spread evenly at first; after "
+            f"every {TIER_CHANGE_STEPS} steps, experts used in at least {TIER_CHANGE_MARGIN:.0%} "
+            "more of them "
+            "change places with those in memory used least, which is what training does. An expert "
+            "that is not in memory costs a step its weights twice and its moments once from the "
+            "disk, and all three back."
+        ),
+        figure=charts.training_tiers(found, _WAYS),
+        alt="Share of a step's experts found in memory, over the share of all experts kept there.",
+        table=Table(
+            header=("experts in memory", *_WAYS.values(), "exchanges"),
+            rows=[
+                (
+                    f"{share:.1%}",
+                    *(f"{getattr(tiers, way) / max(1, tiers.uses):.1%}" for way in _WAYS),
+                    f"{tiers.exchanges:,}",
+                )
+                for share, tiers in found.tiers.items()
+            ],
+        ),
+    )
+
+
+def _grouping(found: TrainingReuse) -> str:
+    share = f"A micro-batch asks for {found.pass_share:.0%} of the experts"
+    if found.num_passes == found.num_steps:
+        return f"{share}; a step has one micro-batch."
+    times = found.asked / max(1, found.fetched)
+    return (
+        f"{share}, a step of {found.num_passes / found.num_steps:.3g} micro-batches for "
+        f"{found.step_share:.0%}: fetched once for all of them, experts cross the link "
+        f"{times:.2f} times less often than micro-batch by micro-batch."
+    )
+
+
+def _returning(found: TrainingReuse) -> str:
+    if np.isnan(found.returning):
+        return "There is one step, so nothing comes back."
+    return f"{found.returning:.0%} of a step's experts were asked for by the step before."
+
+
+def _tier_words(found: TrainingReuse) -> str:
+    share, tiers = next(iter(found.tiers.items()))
+    at = {way: getattr(tiers, way) / max(1, tiers.uses) for way in _WAYS}
+    return (
+        f"With {share:.1%} of the experts in memory, an even spread finds {at['spread']:.1%} of "
+        f"what steps ask for, tiers chosen by use {at['by_use']:.1%} "
+        f"({tiers.exchanges:,} exchanges), the best fixed choice {at['best']:.1%}."
     )
 
 

@@ -133,45 +133,6 @@ class LayerWorkload:
     shared_s: float = 0.0
     slowdown_P: np.ndarray | None = None
 
-    @classmethod
-    def from_shares(
-        cls,
-        shares_P: np.ndarray,
-        *,
-        tokens_per_rank: int,
-        top_k: int,
-        model_dim: int,
-        expert_hidden: int,
-        bytes_per_number: int = 2,
-        shared_hidden: int = 0,
-        flops_per_s: float = float("inf"),
-        slowdown_P: np.ndarray | None = None,
-    ) -> "LayerWorkload":
-        """Equal tokens on all ranks, sent to ranks by their share of the load.
-
-        Args:
-            shares_P: ``[P]`` load of each rank under its placement; need not sum to 1.
-            tokens_per_rank: tokens of each rank.
-            top_k: experts of each token.
-            model_dim: width of the model.
-            expert_hidden: hidden width of a gated expert.
-            bytes_per_number: of the rows on the wire.
-            shared_hidden: hidden width of the shared experts together.
-            flops_per_s: rate that prices the shared experts.
-            slowdown_P: see the class.
-        """
-        shares = np.asarray(shares_P, dtype=np.float64)
-        if shares.ndim != 1 or not shares.sum() > 0:
-            raise ValueError(f"shares_P must be [ranks] with a positive sum, got {shares.shape}")
-        sent = np.broadcast_to(tokens_per_rank * top_k * shares / shares.sum(), (len(shares),) * 2)
-        return cls(
-            rows_PP=sent,
-            row_bytes=model_dim * bytes_per_number,
-            flops_per_row=6.0 * model_dim * expert_hidden,
-            shared_s=6.0 * tokens_per_rank * model_dim * shared_hidden / flops_per_s,
-            slowdown_P=slowdown_P,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSchedule:

@@ -179,17 +179,16 @@ def rank_shares(
 def _workload(
     cluster: Cluster, shape: SimulatedLayer, imbalance: Imbalance, shares_P: np.ndarray
 ) -> LayerWorkload:
+    """Equal tokens on all ranks, sent to ranks by their share of the load."""
     slowdown = np.ones(cluster.num_ranks)
     slowdown[0] = imbalance.straggler
-    return LayerWorkload.from_shares(
-        shares_P,
-        tokens_per_rank=shape.tokens_per_rank,
-        top_k=shape.top_k,
-        model_dim=shape.model_dim,
-        expert_hidden=shape.expert_hidden,
-        bytes_per_number=shape.bytes_per_number,
-        shared_hidden=shape.shared_hidden,
-        flops_per_s=cluster.flops_per_s,
+    rows_P = shape.tokens_per_rank * shape.top_k * shares_P / shares_P.sum()
+    shared_flops = 6.0 * shape.tokens_per_rank * shape.model_dim * shape.shared_hidden
+    return LayerWorkload(
+        rows_PP=np.broadcast_to(rows_P, (len(rows_P),) * 2),
+        row_bytes=shape.model_dim * shape.bytes_per_number,
+        flops_per_row=6.0 * shape.model_dim * shape.expert_hidden,
+        shared_s=shared_flops / cluster.flops_per_s,
         slowdown_P=slowdown,
     )
 

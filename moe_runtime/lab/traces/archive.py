@@ -72,8 +72,8 @@ class Archive:
     def __contains__(self, name: str) -> bool:
         return f"{name}.npy" in self._zip.namelist()
 
-    def read(self, name: str, dtype: np.dtype[Any], *, max_bytes: int | None = None) -> np.ndarray:
-        """Reads one array, which must be C-contiguous and exactly of the given type.
+    def read(self, name: str, *dtypes: np.dtype[Any], max_bytes: int | None = None) -> np.ndarray:
+        """Reads one array, which must be C-contiguous and exactly of a given type.
 
         Raises:
             CheckpointError: it is missing, damaged, or of another type.
@@ -88,7 +88,7 @@ class Archive:
                 f"expected at most {max_bytes}"
             )
         try:
-            return self._read_member(member, dtype)
+            return self._read_member(member, dtypes)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {error}") from error
         except ZIP_DAMAGE as error:
@@ -106,7 +106,9 @@ class Archive:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: {what} is not JSON: {error}") from None
 
-    def _read_member(self, member: zipfile.ZipInfo, dtype: np.dtype[Any]) -> np.ndarray:
+    def _read_member(
+        self, member: zipfile.ZipInfo, dtypes: tuple[np.dtype[Any], ...]
+    ) -> np.ndarray:
         with self._zip.open(member) as file:
             version = np.lib.format.read_magic(file)
             if version != (1, 0):
@@ -114,11 +116,12 @@ class Archive:
             shape, fortran_order, found = np.lib.format.read_array_header_1_0(
                 file, max_header_size=_MAX_NPY_HEADER_BYTES
             )
-            if found != dtype or (fortran_order and len(shape) > 1):
-                raise ValueError(f"expected {dtype} in C order, got {found}")
+            if found not in dtypes or (fortran_order and len(shape) > 1):
+                expected = ", ".join(map(str, dtypes))
+                raise ValueError(f"expected {expected} in C order, got {found}")
             if any(size < 0 for size in shape):
                 raise ValueError(f"negative size in shape {shape}")
-            num_bytes = math.prod(shape) * dtype.itemsize
+            num_bytes = math.prod(shape) * found.itemsize
             if num_bytes != member.file_size - file.tell():
                 raise ValueError(
                     f"shape {shape} needs {num_bytes} bytes, "
@@ -128,4 +131,4 @@ class Archive:
             data = file.read(num_bytes + 1)
         if len(data) != num_bytes:
             raise ValueError(f"expected {num_bytes} bytes of data, got {len(data)}")
-        return np.frombuffer(data, dtype=dtype).reshape(shape)
+        return np.frombuffer(data, dtype=found).reshape(shape)

@@ -77,12 +77,10 @@ class Trace:
 
     @property
     def num_steps(self) -> int:
-        """Number of forward passes."""
         return len(self.step_phase)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens over all steps."""
         return len(self.token_id)
 
     @property

@@ -193,16 +193,13 @@ def _decoded(
 
 def _read_one_of(archive: Archive, name: str, dtypes: tuple[np.dtype[Any], ...]) -> np.ndarray:
     """Reads an array whose type is one of several."""
-    problem: CheckpointError | None = None
-    for dtype in dtypes:
-        try:
-            return archive.read(name, dtype)
-        except CheckpointError as error:
-            problem = error
-    raise CheckpointError(
-        f"{archive.path}: array {name!r} is missing, damaged, or not of type "
-        f"{', '.join(map(str, dtypes))}"
-    ) from problem
+    try:
+        return archive.read(name, *dtypes)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{archive.path}: array {name!r} is missing, damaged, or not of type "
+            f"{', '.join(map(str, dtypes))}"
+        ) from error
 
 
 def _optional(archive: Archive, name: str, dtypes: tuple[np.dtype[Any], ...]) -> np.ndarray | None:

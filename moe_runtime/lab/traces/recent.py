@@ -116,7 +116,6 @@ class RecentRouting:
         """Nothing is held: of several runs at once the last one's routing is kept."""
 
     def begin_request(self, *, num_sequences: int = 1) -> None:
-        """Begins a batch of prompts."""
         self._requests += self._running
         self._running = num_sequences
 
@@ -156,7 +155,6 @@ class RecentRouting:
             self._steps[-1].record(layer, expert_ids[self._rows], weights[self._rows])
 
     def discard(self) -> None:
-        """Forgets what was recorded."""
         self._steps.clear()
         self._num_tokens, self._rows = 0, None
 

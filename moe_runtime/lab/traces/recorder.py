@@ -99,7 +99,6 @@ class TraceRecorder:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps recorded so far."""
         return len(self._steps)
 
     def begin_request(self, *, num_sequences: int = 1) -> None:
@@ -212,7 +211,6 @@ class TraceRecorder:
         self._recording = False
 
     def resume(self) -> None:
-        """Records again after ``pause``."""
         self._recording = True
 
     def close(self) -> None:

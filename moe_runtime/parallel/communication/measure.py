@@ -51,7 +51,7 @@ def time_exchanges(
         payload = torch.zeros((rows * others, 1), dtype=torch.uint8, device=device)
         times = []
         for _ in range(repeats + 1):
-            # Ranks start together: counts are exchanged, which nobody leaves before all have come.
+            # Ranks start together: counts are exchanged, which ends when all have come.
             transport.exchange_numbers(nothing_P1)
             started = clock()
             arrived = transport.exchange(payload, route).wait()

@@ -53,7 +53,7 @@ def open_group(
         timeout_s: Seconds to wait for the others, here and in the group's collectives.
 
     Raises:
-        RankFailureError: Somebody did not come.
+        RankFailureError: A process did not come.
     """
     own = dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
         name, store
@@ -86,7 +86,7 @@ def exchange_bytes(
 ) -> tuple[dict[int, bytes], list[int]]:
     """Sends bytes to some ranks; a collective call.
 
-    Where nobody has anything to send, only a few numbers travel.
+    Where no rank has anything to send, only a few numbers travel.
 
     Args:
         transport: The group.

@@ -251,7 +251,7 @@ class HierarchicalTransport:
 
 
 class _TwoSteps:
-    """The first step is under way; the second one starts when somebody waits."""
+    """The first step is under way; `wait` starts the second one."""
 
     def __init__(self, finish: FinishRows) -> None:
         self._finish: FinishRows | None = finish

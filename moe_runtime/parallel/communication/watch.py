@@ -367,12 +367,12 @@ class CollectiveMonitor:
     def _go_on(self) -> None:
         """Takes back what this thread has noted."""
         if self._notes.is_left:
-            # Where the store has gone, nobody reads it.
+            # Without the store no process reads it.
             with contextlib.suppress(RuntimeError):
                 self._notes.take_back()
 
     def _meet(self) -> None:
-        """Waits for everybody's address, once: who speaks another protocol is told before messages
+        """Waits for all addresses, once: a rank of another protocol is refused before messages
         of other sizes than expected are on their way.
 
         Raises:
@@ -554,7 +554,7 @@ def _has_ended(process: str) -> bool:
         stat = Path("/proc", pid, "stat").read_text()
     except OSError:
         return Path("/proc").is_dir()
-    # The state follows the command's closing bracket; Z is a process nobody has collected yet.
+    # The state follows the command's closing bracket; Z is an ended, uncollected process.
     return stat.rpartition(")")[2].split()[0] in "ZX"
 
 

@@ -188,7 +188,7 @@ class ChangePreparation:
             work.wait()
 
     def _read_pages(self) -> None:
-        """Reads what nobody has yet: all of it at the start, nothing later."""
+        """Reads what no rank has yet: all of it at the start, nothing later."""
         if self.rank >= self.change.num_new:
             return
         wanted = keys_of(self.change.placement, self.rank)

@@ -1,14 +1,12 @@
-"""One request of a generation service: it advances by a token a step, and can move to another rank.
-
-A request that moves takes its keys and values along where they lie as plain tensors. Other caches
-(windows, recurrent states) are built again on the new rank by the very passes that built them: the
-prompt, then token by token. Either way the next token has the bits that it would have had.
-
-One process of an elastic generation service: computes in lock step with the others.
+"""One process of an elastic generation service, and the requests that it generates for.
 
 All ranks hold the dense weights and generate for requests of their own; the routed experts are
 spread over them. A step is an exchange of messages, then one forward pass for each request of the
 rank that has most of them; a rank with fewer takes part without tokens. Rank 0 gives the orders.
+
+A request that moves takes its keys and values along where they lie as plain tensors. Other caches
+(windows, recurrent states) are built again on the new rank by the very passes that built them: the
+prompt, then token by token. Either way the next token has the bits that it would have had.
 """
 
 from __future__ import annotations
@@ -236,7 +234,7 @@ class Member:
         """Generates until this rank has left the group or the service ends.
 
         Args:
-            orders: who gives the orders, on rank 0; None on the others.
+            orders: their source on rank 0; None on the others.
 
         Raises:
             RankFailureError: another rank died or stalled.

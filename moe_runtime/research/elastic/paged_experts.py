@@ -1,11 +1,9 @@
-"""Experts as pages: each in memory of its own, found by a table.
+"""Routed experts spread over ranks whose number changes, without a changed bit.
 
-Which experts a rank holds can change while it computes: pages arrive beside those in use, the table
-is turned, and what is no longer wanted is given back. A page that stays is neither moved nor copied
-(ElasticMoE's remap of virtual pages; here the kernels take the address of each expert). It is no
-cache: the placement says which experts are here, and none is evicted or fetched on demand.
-
-Routed experts spread over ranks whose number changes, without a changed bit.
+Each expert is a page: in memory of its own, found by a table. Pages arrive beside those in use, the
+table is turned, and what is no longer wanted is given back. A page that stays is neither moved nor
+copied (ElasticMoE's remap of virtual pages; here the kernels take the address of each expert). It
+is no cache: the placement says which experts are here, and none is evicted or fetched on demand.
 
 Every rank computes a row by the calls that one process with all experts would make: the rows of one
 rank for one expert are a call of their own, however many ranks send rows to that expert, and the
@@ -14,8 +12,6 @@ nor the placement nor what the other ranks compute meanwhile changes a result.
 
 Shape suffixes: T tokens, D model, K choices, R rows, S slots of a rank, P ranks, L layers, E
 experts.
-
-A checkpoint's model on one rank: dense weights whole, routed experts as pages to come.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What rank 0 decides: who generates what, and who holds which experts from when on.
-
-A generation service whose ranks come and go while it generates.
+"""A generation service whose ranks come and go while it generates.
 
 Rank 0 lives in the process that makes the service: it takes the requests, gives them to ranks, and
 decides on placements. The other ranks are processes that run ``run_worker`` with its address, on
@@ -72,7 +70,7 @@ class _Served:
 
 @dataclass(eq=False)
 class _PendingResize:
-    """A change that somebody asked for.
+    """A change that was asked for.
 
     Attributes:
         num_ranks: ranks wanted; None for as many as there are.
@@ -149,7 +147,7 @@ class Coordinator:
         self._commands.put(None)
 
     def fail(self, error: BaseException) -> None:
-        """Tells everybody who waits that the service is broken."""
+        """Fails everything that waits: the service is broken."""
         self._take_commands(wait_s=0)
         resize_requests = [
             *self._resize_requests,
@@ -512,7 +510,7 @@ class ElasticService:
         """Ends the service and its workers, by default when everything asked for is done.
 
         Args:
-            at_once: gives up what is not done; who waits for it gets a ``RankFailureError``.
+            at_once: gives up what is not done: waiting for it raises a ``RankFailureError``.
 
         Raises:
             RankFailureError: a rank died or stalled.
@@ -549,7 +547,7 @@ class ElasticService:
 
     def _run(self) -> None:
         assert self._coordinator is not None
-        # Whatever ends the thread must reach those who wait for their tokens; a mistake of ours
+        # Whatever ends the thread must reach those that wait for tokens; a mistake of ours
         # goes on to be printed as well.
         with contextlib.suppress(MoERuntimeError):
             try:

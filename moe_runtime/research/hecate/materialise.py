@@ -1,4 +1,4 @@
-"""Which experts to copy where for one iteration, and who is to own them (Hecate, FSSDP).
+"""Which experts to copy where for one iteration, and which device owns them (Hecate, FSSDP).
 
 `plan_copies` is Hecate's algorithm 1: as many of the hottest experts as can be copied behind the
 computation before the layer, within the memory that each device has for copies. `reshard` is its

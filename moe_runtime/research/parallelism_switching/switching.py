@@ -1,21 +1,14 @@
-"""Tutel's switch of parallelism at run time: one layout of weights, any degree.
+"""Tutel's switch of parallelism at run time: one layout of weights, any degree for each batch.
 
 With more ranks than experts, `s = ranks / experts` consecutive ranks share an expert, each keeping
-a slice of its hidden dimension. How a batch is computed is chosen anew every time, and no parameter
-moves for good:
+a slice of its hidden dimension. How a batch is computed is chosen anew every time, by what a
+measured link makes cheapest for its tokens, and no parameter moves for good:
 
 - degree 0: every rank gathers all experts and computes its own tokens (data parallelism);
 - degree r: each row goes to r ranks, each of which gathers the s / r slices of its run. r = 1 is
   expert parallelism with gathered weights, r = s expert and tensor parallelism without gathering.
 
-Shape suffixes: T tokens, D model, S slots, N slices of a run.
-
-`SwitchingExperts`: a layer's experts whose parallelism is chosen anew for every batch (Tutel).
-
-The weights lie in one layout and never move; `adaptive` beside this file computes with any degree,
-and the degree is the one that a measured link makes cheapest for the tokens of the batch.
-
-Shape suffixes: T tokens, D model, K choices.
+Shape suffixes: T tokens, D model, K choices, S slots, N slices of a run.
 """
 
 from __future__ import annotations

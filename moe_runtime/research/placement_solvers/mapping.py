@@ -1,6 +1,4 @@
-"""How long a search may go on.
-
-Clusters of experts onto devices so that the busiest device's traffic is least (stage 2).
+"""Clusters of experts onto devices so that the busiest device's traffic is least (stage 2).
 
 Legend: L layers, Q clusters of a layer = G devices.
 """

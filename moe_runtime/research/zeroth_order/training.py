@@ -1,17 +1,4 @@
-"""Random directions of zeroth-order training, and what a step does to one tensor along them.
-
-A direction is drawn again from its seed wherever it is needed, so it takes no memory and an expert
-that is away can be moved later. The seed names the step and the tensor, not the order in which
-tensors come by: experts that nobody was routed to move as all others do.
-
-Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (MeZO, 2023).
-
-Experts of zeroth-order training: computed with to both sides of their parameters in one visit.
-
-How far an expert has come is counted in half steps: 2 t before step t, with all updates made, and
-2 t + 1 after it was moved to both sides and back in step t, whose update waits for the slope.
-
-Zeroth-order training of a model whose routed experts live elsewhere: forward passes alone.
+"""Zeroth-order training of a model whose routed experts live elsewhere: forward passes alone.
 
 MeZO measures the loss at two points, to both sides of the parameters along a random direction, and
 moves along it by the difference. Here an expert crosses the disk once per direction and step: when
@@ -19,11 +6,16 @@ it is there, the update of the step before is made up for, it is moved to one si
 moved to the other, computed with, moved back, and sent back. The two forward passes of all
 micro-batches go through the model side by side and meet at the experts.
 
-The roundings are those of MeZO in memory, moving there and back included, so the parameters are
-its to the bit. There are no gradients and no moments: a record is the parameters alone.
+A direction is drawn again from its seed wherever it is needed, so it takes no memory. The seed
+names the step and the tensor, not the order in which tensors come by: experts without tokens move
+as all others do. How far an expert has come is counted in half steps: 2 t before step t, with all
+updates made, and 2 t + 1 after it was moved to both sides and back in step t, whose update waits
+for the slope. The roundings are those of MeZO in memory, moving there and back included, so the
+parameters are the same to the bit. A record is the parameters alone.
 
-Source: Wang et al., "ZO2: Scalable Zeroth-Order Fine-Tuning for Extremely Large Language Models
-with Limited GPU Memory" (2025).
+Sources: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (MeZO, 2023); Wang
+et al., "ZO2: Scalable Zeroth-Order Fine-Tuning for Extremely Large Language Models with Limited GPU
+Memory" (2025).
 """
 
 from __future__ import annotations
@@ -65,9 +57,8 @@ from moe_runtime.training.offload.offloading import (
     stacked_parameters,
 )
 from moe_runtime.training.offload.passes import LayerInput
-from moe_runtime.training.offload.processes import processes_of
 from moe_runtime.training.offload.records import Sections, StateFormat
-from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.site import ExpertsModuleSpec, processes_of
 from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 

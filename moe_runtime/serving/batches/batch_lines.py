@@ -56,7 +56,7 @@ class PromptLine:
         messages: a conversation that the model goes on with.
         custom_id: of a line in OpenAI's batch format; None for a plain one.
         model: as the line names it, if it does.
-        sampling: how tokens are chosen.
+        sampling: fields of `SamplingOptions` that the line gives.
         max_new_tokens: most tokens of the answer.
         min_new_tokens: the answer does not end before it has so many.
         stops: texts that end the answer and are no part of it.
@@ -70,7 +70,7 @@ class PromptLine:
     messages: list[dict[str, Any]] | None
     custom_id: str | None
     model: str | None
-    sampling: SamplingOptions
+    sampling: dict[str, Any]
     max_new_tokens: int
     min_new_tokens: int
     stops: tuple[str, ...]
@@ -78,16 +78,13 @@ class PromptLine:
     ignore_eos: bool
 
 
-def read_lines(
-    text: str, file: str, *, sampling: SamplingOptions, max_new_tokens: int
-) -> list[PromptLine]:
+def read_lines(text: str, file: str, *, max_new_tokens: int) -> list[PromptLine]:
     """All requests of a file; blank lines are none.
 
     Args:
         text: of the file.
         file: its name, for messages.
-        sampling: what holds where a line says nothing.
-        max_new_tokens: likewise.
+        max_new_tokens: what holds where a line says nothing.
 
     Raises:
         ValueError: a line is no request, with its number; or there is none at all.
@@ -99,7 +96,7 @@ def read_lines(
             continue
         place = f"{file}, line {number}"
         try:
-            one = _read_line(line, number, place, sampling, max_new_tokens)
+            one = _read_line(line, number, place, max_new_tokens)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
         if one.custom_id is not None and ids.setdefault(one.custom_id, number) != number:
@@ -112,9 +109,7 @@ def read_lines(
     return found
 
 
-def _read_line(
-    line: str, number: int, place: str, sampling: SamplingOptions, max_new_tokens: int
-) -> PromptLine:
+def _read_line(line: str, number: int, place: str, max_new_tokens: int) -> PromptLine:
     try:
         value = parse_value(line.encode())
     except json.JSONDecodeError as error:
@@ -148,7 +143,7 @@ def _read_line(
         messages=_messages_of(given["messages"]) if asked == "messages" else None,
         custom_id=custom_id,
         model=given.get("model"),
-        sampling=_sampling_of(given, sampling),
+        sampling=_sampling_of(given),
         max_new_tokens=most_new,
         min_new_tokens=least,
         stops=_stops_of(given.get("stop", [])),
@@ -198,15 +193,19 @@ def _check_fields(given: Mapping[str, Any], asked: str) -> None:
         raise ValueError(f"min_tokens must be at least 0, got {given['min_tokens']}")
 
 
-def _sampling_of(given: Mapping[str, Any], defaults: SamplingOptions) -> SamplingOptions:
-    values = {name: given.get(name, getattr(defaults, name)) for name in _SAMPLING}
-    values["top_k"] = max(values["top_k"], 0) if values["top_k"] == -1 else values["top_k"]
+def _sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: given[name] for name in _SAMPLING if name in given}
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
     bias = {}
     for token, number in given.get("logit_bias", {}).items():
         if not (token.isascii() and token.isdigit()) or type(number) not in (int, float):
             raise ValueError(f"logit_bias: expected token ids and numbers, got {_shown(token)}")
         bias[int(token)] = float(number)
-    return SamplingOptions(**values, logit_bias=bias)
+    if bias:
+        values["logit_bias"] = bias
+    SamplingOptions(**values)  # refuses what is out of range
+    return values
 
 
 def _at_least_1(max_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Many requests answered together, none of which anybody waits for: the most tokens a second."""
+"""Many requests answered together, none of which is urgent: the most tokens a second."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_runtime.serving.caches.kv_account import rounded_up
-from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.engine import Engine, EngineHandle
 from moe_runtime.serving.engine_options import EngineOptions
+from moe_runtime.serving.kv_account import rounded_up
 from moe_runtime.serving.prefixes import LEAST_SHARED
 from moe_runtime.serving.requests import (
     EngineClosedError,
@@ -24,7 +24,6 @@ from moe_runtime.serving.requests import (
     GenerationRequest,
     NewToken,
     PromptRead,
-    RequestHandle,
 )
 
 
@@ -50,19 +49,19 @@ def answer_all(
     requests: Mapping[int, GenerationRequest],
     options: EngineOptions,
     *,
-    on_token: Callable[[int, Answer], bool],
+    on_token: Callable[[int, NewToken], bool],
     on_answer: Callable[[int, Answer], None],
 ) -> EngineStatistics:
     """Answers requests in the order that is quickest for all together.
 
-    What ends this early, Ctrl-C too, cancels the requests that have not ended; those that have are
-    told of before it goes on.
+    An early end, Ctrl-C too, cancels unfinished requests; finished ones are reported first.
 
     Args:
         model: a loaded model.
         requests: by number; each fits into the memory that the model was loaded for.
         options: of the engine.
-        on_token: called when an answer has grown, in the caller's thread; gives whether it is over.
+        on_token: called with each new token, in the caller's thread; gives whether it ends its
+            answer.
         on_answer: called once for each request, in the caller's thread.
 
     Raises:
@@ -74,7 +73,7 @@ def answer_all(
     options = dataclasses.replace(options, most_waiting=most_open)
     with contextlib.ExitStack() as stack:
         flow = _Flow(requests, options, on_token, on_answer)
-        # behind the engine's end: whatever it told until then
+        # after the engine's end: its last events
         stack.callback(flow.take_the_rest)
         engine = stack.enter_context(Engine(model, options))
         flow.run(engine)
@@ -105,7 +104,7 @@ def tokens_of(request: GenerationRequest) -> int:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended, and what the engine told of it.
+    """A request that has not ended, and the engine's events of it.
 
     Events are added by the engine's thread and taken one by one by the caller's, where Ctrl-C may
     come between any two instructions.
@@ -122,7 +121,7 @@ class _Open:
     events: list[Event] = field(default_factory=list)
     num_taken: int = 0
     is_taking: bool = False
-    handle: RequestHandle | None = None
+    handle: EngineHandle | None = None
 
 
 class _Flow:
@@ -132,7 +131,7 @@ class _Flow:
         self,
         requests: Mapping[int, GenerationRequest],
         options: EngineOptions,
-        on_token: Callable[[int, Answer], bool],
+        on_token: Callable[[int, NewToken], bool],
         on_answer: Callable[[int, Answer], None],
     ) -> None:
         self._requests = requests
@@ -178,7 +177,7 @@ class _Flow:
         opened.handle = engine.submit(request, hear)
 
     def _take(self, number: int) -> None:
-        """Everything that was told of a request; nothing if it was over before the engine knew."""
+        """All events of a request; none if its answer was over before the engine knew."""
         while (request := self._open.get(number)) and request.num_taken < len(request.events):
             request.is_taking = True
             self._take_event(number, request, request.events[request.num_taken])
@@ -191,7 +190,7 @@ class _Flow:
             answer.cached_tokens = event.cached_tokens
         elif isinstance(event, NewToken):
             answer.token_ids.append(event.token_id)
-            if self._on_token(number, answer):
+            if self._on_token(number, event):
                 assert request.handle is not None
                 request.handle.cancel()
                 self._end(number, answer, "stop", None)

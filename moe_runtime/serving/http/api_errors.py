@@ -88,7 +88,7 @@ class FieldError(ApiError):
 
 
 def internal_error(error: Exception) -> ApiError:
-    """What a client is told of a mistake of the server's own.
+    """The error that a client gets for a bug of the server.
 
     The log gets its class and where it came from: the message may quote a request.
     """
@@ -104,7 +104,7 @@ def internal_error(error: Exception) -> ApiError:
 
 
 class raised_as_api_error:
-    """Within the block, a mistake of the server's own is one that a client can be told of.
+    """Turns a bug of the server within the block into an error for the client.
 
     Raises:
         ApiError: instead of any other ``Exception``.
@@ -124,7 +124,7 @@ class raised_as_api_error:
 
 
 def of_engine(error: Exception) -> ApiError:
-    """What a client is told where the engine does not take a request."""
+    """The error of a request that the engine refuses."""
     if isinstance(error, QueueFullError):
         return ApiError(str(error), status=429, code="queue_full", headers={"retry-after": "1"})
     if isinstance(error, EngineClosedError):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moe_runtime.checkpoints.strict_json import clipped
-from moe_runtime.serving.http.answers.answer_text import AnswerText
+from moe_runtime.serving.http.answer_text import AnswerText
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, of_engine
 from moe_runtime.serving.http.generating import AnswerChoice
-from moe_runtime.serving.http.models.served_model import ServedModel
 from moe_runtime.serving.http.schema import GenerationFields, Message
+from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.requests import GenerationRequest, SamplingOptions
 
 if TYPE_CHECKING:
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
 def sampling_of(body: GenerationFields, model: ServedModel, number: int = 0) -> SamplingOptions:
     """How tokens are chosen: as the body says, else the checkpoint, else OpenAI.
-
-    Args:
-        body: of the request.
-        model: that answers.
-        number: of the answer among those to one prompt; each has a seed of its own.
 
     Raises:
         FieldError: ``logit_bias`` names a token that is none.

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http import grammars
-from moe_runtime.serving.http.answers.answer_sections import AnswerSections
-from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections
-from moe_runtime.serving.http.answers.tool_formats import ToolFormat
-from moe_runtime.serving.http.api_errors import FieldError
+from moe_runtime.serving.http.answer_sections import (
+    HARMONY_MARKS,
+    AnswerSections,
+    HarmonySections,
+)
+from moe_runtime.serving.http.answer_text import AnswerToken, Piece
+from moe_runtime.serving.http.answering import Answers, chat_logprobs
+from moe_runtime.serving.http.api_errors import ApiError, FieldError
 from moe_runtime.serving.http.asking import (
     check_choices,
     check_messages,
     choices_for,
     encode_prompt,
 )
-from moe_runtime.serving.http.generating import AnswerChoice
-from moe_runtime.serving.http.models.chat_template import ChatTemplate, without_template
-from moe_runtime.serving.http.models.served_model import ServedModel
+from moe_runtime.serving.http.call_readers import ParsedCall
+from moe_runtime.serving.http.chat_template import ChatTemplate
+from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.schema import (
     ChatBody,
     Function,
@@ -30,6 +36,8 @@ from moe_runtime.serving.http.schema import (
     TokenizeBody,
     Tool,
 )
+from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.tool_formats import ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,39 +71,27 @@ class ChatPlan:
             "reasoning" if self.opens_reasoning else "content",
         )
 
+    def answer(self, body: ChatBody, generation: Generation) -> ChatAnswers:
+        """Makes the JSON of what the engine generates."""
+        return ChatAnswers(body, generation, [self.sections() for _ in generation.choices])
+
 
 def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = "") -> ChatPlan:
     """What the engine is asked. Takes a while: not in the loop.
-
-    Args:
-        body: of the request.
-        model: that answers.
-        most_choices: answers that a request may have.
-        owner: of grammars that are kept.
 
     Raises:
         ApiError: the conversation, a tool or a grammar cannot be used, or too many answers are
             asked for.
     """
     check_choices(body, 1, most_choices)
-    template = model.template
-    if template is None:
-        raise without_template(model.parent or model.name)
+    template = template_of(model)
     _check_combinations(body)
     tools = _tools_in_use(body)
     if tools and template.tools is None and not template.is_harmony:
         raise FieldError(
             "tools", "this model's way of calling them is not known", code="unsupported_parameter"
         )
-    check_messages(body.messages, model)
-    continues = bool(body.continue_final_message)
-    prompt = template.render(
-        body.messages,
-        tools,
-        add_generation_prompt=not continues and body.add_generation_prompt is not False,
-        continue_final_message=continues,
-        variables=_variables(body, template),
-    )
+    prompt = prompt_of(body, body.messages, tools, model, _variables(body, template))
     ids = encode_prompt(prompt, model, "messages", add_special_tokens=False)
     opens_reasoning = template.opens_reasoning(prompt)
     functions = [tool.function for tool in tools]
@@ -119,7 +115,7 @@ def prepare(body: ChatBody, model: ServedModel, most_choices: int, owner: str = 
         matcher=grammar and model.grammars.compile(*grammar, owner),
         shown_tokens=_shown_tokens(template, tokens, how),
     )
-    if continues:
+    if body.continue_final_message:
         for choice in choices:
             choice.text.follow(ids, is_whole=True)
     return ChatPlan(choices, functions, template, prompt, opens_reasoning, how)
@@ -143,23 +139,54 @@ def _check_combinations(body: ChatBody) -> None:
         raise FieldError("max_tokens", "is the old name of max_completion_tokens; give one")
     if body.tool_choice not in (None, "none") and not body.tools:
         raise FieldError("tool_choice", "needs tools")
-    check_continuation(body, body.messages)
 
 
-def check_continuation(body: ChatBody | TokenizeBody, messages: Sequence[Message]) -> None:
-    """Refuses to continue a final message that cannot be continued.
+def template_of(model: ServedModel) -> ChatTemplate:
+    """The chat template of a model.
 
     Raises:
-        FieldError: there is a generation prompt too, or it is not the assistant's.
+        ApiError: it has none.
     """
-    if body.continue_final_message and body.add_generation_prompt:
+    if model.template is None:
+        name = model.parent or model.name
+        raise ApiError(
+            f"model: {name} has no chat template; use /v1/completions, or give serve a model that "
+            "was trained for conversations",
+            param="model",
+            code="unsupported_model",
+        )
+    return model.template
+
+
+def prompt_of(
+    body: ChatBody | TokenizeBody,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    model: ServedModel,
+    variables: Mapping[str, Any] | None,
+) -> str:
+    """A conversation as the model's chat template writes it.
+
+    Raises:
+        ApiError: it has too many messages, or a final one that cannot be continued as is asked.
+    """
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
         raise FieldError("continue_final_message", "excludes add_generation_prompt")
-    if body.continue_final_message and messages[-1].role != "assistant":
+    if continues and messages[-1].role != "assistant":
         raise FieldError("continue_final_message", "needs a last message of the assistant")
+    check_messages(messages, model)
+    return template_of(model).render(
+        messages,
+        tools,
+        add_generation_prompt=not continues and body.add_generation_prompt is not False,
+        continue_final_message=continues,
+        variables=variables,
+    )
 
 
 def _tools_in_use(body: ChatBody) -> list[Tool]:
-    """The tools that the model is told of."""
+    """The tools that the prompt names."""
     tools = body.tools or []
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
@@ -268,3 +295,96 @@ def _after_reasoning(
         text, marks, tokens, is_open=opens_reasoning, opens_calls=opens_calls
     )
     return text, param
+
+
+class ChatAnswers(Answers):
+    """Messages, or deltas as they grow."""
+
+    def __init__(
+        self,
+        body: ChatBody,
+        generation: Generation,
+        sections: Sequence[AnswerSections | HarmonySections],
+    ) -> None:
+        kind = "chat.completion", "chat.completion.chunk"
+        super().__init__(body, generation, kind, "chatcmpl")
+        self._has_logprobs = bool(body.logprobs)
+        self._sections = sections
+        self._num_calls = [0] * len(sections)
+        self._messages: list[dict[str, Any]] = [
+            {"role": "assistant", "content": None} for _ in sections
+        ]
+        self._silent = set(range(len(sections)))
+
+    def take(self, index: int, piece: Piece) -> str | None:
+        """Adds a piece to an answer; see `Answers.take`."""
+        message = self._messages[index]
+        for delta in self._deltas(index, piece):
+            for field, value in delta.items():
+                message[field] = value if message.get(field) is None else message[field] + value
+        return self._reason(index, piece)
+
+    def taken(self) -> dict[str, Any]:
+        """The fields of all answers, once they are whole."""
+        choices = []
+        for index, message in enumerate(self._messages):
+            if message["content"] is None and "tool_calls" not in message:
+                message["content"] = ""
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+            found = {"message": message}, self.tokens[index], self.reasons[index]
+            choices.append(self._choice(index, *found))
+        return {"choices": choices, **self._prompt_ids(0)}
+
+    def grown(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The chunks of a piece: one for each part of it, and one for its end."""
+        tokens = piece.tokens
+        if index in self._silent:
+            # Not before the model has begun: clients take it for the first token.
+            first = {"delta": {"role": "assistant", "content": ""}}
+            is_first = len(self._silent) == len(self._messages)
+            self._silent.discard(index)
+            more = self._prompt_ids(0) if is_first else {}
+            yield {"choices": [self._choice(index, first, (), None)], **more}
+        for delta in self._deltas(index, piece):
+            yield {"choices": [self._choice(index, {"delta": delta}, tokens, None)]}
+            tokens = ()
+        if piece.finish is not None or (tokens and (self._has_logprobs or self._has_ids)):
+            reason = self._reason(index, piece)
+            yield {"choices": [self._choice(index, {"delta": {}}, tokens, reason)]}
+
+    def _deltas(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """What a message grows by with a piece of text."""
+        sections = self._sections[index]
+        parts = [sections.add(piece.text)]
+        if piece.finish is not None:
+            parts.append(sections.end(cut_by=piece.cut_by))
+        for part in itertools.chain(*parts):
+            if not isinstance(part, ParsedCall):
+                kind, text = part
+                yield {"content" if kind == "content" else "reasoning_content": text}
+                continue
+            call = {
+                "index": self._num_calls[index],
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": part.name, "arguments": part.arguments},
+            }
+            self._num_calls[index] += 1
+            yield {"tool_calls": [call]}
+
+    def _reason(self, index: int, piece: Piece) -> str | None:
+        has_calls = piece.finish == "stop" and self._num_calls[index] > 0
+        return "tool_calls" if has_calls else piece.finish
+
+    def _choice(
+        self,
+        index: int,
+        message: dict[str, Any],
+        tokens: Sequence[AnswerToken],
+        reason: str | None,
+    ) -> dict[str, Any]:
+        has_logprobs = self._has_logprobs and bool(tokens or "message" in message)
+        logprobs = chat_logprobs(tokens, self._vocabulary) if has_logprobs else None
+        choice = {"index": index, **message, "logprobs": logprobs, "finish_reason": reason}
+        return {**choice, **self._ids(tokens)}

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_runtime.serving.http.answers.answer_text import AnswerToken
-from moe_runtime.serving.http.answers.log_probabilities import completion_logprobs, prompt_tokens
+from moe_runtime.serving.http.answer_text import AnswerToken, Piece
+from moe_runtime.serving.http.answering import Answers, completion_logprobs
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.asking import check_choices, check_tokens, choices_for, encode_prompt
 from moe_runtime.serving.http.generating import AnswerChoice, Generation
 from moe_runtime.serving.http.grammars import of_response_format
-from moe_runtime.serving.http.models.served_model import ServedModel
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import CompletionBody
+from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.vocabulary import Vocabulary
 
 DEFAULT_MAX_TOKENS = 16
 """As OpenAI's."""
@@ -64,14 +61,8 @@ class Echo:
 
 def prepare(
     body: CompletionBody, model: ServedModel, most_choices: int, owner: str = ""
-) -> tuple[list[Echo], list[AnswerChoice]]:
-    """What the engine is asked, and the prompts to repeat. Takes a while: not in the loop.
-
-    Args:
-        body: of the request.
-        model: that answers.
-        most_choices: answers that a request may have.
-        owner: of grammars that are kept.
+) -> CompletionPlan:
+    """What the engine is asked. Takes a while: not in the loop.
 
     Raises:
         ApiError: the prompts or a grammar cannot be used, or there are too many.
@@ -107,7 +98,7 @@ def prepare(
         ]
         if body.echo:
             echoes.append(_echo(one, prompts[number], held[0], body, model.vocabulary))
-    return echoes, choices
+    return CompletionPlan(choices, echoes)
 
 
 def _echo(
@@ -130,106 +121,93 @@ def _echo(
     return Echo(text, [min(offset, len(text)) for offset in offsets])
 
 
-class CompletionAnswer:
-    """Makes the JSON of one request's answers.
+@dataclass(frozen=True, slots=True)
+class CompletionPlan:
+    """Texts or tokens to continue, ready for the engine.
 
-    Args:
-        body: of the request.
-        generation: its answers.
+    Attributes:
+        choices: the sequences.
         echoed: the prompts, where they are to be repeated.
     """
+
+    choices: list[AnswerChoice]
+    echoed: list[Echo]
+
+    def answer(self, body: CompletionBody, generation: Generation) -> CompletionAnswers:
+        """Makes the JSON of what the engine generates."""
+        return CompletionAnswers(body, generation, self.echoed)
+
+
+class CompletionAnswers(Answers):
+    """Texts, with prompts before them where these are to be repeated."""
 
     def __init__(
         self, body: CompletionBody, generation: Generation, echoed: Sequence[Echo]
     ) -> None:
-        self.body = body
-        self.generation = generation
-        self.echoed = echoed
-        self._frame: dict[str, Any] = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": generation.model.name,
+        super().__init__(body, generation, ("text_completion", "text_completion"), "cmpl")
+        self._body, self._echoed = body, echoed
+        self._texts = [""] * len(generation.choices)
+        self._silent = set(range(len(generation.choices)))
+
+    def take(self, index: int, piece: Piece) -> str | None:
+        """Adds a piece to an answer; see `Answers.take`."""
+        self._texts[index] += piece.text
+        return piece.finish
+
+    def taken(self) -> dict[str, Any]:
+        """The fields of all answers, once they are whole."""
+        every = zip(self._texts, self.tokens, self.reasons, strict=True)
+        return {
+            "choices": [
+                self._choice(index, text, tokens, reason, is_first=True)
+                for index, (text, tokens, reason) in enumerate(every)
+            ]
         }
 
-    async def whole(self) -> dict[str, Any]:
-        """The answers when they are done."""
-        texts = [""] * len(self.generation.choices)
-        tokens: list[list[AnswerToken]] = [[] for _ in texts]
-        reasons: list[str | None] = [None] * len(texts)
-        async with contextlib.aclosing(self.generation.pieces()) as pieces:
-            async for index, piece in pieces:
-                texts[index] += piece.text
-                tokens[index] += piece.tokens
-                reasons[index] = piece.finish or reasons[index]
-        choices = []
-        for index, text in enumerate(texts):
-            prompt, before = self._echo(index)
-            logprobs = self._logprobs(before, tokens[index], len(prompt))
-            choice = _choice(index, prompt + text, logprobs, reasons[index])
-            choices.append({**choice, **self._ids(index, tokens[index], is_first=True)})
-        return {**self._frame, "choices": choices, "usage": self.generation.usage.body()}
+    def grown(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The chunk of a piece, unless there is nothing to say."""
+        is_first = index in self._silent
+        has_tokens = piece.tokens and (self._body.logprobs is not None or self._has_ids)
+        if piece.text or piece.finish or has_tokens or (is_first and self._prompt_text(index)):
+            self._silent.discard(index)
+            choice = self._choice(index, piece.text, piece.tokens, piece.finish, is_first=is_first)
+            yield {"choices": [choice]}
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answers as they grow."""
-        options = self.body.stream_options
-        has_usage = options is not None and bool(options.include_usage)
-        always = options is not None and bool(options.continuous_usage_stats)
-        silent = set(range(len(self.generation.choices)))
-        wants_tokens = self.body.logprobs is not None or self.body.return_token_ids
-        async with contextlib.aclosing(self.generation.pieces()) as pieces:
-            async for index, piece in pieces:
-                is_first = index in silent
-                prompt, before = self._echo(index) if is_first else ("", ())
-                text = prompt + piece.text
-                if not (text or piece.finish or (wants_tokens and piece.tokens)):
-                    continue
-                silent.discard(index)
-                # Places in the text count from its beginning, which is the echoed prompt's.
-                offset = len(self._prompt_text(index))
-                logprobs = self._logprobs(before, piece.tokens, offset)
-                choice = _choice(index, text, logprobs, piece.finish)
-                choice |= self._ids(index, piece.tokens, is_first=is_first)
-                chunk = {**self._frame, "choices": [choice]}
-                if has_usage:
-                    chunk["usage"] = self.generation.usage.body() if always else None
-                yield chunk
-        if has_usage:
-            yield {**self._frame, "choices": [], "usage": self.generation.usage.body()}
-
-    def _ids(self, index: int, tokens: Sequence[AnswerToken], *, is_first: bool) -> dict[str, Any]:
-        """The tokens themselves, where they are asked for."""
-        if not self.body.return_token_ids:
-            return {}
-        prompt = self.generation.choices[index].request.prompt_ids
-        own = {"token_ids": [one.token_id for one in tokens]}
-        return {**own, "prompt_token_ids": prompt} if is_first else own
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        tokens: Sequence[AnswerToken],
+        reason: str | None,
+        *,
+        is_first: bool,
+    ) -> dict[str, Any]:
+        prompt = self._prompt_text(index)
+        logprobs = None
+        if self._body.logprobs is not None:
+            # Places in the text count from its beginning, which is the echoed prompt's.
+            before = self._prompt_tokens(index) if is_first and self._body.echo else ()
+            logprobs = completion_logprobs(before, self._vocabulary)
+            later = completion_logprobs(tokens, self._vocabulary, len(prompt))
+            logprobs = {name: logprobs[name] + later[name] for name in logprobs}
+        return {
+            "index": index,
+            "text": prompt + text if is_first else text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            **self._ids(tokens),
+            **(self._prompt_ids(index) if is_first else {}),
+        }
 
     def _prompt_text(self, index: int) -> str:
-        return self.echoed[index // (self.body.n or 1)].text if self.body.echo else ""
+        return self._echoed[index // (self._body.n or 1)].text if self._body.echo else ""
 
-    def _echo(self, index: int) -> tuple[str, tuple[AnswerToken, ...]]:
-        """The prompt's text and tokens, where they are repeated before the answer."""
-        if not self.body.echo:
-            return "", ()
-        choice, echo = self.generation.choices[index], self.echoed[index // (self.body.n or 1)]
-        if self.body.logprobs is None:
-            return echo.text, ()
-        logprobs = choice.prompt and choice.prompt.logprobs
-        return echo.text, prompt_tokens(choice.request.prompt_ids, echo.offsets, logprobs)
-
-    def _logprobs(
-        self, before: Sequence[AnswerToken], tokens: Sequence[AnswerToken], offset: int
-    ) -> dict[str, Any] | None:
-        if self.body.logprobs is None:
-            return None
-        vocabulary = self.generation.model.vocabulary
-        first = completion_logprobs(before, vocabulary)
-        second = completion_logprobs(tokens, vocabulary, offset)
-        return {name: first[name] + second[name] for name in first}
-
-
-def _choice(
-    index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None
-) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _prompt_tokens(self, index: int) -> tuple[AnswerToken, ...]:
+        """The tokens of an echoed prompt with their places in its text."""
+        choice, echo = self.generation.choices[index], self._echoed[index // (self._body.n or 1)]
+        ids = choice.request.prompt_ids
+        logprobs = (choice.prompt and choice.prompt.logprobs) or [None] * len(ids)
+        return tuple(
+            AnswerToken(token_id, one and one.logprob, one.top if one else (), offset)
+            for token_id, offset, one in zip(ids, echo.offsets, logprobs, strict=True)
+        )

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 import moe_runtime
 from moe_runtime.serving.http import chat, completions
-from moe_runtime.serving.http.answers.chat_answer import ChatAnswer
-from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.asking import check_messages, check_tokens, encode_text
-from moe_runtime.serving.http.completions import CompletionAnswer
-from moe_runtime.serving.http.gate import given_key
-from moe_runtime.serving.http.generating import AnswerChoice, Generation
-from moe_runtime.serving.http.logged import MOST_USER
-from moe_runtime.serving.http.models.chat_template import without_template
-from moe_runtime.serving.http.models.served_model import ServedModel
+from moe_runtime.serving.http.answering import Plan
+from moe_runtime.serving.http.api_errors import ApiError, FieldError, internal_error
+from moe_runtime.serving.http.asking import check_tokens, encode_text
+from moe_runtime.serving.http.gate import RequestGate
 from moe_runtime.serving.http.responding import (
     EventStream,
     client_went_away,
+    error_response,
     json_response,
     whole,
 )
@@ -35,27 +33,24 @@ from moe_runtime.serving.http.schema import (
     CompletionBody,
     DetokenizeBody,
     GenerationFields,
-    StreamOptions,
     TokenizeBody,
     parse_body,
 )
-from moe_runtime.serving.http.server import Server
+from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.server import Asked, Server
 
 _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _QUICK_BYTES = 1 << 14
 """Bodies up to here are read in the loop, within a millisecond or two; others would hold it up."""
+_MOST_USER = 100
+"""Characters in the log of the name that a client gives its user."""
 
 
 class Endpoints:
-    """Answers requests.
-
-    Args:
-        server: what the endpoints share.
-    """
+    """Answers requests."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._most_choices = server.limits.choices
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -77,40 +72,11 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         """Continues a conversation."""
-        body = await self._body(request, ChatBody)
-        model = self._server.model(body.model)
-        plan = await self._server.aside(
-            chat.prepare,
-            body,
-            model,
-            self._most_choices,
-            self._owner(request),
-            client=self._client(request),
-            deadline_s=request.scope["deadline_s"],
-            has_grammar=body.response_format is not None or bool(body.tools),
-        )
-        generation = self._begin(request, body, model, plan.choices)
-        body = body.without_texts()
-        return await _answer(request, body, generation, ChatAnswer(body, generation, plan))
+        return await self._answer(request, ChatBody, chat.prepare)
 
     async def complete(self, request: Request) -> Response:
         """Continues texts or tokens."""
-        body = await self._body(request, CompletionBody)
-        model = self._server.model(body.model)
-        echoed, choices = await self._server.aside(
-            completions.prepare,
-            body,
-            model,
-            self._most_choices,
-            self._owner(request),
-            client=self._client(request),
-            deadline_s=request.scope["deadline_s"],
-            has_grammar=body.response_format is not None,
-        )
-        generation = self._begin(request, body, model, choices)
-        body = body.without_texts()
-        answer = CompletionAnswer(body, generation, echoed)
-        return await _answer(request, body, generation, answer)
+        return await self._answer(request, CompletionBody, completions.prepare)
 
     async def models(self, request: Request) -> Response:
         """All models."""
@@ -125,23 +91,14 @@ class Endpoints:
         """The tokens of a text or a conversation."""
         body = await self._body(request, TokenizeBody)
         model = self._server.model(body.model)
-        ids = await self._server.aside(
-            _tokens_of,
-            body,
-            model,
-            client=self._client(request),
-            deadline_s=request.scope["deadline_s"],
-        )
-        shown = {
-            "tokens": ids,
-            "count": len(ids),
-            "max_model_len": model.engine.most_request_tokens,
-            "token_strs": None,
-        }
+        ids = await self._server.prepare(Asked.of(request.scope), _tokens_of, body, model)
+        texts = None
         if body.return_token_strs:
-            tokenizer = model.vocabulary.tokenizer
-            shown["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
-        return json_response(shown)
+            texts = model.vocabulary.tokenizer.convert_ids_to_tokens(ids)
+        most = model.engine.most_request_tokens
+        return json_response(
+            {"tokens": ids, "count": len(ids), "max_model_len": most, "token_strs": texts}
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
@@ -149,12 +106,8 @@ class Endpoints:
         model = self._server.model(body.model)
         if body.tokens:
             check_tokens(body.tokens, model, "tokens")
-        text = await self._server.aside(
-            model.vocabulary.decode,
-            body.tokens,
-            client=self._client(request),
-            deadline_s=request.scope["deadline_s"],
-        )
+        asked = Asked.of(request.scope)
+        text = await self._server.prepare(asked, model.vocabulary.decode, body.tokens)
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -206,28 +159,26 @@ class Endpoints:
             },
         )
 
-    def _client(self, request: Request) -> str:
-        """Who takes turns with others: the number of a key, or an address where there are none."""
-        keys = self._server.access.keys
-        if keys:
-            return str(keys.index(given_key(request)))
-        return request.client.host if request.client else ""
-
-    def _owner(self, request: Request) -> str:
-        return self._server.access.owner_of(given_key(request))
-
-    def _begin(
+    async def _answer(
         self,
         request: Request,
-        body: GenerationFields,
-        model: ServedModel,
-        choices: Sequence[AnswerChoice],
-    ) -> Generation:
-        deadline_s = request.scope["deadline_s"]
-        if not (body.stays_large or any(one.request.constraint for one in choices)):
-            request.scope["forget_body"]()
-        owner = self._owner(request)
-        return self._server.begin(model, choices, self._client(request), owner, deadline_s)
+        kind: type[ChatBody] | type[CompletionBody],
+        prepare: Callable[..., Plan],
+    ) -> Response:
+        body = await self._body(request, kind)
+        asked, model = Asked.of(request.scope), self._server.model(body.model)
+        most = self._server.limits.choices
+        plan = await self._server.prepare(
+            asked, prepare, body, model, most, asked.owner, has_grammar=body.may_have_grammar
+        )
+        if not (body.stays_large or any(one.request.constraint for one in plan.choices)):
+            self._server.forget_body(asked)
+        generation = self._server.begin(asked, model, plan.choices)
+        body = body.without_texts()  # the whole body goes while the answer is made
+        answer = plan.answer(body, generation)
+        if body.stream:
+            return EventStream(generation, answer.chunks())
+        return await whole(request, generation, answer.whole())
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
         media = request.headers.get("content-type", "").partition(";")[0].strip()
@@ -246,38 +197,21 @@ class Endpoints:
                 raw = b"".join([part async for part in request.stream()])
         except ClientDisconnect:
             raise client_went_away() from None
-        is_quick = len(raw) <= _QUICK_BYTES
-        read = partial(parse_body, kind, raw)
-        deadline_s = request.scope["deadline_s"]
-        if is_quick:
-            body = read()
+        asked = Asked.of(request.scope)
+        if len(raw) <= _QUICK_BYTES:
+            body = parse_body(kind, raw)
         else:
-            client = self._client(request)
-            body = await self._server.aside(read, client=client, deadline_s=deadline_s)
-        if isinstance(body, GenerationFields):
-            user = body.user or body.safety_identifier or ""
-            request.scope["log"]["user"] = user[:MOST_USER]
-            if body.stream_options is not None and not body.stream:
+            body = await self._server.prepare(asked, parse_body, kind, raw)
+        fields = body if isinstance(body, GenerationFields) else None
+        if fields is not None:
+            asked.user = (fields.user or fields.safety_identifier or "")[:_MOST_USER]
+            options = fields.stream_options
+            if options is not None and not fields.stream:
                 raise FieldError("stream_options", "needs stream: true")
-            _check_usage(body.stream_options)
+            if options is not None and options.continuous_usage_stats and not options.include_usage:
+                field = "stream_options.continuous_usage_stats"
+                raise FieldError(field, "needs include_usage: true")
         return body
-
-
-AnswerT = TypeVar("AnswerT", CompletionAnswer, ChatAnswer)
-
-
-async def _answer(
-    request: Request, body: GenerationFields, generation: Generation, answer: AnswerT
-) -> Response:
-    request.scope["log"]["generation"] = generation
-    if body.stream:
-        return EventStream(generation, answer.chunks())
-    return await whole(request, generation, answer.whole())
-
-
-def _check_usage(options: StreamOptions | None) -> None:
-    if options is not None and options.continuous_usage_stats and not options.include_usage:
-        raise FieldError("stream_options.continuous_usage_stats", "needs include_usage: true")
 
 
 def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
@@ -289,18 +223,8 @@ def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
                 raise FieldError(name, "needs messages")
         adds = body.add_special_tokens is not False
         return encode_text(body.prompt or "", model, "prompt", add_special_tokens=adds)
-    if model.template is None:
-        raise without_template(model.name)
-    chat.check_continuation(body, body.messages)
-    check_messages(body.messages, model)
-    continues = bool(body.continue_final_message)
-    prompt = model.template.render(
-        body.messages,
-        body.tools or (),
-        add_generation_prompt=not continues and body.add_generation_prompt is not False,
-        continue_final_message=continues,
-        variables=body.chat_template_kwargs,
-    )
+    variables = body.chat_template_kwargs
+    prompt = chat.prompt_of(body, body.messages, body.tools or (), model, variables)
     adds = bool(body.add_special_tokens)
     return encode_text(prompt, model, "messages", add_special_tokens=adds)
 
@@ -315,3 +239,39 @@ def _described(model: ServedModel) -> Mapping[str, Any]:
         "parent": model.parent,
         "max_model_len": model.engine.most_request_tokens,
     }
+
+
+def make_app(server: Server) -> ASGIApp:
+    """An ASGI application that answers requests to a server."""
+
+    def failed(request: Request, error: Exception) -> Response:
+        api_error = _as_api_error(request, error)
+        Asked.of(request.scope).failure = api_error
+        return error_response(api_error)
+
+    routes = Endpoints(server).routes()
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            ApiError: failed,
+            HTTPException: failed,
+            Exception: failed,
+        },
+    )
+    app.router.redirect_slashes = False
+    return RequestGate(app, server, frozenset(route.path for route in routes))
+
+
+def _as_api_error(request: Request, error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        asked = f"{request.method} {request.scope['path'][:200]}"
+        known = "see /v1/models, /v1/completions, /v1/chat/completions, /metrics"
+        return ApiError(
+            f"{asked}: {error.detail}; {known}",
+            status=error.status_code,
+            code="unknown_url",
+            headers=dict(error.headers or {}),
+        )
+    return internal_error(error)

@@ -1,4 +1,4 @@
-"""What every request passes: who may ask, how long a body may be, and a line in the log."""
+"""What every request passes: keys and host names, the length of its body, and a line in the log."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_runtime.serving.http.api_errors import ApiError
-from moe_runtime.serving.http.generating import Generation
-from moe_runtime.serving.http.logged import log_fields
 from moe_runtime.serving.http.responding import error_response
-from moe_runtime.serving.http.server import Server
+from moe_runtime.serving.http.schema import known_place
+from moe_runtime.serving.http.server import Asked, Server
 
 _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 """What says nothing of anybody's text."""
 _BODIES_AT_ONCE = 4
-"""Bodies of the greatest length that are read at a time; more of them would take memory that
-nobody set aside."""
+"""Bodies of the greatest length that are read at a time; no memory is reserved for more."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:[0-9]*)?")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
@@ -52,41 +50,61 @@ class RequestGate:
         started_s = time.perf_counter()
         request = Request(scope, receive)
         origin = self._shared_origin(request)
-        status = 499  # where nobody is left to answer
-        body = _Body(self._server)
-        details: dict[str, Any] = {"request_id": _request_id(request)}
-        scope["log"], scope["forget_body"] = details, body.forget
-        scope["deadline_s"] = asyncio.get_running_loop().time() + self._server.limits.seconds
+        status = 499  # the client disconnected
+        end_s = asyncio.get_running_loop().time() + self._server.limits.seconds
+        asked = scope["asked"] = Asked(request_id=_request_id(request), deadline_s=end_s)
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = (b"x-request-id", details["request_id"].encode())
+                own = (b"x-request-id", asked.request_id.encode())
                 message["headers"] = [*message.get("headers", ()), own]
                 if origin:
-                    message["headers"] += _cors(origin)
+                    shared = (b"access-control-allow-origin", origin.encode("latin-1"))
+                    message["headers"] += [shared, (b"vary", b"origin")]
             try:
                 async with asyncio.timeout(self._server.limits.sending_seconds):
                     await send(message)
             except TimeoutError:
                 problem = "the client takes nothing of the answer"
-                details["failure"] = ApiError(problem, status=499, logged=problem)
+                asked.failure = ApiError(problem, status=499, logged=problem)
                 raise ConnectionError(problem) from None
 
+        async def receive_some() -> Message:
+            message = await receive()
+            self._count(asked, len(message.get("body", b"")))
+            return message
+
         try:
-            refused = self._refusal(request, origin)
+            refused = self._refusal(request, origin, asked)
             if refused is not None:
                 await refused(scope, receive, answer)
             else:
-                await self._app(scope, body.bounded(receive), answer)
+                await self._app(scope, receive_some, answer)
         finally:
-            body.forget()
-            self._record(request, status, details, time.perf_counter() - started_s)
+            self._server.forget_body(asked)
+            self._record(request, status, asked, time.perf_counter() - started_s)
 
-    def _refusal(self, request: Request, origin: str | None) -> Any:
+    def _count(self, asked: Asked, num_bytes: int) -> None:
+        """Notes a part of a body; it has an end, and so have those of all requests together."""
+        server, most = self._server, self._server.limits.body_bytes
+        asked.body_bytes += num_bytes
+        server.num_body_bytes += num_bytes
+        if asked.body_bytes > most:
+            raise _too_long(most)
+        if server.num_body_bytes > _BODIES_AT_ONCE * most:
+            raise ApiError(
+                f"bodies of {_BODIES_AT_ONCE * most} bytes are being read, as many as may be; "
+                "try again later",
+                status=429,
+                code="queue_full",
+                headers={"retry-after": "1", "connection": "close"},
+            )
+
+    def _refusal(self, request: Request, origin: str | None, asked: Asked) -> Response | None:
         """A response to what may not be asked; None where it may."""
-        access = self._server.access
+        access, most = self._server.access, self._server.limits.body_bytes
         host = _host(request)
         if access.hosts is not None and host and host not in access.hosts:
             # A page of another site whose name was made to lead here. Browsers always give one.
@@ -100,20 +118,21 @@ class RequestGate:
             closing = {"connection": "close"}
             return error_response(ApiError(problem, code="two_lengths", headers=closing))
         length = request.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._server.limits.body_bytes:
-            return error_response(_too_long(self._server.limits.body_bytes))
+        if length.isdigit() and int(length) > most:
+            return error_response(_too_long(most))
+        asked.client = request.client.host if request.client else ""
+        key = _given_key(request)
         if access.keys and request.scope["path"] not in _OPEN_PATHS:
-            given = given_key(request).encode()
-            if not any(hmac.compare_digest(given, key.encode()) for key in access.keys):
+            # all are compared, so that the time tells nothing
+            same = [hmac.compare_digest(key.encode(), known.encode()) for known in access.keys]
+            if not any(same):
                 message = "expected one of the server's keys: Authorization: Bearer KEY"
+                headers = {"www-authenticate": "Bearer"}
                 return error_response(
-                    ApiError(
-                        message,
-                        status=401,
-                        code="invalid_api_key",
-                        headers={"www-authenticate": "Bearer"},
-                    )
+                    ApiError(message, status=401, code="invalid_api_key", headers=headers)
                 )
+            asked.client = str(same.index(True))
+        asked.owner = access.owner_of(key)
         return None
 
     def _shared_origin(self, request: Request) -> str | None:
@@ -121,23 +140,21 @@ class RequestGate:
         origin, origins = request.headers.get("origin"), self._server.access.origins
         return origin if origin and (origin in origins or "*" in origins) else None
 
-    def _record(
-        self, request: Request, status: int, details: dict[str, Any], seconds: float
-    ) -> None:
+    def _record(self, request: Request, status: int, asked: Asked, seconds: float) -> None:
         route, path = request.scope.get("route"), request.scope["path"]
         path = getattr(route, "path", path if path in self._paths else "other")
-        generation: Generation | None = details.get("generation")
+        generation, failure = asked.generation, asked.failure
         if generation is not None and generation.failure is not None:
             # a stream had begun as a success; what became of it counts
             status = generation.failure.status
-            details.setdefault("failure", generation.failure)
+            failure = failure or generation.failure
         self._server.metrics.responses.labels(path, str(status)).inc()
         fields: dict[str, Any] = {
             "method": request.method,
             "path": request.scope["path"][:200],
             "status": status,
             "seconds": round(seconds, 4),
-            "id": details["request_id"],
+            "id": asked.request_id,
         }
         if generation is not None:
             usage = generation.usage
@@ -148,50 +165,25 @@ class RequestGate:
                 "new_tokens": usage.completion_tokens,
                 "finish": ",".join(generation.finish_reasons) or "none",
             }
-        if details.get("user"):
-            fields["user"] = details["user"]
-        if "failure" in details:
-            fields |= log_fields(details["failure"])
+        if asked.user:
+            fields["user"] = asked.user
+        if failure is not None:
+            fields |= log_fields(failure)
         if status >= 400 or path not in _QUIET_PATHS:
             self._server.log("request", fields)
 
 
-class _Body:
-    """What one request sends; it has an end, and so have those of all requests together."""
+def log_fields(error: ApiError) -> dict[str, Any]:
+    """What the log says of an error: its code and the field at fault, nothing of a client's text.
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._num_bytes = 0
-
-    def bounded(self, receive: Receive) -> Receive:
-        """Receives what the client sends as long as it is not too much."""
-
-        async def receive_some() -> Message:
-            message = await receive()
-            size, most = len(message.get("body", b"")), self._server.limits.body_bytes
-            self._num_bytes += size
-            self._server.num_body_bytes += size
-            if self._num_bytes > most:
-                raise _too_long(most)
-            if self._server.num_body_bytes > _BODIES_AT_ONCE * most:
-                raise ApiError(
-                    f"bodies of {_BODIES_AT_ONCE * most} bytes are being read, as many as may be; "
-                    "try again later",
-                    status=429,
-                    code="queue_full",
-                    headers={"retry-after": "1", "connection": "close"},
-                )
-            return message
-
-        return receive_some
-
-    def forget(self) -> None:
-        """Nothing of its size is held any more."""
-        self._server.num_body_bytes -= self._num_bytes
-        self._num_bytes = 0
+    Messages quote what a client sent, and so do the names of fields that are none.
+    """
+    fields = {"error": error.logged or error.code or error.kind}
+    place = known_place(error.param or "")
+    return {**fields, "param": place} if place else fields
 
 
-def given_key(request: Request) -> str:
+def _given_key(request: Request) -> str:
     """The key that a request came with, empty without one."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else scheme
@@ -213,13 +205,6 @@ def _request_id(request: Request) -> str:
     """The client's own name of a request where it may stand in a log, else a new one."""
     given = request.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-
-
-def _cors(origin: str) -> list[tuple[bytes, bytes]]:
-    return [
-        (b"access-control-allow-origin", origin.encode("latin-1")),
-        (b"vary", b"origin"),
-    ]
 
 
 def _preflight(request: Request) -> dict[str, str]:

@@ -8,17 +8,17 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.serving.http.answers.answer_text import AnswerText, Piece
+from moe_runtime.serving.engine import EngineHandle
+from moe_runtime.serving.http.answer_text import AnswerText, Piece
 from moe_runtime.serving.http.api_errors import ApiError, of_engine
 from moe_runtime.serving.http.metrics import RequestTimes
-from moe_runtime.serving.http.models.served_model import ServedModel
+from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.requests import (
     Event,
     Finished,
     GenerationRequest,
     NewToken,
     PromptRead,
-    RequestHandle,
     Started,
 )
 
@@ -98,7 +98,7 @@ class Generation:
     finish_reasons: list[str] = field(default_factory=list)
     failure: ApiError | None = None
     _events: asyncio.Queue[tuple[int, Event, float]] = field(default_factory=asyncio.Queue)
-    _handles: list[RequestHandle] = field(default_factory=list)
+    _handles: list[EngineHandle] = field(default_factory=list)
 
     def submit(self) -> None:
         """Hands all sequences to the engine, or none.

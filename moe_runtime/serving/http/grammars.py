@@ -18,19 +18,98 @@ import llguidance.hf
 import numpy as np
 
 from moe_runtime.errors import blamed_on
-from moe_runtime.serving.http.answers.answer_sections import ReasoningMarks
-from moe_runtime.serving.http.answers.call_readers import CHOICES, alternatives, referred, texts_of
-from moe_runtime.serving.http.answers.tool_formats import ArgumentWriting, ToolFormat
+from moe_runtime.serving.http.answer_sections import ReasoningMarks
 from moe_runtime.serving.http.api_errors import ApiError, FieldError
-from moe_runtime.serving.http.grammar_trial import compile_grammar, stack_bytes
-from moe_runtime.serving.http.json_schemas import FORMATS, grammar_schema, schema_within
-from moe_runtime.serving.http.limited_process import LimitedProcess, LimitError
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
+from moe_runtime.serving.http.call_readers import CHOICES, alternatives, referred, texts_of
+from moe_runtime.serving.http.limits import LimitedProcess, LimitError, compile_grammar, stack_bytes
 from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.http.tool_formats import ArgumentWriting, ToolFormat
+from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_OF_NAMES = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
+"""Keys whose value has a schema for each of some names."""
+_OF_VALUES = frozenset({"enum", "const", "default", "example", "examples"})
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+"""Formats of texts that the library enforces; any other says what a text means."""
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As chat templates show calls. Room for spaces is room for a model that finds no next word."""
+_LENIENT = {"lenient": True, "coerce_one_of": True}
+_OUTER = "root"
+_PATTERN_PART = re.compile(r"(?P<unreadable>\\[1-9]|\\k[<{']|\(\?(?:<?[=!]|[>(]))|\\.", re.DOTALL)
+"""Back references, look-around, atomic and conditional groups; and any other escape."""
+
+
+def grammar_schema(schema: dict[str, Any], *, is_strict: bool) -> dict[str, Any]:
+    """Adds the library's settings to a schema, and removes unknown formats of texts.
+
+    Args:
+        schema: as it was given.
+        is_strict: keywords that the library lacks stay, and are refused by it; they and patterns
+            that it cannot read are left out otherwise.
+    """
+
+    def change(one: dict[str, Any]) -> dict[str, Any]:
+        kept = dict(one)
+        if isinstance(kept.get("format"), str) and kept["format"] not in FORMATS:
+            del kept["format"]
+        if not is_strict:
+            if not _is_readable(kept.get("pattern", "")):
+                del kept["pattern"]
+            if isinstance(named := kept.get("patternProperties"), dict):
+                kept["patternProperties"] = {
+                    pattern: value for pattern, value in named.items() if _is_readable(pattern)
+                }
+        return kept
+
+    spacing = _ONE_LINE if is_strict else _ONE_LINE | _LENIENT
+    return {"x-guidance": spacing} | _changed(schema, change)
+
+
+def schema_within(part: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """A part of a schema as a schema of its own, whose references still lead into the root."""
+
+    def change(one: dict[str, Any]) -> dict[str, Any]:
+        to = one.get("$ref")
+        if not isinstance(to, str) or to[:2] not in ("#", "#/"):
+            return one
+        return {**one, "$ref": f"#/$defs/{_OUTER}{to[1:]}"}
+
+    found = _changed(part, change)
+    if not isinstance(found, dict) or found == part:
+        return found if isinstance(found, dict) else {}
+    return {**found, "$defs": {_OUTER: _changed(root, change)}}
+
+
+def _changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Applies a change to a schema and to all schemas within it."""
+    if isinstance(schema, list):
+        return [_changed(one, change) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in change(schema).items():
+        if key in _OF_VALUES:
+            found[key] = value
+        elif key in _OF_NAMES and isinstance(value, dict):
+            found[key] = {name: _changed(one, change) for name, one in value.items()}
+        else:
+            found[key] = _changed(value, change)
+    return found
+
+
+def _is_readable(pattern: Any) -> bool:
+    """Whether a pattern has nothing that no finite automaton matches."""
+    parts = _PATTERN_PART.finditer(pattern) if isinstance(pattern, str) else ()
+    return not any(part["unreadable"] for part in parts)
+
 
 _MOST_CHARACTERS = 1 << 17
 _COMPILE_S, _COMPILE_BYTES = 2.0, 128 << 20
@@ -40,6 +119,8 @@ _QUICK_MASK_S, _SLOW_MASKS_S = 0.05, 2.0
 """Masks are computed in the thread of all requests: those of one answer may take so long beyond."""
 _MOST_KEPT = 16
 _ANY_OBJECT = {"type": "object"}
+_NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
+_ANY_VALUE = {"type": ["string", "number", "boolean", "object", "array", "null"]}
 _BARE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 """A slash that no backslash stands before, or a character that one does."""
 _LARK_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:NAME|ARGUMENTS)\b')
@@ -50,13 +131,7 @@ _SCHEMA_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
 
 class GrammarConstraint:
-    """What a grammar allows after the tokens of one answer; a `TokenConstraint`.
-
-    Args:
-        matcher: of the grammar, for this answer alone.
-        vocabulary: of the model.
-        clock: seconds of a processor that this thread took.
-    """
+    """What a grammar allows after the tokens of one answer; a `TokenConstraint`."""
 
     def __init__(
         self,
@@ -188,13 +263,7 @@ def _tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
 
 
 class _FlaggedTokenizer:
-    """What `llguidance.TokenizerWrapper` asks of a tokenizer.
-
-    Args:
-        found: the library's own one.
-        size: tokens of the vocabulary.
-        plain: texts of tokens that it takes for special and that are none.
-    """
+    """What `llguidance.TokenizerWrapper` asks of a tokenizer."""
 
     bos_token_id = None
 
@@ -285,6 +354,7 @@ def of_tools(
         if (one_by_one := writing.argument) is None:
             arguments = _json(schema, is_strict=is_strict)
         else:
+            schema = _NO_ARGUMENTS if function.parameters is None else schema
             written = _Arguments(schema, one_by_one, tokens, f"f{number}", is_strict)
             arguments = written.grammar(rules)
         words = {"NAME": _text(function.name), "ARGUMENTS": arguments}
@@ -319,7 +389,10 @@ class _Arguments:
     is_strict: bool
 
     def grammar(self, rules: list[str]) -> str:
-        """The arguments in the order of the schema, those left out that it does not require."""
+        """The arguments in the order of the schema, those left out that it does not require.
+
+        A schema that names no properties allows any, unless it says otherwise.
+        """
         found, seen = self.schema, set[int]()
         while isinstance(found, dict) and "$ref" in found and id(found) not in seen:
             seen.add(id(found))
@@ -330,6 +403,14 @@ class _Arguments:
         known = list(properties.items()) if isinstance(properties, dict) else []
         between = _lark(self.writing.between, self.tokens)
         behind = alone = '""'
+        other = found.get("additionalProperties", True)
+        if "properties" not in found and other is not False:
+            if self.is_strict and found.keys() & {"patternProperties", "propertyNames"}:
+                raise self._refused("patterns of names")
+            schema = other if isinstance(other, dict) and other else _ANY_VALUE
+            one = self._argument(None, schema, f"{self.rule}_any", rules)
+            rules.append(f"{self.rule}_any: {one}")
+            return f"({self.rule}_any ({between} {self.rule}_any)*)?"
         for at, (key, schema) in reversed(list(enumerate(known))):
             one = self._argument(key, schema, f"{self.rule}_{at}", rules)
             is_needed = isinstance(required, list) and key in required
@@ -340,9 +421,10 @@ class _Arguments:
             behind = f"{self.rule}_{at}"
         return alone
 
-    def _argument(self, key: str, schema: Any, rule: str, rules: list[str]) -> str:
+    def _argument(self, key: str | None, schema: Any, rule: str, rules: list[str]) -> str:
         writing = self.writing
-        before = [_lark(writing.before_key, self.tokens), _text(key)]
+        name = writing.any_key if key is None else _text(key)
+        before = [_lark(writing.before_key, self.tokens), name]
         before.append(_lark(writing.before_value, self.tokens))
         ends = writing.ends_text
         texts, has_others, _ = texts_of(schema, self.schema)
@@ -385,15 +467,7 @@ def after_reasoning(
     is_open: bool,
     opens_calls: Sequence[str] = (),
 ) -> str:
-    """A grammar whose text may follow reasoning; must, where the prompt has opened it.
-
-    Args:
-        grammar: of the answer.
-        marks: of reasoning.
-        tokens: as for `of_tools`.
-        is_open: the prompt has opened it.
-        opens_calls: marks that would end the reasoning too.
-    """
+    """A grammar whose text may follow reasoning; must, where the prompt has opened it."""
     body = grammar.replace("start:", "answer:", 1)
     first = "thought GAP" if is_open else f"({_mark(marks.opens, tokens)} thought GAP)?"
     thought = _up_to("thought", marks.closes, tokens, opens_calls)

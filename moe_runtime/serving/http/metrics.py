@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from moe_runtime.serving.requests import EngineStatistics, TokenEngine
+from moe_runtime.serving.engine import Engine
 
 _LABELS = ["model_name", "engine"]
 _TO_MINUTES = (
@@ -62,58 +63,53 @@ _EXPERT_COUNTERS = {
 class EngineCollector:
     """Reads the engines' own counts when Prometheus asks."""
 
-    def __init__(self, engines: Mapping[str, TokenEngine]) -> None:
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
         """All metrics that engines count."""
         found = {name: engine.statistics() for name, engine in self._engines.items()}
         for metric, (field, text) in _GAUGES.items():
-            family = GaugeMetricFamily(metric, text, labels=_LABELS)
-            for name, one in found.items():
-                family.add_metric([name, "0"], getattr(one, field))
-            yield family
+            yield _family(GaugeMetricFamily, metric, text, _values(found, field))
         for metric, (field, text) in _COUNTERS.items():
-            yield _counter(metric, text, {name: getattr(one, field) for name, one in found.items()})
+            yield _family(CounterMetricFamily, metric, text, _values(found, field))
+        experts = {name: one.experts for name, one in found.items()}
         for metric, (field, text) in _EXPERT_COUNTERS.items():
-            counts = {name: getattr(one.experts, field) for name, one in found.items()}
-            yield _counter(metric, text, counts)
-        yield from _expert_details(found)
+            yield _family(CounterMetricFamily, metric, text, _values(experts, field))
+        read = {
+            (name, tier): n for name, one in experts.items() for tier, n in one.bytes_read.items()
+        }
+        text = "Bytes of experts read, by tier."
+        yield _family(CounterMetricFamily, "moe:expert_bytes_read", text, read, "tier")
+        text = "Experts that fit into the fastest tier."
+        yield _family(GaugeMetricFamily, "moe:expert_slots", text, _values(experts, "expert_slots"))
+        text = "How experts are kept; always 1."
+        policies = {(name, one.policy): 1.0 for name, one in experts.items()}
+        yield _family(GaugeMetricFamily, "moe:expert_cache_info", text, policies, "policy")
 
 
-def _counter(metric: str, text: str, counts: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(metric, text, labels=_LABELS)
-    for name, count in counts.items():
-        family.add_metric([name, "0"], count)
+def _values(found: Mapping[str, Any], field: str) -> dict[tuple[str, ...], float]:
+    return {(name,): getattr(one, field) for name, one in found.items()}
+
+
+def _family(
+    kind: Callable[..., Any],
+    metric: str,
+    text: str,
+    values: Mapping[tuple[str, ...], float],
+    *labels: str,
+) -> Metric:
+    """A metric of all engines; values are by the engine's name and further labels."""
+    family = kind(metric, text, labels=[*_LABELS, *labels])
+    for (name, *others), value in values.items():
+        family.add_metric([name, "0", *others], value)
     return family
 
 
-def _expert_details(found: Mapping[str, EngineStatistics]) -> Iterable[Metric]:
-    tiers = CounterMetricFamily(
-        "moe:expert_bytes_read", "Bytes of experts read, by tier.", labels=[*_LABELS, "tier"]
-    )
-    slots = GaugeMetricFamily(
-        "moe:expert_slots", "Experts that fit into the fastest tier.", labels=_LABELS
-    )
-    info = GaugeMetricFamily(
-        "moe:expert_cache_info", "How experts are kept; always 1.", labels=[*_LABELS, "policy"]
-    )
-    for name, one in found.items():
-        for tier, count in one.experts.bytes_read.items():
-            tiers.add_metric([name, "0", tier], count)
-        slots.add_metric([name, "0"], one.experts.expert_slots)
-        info.add_metric([name, "0", one.experts.policy], 1)
-    yield from (tiers, slots, info)
-
-
 class Metrics:
-    """The metrics of one server.
+    """The metrics of one server."""
 
-    Args:
-        engines: by the names of their models.
-    """
-
-    def __init__(self, engines: Mapping[str, TokenEngine]) -> None:
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engines))  # pyright: ignore[reportArgumentType]
         self.seconds = {
@@ -151,13 +147,7 @@ class Metrics:
 
 
 class RequestTimes:
-    """When the tokens of one request came.
-
-    Args:
-        metrics: where they are counted.
-        model_name: label of the model.
-        clock: seconds.
-    """
+    """When the tokens of one request came."""
 
     def __init__(self, metrics: Metrics, model_name: str, clock=time.perf_counter) -> None:
         self._metrics = metrics

@@ -14,9 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from moe_runtime.serving.http.api_errors import ApiError, raised_as_api_error
 from moe_runtime.serving.http.generating import Generation
+from moe_runtime.serving.http.server import Asked
 
 CLIENT_CLOSED_REQUEST = 499
-"""What the log says where nobody waited for the response."""
+"""Status in the log of a request whose client disconnected."""
 
 
 def client_went_away() -> ApiError:
@@ -42,12 +43,7 @@ def error_response(error: ApiError) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Chunks as server-sent events, and ``[DONE]``; a client that goes away cancels the rest.
-
-    Args:
-        generation: that the chunks are of; the engine has it already.
-        chunks: JSON objects.
-    """
+    """Chunks as server-sent events, and ``[DONE]``; a client that goes away cancels the rest."""
 
     def __init__(
         self, generation: Generation, chunks: AsyncGenerator[dict[str, Any], None]
@@ -62,7 +58,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events as they come."""
-        scope["comment"] = b":\n\n"
+        Asked.of(scope).is_stream = True
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -94,11 +90,6 @@ async def whole(
     request: Request, generation: Generation, work: Coroutine[Any, Any, Any]
 ) -> Response:
     """Waits for an answer, unless the client goes away first.
-
-    Args:
-        request: whose connection is watched.
-        generation: cancelled where nobody waits for it any more.
-        work: makes the JSON object of the response.
 
     Raises:
         ApiError: the answer failed.

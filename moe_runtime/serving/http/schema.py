@@ -31,21 +31,10 @@ _MOST_STOPS = 16
 
 _KNOWN_BUT_UNSUPPORTED = frozenset(
     {
-        *(
-            "audio",
-            "function_call",
-            "functions",
-            "modalities",
-            "prediction",
-        ),
-        *("suffix", "web_search_options", "prompt_logprobs"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *(
-            "length_penalty",
-            "use_beam_search",
-            "truncate_prompt_tokens",
-            "include_stop_str_in_output",
-        ),
+        *("audio", "function_call", "functions", "modalities", "prediction", "suffix"),
+        *("web_search_options", "prompt_logprobs", "guided_json", "guided_regex"),
+        *("guided_choice", "guided_grammar", "length_penalty", "use_beam_search"),
+        *("truncate_prompt_tokens", "include_stop_str_in_output"),
     }
 )
 """Fields that other servers have; a client that sends them would not get what it asks for."""
@@ -210,6 +199,11 @@ class GenerationFields(_Body):
         """Whether more may stay of it while it is answered than the tokens of its prompts."""
         return bool(self.response_format or self.logit_bias or self.stop_token_ids)
 
+    @property
+    def may_have_grammar(self) -> bool:
+        """Whether a grammar may have to be compiled for it."""
+        return self.response_format is not None
+
     def without_texts(self) -> Self:
         """What is needed of it while it is answered; the rest is as if it were not given."""
         return self.model_construct(**{name: value for name, value in self if name in _ANSWERED})
@@ -320,6 +314,11 @@ class ChatBody(GenerationFields):
     def stays_large(self) -> bool:
         """Schemas of tools too: calls are read by them."""
         return bool(self.tools) or super().stays_large
+
+    @property
+    def may_have_grammar(self) -> bool:
+        """Calls of tools have one too."""
+        return bool(self.tools) or super().may_have_grammar
 
 
 class TokenizeBody(_Body):

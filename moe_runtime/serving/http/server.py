@@ -17,7 +17,7 @@ from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
-from moe_runtime.serving.http.models.served_model import ServedModel
+from moe_runtime.serving.http.served_model import ServedModel
 
 Log = Callable[[str, Mapping[str, Any]], None]
 """Called with an event's name and its fields."""
@@ -58,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """Who may ask.
+    """Which requests are accepted.
 
     Attributes:
         keys: one of them must come with a request; everybody may ask where there is none.
@@ -79,6 +79,38 @@ class Access:
         return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """One request of HTTP while it is answered; ``scope["asked"]`` of its connection.
+
+    Attributes:
+        request_id: the client's, or one of the server's own.
+        deadline_s: until when it may take, by the loop's clock.
+        client: whose turn it takes: the number of a key, or an address where there are none.
+        owner: whose prefixes and grammars it finds.
+        body_bytes: of its body, as long as they are held.
+        user: as the client calls its user.
+        generation: of its answers, once they are made.
+        failure: what became of it instead of an answer.
+        is_stream: its answer is a stream of events.
+    """
+
+    request_id: str
+    deadline_s: float
+    client: str = ""
+    owner: str = ""
+    body_bytes: int = 0
+    user: str = ""
+    generation: Generation | None = None
+    failure: ApiError | None = None
+    is_stream: bool = False
+
+    @staticmethod
+    def of(scope: Mapping[str, Any]) -> Asked:
+        """That of a connection."""
+        return scope["asked"]
+
+
 @dataclass(slots=True)
 class Server:
     """The state of one server.
@@ -86,7 +118,7 @@ class Server:
     Attributes:
         models: by name; the first answers requests that name none.
         limits: of a request.
-        access: who may ask.
+        access: which requests are accepted.
         log: takes one event for each request.
         is_draining: takes no more requests.
         has_ended: what is not answered by now is not answered.
@@ -147,99 +179,81 @@ class Server:
         self.is_draining = True
         _expire(self._arriving)
 
-    @contextlib.asynccontextmanager
-    async def arrival(self) -> AsyncGenerator[None, None]:
+    def arrival(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Within the block a body arrives, in the time that it has.
 
         Raises:
             ApiError: the time is over, or the server begins to drain.
         """
         limit_s = min(self.limits.body_seconds, self.limits.seconds)
-        try:
-            async with asyncio.timeout(limit_s) as arrival:
-                self._arriving.add(arrival)
-                try:
-                    yield
-                finally:
-                    self._arriving.discard(arrival)
-        except TimeoutError:
-            if self.is_draining:
-                raise shutting_down() from None
-            raise ApiError(
-                f"the body did not arrive within the {limit_s:g} seconds that it may take",
-                status=408,
-                code="timeout",
-                headers={"connection": "close"},
-            ) from None
+        late = ApiError(
+            f"the body did not arrive within the {limit_s:g} seconds that it may take",
+            status=408,
+            code="timeout",
+            headers={"connection": "close"},
+        )
+        end_s = asyncio.get_running_loop().time() + limit_s
+        return self._until(end_s, self._arriving, late)
 
-    async def aside(
-        self,
-        work: Callable[..., ValueT],
-        *args: Any,
-        client: str,
-        deadline_s: float,
-        has_grammar: bool = False,
+    async def prepare(
+        self, asked: Asked, work: Callable[..., ValueT], *args: Any, has_grammar: bool = False
     ) -> ValueT:
         """Runs what takes a while in the thread for texts, or in that for grammars.
 
-        Clients take turns: whoever asks for much keeps others waiting for one piece of work only.
-
-        Work that has begun goes on behind the deadline, and nobody hears of it.
-
-        Args:
-            work: what to do.
-            *args: of it.
-            client: for whom.
-            deadline_s: until when the request may take, by the loop's clock.
-            has_grammar: whether it is work of a request with a grammar.
+        Clients take turns: a client with many requests delays others by one piece of work only.
+        Work that has begun continues after the deadline; its result is dropped.
 
         Raises:
             ApiError: the time is over, or the server ends.
         """
         worker = self.grammar_worker if has_grammar else self.worker
-        loop = asyncio.get_running_loop()
         if self.has_ended:
             raise shutting_down()
+        late = too_slow(self.limits.seconds)
+        async with (
+            self._until(asked.deadline_s, self._preparing, late),
+            self._turns[has_grammar].turn(asked.client),
+        ):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(worker, partial(work, *args))
+
+    @contextlib.asynccontextmanager
+    async def _until(
+        self, end_s: float, waiting: set[asyncio.Timeout], late: ApiError
+    ) -> AsyncGenerator[None, None]:
+        """A block with an end; it is earlier where the server expires those that wait."""
         try:
-            async with asyncio.timeout_at(deadline_s) as preparation:
-                self._preparing.add(preparation)
+            async with asyncio.timeout_at(end_s) as timeout:
+                waiting.add(timeout)
                 try:
-                    async with self._turns[has_grammar].turn(client):
-                        return await loop.run_in_executor(worker, partial(work, *args))
+                    yield
                 finally:
-                    self._preparing.discard(preparation)
+                    waiting.discard(timeout)
         except TimeoutError:
-            if self.has_ended:
-                raise shutting_down() from None
-            raise too_slow(self.limits.seconds) from None
+            is_ending = self.is_draining if waiting is self._arriving else self.has_ended
+            raise (shutting_down() if is_ending else late) from None
 
     def begin(
-        self,
-        model: ServedModel,
-        choices: Sequence[AnswerChoice],
-        client: str,
-        owner: str,
-        deadline_s: float,
+        self, asked: Asked, model: ServedModel, choices: Sequence[AnswerChoice]
     ) -> Generation:
-        """Hands the request of a client to the engine.
-
-        Args:
-            model: that answers.
-            choices: the answers that it asks for.
-            client: who takes turns with others.
-            owner: of the prefixes that it may find.
-            deadline_s: until when it may take, by the loop's clock.
+        """Hands the answers that a request asks of a model to the engine.
 
         Raises:
-            ApiError: it is not taken.
+            ApiError: it does not take them.
         """
         times = RequestTimes(self.metrics, model.parent or model.name)
         for choice in choices:
-            choice.request = replace(choice.request, client=client, prefix_owner=owner)
-        generation = Generation(model, choices, times, self.limits.seconds, deadline_s)
+            choice.request = replace(choice.request, client=asked.client, prefix_owner=asked.owner)
+        generation = Generation(model, choices, times, self.limits.seconds, asked.deadline_s)
         generation.submit()
+        asked.generation = generation
         self._generations.add(generation)
         return generation
+
+    def forget_body(self, asked: Asked) -> None:
+        """Nothing of the size of a request's body is held any more."""
+        self.num_body_bytes -= asked.body_bytes
+        asked.body_bytes = 0
 
     def shut_down(self) -> None:
         """Ends the answers that are being made or prepared with an error."""

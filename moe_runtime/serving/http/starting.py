@@ -1,32 +1,336 @@
-"""From models' names to a running server."""
+"""From models' names to a server over TCP, until it is stopped and all have their answers."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import errno
+import functools
+import gc
+import logging
+import math
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import h11
 import platformdirs
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import moe_runtime
+from moe_runtime.allocator import give_back_free_pages
 from moe_runtime.checkpoints.model_files import find_checkpoint, load_tokenizer
-from moe_runtime.errors import CapacityError, blamed_on
+from moe_runtime.errors import CapacityError, MoERuntimeError, blamed_on
+from moe_runtime.files import at_home
+from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.kernels.native import native_library
-from moe_runtime.serving.adapter_folder import AdapterFolder
-from moe_runtime.serving.adapters import Adapters
-from moe_runtime.serving.caches.prefix_files import PrefixDisk, identity_of
-from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.adapters import AdapterFolder, Adapters
+from moe_runtime.serving.engine import Engine, Turns
 from moe_runtime.serving.engine_options import EngineOptions
-from moe_runtime.serving.http.limited_process import LimitedProcess
-from moe_runtime.serving.http.models.dividing import divide_host_memory, rest_for_model, with_server
-from moe_runtime.serving.http.models.naming import adapters_of, names_of
-from moe_runtime.serving.http.models.served_model import ServedModel, serve_model
-from moe_runtime.serving.http.models.slot_sharing import SlotSharing
-from moe_runtime.serving.http.running import accept_clients, address_of, listen, serve
-from moe_runtime.serving.http.server import Access, Limits, Log, Server
-from moe_runtime.serving.turns import Turns
+from moe_runtime.serving.http.dividing import (
+    SlotSharing,
+    divide_host_memory,
+    rest_for_model,
+    with_server,
+)
+from moe_runtime.serving.http.endpoints import make_app
+from moe_runtime.serving.http.limits import LimitedProcess
+from moe_runtime.serving.http.served_model import ServedModel, serve_model
+from moe_runtime.serving.http.server import Access, Asked, Limits, Log, Server
+from moe_runtime.serving.prefixes import PrefixDisk, identity_of
+
+_LOOK_S = 0.05
+_GIVE_BACK_S = 1.0
+"""Seconds between two times that freed memory is given back, so that the budget holds for days."""
+_CHURN_S, _CHURN_BYTES = 0.25, 2 * 2**20
+"""It is given back so often where so much more has become resident meanwhile."""
+_GOODBYE_S = 10
+"""Seconds in which clients may take what was sent, once all answers are there."""
+
+
+class AddressError(MoERuntimeError):
+    """The server cannot listen at an address."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Takes an address, before a model is loaded for it; `accept_clients` comes later.
+
+    Raises:
+        AddressError: it is taken, or none of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        with contextlib.ExitStack() as undo:
+            undo.callback(found.close)
+            _bind(found, address)
+            undo.pop_all()
+    except OSError as error:
+        raise _unusable(host, port, error) from None
+    return found
+
+
+def accept_clients(listening: socket.socket, backlog: int) -> None:
+    """Accepts connections; they wait until the server answers.
+
+    Raises:
+        AddressError: another process listens there by now.
+    """
+    host, port = listening.getsockname()[:2]
+    try:
+        # what an address is bound with, its connections inherit: they are no obstacle afterwards
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.listen(backlog)
+    except OSError as error:
+        raise _unusable(host, port, error) from None
+
+
+def _bind(unbound: socket.socket, address: tuple[Any, ...]) -> None:
+    """Takes an address for itself, so that a second server is refused while this one loads.
+
+    Connections of a server that was there before may linger; then, and only then, it has to be
+    shared, and the first process that listens gets it.
+    """
+    try:
+        unbound.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        unbound.bind(address)
+
+
+def _unusable(host: str, port: int, error: OSError) -> AddressError:
+    reason = error.strerror or error
+    return AddressError(
+        f"cannot listen at {host} port {port}: {reason}; give another --host or --port"
+    )
+
+
+def address_of(listening: socket.socket) -> str:
+    """The address as clients write it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Protocol(H11Protocol):
+    """Ends a connection whose next head is not whole in time; bodies have a limit of their own."""
+
+    def __init__(self, *, head_seconds: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._head_seconds = head_seconds
+        self._waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more: it may wait for its answer, or have gone away.
+
+        Both look alike until something is sent. An interim response, or a stream's comment, which
+        clients pass over, makes the system of one that has gone away refuse the connection.
+
+        Returns:
+            Whether the connection stays open.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        cycle.keep_alive = False
+        if cycle.response_started:
+            comment = b":\n\n" if Asked.of(cycle.scope).is_stream else b""
+            self.transport.write(self.conn.send(h11.Data(comment)) or b"")
+        elif self.conn.their_http_version == b"1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._look_after()
+        return True
+
+    def _look_after(self) -> None:
+        """Ends a connection that the client's system refused."""
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(_LOOK_S, self._look_after)
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._forget()
+        elif self._waiting is None:
+            self._waiting = self.loop.call_later(self._head_seconds, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the command."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(
+    server: Server,
+    listening: socket.socket,
+    *,
+    is_stopping: Callable[[], bool],
+    drain_s: float | None,
+    is_cut_off: Callable[[], bool] = lambda: False,
+) -> None:
+    """Answers requests until it is told to stop, then those that were taken.
+
+    Args:
+        server: its models' engines stay the caller's to close.
+        listening: a socket that is bound.
+        is_stopping: whether to take no more requests; looked at all the time.
+        drain_s: seconds that taken requests may still need; None for as long as they take.
+        is_cut_off: whether they get no more time; looked at all the time then.
+    """
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    config = uvicorn.Config(
+        make_app(server),
+        http=functools.partial(_Protocol, head_seconds=server.limits.head_seconds),  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+    )
+    running = _Uvicorn(config)
+
+    async def run() -> None:
+        serving = asyncio.ensure_future(running.serve([listening]))
+        giving = asyncio.ensure_future(_give_back_memory())
+        while not is_stopping() and not serving.done():
+            await asyncio.sleep(_LOOK_S)
+        server.drain()
+        server.log("draining", {})
+        # Clients hear that it drains until the last answer: uvicorn's end closes the address.
+        clock = asyncio.get_running_loop().time
+        end_s = math.inf if drain_s is None else clock() + drain_s
+        while running.server_state.tasks and not serving.done() and clock() < end_s:
+            if is_cut_off():
+                end_s = clock()
+            await asyncio.sleep(_LOOK_S)
+        server.shut_down()
+        # Without a limit, only clients that do not read their answers are waited for.
+        left_s = _GOODBYE_S if drain_s is None else max(round(end_s - clock()), 1)
+        config.timeout_graceful_shutdown = left_s
+        running.should_exit = True
+        await serving
+        giving.cancel()
+
+    with server.worker, server.grammar_worker:
+        asyncio.run(run())
+
+
+async def _give_back_memory() -> None:
+    clock = asyncio.get_running_loop().time
+    given_s, resident = clock(), resident_bytes()
+    while True:
+        await asyncio.sleep(_CHURN_S)
+        if clock() - given_s >= _GIVE_BACK_S or resident_bytes() > resident + _CHURN_BYTES:
+            await asyncio.to_thread(_collect_garbage)
+            given_s, resident = clock(), resident_bytes()
+
+
+def _collect_garbage() -> None:
+    """Frees what waits for the garbage collector, then pages that are free.
+
+    Cycles of requests that came to nothing keep blocks all over the heap. What was there before
+    the first request is passed over, so that no request waits.
+    """
+    if gc.get_freeze_count():
+        gc.collect()
+    give_back_free_pages()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterChoice:
+    """An adapter that requests can name.
+
+    Attributes:
+        name: by which they ask for it.
+        model: name of the model that it is for.
+        folder: as PEFT writes it.
+    """
+
+    name: str
+    model: str
+    folder: Path
+
+
+def names_of(models: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names by which requests ask for models, in their order.
+
+    Raises:
+        ValueError: there are not as many names as models, or one is given to two of them.
+    """
+    if names and len(names) != len(models):
+        raise ValueError(
+            f"--name: expected one for each of {len(models)} models in their order, or none, "
+            f"got {len(names)}"
+        )
+    found = list(names) or [Path(model).resolve().name for model in models]
+    twice = _twice(found)
+    if twice is not None:
+        raise ValueError(
+            f"--name: two models are called {twice!r}; give each model a name of its own"
+        )
+    return found
+
+
+def adapters_of(words: Sequence[str], models: Sequence[str]) -> list[AdapterChoice]:
+    """Reads ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` where there are several models.
+
+    Raises:
+        ValueError: one is neither, or two have one name.
+    """
+    found = []
+    for word in words:
+        name, equals, folder = word.partition("=")
+        model = next((model for model in models if name.startswith(f"{model}:")), None)
+        if model is not None:
+            name = name.removeprefix(f"{model}:")
+        is_other = model is None and (len(models) > 1 or ":" in name)
+        if not (name and equals and folder) or is_other:
+            form = "NAME=FOLDER" if len(models) == 1 else "MODEL:NAME=FOLDER"
+            other, colon, _ = name.partition(":")
+            no_model = f"; there is no model {other!r}" if colon and model is None else ""
+            raise ValueError(
+                f"--adapter {word}: expected {form}, with a model of {', '.join(models)}{no_model}"
+            )
+        found.append(AdapterChoice(name, model or models[0], Path(at_home(folder))))
+    twice = _twice([*models, *(choice.name for choice in found)])
+    if twice is not None:
+        whose = "the name of a model" if twice in models else "the name of two"
+        raise ValueError(f"--adapter: {twice!r} is {whose}; give each adapter a name of its own")
+    return found
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    return next((name for name in names if name in seen or seen.add(name)), None)
+
 
 _BACKLOG = 2048
 
@@ -44,7 +348,7 @@ class ServeSettings:
         loading: options of ``moe_runtime.load``; the budget is that of all models together.
         engine: how work is divided.
         limits: what one request may ask for.
-        access: who may ask.
+        access: keys and host names.
         drain_s: seconds for taken requests once the server stops; None for as long as they take.
         prefix_disk_bytes: of prefixes in the user's cache; None for none.
         adapter_bytes: of a model's adapters that are in memory at a time; None for that of all.
@@ -169,7 +473,7 @@ def run_server(
             access=settings.access,
             log=log,
         )
-        # Who calls from now on is answered, if a moment later.
+        # Connections from now on are answered, if a moment later.
         accept_clients(listening, _BACKLOG)
         on_ready(Ready(address_of(listening), models, adapters, all_loaded))
         serve(

@@ -1,6 +1,4 @@
-"""A checkpoint of transformers as a model that the training loop can train.
-
-What a fine-tuning run leaves: a checkpoint like the first one, or adapters beside a frozen one.
+"""A checkpoint of transformers as a model that the loop trains, and what its run leaves.
 
 Adapters are never merged into weights that are quantised or packed: merging would round the weights
 once more. They are written as PEFT reads them, for the checkpoint as it is.
@@ -23,7 +21,6 @@ from torch.nn.functional import cross_entropy
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
-from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.gguf.families import SplitProjection
 from moe_runtime.digests import write_digests
 from moe_runtime.errors import UnsupportedModelError
@@ -236,17 +233,6 @@ def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:
             f"{checkpoint.folder}: adapters are not merged into quantised or packed weights; "
             f"leave the export dtype {config.export_dtype} out, and they are written by themselves"
         )
-
-
-def exporter_for(
-    model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap
-) -> LikeCheckpoint | None:
-    """What writes checkpoints like the first one; None where only adapters are written.
-
-    Raises:
-        UnsupportedModelError: the family cannot be written again.
-    """
-    return LikeCheckpoint(model, checkpoint, experts) if checkpoint.is_plain else None
 
 
 def write_adapters(

@@ -1,8 +1,4 @@
-"""What of fine-tuning can be computed on a device, and what it may take there.
-
-The stores that frozen experts are computed from: those that serve inference.
-
-Fine-tuning of a transformers checkpoint whose experts do not fit.
+"""Fine-tuning of a transformers checkpoint whose experts do not fit.
 
 With all parameters trained, the experts are read from the checkpoint once and live with their
 optimizer states where `offload_training` puts them. With adapters (LoRA), the experts are read from
@@ -14,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,12 +25,20 @@ from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.model_files import read_generation_config
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.config import parse_budget
 from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.files import make_folders, open_regular
-from moe_runtime.inference.budget import MemoryPlan
+from moe_runtime.inference.budget import (
+    MemoryPlan,
+    available_device_bytes,
+    available_host_bytes,
+    resolve_budget,
+)
+from moe_runtime.inference.budget import plan_memory as plan_slots
 from moe_runtime.inference.device.device_stores import DeviceStacks, experts_on_device, open_tiers
 from moe_runtime.inference.loading import signature_of
+from moe_runtime.kernels.expert_mlp.kept_code import experts_code_bytes
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.device.cuda_device import open_device
 from moe_runtime.memory.slab import Slab
@@ -46,7 +48,6 @@ from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.training.checkpoint import TrainingState, named_checkpoint
 from moe_runtime.training.data import (
-    Batches,
     TokenStreams,
     encode_corpus,
     load_tokenizer,
@@ -57,17 +58,17 @@ from moe_runtime.training.data import (
 from moe_runtime.training.finetune.checkpoint_model import (
     CheckpointModel,
     MergedAdapters,
+    activation_bytes,
     add_attention_adapters,
-    exporter_for,
     float_parameters,
     load_around_experts,
     require_exportable,
     require_positions,
+    trained_bytes,
     write_adapters,
 )
-from moe_runtime.training.finetune.memory import divide_budget, slots_plan
 from moe_runtime.training.finetune.settings import FinetuneConfig
-from moe_runtime.training.loop import Trainer, TrainingRun
+from moe_runtime.training.loop import Trainer
 from moe_runtime.training.offload.frozen import (
     AdapterTraining,
     ExpertAdapters,
@@ -75,29 +76,162 @@ from moe_runtime.training.offload.frozen import (
     adapters_for,
 )
 from moe_runtime.training.offload.handle import ExpertTraining
-from moe_runtime.training.offload.memory import FrozenMemory, TrainingMemory, device_budget
-from moe_runtime.training.offload.offloading import find_sites, layouts_of
+from moe_runtime.training.offload.memory import (
+    SPARE_BYTES,
+    FrozenMemory,
+    TrainingMemory,
+    device_budget,
+)
+from moe_runtime.training.offload.offloading import find_sites, layouts_of, plan_memory
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.training.offloaded import optimizer_settings, plan_of
-from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.prepared import (
     BASE_FILES,
-    CHECKPOINTS,
     DATA,
     EXPERTS,
+    PreparedRun,
     check_inputs_stay,
     check_outputs,
-    find_state,
-    mixture,
-    open_sinks,
-    settings_of,
-    write_summary,
 )
-from moe_runtime.training.tracing import TrainingTrace, open_trace
+from moe_runtime.training.tracing import TrainingTrace, open_trace, trace_bytes
 from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_WRITTEN_ON_DEVICE = 16
+"""Bytes of a value on its way from codes to fp32 by operations of torch, at most."""
+
+
+def divide_budget(
+    config: FinetuneConfig,
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    experts: ExpertMap,
+    sites: list[ExpertsModuleSpec],
+    place: torch.device,
+) -> TrainingMemory | FrozenMemory:
+    """The budgets' division, before anything of the model is in memory.
+
+    Raises:
+        CapacityError: it is too small; names the smallest that works.
+    """
+    method = config.method
+    activations = activation_bytes(
+        checkpoint.config,
+        method.num_sides * config.data.tokens_per_step,
+        method.num_sides * config.data.micro_batches,
+        top_k=experts.top_k,
+        recompute=config.run.recompute or not method.has_backward,
+    )
+    activations += experts_code_bytes(
+        {tensor.shape for layout in layouts_of(sites).values() for tensor in layout.tensors},
+        getattr(torch, config.run.precision),
+        method.num_sides * config.data.tokens_per_step,
+        has_backward=method.has_backward,
+        is_trained=method.has_backward and config.lora is None,
+    )
+    trace = 0
+    if config.run.trace is not None:
+        trace = trace_bytes(config, signature_of(checkpoint, experts))
+    host_memory = config.run.host_memory or "auto"
+    if config.lora is None:
+        return plan_memory(
+            model, sites, host_memory, activations + trace,
+            has_disk=True, state=method.state_format, place=place,
+        )  # fmt: skip
+    largest = max(layout.record_bytes for layout in layouts_of(sites).values())
+    trained = _adapter_bytes(config, model, sites)
+    # the expert in use: its weights in fp32 and in another type, and their gradients; and a
+    # quantised matrix of it on the way to fp32
+    on_the_way = 4 if place.type == "cpu" else _WRITTEN_ON_DEVICE
+    in_use = largest + on_the_way * experts.largest_quantised
+    dense = experts.dense_bytes(checkpoint.dtype)
+    computes = activations + trained + in_use
+    if place.type == "cpu":
+        reserve = computes + trace + experts.scratch_bytes
+        return FrozenMemory(host=_host_plan(host_memory, dense, reserve, experts))
+    # a checkpoint's copy has no gradients
+    saved = trained * 3 // 4
+    reserve = SPARE_BYTES + saved + trace + experts.scratch_bytes
+    host = _host_plan(host_memory, 0, reserve, experts)
+    budget = resolve_budget(
+        parse_budget(config.run.device_memory, name="device_memory"),
+        available_device_bytes(place),
+        "the device",
+    )
+    there = plan_slots(
+        budget,
+        dense_bytes=dense,
+        reserve_bytes=computes + _routed_bytes(config, checkpoint, experts.top_k, sites),
+        slot_bytes=experts_on_device(experts).slot_bytes,
+        num_experts=len(experts.layouts),
+        option="device_memory",
+    )
+    return FrozenMemory(host=host, device=there)
+
+
+def _host_plan(host_memory: str, dense: int, reserve: int, experts: ExpertMap) -> MemoryPlan:
+    budget = parse_budget(host_memory, name="host_memory")
+    return plan_slots(
+        resolve_budget(budget, available_host_bytes(), "the host"),
+        dense_bytes=dense,
+        reserve_bytes=reserve,
+        slot_bytes=experts.slot_bytes,
+        num_experts=len(experts.layouts),
+    )
+
+
+def _routed_bytes(
+    config: FinetuneConfig, checkpoint: Checkpoint, top_k: int, sites: list[ExpertsModuleSpec]
+) -> int:
+    """Of a layer's routed rows where kernels compute all of them together: outputs, hidden values,
+    gradients of pre-activations, and what adapters add to the outputs."""
+    rows = config.data.tokens_per_step * top_k
+    hidden = checkpoint.config.get_text_config().hidden_size
+    width = 2 * hidden + 2 * max(site.dim_preactivation for site in sites)
+    return int(rows * width * getattr(torch, config.run.precision).itemsize)
+
+
+def _adapter_bytes(
+    config: FinetuneConfig, model: PreTrainedModel, sites: list[ExpertsModuleSpec]
+) -> int:
+    """Weights, gradients and moments of adapters, counted for every matrix of two dimensions."""
+    assert config.lora is not None
+    total = 0
+    if "experts" in config.lora.places:
+        with torch.device("meta"):
+            for adapters in adapters_for(sites, config.lora.rank, config.lora.scale):
+                total += trained_bytes(list(adapters.parameters()))
+    if "attention" in config.lora.places:
+        linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        widths = sum(layer.in_features + layer.out_features for layer in linear)
+        total += 16 * config.lora.rank * widths
+    return total
+
+
+def slots_plan(memory: FrozenMemory, num_experts: int) -> dict[str, Any]:
+    """What the division means for a step that visits every expert; as `offloaded.plan_of`."""
+    host, computing = memory.host, memory.device or memory.host
+    away = max(0, num_experts - host.num_slots)
+    return {
+        "experts": num_experts,
+        "experts_in_memory": host.num_slots,
+        "host_budget_bytes": host.budget_bytes,
+        "device_budget_bytes": None if memory.device is None else memory.device.budget_bytes,
+        "dense_bytes": computing.dense_bytes,
+        "activation_bytes": computing.reserve_bytes,
+        "slot_bytes": host.num_slots * host.slot_bytes,
+        "disk_bytes": 0,
+        # forward and backward
+        "read_bytes_per_step": 2 * away * host.slot_bytes,
+        "written_bytes_per_step": 0,
+    }
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAMPLES, _SAMPLE_BYTES = 17, 4096
+"""Of each weight file, at equal distances: another training of the same model changes them all."""
 
 
 def device_of(config: FinetuneConfig) -> torch.device:
@@ -125,19 +259,6 @@ def device_of(config: FinetuneConfig) -> torch.device:
     return place
 
 
-def memory_of(
-    config: FinetuneConfig, memory: TrainingMemory, place: torch.device
-) -> dict[str, Any]:
-    """The budgets of `TrainingMethod.offload`, which only asks for a device where there is one."""
-    budgets: dict[str, Any] = {
-        "host_memory": memory.budget_bytes,
-        "activation_memory": memory.activation_bytes,
-    }
-    if place.type != "cpu":
-        budgets["device_memory"] = config.run.device_memory
-    return budgets
-
-
 def open_frozen(
     experts: ExpertMap, signature: ModelSignature, memory: FrozenMemory, place: torch.device
 ) -> tuple[ExpertMap, list[ExpertStore[Tensor]]]:
@@ -152,37 +273,8 @@ def open_frozen(
         ValueError: the device is none that experts can be computed on.
     """
     host, there = memory.host, memory.device
-    policy_of = _policies(signature)
-    with contextlib.ExitStack() as opened:
-        source = ExpertSource(experts.layouts)
-        opened.callback(source.close)
-        slab = Slab(host.num_slots, host.slot_bytes)
-        if there is None:
-            store = ExpertStore(
-                source, slab, policy_of(host), _filled, stream_slots=host.stream_slots()
-            )
-            opened.pop_all()
-            return experts, [store]
-        device = open_device(place)
-        slots = Slab(there.num_slots, there.slot_bytes, allocate=device.allocate)
-        on_device = experts_on_device(experts)
-        stores = open_tiers(
-            source, slab, slots, {"device": there, "host": host}, policy_of,
-            {"device": on_device, "host": experts}, (None, None), device, _filled,
-        )  # fmt: skip
-        if not any(on_device.packings):  # kernels have no gradients through codes
-            stores[0].stacks = DeviceStacks(device, slots, on_device)
-        opened.pop_all()
-        return on_device, [*stores]
 
-
-def _filled(_: ExpertKey, slot: Tensor) -> Tensor:
-    """The slot as it is: values are written out anew whenever an expert is used."""
-    return slot
-
-
-def _policies(signature: ModelSignature) -> Callable[[MemoryPlan], LayerShares]:
-    def of(plan: MemoryPlan) -> LayerShares:
+    def policy_of(plan: MemoryPlan) -> LayerShares:
         return make_policy(
             "lru",
             num_slots=plan.num_slots,
@@ -191,49 +283,56 @@ def _policies(signature: ModelSignature) -> Callable[[MemoryPlan], LayerShares]:
             reserve=plan.stream_slots(),
         )
 
-    return of
+    def filled(_: ExpertKey, slot: Tensor) -> Tensor:
+        return slot  # values are written out anew whenever an expert is used
 
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SAMPLES, _SAMPLE_BYTES = 17, 4096
-"""Of each weight file, at equal distances: another training of the same model changes them all."""
+    with contextlib.ExitStack() as opened:
+        source = ExpertSource(experts.layouts)
+        opened.callback(source.close)
+        slab = Slab(host.num_slots, host.slot_bytes)
+        if there is None:
+            store = ExpertStore(
+                source, slab, policy_of(host), filled, stream_slots=host.stream_slots()
+            )
+            opened.pop_all()
+            return experts, [store]
+        device = open_device(place)
+        slots = Slab(there.num_slots, there.slot_bytes, allocate=device.allocate)
+        on_device = experts_on_device(experts)
+        stores = open_tiers(
+            source, slab, slots, {"device": there, "host": host}, policy_of,
+            {"device": on_device, "host": experts}, (None, None), device, filled,
+        )  # fmt: skip
+        if not any(on_device.packings):  # kernels have no gradients through codes
+            stores[0].stacks = DeviceStacks(device, slots, on_device)
+        opened.pop_all()
+        return on_device, [*stores]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetunePreparation:
-    """Everything that a run needs before weights are read.
+class FinetunePreparation(PreparedRun):
+    """A run of a checkpoint, before weights are read.
 
     Attributes:
+        config: with the number of steps.
+        model: on the meta device.
+        experts: where its experts lie.
         exporter: writes checkpoints like it; None where adapters alone are written.
-        device: where everything but the experts lies, and what computes.
+        sites: the experts, as training sees them.
+        memory: how the budgets are divided.
     """
 
     config: FinetuneConfig
-    output: Path
-    storage: Path
-    streams: Mapping[str, TokenStreams]
-    batches: Batches
-    held_out: Mapping[str, npt.NDArray[np.int64]]
     checkpoint: Checkpoint
     model: PreTrainedModel
     experts: ExpertMap
     exporter: LikeCheckpoint | None
     sites: list[ExpertsModuleSpec]
     memory: TrainingMemory | FrozenMemory
-    device: torch.device
-    num_parameters: int
-    num_active_parameters: int
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
-        return self.output / CHECKPOINTS
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same when the run goes on, by dotted name."""
-        own = {BASE_FILES: _fingerprint(self.checkpoint)}
-        return settings_of(self.config, self.streams) | own
+        return super().settings | {BASE_FILES: _fingerprint(self.checkpoint)}
 
 
 def prepare(
@@ -296,7 +395,9 @@ def prepare(
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps))
     total = sum(parameter.numel() for parameter in model.parameters())
     signature = signature_of(checkpoint, experts)
-    in_experts = sum(p.numel() for m in experts.modules for p in _parameters(m))
+    in_experts = sum(
+        m.module.get_parameter(name).numel() for m in experts.modules for name in m.parameters
+    )
     idle = 1 - signature.top_k / signature.num_experts
     return FinetunePreparation(
         config=config,
@@ -308,7 +409,7 @@ def prepare(
         checkpoint=checkpoint,
         model=model,
         experts=experts,
-        exporter=exporter_for(model, checkpoint, experts),
+        exporter=LikeCheckpoint(model, checkpoint, experts) if checkpoint.is_plain else None,
         sites=sites,
         memory=memory,
         device=device,
@@ -340,29 +441,24 @@ def start(
     config, model = preparation.config, preparation.model
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    last, state = find_state(preparation, resume=resume, reschedule=reschedule)
+    last, state = preparation.find_state(resume=resume, reschedule=reschedule)
     place = preparation.device
     load_around_experts(model, preparation.checkpoint, preparation.experts, place, progress)
     model.train()
     if config.run.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(config.run.seed)
-    optimizer = _optimizer(preparation, resumes=state is not None)
+    if config.lora is not None:
+        optimizer = _frozen(preparation)
+    else:
+        optimizer = _offloaded(preparation, resumes=state is not None)
     first_step = 0 if state is None else state.step
     trainer = Trainer(
-        TrainingRun(
-            config=config,
-            model=CheckpointModel(model),
-            optimizer=optimizer,
-            batches=preparation.batches,
-            held_out=preparation.held_out,
-            held_out_weights=mixture(preparation),
-            device=place,
-            checkpoints=preparation.checkpoints,
-            settings=preparation.settings,
-            sinks=open_sinks(preparation, state),
-            trace=_open_trace(preparation, first_step),
-        )
+        preparation,
+        CheckpointModel(model),
+        optimizer,
+        sinks=preparation.open_sinks(state),
+        trace=_open_trace(preparation, first_step),
     )
     if last is not None and state is not None:
         with named_checkpoint(last):
@@ -386,7 +482,7 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
     if export and preparation.exporter is not None:
         model = output / "model"
         optimizer = trainer.optimizer
-        assert not isinstance(optimizer, Optimizer)
+        assert isinstance(optimizer, ExpertTraining | AdapterTraining)
         dtype = None if config.export_dtype == "auto" else DTYPES[config.export_dtype]
         with MergedAdapters(preparation.model) as state:
             preparation.exporter.write(model, state, optimizer.expert, dtype=dtype)
@@ -394,7 +490,7 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
         assert config.lora is not None
         adapters = output / "adapters"
         write_adapters(adapters, preparation.model, preparation.sites, config.lora, config.model)
-    return write_summary(preparation, trainer, model, adapters=adapters)
+    return trainer.write_summary(model, adapters=adapters)
 
 
 def plan(preparation: FinetunePreparation) -> dict[str, Any]:
@@ -414,14 +510,6 @@ def plan(preparation: FinetunePreparation) -> dict[str, Any]:
     return plan_of(memory, layouts, settings, device_bytes)
 
 
-def _optimizer(
-    preparation: FinetunePreparation, *, resumes: bool
-) -> ExpertTraining | AdapterTraining:
-    if preparation.config.lora is not None:
-        return _frozen(preparation)
-    return _offloaded(preparation, resumes=resumes)
-
-
 def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTraining:
     """All parameters are trained; experts begin with what the checkpoint has."""
     config, memory = preparation.config, preparation.memory
@@ -430,13 +518,19 @@ def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTrai
         parameter.requires_grad_()
     if config.run.storage_dir is None:
         make_folders(preparation.storage)
-    with _reading(preparation) as source:
+    places: dict[str, Any] = {}
+    if preparation.device.type != "cpu":  # methods that compute on the CPU alone do not ask
+        places["device_memory"] = config.run.device_memory
+    names = [site.parameter_names for site in preparation.sites]
+    with closing(CheckpointExperts(preparation.experts, names, torch.float32)) as source:
         return config.method.offload(
             preparation.model,
-            **memory_of(config, memory, preparation.device),
+            host_memory=memory.budget_bytes,
+            activation_memory=memory.activation_bytes,
             storage_dir=preparation.storage,
             initial=source.tensors_of,
             resumes=resumes,
+            **places,
         )
 
 
@@ -453,16 +547,6 @@ def _open_trace(preparation: FinetunePreparation, first_step: int) -> TrainingTr
         num_steps=run.trace_steps,
         expert_bytes=max(own.tensor_bytes for own in preparation.experts.layouts.values()),
     )
-
-
-@contextmanager
-def _reading(preparation: FinetunePreparation) -> Iterator[CheckpointExperts]:
-    names = [site.parameter_names for site in preparation.sites]
-    source = CheckpointExperts(preparation.experts, names, torch.float32)
-    try:
-        yield source
-    finally:
-        source.close()
 
 
 def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
@@ -488,10 +572,6 @@ def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
         )
         opened.pop_all()
     return training
-
-
-def _parameters(module: Any) -> list[torch.nn.Parameter]:
-    return [module.module.get_parameter(name) for name in module.parameters]
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:

@@ -1,7 +1,4 @@
-"""How a fine-tuned model is trained: the part of a run that a research room can replace.
-
-What a fine-tuning run is made of.
-"""
+"""What a fine-tuning run is made of, and the method that trains it."""
 
 from __future__ import annotations
 
@@ -20,22 +17,22 @@ from moe_runtime.training.run_config import DataConfig, OptimizerConfig, RunConf
 
 
 class TrainingMethod(Protocol):
-    """A way to train every parameter of a model whose experts live elsewhere."""
+    """A way to train every parameter of a model whose experts live elsewhere.
+
+    Attributes:
+        state_format: what an expert's record holds.
+        num_sides: forward passes of each micro-batch that go through the model at once.
+        has_backward: whether blocks keep activations for a backward pass.
+    """
 
     @property
-    def state_format(self) -> StateFormat:
-        """What an expert's record holds."""
-        ...
+    def state_format(self) -> StateFormat: ...
 
     @property
-    def num_sides(self) -> int:
-        """Forward passes of each micro-batch that go through the model at once."""
-        ...
+    def num_sides(self) -> int: ...
 
     @property
-    def has_backward(self) -> bool:
-        """Whether blocks keep activations for a backward pass."""
-        ...
+    def has_backward(self) -> bool: ...
 
     def offload(self, model: nn.Module, **places: Any) -> ExpertTraining:
         """Sends the experts away; `places` are the keywords that say where to.

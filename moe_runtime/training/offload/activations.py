@@ -1,7 +1,7 @@
 """What becomes of each layer's activations between forward and backward: kept, recomputed, swapped.
 
-Kept activations take memory, recomputed ones time of the backward pass, swapped ones time of the
-disk, which hides behind computation as far as that goes:
+The bits are the same in any case. Kept activations take memory, recomputed ones time of the
+backward pass, swapped ones time of the disk, which hides behind computation as far as that goes:
 
     T = max(forward, disk + swapped / write speed)
       + max(backward + recomputed, disk + swapped / read speed)
@@ -11,16 +11,6 @@ the best plan within a budget of memory is a small integer programme.
 
 Source: Liao et al., "Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a Single
 GPU" (Fuyou, 2024); its model, solved exactly instead of by a sweep.
-
-Activations that wait for the backward pass on the disk.
-
-A tensor that is packed is copied to page-aligned memory and written from there while the forward
-pass goes on; what is unpacked is read, and so are the ones packed before it, which the backward
-pass wants next. Buffers under way are bounded: who packs waits for earlier ones to be written.
-
-What becomes of the activations of layers with experts between forward and backward pass.
-
-The bits are the same in any case: what is computed again is computed as before.
 """
 
 from __future__ import annotations
@@ -157,11 +147,11 @@ SLOT_BYTES = 2**20
 
 
 class Swapped:
-    """A tensor that was packed; its place in the file is free when nobody holds it any more.
+    """A tensor that was packed; its place in the file is free when it is not referred to any more.
 
     Attributes:
         buffer: its bytes, while they are in memory.
-        is_read: whether `buffer` holds them for who unpacks.
+        is_read: whether `buffer` holds them, to be unpacked.
     """
 
     def __init__(self, tensor: Tensor, slots: list[int], release: Callable[[list[int]], None]):
@@ -289,7 +279,7 @@ class ActivationSwap:
             self._writing_bytes -= size
             self.written_bytes += size
             held.is_written = True
-            # who wants it already takes it from memory
+            # what is wanted already is taken from memory
             if not held.is_read:
                 held.buffer = None
             self._changed.notify_all()

@@ -1,6 +1,4 @@
-"""Settings of the optimizer of offloaded training, and the scale of its losses.
-
-Steps of AdamW on one expert's record: with a gradient, or those that it missed.
+"""AdamW of offloaded training: its settings, and steps on one expert's record.
 
 An expert without tokens has the gradient zero, and ordinary AdamW still moves it: moments decay,
 the weights follow the first moment and decay. Those steps depend on nothing but the record and the
@@ -31,10 +29,11 @@ from torch import Tensor
 from moe_runtime.config import nearest, require_types
 from moe_runtime.training.checkpoint import AMOUNT, COUNT, require_kinds
 from moe_runtime.training.offload.dense_adamw import DenseAdamW
-from moe_runtime.training.offload.moments import CHUNK_ELEMENTS, MomentStorage
 from moe_runtime.training.offload.records import (
+    CHUNK_ELEMENTS,
     ExpertTensor,
     MomentSpan,
+    MomentStorage,
     RecordLayout,
     Sections,
     StateFormat,

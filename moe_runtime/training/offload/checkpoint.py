@@ -1,22 +1,17 @@
-"""Experts that a checkpoint names, read from wherever they were written.
-
-A checkpoint knows experts by logical names; each row says in whose files the expert lies. So any
-number of processes finds its experts in it, under any budget, and so does a run in memory.
-
-Checkpoints of offloaded training: a small file that names the versions of the experts.
+"""Checkpoints of offloaded training: a small file that names the versions of the experts.
 
 Experts lie on the disk already, and a version that a checkpoint names is not overwritten before the
 next checkpoint is durable. So a checkpoint costs the experts that live in memory and changed since
 the last one, the dense parameters, and one flush; training goes on meanwhile. The file is written
 beside its place, flushed and renamed: a kill or a power cut at any instant leaves a whole one.
 
-Where several processes train together, the first one writes the file, once all have said which
-versions of their experts lie on the disk, and all go on naming the one before until it is there. So
-there is one file or none, whoever is killed when.
+A checkpoint knows experts by logical names; each row says in whose files the expert lies. So any
+number of processes goes on from it, under any budget. Where several train together, the first one
+writes the file, once all have said which versions of their experts lie on the disk, and all go on
+naming the one before until it is there. So there is one file or none, whatever is killed when.
 
 Sources: DataStates-LLM (2024) for writing while the next step computes; Universal Checkpointing
-(2024) for logical names: the file knows experts, not tiers, budgets, or numbers of threads and
-processes.
+(2024) for logical names.
 """
 
 from __future__ import annotations
@@ -41,7 +36,6 @@ from moe_runtime.training.checkpoint import (
     require_kinds,
     shown,
 )
-from moe_runtime.training.offload.processes import OneProcess
 from moe_runtime.training.offload.records import (
     RecordLayout,
     StateFormat,
@@ -49,7 +43,7 @@ from moe_runtime.training.offload.records import (
     check_digest,
     records_path,
 )
-from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
 from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 
@@ -187,7 +181,7 @@ class ExpertCheckpoints:
     """Saves the experts' versions, one checkpoint at a time, beside the training.
 
     Args:
-        processes: who trains together; this process alone when omitted.
+        processes: that train together; this process alone when omitted.
     """
 
     def __init__(
@@ -257,7 +251,7 @@ class ExpertCheckpoints:
             rows = self._together(lambda: self._durable_rows(versions))
             whole = {name: row for part in rows for name, row in part.items()}
             self._together(lambda: write_whole(whole))
-            self._let_go(versions)
+            self._release(versions)
 
         self._under_way = self._thread.submit(save)
 
@@ -339,7 +333,7 @@ class ExpertCheckpoints:
                 raise CheckpointError(f"rank {rank} could not save its part: {reason}")
         return [found for _, found in answers]
 
-    def _let_go(self, versions: dict[ExpertKey, Version]) -> None:
+    def _release(self, versions: dict[ExpertKey, Version]) -> None:
         """The checkpoint is durable: what only the one before named is free."""
         assert self._states.disk is not None
         self._states.drop_versions(self._kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,13 +39,12 @@ class StepOutcome:
     bad_parameters: tuple[str, ...] = ()
 
 
-class StepOptimizer(abc.ABC):
+class StepOptimizer:
     """What the loop asks of an optimizer, wherever its states are and whenever it updates them."""
 
     keeps_newest_alone = False
     """Whether a checkpoint takes over what the one before names."""
 
-    @abc.abstractmethod
     def backward(self, parts: Sequence[Callable[[], Tensor]], *, rate: float) -> object:
         """Computes the losses of a step's micro-batches and adds up their gradients.
 
@@ -57,22 +55,23 @@ class StepOptimizer(abc.ABC):
         Raises:
             BaseException: what a part raises; no gradient is left behind.
         """
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def step(self, rate: float) -> StepOutcome:
         """Clips, updates and forgets the gradients; changes nothing if some are not finite."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Moments and step counts."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave.
 
         Raises:
             CheckpointError: the state is damaged, or belongs to other parameters.
         """
+        raise NotImplementedError
 
     def write(
         self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]

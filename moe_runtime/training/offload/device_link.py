@@ -1,22 +1,18 @@
-"""Experts' weights on their way to a device that computes, and their gradients on the way back.
+"""Experts' weights on their way to where products are computed, and gradients on the way back.
 
-Records lie in locked host memory. Weights cross on the tier's copy streams, from the record itself
-where products have its type, else from locked buffers in which they got the type of the products.
-Gradients come back on a stream of their own. The host goes on meanwhile: while the device computes
-with one expert, the next one's weights cross, and the gradients of the one before are taken into
-its record, where the CPU updates it. Nothing is read, written or given up before its event.
+Records hold weights in fp32 in locked host memory. Products want them on a device, or in another
+type: then a copy crosses the link in the type of the products, and the gradient crosses it back.
+Weights cross on the tier's copy streams, from the record itself where products have its type, else
+from locked buffers. While the device computes with one expert, the next one's weights cross, and
+the gradients of the one before are taken into its record, where the CPU updates it. Nothing is
+read, written or given up before its event.
 
-Experts' parameters where they are computed with: what crosses the link, and what stays there.
-
-Records hold weights in fp32 in host memory. Products want them on a device, or in another type:
-then a copy crosses the link in the type of the products, and the gradient crosses it back. Some
-experts keep their copy on the device from one pass to the next; theirs is made anew only after
+Some experts keep their copy on the device from one pass to the next; theirs is made anew only after
 their weights have changed. Where all do, products are in bf16 and every expert gets tokens, a step
-moves four bytes a parameter: its weights there, its gradient back. The copy is that of the same
-weights, so who keeps one changes no bit.
+moves four bytes a parameter: its weights there, its gradient back. No copy changes a bit.
 
 Sources: Ren et al., "ZeRO-Offload" (2021) for this cut between what crosses and what does not;
-Hecate (2025) for who keeps a copy: the experts used most, chosen again as loads drift.
+Hecate (2025) for the choice of copies: the experts used most, chosen again as loads drift.
 """
 
 from __future__ import annotations
@@ -81,7 +77,7 @@ class DeviceLink:
     """Both directions between records and a device, for one expert after another.
 
     An expert's weights are brought, work is queued with them, its gradients are sent back, and
-    `let_go` ends its turn.
+    `release` ends its turn.
 
     Args:
         section_bytes: of the largest expert's parameters in the type of its record.
@@ -123,8 +119,8 @@ class DeviceLink:
         """Queues the copy of an expert's weights; the current stream goes on behind it.
 
         Args:
-            tensors: in the record, which must not change before `let_go` calls its action.
-            into: memory of `keep`; a buffer that is given up by `let_go` if omitted.
+            tensors: in the record, which must not change before `release` calls its action.
+            into: memory of `keep`; a buffer that is given up by `release` if omitted.
         """
         self.device.compute_here()
         if into is None:
@@ -166,7 +162,7 @@ class DeviceLink:
         """Queues the way back of gradients, behind what computes them.
 
         Args:
-            targets: in the record; they have the gradients when `let_go` calls its action.
+            targets: in the record; they have the gradients when `release` calls its action.
             adds: to what they hold; else it is replaced.
         """
         arrivals = list(targets)
@@ -187,7 +183,7 @@ class DeviceLink:
         self._jobs.append(_Job(event, take, crosses=True, ends=False))
         self._num_crossing += 1
 
-    def let_go(self, action: Callable[[], object]) -> None:
+    def release(self, action: Callable[[], object]) -> None:
         """All work with an expert is queued: its buffer may be filled behind that.
 
         Args:
@@ -346,13 +342,13 @@ class ComputeCopies:
             ours.copy_(theirs)
         return list(into)
 
-    def let_go(self, action: Callable[[], object]) -> None:
+    def release(self, action: Callable[[], object]) -> None:
         """All work with the last weights is queued; calls what gives their record up, once the
         device needs it no more: soon."""
         if self.link is None:
             action()
         else:
-            self.link.let_go(action)
+            self.link.release(action)
 
     def finish(self) -> None:
         """Returns when every record has been given up."""
@@ -365,7 +361,7 @@ class ComputeCopies:
         self.traffic.from_device_bytes += sum(sizes)
 
     def after_step(self) -> None:
-        """Counts who was used; the experts used most get the room of those used least."""
+        """Counts uses; the experts used most get the room of those used least."""
         tiers = self._tiers
         if tiers is None:
             return

@@ -1,21 +1,14 @@
-"""Which share of the optimizer's updates a GPU takes over from the CPU: every k-th subgroup.
+"""Updates of some experts on the device that computes, while the CPU updates others.
 
-In the update phase a GPU has nothing to do. Of every `k` consecutive subgroups of parameters, one
-is brought to it, updated there and brought back, while the CPU updates the others. Transfers run in
-both directions at once, and each of the four resources takes its part of a period of `k`
-subgroups; the one with most to do decides. Because only so many subgroups fit on the device, a
-period also cannot be shorter than one subgroup's way there and back, divided by their number.
+Of every `k` updates the device makes one. One record at a time is away: its state and gradient go
+to the device, are updated there, and come back when the next one is ready to go, or when it is
+asked for. Transfers run in both directions at once, and each of the four resources takes its part
+of a period of `k` updates; the one with most to do decides. Because only so many records fit on the
+device, a period also cannot be shorter than one record's way there and back, divided by their
+number.
 
 Source: Maurya et al., "Deep Optimizer States" (2024). The equations of its performance model are
 not public in text form; these are our own, for its schedule.
-
-Updates of some experts on the device that computes, while the CPU updates others.
-
-One record at a time is away: its state and gradient go to the device, are updated there, and come
-back when the next record of the device is ready to go, or when it is asked for. On a GPU the copies
-and the update are queued on a stream of their own, so that the CPU goes on with other records.
-
-Source: Maurya et al., "Deep Optimizer States" (2024).
 """
 
 from __future__ import annotations
@@ -202,7 +195,7 @@ def measure_speeds(device: torch.device) -> UpdateSpeeds:
         to_host_bytes_per_s=size / seconds(lambda: record.copy_(away, non_blocking=True)),
         bytes_in=_STATE_BYTES + _GRADIENT_BYTES,
         bytes_out=_STATE_BYTES,
-        # what the device computes with is brought by the next forward pass, whoever updated it
+        # what the device computes with is brought by the next forward pass, wherever it was updated
         host_bytes_in=0,
         buffers=1,
     )

@@ -1,7 +1,4 @@
-"""Records on the disk: a preallocated file of equal slots, written past the page cache.
-
-The slowest tier: files of records, and the threads that read and write them.
-"""
+"""Records on the disk: preallocated files of equal slots, written past the page cache."""
 
 from __future__ import annotations
 

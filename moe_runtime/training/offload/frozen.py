@@ -1,19 +1,14 @@
-"""Frozen experts in slots of a GPU: residents in one launch, arrivals in launches of their own.
-
-Shape suffixes: T tokens, E experts.
-
-Forward and backward passes through experts that are read from a checkpoint and never change.
+"""Training around experts that are read from a checkpoint and never change.
 
 What is trained lies around them, and, if wanted, beside each of their matrices: adapters of low
 rank (LoRA). Experts have no optimizer states, and no file is written. Where a device computes,
 experts cross to its slots as they lie in the files, quantised ones packed; their values are written
-out there, and adapters are added there.
+out there, and adapters are added there. Plain ones are computed from the slots: residents in one
+launch, arrivals in launches of their own.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
 Shape suffixes: T tokens, K top-k, E experts, D model, F hidden.
-
-Training of what lies around experts that stay as the checkpoint has them.
 """
 
 from __future__ import annotations
@@ -282,8 +277,8 @@ class ExpertAdapters(nn.Module):
 class FrozenPasses:
     """Computes layers whose experts come out of a store, expert by expert.
 
-    In ascending order of experts in either direction, so sums do not depend on who was resident.
-    On a GPU, experts that are plain are computed by kernels that take whoever is in a slot.
+    In ascending order of experts in either direction, so sums do not depend on what was resident.
+    On a GPU, experts that are plain are computed by kernels that take what is in a slot.
 
     Args:
         experts: how they lie in the slots of the store.

@@ -1,7 +1,4 @@
-"""What trainings of experts with records have in common: checkpoints, counters, the end.
-
-Training of a model whose routed experts live in host memory and on the disk.
-"""
+"""Training of a model whose routed experts live in host memory and on the disk."""
 
 from __future__ import annotations
 
@@ -34,9 +31,8 @@ from moe_runtime.training.offload.offloaded_experts import (
 )
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.passes import LayerExecutor
-from moe_runtime.training.offload.processes import OneProcess
 from moe_runtime.training.offload.records import RecordLayout, Sections, Traffic
-from moe_runtime.training.offload.site import ExpertsModuleSpec
+from moe_runtime.training.offload.site import ExpertsModuleSpec, OneProcess
 from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 
@@ -84,7 +80,7 @@ class OffloadStats:
         }
 
 
-class ExpertTraining(StepOptimizer):
+class ExpertTraining(StepOptimizer, abc.ABC):
     """Training of experts that have records of their own, of which a checkpoint names versions.
 
     Attributes:
@@ -326,7 +322,7 @@ class OffloadedTraining(ExpertTraining):
             rate: learning rate; must be that of `backward`.
 
         Returns:
-            The norm of the gradients, and who had some that were not finite: then the step is not
+            The norm of the gradients, and those that were not finite: then the step is not
             taken, and what the backward pass had updated is taken back.
 
         Raises:

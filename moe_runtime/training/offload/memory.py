@@ -1,7 +1,4 @@
-"""How a budget of host memory is divided between what stays and what passes through.
-
-The device that computes for experts in host memory: which it is, and who has its memory.
-"""
+"""How the budgets of the host and of the device that computes are divided."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ RING_BYTES = 256 * 2**20
 """Bytes of slots between disk and computation that are enough to keep a disk busy."""
 
 DEFAULT_ACTIVATION_SHARE = 0.25
-"""Share of a budget set aside for activations when nobody says how much they take."""
+"""Share of a budget set aside for activations when nothing else is said."""
 
 
 SPARE_BYTES = 32 * 2**20

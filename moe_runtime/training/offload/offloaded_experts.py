@@ -1,13 +1,10 @@
-"""Micro-batches that go through a model side by side and meet at its experts.
+"""The modules in the place of a model's experts, and the micro-batches that meet there.
 
-Each has a thread, of which one runs at a time, in turn. At a layer's experts a thread waits until
-all have come; then the experts are computed for all of them, and every thread goes on. Since the
-turns are fixed, gradients of shared parameters are summed in the order of the micro-batches, as if
-one had been computed after the other.
-
-What all modules have in common that stand where a model had the experts that are trained.
-
-The module that stands where a model had its experts, and trains them where they live.
+Micro-batches of a step go through the model side by side. Each has a thread, of which one runs at a
+time, in turn. At a layer's experts a thread waits until all have come; then the experts are
+computed for all of them, and every thread goes on. Since the turns are fixed, gradients of shared
+parameters are summed in the order of the micro-batches, as if one had been computed after the
+other.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ class MicroBatchBarrier(Generic[T]):
     """Runs micro-batches until all are done.
 
     Args:
-        model: the `aux` of its `MoELayer`s belongs to whoever runs.
+        model: the `aux` of its `MoELayer`s belongs to the part that runs.
         parts: one function for each micro-batch: its forward and backward pass.
         on_turn: called with a part's number whenever it goes on.
     """

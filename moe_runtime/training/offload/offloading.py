@@ -1,7 +1,4 @@
-"""Saves of a model whose experts are with its optimizer: whole, or not at all.
-
-`offload_training`: the experts of a model go where there is room, and are trained there.
-"""
+"""`offload_training`: the experts of a model go where there is room, and are trained there."""
 
 from __future__ import annotations
 
@@ -47,9 +44,13 @@ from moe_runtime.training.offload.memory import (
     open_link,
     saved_bytes,
 )
-from moe_runtime.training.offload.processes import OneProcess, processes_of
 from moe_runtime.training.offload.records import RecordLayout, StateFormat
-from moe_runtime.training.offload.site import ExpertsModuleSpec, layer_sites
+from moe_runtime.training.offload.site import (
+    ExpertsModuleSpec,
+    OneProcess,
+    layer_sites,
+    processes_of,
+)
 from moe_runtime.training.offload.states import ExpertStates
 from moe_runtime.types import ExpertKey
 
@@ -139,8 +140,9 @@ def offload_training(
 
     The experts' parameters leave the model: weights, moments and gradients live in records in host
     memory as far as the budget goes, the others in files. Everything else of the model stays. The
-    numbers do not depend on the budget, on who lives where or on the number of threads. What does
-    not require gradients when this is called is not trained, experts or whole stacks of them too.
+    numbers depend neither on the budget nor on the experts' places nor on the number of threads.
+    What does not require gradients when this is called is not trained, experts or whole stacks of
+    them too.
 
     Args:
         model: with `MoELayer`s, or of a family of transformers with its experts interface, or with

@@ -15,8 +15,8 @@ from moe_runtime.training.checkpoint import AMOUNT, COUNT, MAPPING, require_kind
 from moe_runtime.training.offload.adamw import AdamW, LossScale, UpdateStep, take_steps
 from moe_runtime.training.offload.dense_adamw import clip_scale
 from moe_runtime.training.offload.device_updates import DeviceUpdates
-from moe_runtime.training.offload.processes import OneProcess
 from moe_runtime.training.offload.records import Sections
+from moe_runtime.training.offload.site import OneProcess
 from moe_runtime.training.offload.states import ExpertStates, Need
 from moe_runtime.types import ExpertKey
 
@@ -42,7 +42,7 @@ class ExpertOptimizer:
 
     Args:
         device_updates: takes some of the updates to a GPU; none when omitted.
-        processes: who trains together; this process alone when omitted.
+        processes: that train together; this process alone when omitted.
 
     Attributes:
         step: steps taken, skipped ones not counted.

@@ -138,7 +138,7 @@ class LayerExecutor:
                 weights = self._weights(key, record, here[0].x_TD)
                 for call in here:
                     call.forward(key.expert, weights)
-                self.copies.let_go(partial(self._states.release, key))
+                self.copies.release(partial(self._states.release, key))
             self.copies.finish()
         return calls, [call.output() for call in calls]
 
@@ -193,7 +193,7 @@ class LayerExecutor:
         if not trains:
             for call in here:
                 call.backward(key.expert, weights, None)
-            self.copies.let_go(partial(self._states.release, key))
+            self.copies.release(partial(self._states.release, key))
             return
         has_gradient = self._states.experts[key].has_gradient
         gradients = layout.views(record, Sections.GRADIENT)
@@ -202,7 +202,7 @@ class LayerExecutor:
         accept = partial(self._optimizer.accept, key, record, rate)
         if self.copies.link is not None:
             self._send_gradients(self.copies.link, key, here, weights, gradients)
-            self.copies.let_go(accept)
+            self.copies.release(accept)
             return
         is_away = crosses(gradients[0], here[0].x_TD)
         # several micro-batches' gradients are summed before they cross
@@ -259,7 +259,7 @@ class LayerExecutor:
         self, direction: Literal["forward", "backward"] | None, layer: int,
         inputs: Sequence[LayerInput],
     ) -> Iterator[None]:  # fmt: skip
-        """Tells what passes take to who plans activations."""
+        """Tells the plan of activations what passes take."""
         before, started = dataclasses.replace(self._states.traffic), time.perf_counter()
         yield
         if direction is None:

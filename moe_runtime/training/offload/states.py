@@ -1,16 +1,13 @@
-"""Slots of host memory: tiers of some experts, and a ring that the others pass through.
+"""Records of all experts: in slots of host memory and on the disk, and their versions.
 
-What is needed next is said beforehand (`expect`), so that it arrives while other experts compute.
+An expert's tier is host memory, where its record is worked on in place, or the disk, where every
+update makes a new version in another place; the one before stays until the step is done, and as
+long as a checkpoint names it. Experts on the disk pass through a ring of slots. What is needed next
+is said beforehand (`expect`), so that it arrives while other experts compute.
 
 The lock is that of the stores of `moe_runtime.memory`. Their cache is not used here: it moves whole
 experts in one direction and chooses by a policy, while records come and go by sections, are changed
 in their slots and written back as versions, in an order that is known.
-
-What becomes of experts: new versions, steps taken back, states saved and restored.
-
-An expert's tier is host memory, where its record is worked on in place, or the disk, where every
-update makes a new version in another place; the one before stays until the step is done, and as
-long as a checkpoint names it.
 """
 
 from __future__ import annotations
@@ -48,8 +45,8 @@ MIN_RING_SLOTS = 3
 Need = tuple[ExpertKey, Sections]
 
 
-class RecordSlots:
-    """Records of all experts, in host memory and on the disk, and how they come and go.
+class ExpertStates:
+    """Records of all experts, how they come and go, and the versions that were written.
 
     One thread at a time may compute with records; transfers run beside it.
 
@@ -81,13 +78,13 @@ class RecordSlots:
         self._free = list(range(ring_slots))
         self._entries: OrderedDict[ExpertKey, RingEntry] = OrderedDict()
         self._expected: deque[Need] = deque()
-        self._changed = Monitor(self._mend)
+        self._changed = Monitor(self._reset)
         self._failure: MoERuntimeError | None = None
         self.traffic = Traffic()
 
     @property
     def slab(self) -> Slab:
-        """All slots, for who locks them in place."""
+        """All slots, to be locked in place."""
         return self._slab
 
     def expect(self, needs: Iterable[Need]) -> None:
@@ -174,6 +171,22 @@ class RecordSlots:
                 )
             )
 
+    def _fill_now(
+        self, key: ExpertKey, expert: ExpertState, version: Version, record: Tensor
+    ) -> None:
+        """Reads a version into an unused record, and waits for it."""
+        is_done = threading.Event()
+
+        def finish(read: Read) -> None:
+            self._failure = self._failure or read.error
+            is_done.set()
+
+        read = Read(Priority.DEMAND, finish)
+        self._on_disk.read(key, expert.layout, version, Sections.STATE, record, read)
+        is_done.wait()
+        if self._failure is not None:
+            raise self._failure
+
     def close(self) -> None:
         """Ends the transfers; what was expected is not read any more."""
         with self._changed:
@@ -197,150 +210,6 @@ class RecordSlots:
             assert sorted(used + self._free + resident) == list(range(self._slab.num_slots))
             self.traffic.check(self._fresh_bytes())
             assert all(entry.pins >= 0 for entry in self._entries.values())
-
-    # What follows is called with the lock held.
-
-    def _mend(self) -> None:
-        """After an exception: what was not started does not come, and slots of nobody are free.
-
-        `abandon` takes pins back.
-        """
-        for key in [key for key in self._entries if self.experts[key].resident_slot is not None]:
-            del self._entries[key]
-        for entry in self._entries.values():
-            for read in self._not_started(entry.reads):
-                entry.forget(entry.reads[read])
-                del entry.reads[read]
-            entry.writes.difference_update(self._not_started(entry.writes))
-        used = {entry.slot for entry in self._entries.values()}
-        for expert in self.experts.values():
-            expert.captures.difference_update(self._not_started(expert.captures))
-            used.add(-1 if expert.resident_slot is None else expert.resident_slot)
-        self._free = [slot for slot in range(self._slab.num_slots) if slot not in used]
-        self.traffic.mend(self._fresh_bytes())
-
-    def _not_started(self, transfers: Iterable[Read]) -> list[Read]:
-        return [one for one in transfers if not self._on_disk.is_under_way(one)]
-
-    def _fresh_bytes(self) -> int:
-        return sum(self._bytes(key, entry.fresh) for key, entry in self._entries.items())
-
-    @property
-    def _on_disk(self) -> Disk:
-        assert self.disk is not None, "there is no disk"
-        return self.disk
-
-    def _bytes(self, key: ExpertKey, sections: Sections) -> int:
-        return self.experts[key].layout.bytes_of(sections)
-
-    def _wait_for(self, is_done: Callable[[], bool]) -> None:
-        started = time.perf_counter()
-        while self._failure is None and not is_done():
-            self._changed.wait()
-        self.traffic.stall_s += time.perf_counter() - started
-        if self._failure is not None:
-            raise self._failure
-
-    def _admit(self, key: ExpertKey) -> RingEntry:
-        """A slot for an expert that is needed now, unless one is read ahead while this waits."""
-        self._wait_for(
-            lambda: (
-                key in self._entries or bool(self._free) or self._make_room(may_drop_expected=True)
-            )
-        )
-        return self._entries.get(key) or self._enter(key)
-
-    def _enter(self, key: ExpertKey) -> RingEntry:
-        entry = RingEntry(self._free.pop(), self.experts[key].step)
-        self._entries[key] = entry
-        return entry
-
-    def _make_room(self, *, may_drop_expected: bool) -> bool:
-        """Gives up the slot that was used longest ago, or what is expected last."""
-        expected = [key for key, _ in islice(self._expected, self._slab.num_slots)]
-        idle = [key for key, entry in self._entries.items() if entry.is_idle]
-        victim = next((key for key in idle if key not in expected), None)
-        if victim is None and may_drop_expected and idle:
-            victim = max(idle, key=expected.index)
-        if victim is None:
-            return False
-        self._drop(victim)
-        return True
-
-    def _drop(self, key: ExpertKey) -> None:
-        entry = self._entries.pop(key)
-        self.traffic.wasted_bytes += self._bytes(key, entry.fresh)
-        self._free.append(entry.slot)
-
-    def _read_ahead(self) -> None:
-        """Starts reads of what is expected next, as far as there are slots."""
-        for key, need in self._expected:
-            entry = self._entries.get(key)
-            if entry is None:
-                if not self._free and not self._make_room(may_drop_expected=False):
-                    return
-                entry = self._enter(key)
-            self._start_read(key, entry, need, Priority.READAHEAD)
-
-    def _start_read(
-        self, key: ExpertKey, entry: RingEntry, need: Sections, priority: Priority
-    ) -> None:
-        missing = need & ~entry.have
-        if not missing:
-            return
-        expert = self.experts[key]
-        if entry.have & Sections.STATE and entry.step != expert.step and missing & Sections.STATE:
-            # replayed parameters would not fit the moments on the disk: take all of them anew
-            missing |= Sections.STATE
-            entry.step = expert.step
-        read = Read(priority, partial(self._arrive, entry))
-        entry.reads[read] = missing  # first: `_mend` takes back what is not started
-        entry.have |= missing
-        entry.fresh |= missing
-        self.traffic.read_bytes += self._bytes(key, missing)
-        record = self._slab.slot(entry.slot)
-        self._on_disk.read(key, expert.layout, expert.version, missing, record, read)
-
-    def _arrive(self, entry: RingEntry, read: Read) -> None:
-        with self._changed:
-            entry.reads.pop(read, None)
-            self._end(read)
-
-    def _write(
-        self,
-        key: ExpertKey,
-        expert: ExpertState,
-        version: Version | None,
-        slot: int,
-        sections: Sections,
-    ) -> None:
-        is_resident = expert.resident_slot is not None
-        writes = expert.captures if is_resident else self._entries[key].writes
-        write = Read(Priority.READAHEAD, partial(self._leave, writes, version))
-        writes.add(write)
-        self.traffic.written_bytes += self._bytes(key, sections)
-        record = self._slab.slot(slot)
-        self._on_disk.write(key, expert.layout, version, sections, record, write)
-
-    def _leave(self, writes: set[Read], version: Version | None, write: Read) -> None:
-        with self._changed:
-            if version is not None:
-                version.is_written = write.error is None
-            writes.discard(write)
-            self._end(write)
-
-    def _end(self, transfer: Read) -> None:
-        """A transfer has ended: others may begin; what fails now fails whoever waits."""
-        self._failure = self._failure or transfer.error
-        try:
-            self._read_ahead()
-        except MoERuntimeError as error:
-            self._failure = self._failure or error
-        self._changed.notify_all()
-
-
-class ExpertStates(RecordSlots):
-    """Records of all experts, and the versions of those that were written."""
 
     def write_state(self, key: ExpertKey) -> None:
         """Sends changed parameters and moments to their tier; the old version stays until `commit`.
@@ -403,12 +272,12 @@ class ExpertStates(RecordSlots):
                     entry.forget(Sections.STATE)
                     entry.step = self.experts[key].step
                     entry.pins = 0
-            self.traffic.mend(self._fresh_bytes())
+            self.traffic.recount(self._fresh_bytes())
 
     def capture(self, keys: Iterable[ExpertKey]) -> None:
         """Starts to write records whose tier is memory to the disk, as new versions.
 
-        Computation may go on; who wants to change one of them waits for that one's write.
+        Computation may go on; a change of one of them waits for its write.
         """
         with self._changed:
             for key in keys:
@@ -520,25 +389,25 @@ class ExpertStates(RecordSlots):
             entry.pins -= 1
             self._drop(arriving)
 
-    def _fill_now(
-        self, key: ExpertKey, expert: ExpertState, version: Version, record: Tensor
-    ) -> None:
-        """Reads a version into a record that nobody uses, and waits for it."""
-        is_done = threading.Event()
+    # What follows is called with the lock held.
 
-        def finish(read: Read) -> None:
-            self._failure = self._failure or read.error
-            is_done.set()
+    def _reset(self) -> None:
+        """After an exception: what was not started does not come, and free slots are free.
 
-        read = Read(Priority.DEMAND, finish)
-        self._on_disk.read(key, expert.layout, version, Sections.STATE, record, read)
-        is_done.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def _mend(self) -> None:
-        """Also takes back new versions that were not written."""
-        super()._mend()
+        New versions that were not written are taken back; `abandon` takes pins back.
+        """
+        for key in [key for key in self._entries if self.experts[key].resident_slot is not None]:
+            del self._entries[key]
+        for entry in self._entries.values():
+            for read in self._not_started(entry.reads):
+                entry.forget(entry.reads[read])
+                del entry.reads[read]
+            entry.writes.difference_update(self._not_started(entry.writes))
+        used = {entry.slot for entry in self._entries.values()}
+        for expert in self.experts.values():
+            expert.captures.difference_update(self._not_started(expert.captures))
+            used.add(-1 if expert.resident_slot is None else expert.resident_slot)
+        self._free = [slot for slot in range(self._slab.num_slots) if slot not in used]
         for key, expert in self.experts.items():
             entry = self._entries.get(key)
             if expert.version is None or expert.version.is_written or (entry and entry.writes):
@@ -546,7 +415,126 @@ class ExpertStates(RecordSlots):
             if self._take_back(expert) and entry is not None:
                 entry.forget(Sections.STATE)
                 entry.step = expert.step
-        self.traffic.mend(self._fresh_bytes())
+        self.traffic.recount(self._fresh_bytes())
+
+    def _not_started(self, transfers: Iterable[Read]) -> list[Read]:
+        return [one for one in transfers if not self._on_disk.is_under_way(one)]
+
+    def _fresh_bytes(self) -> int:
+        return sum(self._bytes(key, entry.fresh) for key, entry in self._entries.items())
+
+    @property
+    def _on_disk(self) -> Disk:
+        assert self.disk is not None, "there is no disk"
+        return self.disk
+
+    def _bytes(self, key: ExpertKey, sections: Sections) -> int:
+        return self.experts[key].layout.bytes_of(sections)
+
+    def _wait_for(self, is_done: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        while self._failure is None and not is_done():
+            self._changed.wait()
+        self.traffic.stall_s += time.perf_counter() - started
+        if self._failure is not None:
+            raise self._failure
+
+    def _admit(self, key: ExpertKey) -> RingEntry:
+        """A slot for an expert that is needed now, unless one is read ahead while this waits."""
+        self._wait_for(
+            lambda: (
+                key in self._entries or bool(self._free) or self._make_room(may_drop_expected=True)
+            )
+        )
+        return self._entries.get(key) or self._enter(key)
+
+    def _enter(self, key: ExpertKey) -> RingEntry:
+        entry = RingEntry(self._free.pop(), self.experts[key].step)
+        self._entries[key] = entry
+        return entry
+
+    def _make_room(self, *, may_drop_expected: bool) -> bool:
+        """Gives up the slot that was used longest ago, or what is expected last."""
+        expected = [key for key, _ in islice(self._expected, self._slab.num_slots)]
+        idle = [key for key, entry in self._entries.items() if entry.is_idle]
+        victim = next((key for key in idle if key not in expected), None)
+        if victim is None and may_drop_expected and idle:
+            victim = max(idle, key=expected.index)
+        if victim is None:
+            return False
+        self._drop(victim)
+        return True
+
+    def _drop(self, key: ExpertKey) -> None:
+        entry = self._entries.pop(key)
+        self.traffic.wasted_bytes += self._bytes(key, entry.fresh)
+        self._free.append(entry.slot)
+
+    def _read_ahead(self) -> None:
+        """Starts reads of what is expected next, as far as there are slots."""
+        for key, need in self._expected:
+            entry = self._entries.get(key)
+            if entry is None:
+                if not self._free and not self._make_room(may_drop_expected=False):
+                    return
+                entry = self._enter(key)
+            self._start_read(key, entry, need, Priority.READAHEAD)
+
+    def _start_read(
+        self, key: ExpertKey, entry: RingEntry, need: Sections, priority: Priority
+    ) -> None:
+        missing = need & ~entry.have
+        if not missing:
+            return
+        expert = self.experts[key]
+        if entry.have & Sections.STATE and entry.step != expert.step and missing & Sections.STATE:
+            # replayed parameters would not fit the moments on the disk: take all of them anew
+            missing |= Sections.STATE
+            entry.step = expert.step
+        read = Read(priority, partial(self._arrive, entry))
+        entry.reads[read] = missing  # first: `_reset` takes back what is not started
+        entry.have |= missing
+        entry.fresh |= missing
+        self.traffic.read_bytes += self._bytes(key, missing)
+        record = self._slab.slot(entry.slot)
+        self._on_disk.read(key, expert.layout, expert.version, missing, record, read)
+
+    def _arrive(self, entry: RingEntry, read: Read) -> None:
+        with self._changed:
+            entry.reads.pop(read, None)
+            self._end(read)
+
+    def _write(
+        self,
+        key: ExpertKey,
+        expert: ExpertState,
+        version: Version | None,
+        slot: int,
+        sections: Sections,
+    ) -> None:
+        is_resident = expert.resident_slot is not None
+        writes = expert.captures if is_resident else self._entries[key].writes
+        write = Read(Priority.READAHEAD, partial(self._leave, writes, version))
+        writes.add(write)
+        self.traffic.written_bytes += self._bytes(key, sections)
+        record = self._slab.slot(slot)
+        self._on_disk.write(key, expert.layout, version, sections, record, write)
+
+    def _leave(self, writes: set[Read], version: Version | None, write: Read) -> None:
+        with self._changed:
+            if version is not None:
+                version.is_written = write.error is None
+            writes.discard(write)
+            self._end(write)
+
+    def _end(self, transfer: Read) -> None:
+        """A transfer has ended: others may begin; what fails now fails the operations that wait."""
+        self._failure = self._failure or transfer.error
+        try:
+            self._read_ahead()
+        except MoERuntimeError as error:
+            self._failure = self._failure or error
+        self._changed.notify_all()
 
     def _take_back(self, expert: ExpertState) -> bool:
         """Puts the version from before the step in the place of the one after; whether it is kept.

@@ -164,8 +164,8 @@ class TestActivationMatrices:
         collection.fit(ROUTES.select([0, 1, 2]))
         stored = [ROUTES.expert_ids[ROUTES.tokens_of(s)] for s in range(3)]
         counted = np.array([visits(ids, SHAPE.num_experts).sum(axis=0) for ids in stored])
-        np.testing.assert_array_equal(collection.matrices, counted)
-        assert (collection.matrices.sum(axis=2) == 12 * SHAPE.top_k).all()
+        np.testing.assert_array_equal(collection.collection.matrices, counted)
+        assert (collection.collection.matrices.sum(axis=2) == 12 * SHAPE.top_k).all()
         now, layer = 0, 2
         chance = collection.estimate(some, now, layer)
         for row, start, _ in tokens():
@@ -184,10 +184,10 @@ class TestActivationMatrices:
         for matrix in matrices:
             collection.finish(matrix)
         collection.finish(3 * matrices[17])
-        assert len(collection) == COLLECTED_MATRICES
-        np.testing.assert_array_equal(collection.matrices[17], 3 * matrices[17])
+        assert len(collection.collection) == COLLECTED_MATRICES
+        np.testing.assert_array_equal(collection.collection.matrices[17], 3 * matrices[17])
         np.testing.assert_array_equal(
-            np.delete(collection.matrices, 17, 0), np.delete(matrices, 17, 0)
+            np.delete(collection.collection.matrices, 17, 0), np.delete(matrices, 17, 0)
         )
 
     def test_requests_like_those_collected_are_covered(self) -> None:

@@ -7,10 +7,10 @@ import pytest
 from call_texts import CALL_TEXTS
 from http_server import ScriptedEngine, model_of, served
 
-from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections, Kind
-from moe_runtime.serving.http.answers.call_readers import ParsedCall
-from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS, tool_format_of
+from moe_runtime.serving.http.answer_sections import REASONING_MARKS, AnswerSections, Kind
+from moe_runtime.serving.http.call_readers import ParsedCall
 from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.http.tool_formats import TOOL_FORMATS, tool_format_of
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
 FORMATS = {one.name: one for one in TOOL_FORMATS}
@@ -390,3 +390,10 @@ def test_json_that_was_asked_for_is_no_call(tokenizer: Any, kind: str | None) ->
         assert "tool_calls" not in choice["message"]
     else:
         assert ("tool_calls" in choice["message"]) == (kind is None)
+
+
+def test_what_a_model_writes_makes_python_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    text = r'<|tool_call_start|>[weather(city="\d")]<|tool_call_end|>'
+    sections = AnswerSections(None, FORMATS["lfm2"], [WEATHER])
+    assert [*sections.add(text), *sections.end()] == [ParsedCall("weather", r'{"city": "\\d"}')]
+    assert not recwarn.list

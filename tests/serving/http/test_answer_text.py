@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_runtime.inference.incremental_text import IncrementalText
-from moe_runtime.serving.http.answers.answer_text import AnswerText, MarkSearch
+from moe_runtime.serving.http.answer_text import AnswerText, MarkSearch
 from moe_runtime.serving.requests import NewToken
 
 TEXTS = ["naïve café", "日本語のテキスト", "🦊🦊 fox", "a\n\n  b", "العربية", "x" * 40]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sentencepiece_tokenizer import WORDS, sentencepiece_tokenizer
 
 from moe_runtime.inference.incremental_text import IncrementalText
-from moe_runtime.serving.batches.batch_jobs import Batch
 from moe_runtime.serving.batches.batch_lines import read_lines
+from moe_runtime.serving.batches.batch_run import Batch
 from moe_runtime.serving.batches.offline import Answer
 from moe_runtime.serving.requests import (
     Event,
@@ -149,8 +149,10 @@ def test_lines_of_a_file_go_on_with_their_prompts(chat: bool) -> None:
     asked = [{"prompt": "Once a"}, {"prompt": [1, 68]}]
     asked.append({"messages": [{"role": "user", "content": "a"}]})
     lines = "\n".join(map(json.dumps, asked))
-    read = read_lines(lines, "file", sampling=SamplingOptions(), max_new_tokens=3)
-    batch = Batch(read, tokenizer, config, "m", chat=chat, arithmetic="float32")
-    texts = [batch.record(job, Answer(ANSWER, "length"))["text"] for job in batch.jobs]
+    read = read_lines(lines, "file", max_new_tokens=3)
+    batch, texts = Batch(read, tokenizer, config, "m", chat=chat, sampling=SamplingOptions()), []
+    for job in batch.jobs("float32"):
+        assert [batch.is_over(job, NewToken(token)) for token in ANSWER] == [False] * len(ANSWER)
+        texts.append(batch.record(job, Answer(ANSWER, "length"))["text"])
     alone, further = "time there was", " time there was"
     assert texts == [alone if chat else further, further, alone]

@@ -9,7 +9,7 @@ from http_server import HEAD, TEMPLATE, ScriptedEngine, connected, model_of, res
 
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.asking import encode_text
-from moe_runtime.serving.http.models.chat_template import ChatTemplate
+from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.schema import ChatBody, parse_body
 from moe_runtime.serving.http.server import Access, Limits
 from moe_runtime.serving.requests import Finished, GenerationRequest, PromptRead

@@ -91,14 +91,6 @@ def test_answer_ends_where_its_grammar_does(site: Served, more: dict[str, Any]) 
     assert found["usage"]["completion_tokens"] <= 3  # two letters and the end
 
 
-def test_a_text_that_no_request_may_have_is_not_encoded(site: Served) -> None:
-    for path in ("/tokenize", "/v1/completions"):
-        status, found = site.ask(path, {"prompt": "a" * 200_000})
-        assert status == 400
-        assert found["error"]["code"] == "context_length_exceeded"
-        assert found["error"]["message"].startswith("prompt: has 200000 characters")
-
-
 @pytest.mark.parametrize(
     "field", [b'"max_tokens": 1, "max_tokens": 9', b'"logit_bias": {"5": 1, "5": 2}']
 )

@@ -12,10 +12,9 @@ from tokenizers import AddedToken
 
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.serving.http.answers.answer_sections import REASONING_MARKS, AnswerSections
-from moe_runtime.serving.http.answers.call_readers import ParsedCall
-from moe_runtime.serving.http.answers.tool_formats import TOOL_FORMATS
+from moe_runtime.serving.http.answer_sections import REASONING_MARKS, AnswerSections
 from moe_runtime.serving.http.api_errors import FieldError
+from moe_runtime.serving.http.call_readers import ParsedCall
 from moe_runtime.serving.http.grammars import (
     GrammarConstraint,
     Grammars,
@@ -23,8 +22,9 @@ from moe_runtime.serving.http.grammars import (
     of_response_format,
     of_tools,
 )
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.http.tool_formats import TOOL_FORMATS
+from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError
 
 THINK = REASONING_MARKS[0]
@@ -403,6 +403,26 @@ def test_a_reference_to_itself_is_refused_where_arguments_are_written_one_by_one
     function = Function(name="city", parameters=schema)
     with pytest.raises(FieldError, match="a reference to itself, cannot be enforced"):
         of_tools([function], FORMATS["glm"], {}, is_needed=True, may_repeat=True)
+
+
+@pytest.mark.parametrize(
+    "name", [how.name for how in TOOL_FORMATS if how.writing.argument is not None]
+)
+def test_a_schema_without_properties_allows_any_arguments(grammars: Grammars, name: str) -> None:
+    """Where arguments are written one by one."""
+    function = Function(name="weather", parameters={"type": "object"})
+    how, text = FORMATS[name], CALL_TEXTS[name].of([("Rome", "2")])
+    free = of_tools([function], how, {}, is_needed=True, may_repeat=False) or ""
+    assert writes(grammars, free, text)
+    (call,) = [*(sections := AnswerSections(None, how, [function])).add(text), *sections.end()]
+    assert isinstance(call, ParsedCall)
+    assert json.loads(call.arguments) == {"city": "Rome", "days": 2}
+    closed = {"type": "object", "additionalProperties": False}
+    for parameters in (None, closed, {"type": "object", "properties": {}}):
+        none = Function(name="weather", parameters=parameters)
+        assert not writes(
+            grammars, of_tools([none], how, {}, is_needed=True, may_repeat=False) or "", text
+        )
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,15 @@ from http_server import ScriptedEngine, model_of, served
 
 from moe_runtime.checkpoints.model_files import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.serving.http.answers.call_readers import ParsedCall
-from moe_runtime.serving.http.answers.harmony import HARMONY_MARKS, HarmonySections, is_harmony
+from moe_runtime.serving.http.answer_sections import (
+    HARMONY_MARKS,
+    HarmonySections,
+    is_harmony,
+)
+from moe_runtime.serving.http.call_readers import ParsedCall
 from moe_runtime.serving.http.grammars import Grammars, after_analysis, of_harmony_call
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function
+from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import Finished, GenerationRequest, NewToken, PromptRead
 
 # What the published template does with a conversation, without its system message.

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from http_server import Served, model_of, served
 
-from moe_runtime.serving.caches.prefix_files import PrefixDisk
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.grammars import Grammars
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.server import Access
+from moe_runtime.serving.http.vocabulary import Vocabulary
+from moe_runtime.serving.prefixes import PrefixDisk
 
 PROMPT = list(range(100, 180))
 FIRST, SECOND = "first key", "second key"

@@ -4,18 +4,22 @@ import asyncio
 import copy
 import os
 import signal
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from http_server import TEMPLATE, ScriptedEngine, Served, limited_processes, model_of, served
+from transformers import GenerationConfig
 
+from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.serving.http import chat_template
 from moe_runtime.serving.http import grammars as grammar_module
+from moe_runtime.serving.http.chat_template import ChatTemplate
 from moe_runtime.serving.http.grammars import GrammarConstraint, Grammars
-from moe_runtime.serving.http.models import chat_template
-from moe_runtime.serving.http.models.chat_template import ChatTemplate
-from moe_runtime.serving.http.models.vocabulary import Vocabulary
 from moe_runtime.serving.http.schema import Function, Message, Tool
+from moe_runtime.serving.http.served_model import serve_model
 from moe_runtime.serving.http.server import ClientTurns
+from moe_runtime.serving.http.vocabulary import Vocabulary
 from moe_runtime.serving.requests import ConstraintError, Finished, PromptRead
 
 CHAT = "/v1/chat/completions"
@@ -52,6 +56,22 @@ def test_a_template_without_an_end_is_ended(
         assert (status, found["error"]["code"]) == (400, "template_limit"), found
         assert "this model's chat template takes more than" in found["error"]["message"]
         chats(site)
+
+
+def test_end_tokens_are_looked_for_within_the_limits_of_templates(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At start too: the template shows which token stands behind an answer."""
+    monkeypatch.setattr(chat_template, "_RENDER_S", 0.2)
+    settings = GenerationConfig(num_beams=4, no_repeat_ngram_size=3, do_sample=False)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=4096))
+    model, engine = SimpleNamespace(generation_config=settings, config=config), cast(Any, None)
+    for template, ends in ((LONG_LOOP, {0}), (f"{TEMPLATE}<think>", {0})):
+        endless = copy.deepcopy(tokenizer)
+        endless.chat_template = template
+        with pytest.warns(MoERuntimeWarning, match="num_beams 4, no_repeat_ngram_size 3, which"):
+            found = serve_model("pocket", engine, endless, model, *limited_processes())
+        assert found.vocabulary.end_ids == ends
 
 
 def test_a_grammar_that_takes_long_is_ended(

@@ -9,7 +9,7 @@ import pytest
 from http_server import ScriptedEngine, Served, model_of, served
 
 from moe_runtime.serving.http.api_errors import ApiError
-from moe_runtime.serving.http.logged import log_fields
+from moe_runtime.serving.http.gate import log_fields
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
 SECRET = "my password is hunter2"

@@ -23,9 +23,9 @@ from moe_runtime.serving.http import endpoints, responding
 from moe_runtime.serving.http.api_errors import FieldError
 from moe_runtime.serving.http.gate import RequestGate
 from moe_runtime.serving.http.grammars import Grammars
-from moe_runtime.serving.http.running import AddressError, accept_clients, listen
 from moe_runtime.serving.http.schema import parse_body
 from moe_runtime.serving.http.server import Access, Limits, Server
+from moe_runtime.serving.http.starting import AddressError, accept_clients, listen
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
 
 

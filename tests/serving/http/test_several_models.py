@@ -15,9 +15,8 @@ import moe_runtime
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.http.models.dividing import Need, divide, server_bytes
-from moe_runtime.serving.turns import Turns
+from moe_runtime.serving.engine import Engine, Turns
+from moe_runtime.serving.http.dividing import Need, divide, server_bytes
 
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 64}
 OTHERS = {"dtype": "auto", "cache_code": "none"}

@@ -13,10 +13,9 @@ import moe_runtime
 from moe_runtime.inference.budget import MIN_SLOTS
 from moe_runtime.inference.handle import resize_cache
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.http.models import slot_sharing
-from moe_runtime.serving.http.models.slot_sharing import SlotSharing
-from moe_runtime.serving.turns import Turns
+from moe_runtime.serving.engine import Engine, Turns
+from moe_runtime.serving.http import dividing
+from moe_runtime.serving.http.dividing import SlotSharing
 
 ALL = NUM_LAYERS * NUM_EXPERTS
 FAIR = 12
@@ -110,7 +109,7 @@ def test_a_model_that_works_takes_slots_of_one_that_does_not(
         moved.append(sum(plan.budget_bytes for plan in plans))
         return found
 
-    monkeypatch.setattr(slot_sharing, "resize_cache", watched)
+    monkeypatch.setattr(dividing, "resize_cache", watched)
     alone = [greedy(site.models[0], prompt, 4) for prompt in PROMPTS]
     assert site.slots() == [FAIR, FAIR]
     assert site.text(0, PROMPTS[0]) == alone[0]

@@ -294,3 +294,21 @@ def test_litellm_gets_a_nested_model(tokenizer: Any, monkeypatch: pytest.MonkeyP
         )
     (found,) = answer.choices[0].message.tool_calls
     assert Trip.model_validate_json(found.function.arguments) == FULL
+
+
+@pytest.mark.slow
+def test_llama_index_gets_a_nested_model(tokenizer: Any) -> None:
+    pytest.importorskip("llama_index.llms.openai_like")
+    from llama_index.core.prompts import PromptTemplate
+    from llama_index.llms.openai_like import OpenAILike
+
+    with speaking(tokenizer, hermes_call("Trip")) as site:
+        llm = OpenAILike(
+            model="m",
+            api_base=f"{site.address}/v1",
+            api_key="none",
+            is_chat_model=True,
+            is_function_calling_model=True,
+            max_retries=0,
+        )
+        assert llm.structured_predict(Trip, PromptTemplate("Hi")) == FULL

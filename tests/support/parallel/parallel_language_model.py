@@ -22,7 +22,7 @@ from moe_runtime.models.lm.parallel import (
 )
 from moe_runtime.parallel import LayoutGroups, ParallelLayout
 from moe_runtime.parallel.logical import copy_part
-from moe_runtime.training.pipelined import Pipeline
+from moe_runtime.training.ranks import Pipeline
 from moe_runtime.training.sharded import logical_tensors
 
 CONTEXT, VOCAB = 16, 40

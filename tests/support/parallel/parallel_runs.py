@@ -114,7 +114,7 @@ def stalled(path: str, settings: tuple[str, ...], where: str, culprit: int) -> s
         *_, block = preparation.model.own_blocks()
         block.register_forward_pre_hook(stall)
     if rank == culprit and where == "checkpoint":
-        shards: Any = trainer._run.shards
+        shards: Any = trainer._shards
         shards.tensors = stall
     try:
         trainer.train(should_stop=lambda: False, on_record=lambda record: None)

@@ -1,1 +1,0 @@
-"""What is kept of sequences and of beginnings of texts: keys, values, running states."""

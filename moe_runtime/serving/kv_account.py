@@ -1,0 +1,163 @@
+"""Room for keys and values: of running sequences, and of known beginnings of texts.
+
+Nothing here holds a tensor or knows one: what a prefix keeps is the caller's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import secrets
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+PIECE = 16
+"""Sequences get room for a multiple of so many tokens."""
+SLACK_SHARE = 16
+"""A sequence that grows gets room for a sixteenth of its tokens beyond, while memory is free."""
+_DIGEST_BYTES = 16
+
+T = TypeVar("T")
+
+
+def rounded_up(num_tokens: int) -> int:
+    """The least room for so many tokens."""
+    return -(-num_tokens // PIECE) * PIECE
+
+
+class KVAccount(Generic[T]):
+    """Divides room for tokens between sequences and prefixes; sequences take it from prefixes.
+
+    A prefix is known by a digest of all its tokens, block by block: two prompts of one root share
+    the blocks that are equal from the beginning. Digests have 128 bits under a key of this
+    account's own, so clients cannot construct two texts with one digest. The prefixes used last
+    stay longest, and of one prefix its beginning.
+    """
+
+    def __init__(self, capacity: int, *, block_tokens: int, least_tokens: int = 0) -> None:
+        """An empty account.
+
+        Args:
+            capacity: tokens in all.
+            block_tokens: tokens of a block of a prefix; 0 keeps none.
+            least_tokens: that a sequence has room for at least, as far as there is so much.
+        """
+        self.capacity = capacity
+        self.block_tokens = block_tokens
+        self._least_tokens = min(least_tokens, capacity // PIECE * PIECE)
+        self._rooms: dict[Hashable, int] = {}
+        self._held = 0
+        self._secret = secrets.token_bytes(_DIGEST_BYTES)
+        self._prefixes: dict[bytes, T] = {}  # of each block, the one used longest ago first
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens that sequences have room for."""
+        return self._held
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens that prefixes keep."""
+        return len(self._prefixes) * self.block_tokens
+
+    @property
+    def available(self) -> int:
+        """Tokens that a sequence could get, prefixes being given up for it."""
+        return self.capacity - self._held
+
+    def room_of(self, sequence: Hashable) -> int:
+        """Tokens that a sequence has room for."""
+        return self._rooms.get(sequence, 0)
+
+    def reserve(self, sequence: Hashable, num_tokens: int) -> bool:
+        """Gives a sequence room for so many tokens in all, if it can be had.
+
+        Returns:
+            Whether it has it now; if not, everything is as it was.
+        """
+        held = self._rooms.get(sequence, 0)
+        num_tokens = max(num_tokens, self._least_tokens)
+        if num_tokens <= held:
+            return True
+        least = rounded_up(num_tokens) - held
+        if least > self.available:
+            return False
+        ample = rounded_up(num_tokens + num_tokens // SLACK_SHARE) - held
+        added = ample if held and ample <= self._free() else least
+        self._make_free(added)
+        self._rooms[sequence] = held + added
+        self._held += added
+        return True
+
+    def release(self, sequence: Hashable) -> None:
+        """Takes back all that a sequence has."""
+        self._held -= self._rooms.pop(sequence, 0)
+
+    def find(self, tokens: Sequence[int], root: str = "") -> list[T]:
+        """What is kept of the longest known beginning of some tokens, block by block."""
+        path = list(itertools.takewhile(self._prefixes.__contains__, self._digests(tokens, root)))
+        self._use(path)
+        return [self._prefixes[digest] for digest in path]
+
+    def keep(self, tokens: Sequence[int], make: Callable[[int], T], root: str = "") -> int:
+        """Keeps the whole blocks of some tokens, as far as prefixes used longer ago give way.
+
+        Args:
+            tokens: from the beginning of a sequence.
+            make: gives what is kept of the block with a number, 0 the first.
+            root: names what computed them, such as an adapter, and their owner.
+
+        Returns:
+            Blocks of these tokens that are kept now.
+        """
+        if not self.block_tokens:
+            return 0
+        path = list(self._digests(tokens, root))
+        known = sum(1 for _ in itertools.takewhile(self._prefixes.__contains__, path))
+        self._use(path[:known])
+        self._make_free((len(path) - known) * self.block_tokens, most=len(self._prefixes) - known)
+        del path[known + self._free() // self.block_tokens :]
+        for index in range(known, len(path)):
+            self._prefixes[path[index]] = make(index)
+        self._use(path)
+        return len(path)
+
+    def forget(self) -> None:
+        """Gives up all prefixes."""
+        self._prefixes.clear()
+
+    def check(self) -> None:
+        """Proves that what is had adds up.
+
+        Raises:
+            AssertionError: it does not.
+        """
+        assert self._held == sum(self._rooms.values())
+        assert all(room > 0 and room % PIECE == 0 for room in self._rooms.values())
+        assert 0 <= self._held + self.prefix_tokens <= self.capacity
+
+    def _free(self) -> int:
+        return self.capacity - self._held - self.prefix_tokens
+
+    def _make_free(self, num_tokens: int, most: int | None = None) -> None:
+        """Gives up prefixes for so many tokens, at most a number of blocks."""
+        if (lacking := num_tokens - self._free()) > 0 and self.block_tokens:
+            num_blocks = -(-lacking // self.block_tokens)
+            num_blocks = num_blocks if most is None else min(num_blocks, most)
+            for digest in list(itertools.islice(self._prefixes, num_blocks)):
+                del self._prefixes[digest]
+
+    def _digests(self, tokens: Sequence[int], root: str) -> Iterator[bytes]:
+        """Of the whole blocks, each with all before it."""
+        size, digest = self.block_tokens, root.encode()
+        if size:
+            for first in range(0, len(tokens) - size + 1, size):
+                block = array("q", tokens[first : first + size]).tobytes()
+                found = hashlib.blake2b(digest + block, digest_size=_DIGEST_BYTES, key=self._secret)
+                yield (digest := found.digest())
+
+    def _use(self, path: Sequence[bytes]) -> None:
+        """The last block first, so that beginnings stay longest."""
+        for digest in reversed(path):
+            self._prefixes[digest] = self._prefixes.pop(digest)

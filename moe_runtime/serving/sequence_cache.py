@@ -1,0 +1,461 @@
+"""What is kept of one sequence, and of several in one forward pass.
+
+Shape suffixes: B sequences, H query heads, G key heads, Q new tokens, S tokens, D key width,
+V value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionLayer,
+)
+
+from moe_runtime.inference.budget import kv_bytes_per_token
+from moe_runtime.inference.kv_cache import give_room
+from moe_runtime.kernels.attention_step import AttentionWeights
+from moe_runtime.kernels.attention_step.several import attention_steps
+
+_OF_EACH_STATE = (
+    *("is_conv_states_initialized", "is_recurrent_states_initialized"),
+    *("has_previous_state", "conv_kernel_size"),
+)
+_States = dict[int, torch.Tensor | None]
+
+
+class BatchStates(LinearAttentionLayer):
+    """The states of one layer of several caches, one row of the batch for each.
+
+    Models write states in place, so those of the sequences are rows of the batch's from here on:
+    nothing is copied behind a pass, nor before the next one of the same sequences.
+    """
+
+    def __init__(self, layers: Sequence[LinearAttentionLayer]) -> None:
+        """Joins layers whose sequences have been read."""
+        first = layers[0]
+        super().__init__(number_of_states=first.number_of_states)
+        self.dtype, self.device = first.dtype, first.device
+        for name in _OF_EACH_STATE:
+            setattr(self, name, dict(getattr(first, name)))
+        self.conv_states = _join([layer.conv_states for layer in layers])
+        self.recurrent_states = _join([layer.recurrent_states for layer in layers])
+
+
+def _join(states: Sequence[_States]) -> _States:
+    """Each state of all sequences, whose own become rows of it."""
+    joined: _States = {}
+    for index in states[0]:
+        rows = [row for own in states if (row := own[index]) is not None]
+        joined[index] = whole = _whole(rows) if rows else None
+        if rows and whole is None:
+            joined[index] = whole = torch.cat(rows)
+            for own, row in zip(states, whole.split(1), strict=True):
+                own[index] = row
+    return joined
+
+
+def _whole(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor that has just these rows in this order, if there is one."""
+    first = rows[0]
+    storage, stride = first.untyped_storage(), first.stride(0)
+    if storage.nbytes() != len(rows) * stride * first.itemsize:
+        return None
+    for index, row in enumerate(rows):
+        is_next = row.storage_offset() == index * stride and row.stride() == first.stride()
+        if not is_next or row.untyped_storage().data_ptr() != storage.data_ptr():
+            return None
+    return first.as_strided((len(rows), *first.shape[1:]), first.stride())
+
+
+def own_states(cache: DynamicCache) -> None:
+    """Gives a sequence that goes on alone tensors of its own, so that no batch's stays for it."""
+    for own in _states_of(cache):
+        for index, row in own.items():
+            if row is not None and row.untyped_storage().nbytes() > row.nbytes:
+                own[index] = row.clone()
+
+
+def have_close_states(cache: DynamicCache, other: DynamicCache, tolerance: float) -> bool:
+    """Whether no state is further from the other's than a share of that one's norm."""
+    pairs = zip(_tensors_of(cache), _tensors_of(other), strict=True)
+    return all(
+        torch.dist(state.float(), given.float()) <= tolerance * given.float().norm()
+        for state, given in pairs
+    )
+
+
+def tokens_of_states(cache: DynamicCache, config: Any, dtype: torch.dtype) -> int:
+    """Tokens whose room has place for the states of a sequence beside their keys and values.
+
+    Memory is reserved as if every layer kept keys and values: what those with states leave of it
+    is theirs.
+    """
+    states = sum(state.nbytes for state in _tensors_of(cache))
+    filled: list[Any] = [
+        layer for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.is_initialized
+    ]
+    parts = [part for layer in filled for part in (layer.keys, layer.values)]
+    used = sum(part.nbytes // max(part.shape[-2], 1) for part in parts)
+    reserved = kv_bytes_per_token(config, dtype)
+    left = reserved - used
+    return -(-states // (left if left > 0 else reserved))
+
+
+def _tensors_of(cache: DynamicCache) -> Iterator[torch.Tensor]:
+    return (row for own in _states_of(cache) for row in own.values() if row is not None)
+
+
+def _states_of(cache: DynamicCache) -> Iterator[_States]:
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            yield layer.conv_states
+            yield layer.recurrent_states
+
+
+_KNOWN_LAYERS = {
+    *("DynamicLayer", "DynamicSlidingWindowLayer"),
+    "DummyLayer",  # keeps nothing; transformers 5.17 has none yet
+    *("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"),
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+}
+
+
+def new_cache(config: Any, *, grows: bool) -> DynamicCache:
+    """An empty cache of one sequence, with layers as the model has them."""
+    cache = DynamicCache(config=config)
+    if grows:
+        give_room(cache)
+    return cache
+
+
+def _filled(cache: DynamicCache) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of every layer that keeps any, by its index."""
+    return {
+        index: (cast(torch.Tensor, layer.keys), cast(torch.Tensor, layer.values))
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, DynamicLayer)
+    }
+
+
+def have_same_tokens(cache: DynamicCache, other: DynamicCache) -> bool:
+    """Whether keys and values of two caches have the same bits."""
+    filled, expected = _filled(cache), _filled(other)
+    return filled.keys() == expected.keys() and all(
+        all(map(torch.equal, filled[layer], expected[layer])) for layer in filled
+    )
+
+
+def can_share_a_pass(config: Any) -> bool:
+    """Whether a model keeps of a sequence nothing but running states, and keys and values that
+    attention reads."""
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
+        return False
+    if getattr(text, "attention_chunk_size", None) is not None:
+        return False
+    layers = DynamicCache(config=config).layers
+    return all(type(layer).__name__ in _KNOWN_LAYERS for layer in layers)
+
+
+def keeps_states(config: Any) -> bool:
+    """Whether a model keeps running states of a sequence."""
+    layers = DynamicCache(config=config).layers
+    return any(isinstance(layer, LinearAttentionLayer) for layer in layers)
+
+
+def keeps_every_token(config: Any) -> bool:
+    """Whether keys and values of any beginning of a sequence can be taken out of its cache."""
+    layers = DynamicCache(config=config).layers
+    is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
+    return can_share_a_pass(config) and not is_sliding and not keeps_states(config)
+
+
+def set_room(cache: DynamicCache, num_tokens: int) -> None:
+    """Gives what a sequence keeps of all its tokens room for so many, and no more.
+
+    Tokens beyond are lost. Windows, which keep fewer, grow by themselves.
+    """
+    for layer in cache.layers:
+        grown: Any = layer
+        if hasattr(grown, "growing_keys") and grown.is_initialized and not grown.is_sliding:
+            grown.keys = _with_room(grown.growing_keys, grown.keys, num_tokens)
+            grown.values = _with_room(grown.growing_values, grown.values, num_tokens)
+
+
+def _with_room(growing: Any, cached: Any, num_tokens: int) -> torch.Tensor:
+    room = cached.new_empty((*cached.shape[:-2], num_tokens, cached.shape[-1]))
+    kept = min(cached.shape[-2], num_tokens)
+    view = room.narrow(-2, 0, kept)
+    view.copy_(cached.narrow(-2, 0, kept))
+    growing.room, growing.view, growing.start = room, view, 0
+    return view
+
+
+class BlockCopies:
+    """Copies blocks of tokens out of caches of one model, which keep every token, and into them.
+
+    A copy is one tensor of bytes, keys ``[1, G, S, D]`` and values ``[1, G, S, V]`` of layer behind
+    layer: each tensor has some hundred bytes of its own, and many small ones leave gaps behind.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        """Copies for blocks of so many tokens."""
+        self._num_tokens = num_tokens
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+
+    def learn(self, cache: DynamicCache) -> int:
+        """Looks at a cache with tokens in it; gives the bytes of a block."""
+        cached = [part for pair in _filled(cache).values() for part in pair]
+        size = self._num_tokens
+        forms = [
+            (torch.Size((*part.shape[:-2], size, part.shape[-1])), part.dtype) for part in cached
+        ]
+        assert self._forms in ([], forms), "caches of one model have different layers"
+        self._forms = forms
+        return sum(self._sizes())
+
+    def copy(self, cache: DynamicCache, index: int) -> torch.Tensor:
+        """The bytes of the block with a number, 0 the first."""
+        num_bytes, size = self.learn(cache), self._num_tokens
+        cached = [part for pair in _filled(cache).values() for part in pair]
+        block = torch.empty(num_bytes, dtype=torch.uint8, device=cached[0].device)
+        for place, part in zip(self._parts(block), cached, strict=True):
+            place.copy_(part.narrow(-2, index * size, size))
+        return block
+
+    def append(self, cache: DynamicCache, block: torch.Tensor) -> None:
+        """Puts a copied block behind what is in a cache."""
+        parts = self._parts(block)
+        for place, index in enumerate(_filled(cache)):
+            cache.update(parts[2 * place], parts[2 * place + 1], index)
+
+    def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
+        forms = zip(block.split(self._sizes()), self._forms, strict=True)
+        return [part.view(dtype).view(shape) for part, (shape, dtype) in forms]
+
+    def _sizes(self) -> list[int]:
+        return [shape.numel() * dtype.itemsize for shape, dtype in self._forms]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeysOfSequences:
+    """Stands for the keys where a layer's attention is asked for: each sequence has its own.
+
+    Attributes:
+        keys: of each sequence, ``[1, G, S, D]``.
+        values: of each sequence, ``[1, G, S, V]``.
+        num_new: tokens of each sequence in the pass; None where each has one, and a row of its own.
+        window: tokens that one attends to, itself included; None for all.
+        adds_mask: whether masks are added to the scores instead of saying what is allowed.
+        expand: makes keys and values of what is cached in their place; None where it is they.
+    """
+
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    num_new: Sequence[int] | None
+    window: int | None
+    adds_mask: bool
+    expand: Any = None
+
+    def attend(
+        self,
+        attention: Callable[..., tuple[torch.Tensor, Any]],
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        value: object,
+        mask: object,
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of every sequence to its own tokens.
+
+        Args:
+            attention: of one sequence.
+            module: the attention layer.
+            query: ``[B, H, 1, D]``, or ``[1, H, Q, D]`` with the sequences one behind another.
+            value: not looked at: each sequence has its own.
+            mask: likewise.
+            options: as transformers passes them.
+
+        Returns:
+            ``[B, 1, H, V]`` or ``[1, Q, H, V]``, and None.
+        """
+        if self.expand is not None and self.num_new is None:
+            together = self.expand.attend_each(query, self.keys, self.values, options)
+            if together is not None:
+                return together, None
+        dim = 0 if self.num_new is None else 2
+        queries = query.split(1 if self.num_new is None else list(self.num_new), dim)
+        mixed = []
+        for own, keys, values in zip(queries, self.keys, self.values, strict=True):
+            own_mask = self._mask(own, keys)
+            if self.expand is not None:
+                keys, values = self.expand(keys, values)
+            mixed.append(attention(module, own, keys, values, own_mask, **options)[0])
+        return torch.cat(mixed, dim=dim and 1), None
+
+    def _mask(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+        num_new, num_keys = query.shape[2], keys.shape[2]
+        is_plain = num_new == num_keys and not self.adds_mask
+        if num_new == 1 or (is_plain and (self.window is None or num_keys <= self.window)):
+            return None
+        places = torch.arange(num_keys, device=query.device)
+        new = places[num_keys - num_new :, None]
+        allowed = places <= new
+        if self.window is not None:
+            allowed &= places > new - self.window
+        allowed = allowed[None, None]
+        if not self.adds_mask:
+            return allowed
+        lowest = torch.finfo(query.dtype).min
+        return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
+
+
+class BatchCache(Cache):
+    """The caches of several sequences in one forward pass.
+
+    The pass has a row of one token for each sequence (``[B, 1]``), or one row with the new tokens
+    of one sequence behind those of another (``[1, Q]``).
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[DynamicCache],
+        num_new: Sequence[int] | None = None,
+        *,
+        adds_mask: bool = False,
+    ) -> None:
+        """Joins caches with the same layers.
+
+        Args:
+            caches: of the sequences, in the order of the pass.
+            num_new: tokens of each sequence in its one row; None for a row of one token each, as
+                running states need it.
+            adds_mask: whether the model's attention adds masks to the scores.
+        """
+        groups = zip(*(cache.layers for cache in caches), strict=True)
+        super().__init__(layers=[_joined(group, num_new, adds_mask) for group in groups])
+        total = sum(cache.get_seq_length() for cache in caches)
+        self._length = total if num_new else total // len(caches)
+
+    def step_each(
+        self,
+        layer_idx: int,
+        hidden: torch.Tensor,
+        weights: AttentionWeights | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """A whole attention layer for a row of one token each: ``[B, 1, D]`` to ``[B, 1, D]``.
+
+        Args:
+            layer_idx: the layer.
+            hidden: what goes into it.
+            weights: its weights; None where they are in no such form.
+            cos: of each row's position, ``[B, 1, R]``.
+            sin: likewise.
+
+        Returns:
+            None, with nothing appended, where the layer has to go its own way.
+        """
+        layer: Any = self.layers[layer_idx]
+        if weights is None or not isinstance(layer, _BatchLayer) or len(cos) != len(hidden):
+            return None
+        if {hidden.dtype, cos.dtype, sin.dtype} != {weights.dtype}:
+            return None
+        cached = layer.take_places(weights.dtype)
+        if cached is None:
+            return None
+        parts = (part.reshape(len(hidden), -1) for part in (hidden, cos, sin))
+        x_BD, cos_BR, sin_BR = parts
+        return attention_steps(x_BD, weights, cos_BR, sin_BR, cached).view(hidden.shape[0], 1, -1)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens cached, of all sequences for one row, else in the mean of the rows."""
+        return self._length
+
+
+def _appended(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with a token more of any content, where they cannot grow in place."""
+    return layer.update(
+        layer.keys.new_empty((*layer.keys.shape[:-2], 1, layer.keys.shape[-1])),
+        layer.values.new_empty((*layer.values.shape[:-2], 1, layer.values.shape[-1])),
+    )
+
+
+def _joined(layers: Sequence[Any], num_new: Sequence[int] | None, adds_mask: bool) -> Any:
+    """One layer of several caches."""
+    if not isinstance(layers[0], LinearAttentionLayer):
+        return _BatchLayer(layers, num_new, adds_mask)
+    assert num_new is None, "running states take one token of each sequence"
+    if isinstance(layers[0], DynamicLayer):
+        return _BatchKeysAndStates(layers, adds_mask)
+    return BatchStates(layers)
+
+
+class _BatchLayer(CacheLayerMixin):
+    """Keys and values of one layer of several caches."""
+
+    def __init__(self, layers: Sequence[Any], num_new: Sequence[int] | None, adds: bool) -> None:
+        super().__init__()
+        self._layers = layers
+        self._num_new = num_new
+        self._adds_mask = adds
+        self.is_sliding = bool(getattr(layers[0], "is_sliding", False))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, torch.Tensor]:
+        """Appends each sequence's new keys and values to its own; ``[B, G, 1, D]`` or one row."""
+        dim = 0 if self._num_new is None else 2
+        sizes: Any = 1 if self._num_new is None else list(self._num_new)
+        keys, values = [], []
+        parts = zip(key_states.split(sizes, dim), value_states.split(sizes, dim), strict=True)
+        for layer, (own_keys, own_values) in zip(self._layers, parts, strict=True):
+            cached = layer.update(own_keys, own_values)
+            keys.append(cached[0])
+            values.append(cached[1])
+        window = self._layers[0].sliding_window if self.is_sliding else None
+        together = KeysOfSequences(keys, values, self._num_new, window, self._adds_mask)
+        return together, value_states
+
+    def take_places(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Makes keys and values of each sequence one token longer; it is not written yet."""
+        for layer in self._layers:
+            if not hasattr(layer, "take_place") or not layer.is_initialized:
+                return None
+            if layer.keys.dtype is not dtype or layer.values.dtype is not dtype:
+                return None
+        return [layer.take_place() or _appended(layer) for layer in self._layers]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the sequences' layers do that."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As if nothing were cached: masks are made for each sequence."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Of the first sequence."""
+        return self._layers[0].get_seq_length()
+
+    def get_max_length(self) -> int:
+        """None that is known."""
+        return -1
+
+
+class _BatchKeysAndStates(_BatchLayer, BatchStates):
+    """Both, of layers that have both."""
+
+    def __init__(self, layers: Sequence[Any], adds_mask: bool) -> None:
+        BatchStates.__init__(self, layers)
+        _BatchLayer.__init__(self, layers, None, adds_mask)
