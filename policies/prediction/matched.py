@@ -88,7 +88,9 @@ class MatrixCollection:
             )
         self._size = len(found)
         self._matrices[: self._size] = found
-        self.norms[: self._size] = np.linalg.norm(found.reshape(len(found), -1), axis=1)
+        self.norms[: self._size] = np.linalg.norm(
+            found.reshape(len(found), sizes[0] * sizes[1]), axis=1
+        )
 
 
 class EamCollection(Popularity):
