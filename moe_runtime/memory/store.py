@@ -68,6 +68,8 @@ class Lease(Generic[W]):
 
     def __enter__(self) -> Lease[W]:
         store = self._store
+        if store.is_closed:
+            raise MoERuntimeError(CLOSED)
         with store._changed:
             store._leases.add(self)
             missing = self._pin_present()
