@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.benchmarks.cases.expert_layers import OURS, CallsPlan, CallsSystem, LayerSizes
-from moe_runtime.benchmarks.cases.experts import distance
+from moe_runtime.benchmarks.cases.expert_systems import distance
 from moe_runtime.benchmarks.suite.results import measure_systems
 from moe_runtime.benchmarks.suite.runner import (
     Rules,

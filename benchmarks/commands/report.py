@@ -14,7 +14,7 @@ from moe_runtime.cli import options
 from moe_runtime.cli.commands.report import check_drawing
 from moe_runtime.cli.console import print_json, print_rows, print_table, say_line
 from moe_runtime.cli.strict import FOLDER
-from moe_runtime.files import check_output_folder, check_output_path, write_text
+from moe_runtime.files import check_output_folder, write_text
 
 Results = Annotated[
     list[Path], typer.Argument(metavar="RESULTS...", help="Results files of bench commands.")
@@ -36,9 +36,6 @@ def bench_report(
     as_json: options.Json = False,
 ) -> None:
     """Draw results files: one page that needs no network, several machines side by side."""
-    for path, what in ((output, "report"), (markdown, "table"), (csv, "table")):
-        if path is not None:
-            check_output_path(path, what)
     if png is not None:
         check_output_folder(png, "plots")
         check_drawing()

@@ -23,7 +23,7 @@ from moe_runtime.cli.console import (
     say_line,
 )
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
-from moe_runtime.files import check_output_path, require_not_read
+from moe_runtime.files import require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.benchmarks.suite.peers import PeerProgram
@@ -102,13 +102,10 @@ class CaseRun:
         precision: float = 0.05,
         quick: bool = False,
     ) -> None:
-        """Checks that results can be written.
+        """Takes the options.
 
         Args:
             seconds: that a run takes where ``max_s`` does not say, and a quick one.
-
-        Raises:
-            CheckpointError: no results can be written where they are asked for.
         """
         self.ctx, self.quick, self.output = ctx, quick, output
         self.session: Session = ctx.obj
@@ -116,8 +113,6 @@ class CaseRun:
         self._max_s = max_s or seconds[quick]
         self._facts: dict[str, Any] = {}
         self.stop: StopRequest | None = None
-        if output is not None:
-            check_output_path(output, "results")
 
     def refuse_peer_files(self, peers: Sequence["PeerProgram"]) -> None:
         """Refuses to replace the file of a peer, or of the model that it is given.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_runtime.benchmarks.cases import formats as format_layers
 from moe_runtime.benchmarks.cases.expert_layers import LayerSizes
-from moe_runtime.benchmarks.cases.experts import in_float64
+from moe_runtime.benchmarks.cases.expert_systems import in_float64
 from moe_runtime.benchmarks.cases.formats import (
     FORMATS,
     FormatLayer,

@@ -12,7 +12,7 @@ import torch
 from text_checkpoint import save_text_checkpoint
 
 from moe_runtime.benchmarks.cases.expert_layers import LayerSizes, layer_of_model
-from moe_runtime.benchmarks.cases.experts import ExpertsPlan, measure_experts, write_layer
+from moe_runtime.benchmarks.cases.expert_systems import ExpertsPlan, measure_experts, write_layer
 from moe_runtime.benchmarks.cases.formats import FormatsPlan, measure_formats
 from moe_runtime.benchmarks.peers import kt_kernel
 from moe_runtime.benchmarks.suite.peers import find_peer, find_peers, started

@@ -17,7 +17,7 @@ from text_checkpoint import save_text_checkpoint
 from torch import Tensor, nn
 
 from moe_runtime.benchmarks.cases.expert_layers import layer_of_model
-from moe_runtime.benchmarks.cases.experts import (
+from moe_runtime.benchmarks.cases.expert_systems import (
     ExpertsPlan,
     measure_experts,
     num_equal,
