@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_runtime.inference.steps import LayerRouting, Listener, Step
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.policies.prediction import PREDICTORS, LayerRouted, StepBegins
+from moe_runtime.policies.prediction import PREDICTORS, LayerRouted, StepBegins, is_file_name
 from moe_runtime.policies.prediction.base import Learner
 from moe_runtime.types import ModelSignature
 
@@ -95,7 +95,7 @@ class KeptLearning(Listener):
         Returns:
             Names of those that begin empty.
         """
-        from moe_runtime.lab.traces.learned import is_file_name, learned_path, restore_learned
+        from moe_runtime.lab.traces.learned import learned_path, restore_learned
 
         empty = []
         for watcher in watchers:

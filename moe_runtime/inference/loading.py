@@ -51,7 +51,6 @@ from moe_runtime.inference.hugging_face.loaded_model import as_loaded_model
 from moe_runtime.inference.kv_cache import grow_cache_in_place
 from moe_runtime.inference.learning import KeptLearning, PolicyListener
 from moe_runtime.inference.prediction.predictors import (
-    check_predictor,
     find_gate,
     learned_bytes,
     make_live_estimator,
@@ -69,6 +68,7 @@ from moe_runtime.memory.tiers import TierStore
 from moe_runtime.policies import prediction
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
 from moe_runtime.policies.eviction.base import PolicyChoice
+from moe_runtime.policies.prediction import check_name, is_file_name
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
@@ -528,7 +528,12 @@ def check_names(
     require_known("cache_code", cache_code, CACHE_CODES)
     require_known("activations", activations, ACTIVATIONS)
     if predictor != AUTO:
-        check_predictor(predictor)
+        if is_file_name(predictor):
+            from moe_runtime.lab.traces.learned import read_predictor_signature
+
+            read_predictor_signature(predictor)
+        else:
+            check_name(str(predictor))
 
 
 def resolve_policy(

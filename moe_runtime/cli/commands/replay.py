@@ -129,9 +129,10 @@ def replay(
     With --bandwidth the link and the computation are modelled too.
     """
     from moe_runtime.lab.replay.experiment import Experiment, run_experiment, usual_capacities
-    from moe_runtime.lab.traces.learned import is_file_name, read_predictor
+    from moe_runtime.lab.traces.learned import read_predictor
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.eviction import POLICIES
+    from moe_runtime.policies.prediction import is_file_name
 
     if shares not in ("even", "adaptive"):
         raise ValueError(f"--shares must be even or adaptive, got {shares!r}")

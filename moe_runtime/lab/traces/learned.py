@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from moe_runtime.config import nearest
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_failure
 from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.lab.traces.format import parse_signature
 from moe_runtime.lab.traces.recent import cached_path
 from moe_runtime.lab.traces.routes import same_model, shown_model
-from moe_runtime.policies.prediction import NEED_TRAINING, PREDICTORS, Estimator
+from moe_runtime.policies.prediction import PREDICTORS, Estimator, check_name, is_file_name
 from moe_runtime.policies.prediction.base import Learner, most_learned_bytes, shape_of
 from moe_runtime.types import ModelSignature
 
@@ -94,11 +93,6 @@ def read_predictor(
         raise CheckpointError(f"{archive.path}: the predictor is damaged: {error}") from error
 
 
-def is_file_name(predictor: str | Path) -> bool:
-    """Whether a caller means the file of a trained predictor rather than a predictor's name."""
-    return isinstance(predictor, Path) or predictor.endswith(".npz") or "/" in predictor
-
-
 def check_predictor(predictor: str | Path) -> None:
     """Refuses a predictor that loading would refuse minutes later.
 
@@ -108,16 +102,8 @@ def check_predictor(predictor: str | Path) -> None:
     """
     if is_file_name(predictor):
         read_predictor_signature(predictor)
-    elif predictor not in PREDICTORS:
-        raise ValueError(
-            f"unknown predictor {predictor!r}: {nearest(str(predictor), PREDICTORS)}; "
-            "or the file of a trained one, which ends in .npz"
-        )
-    elif predictor in NEED_TRAINING:
-        raise ValueError(
-            f"{predictor} guesses nothing before it is trained: give the .npz file that "
-            f"`moe-runtime predictor fit --model MODEL --text FILE --predictor {predictor}` writes"
-        )
+    else:
+        check_name(str(predictor))
 
 
 def read_predictor_signature(path: str | os.PathLike[str]) -> ModelSignature:
