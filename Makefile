@@ -64,7 +64,7 @@ install_torch = $(1)/bin/pip install --quiet --no-compile "$(TORCH)+cpu" "$(TRIT
 endif
 
 INSTALLED := $(VENV)/.installed
-PACKAGES := moe_runtime kernels policies models
+PACKAGES := moe_runtime kernels policies models benchmarks
 NATIVE_SOURCES := $(wildcard setup.py kernels/*/*.[ch] kernels/native/*/*.[ch] kernels/*/*.cpp policies/*/*.[ch])
 
 .DEFAULT_GOAL := help

@@ -39,7 +39,7 @@ import psutil
 from scipy.stats import theilslopes
 
 from moe_runtime.benchmarks.harness.scripting import present_folder, save_results
-from moe_runtime.benchmarks.load.workload import draw_words
+from moe_runtime.benchmarks.load.client import draw_words
 from moe_runtime.benchmarks.suite.results import Metric
 from moe_runtime.config import format_bytes, parse_bytes
 from moe_runtime.files import write_text

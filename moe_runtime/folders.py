@@ -181,7 +181,7 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 def _swap(place: Path, new: Path) -> None:
     """Puts a new folder in the place of an old one; the old one, if it is left, stays beside it."""
-    is_worked_in, old = place.samefile(os.curdir), new.with_suffix(_OLD_SUFFIX)
+    here, old = Path.cwd(), new.with_suffix(_OLD_SUFFIX)
     try:
         if not _exchange(place, new):
             os.rename(place, old)
@@ -196,8 +196,8 @@ def _swap(place: Path, new: Path) -> None:
         sync_folder(place.parent)
         shutil.rmtree(place)
         os.rename(new, place)
-    if is_worked_in:
-        os.chdir(place)
+    if here.is_relative_to(place):
+        os.chdir(here if here.is_dir() else place)
 
 
 def _is_real_folder(path: Path) -> bool:

@@ -32,7 +32,6 @@ FLOORS = {
     "policies": 1,
     "routing": 2,
     "memory": 2,
-    "planning": 2,
     "checkpoints": 3,
     "parallel": 4,
     "lab": 5,
@@ -66,7 +65,7 @@ def python_files(*tops: str) -> list[Path]:
     ]
 
 
-SUITE = [f"benchmarks/{name}" for name in ("cases", "commands", "experts", "load", "peers")]
+SUITE = [f"benchmarks/{name}" for name in ("cases", "commands", "load", "peers")]
 SUITE += ["benchmarks/suite", "benchmarks/synthetic"]
 PRODUCT = python_files("moe_runtime", "kernels", "policies", "models", *SUITE)
 SCRIPTS = [path for path in python_files("benchmarks") if path not in PRODUCT]
@@ -295,7 +294,7 @@ def test_no_hidden_state() -> None:
     for path in PRODUCT:
         tree = parse(path)
         lines = [node.lineno for node in nodes_of(tree) if isinstance(node, ast.Global)]
-        if room_of_file(path) != "cli":
+        if room_of_file(path) != "cli" and path.parent != Path("benchmarks/commands"):
             lines += blanket_handlers(tree)
             lines += [] if str(path) in OWN_ENVIRONMENT else environment_reads(tree)
         wrong += [f"{path}:{line}" for line in lines]
@@ -317,6 +316,7 @@ OWN_WRITERS = {
     "moe_runtime/serving/prefixes.py": "a cache, with a sum in each file",
     # Into a folder that takes its place as a whole:
     "moe_runtime/checkpoints/export.py": "replace_folder",
+    "moe_runtime/checkpoints/safetensors_index.py": "replace_folder",
     "moe_runtime/checkpoints/packing/writer.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
     "benchmarks/synthetic/checkpoint_writer.py": "replace_folder",

@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAPPED = ("benchmarks", "kernels", "policies", "models")
-SUITE = ("cases", "commands", "experts", "load", "peers", "suite", "synthetic")
+SUITE = ("cases", "commands", "load", "peers", "suite", "synthetic")
 """What of ``benchmarks`` a wheel has; scripts and what they measured belong to the checkout."""
 
 

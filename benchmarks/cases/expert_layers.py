@@ -1,7 +1,8 @@
 """One layer's experts as transformers builds them, with random weights, to be measured."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from torch import Tensor
 from moe_runtime.benchmarks.cases.layer_shapes import LAYER_SHAPES
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes as LayerSizes
 from moe_runtime.benchmarks.peers.host import time_block as time_block
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
+from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite.runner import (
+    BenchSystem,
+    Number,
+    PeerFailedError,
+    peer_failures,
+)
 from moe_runtime.config import require_known
 
 PEERS = ("eager", "grouped_mm", "batched_mm")
@@ -29,6 +36,69 @@ def kinds_of_calls(tokens: Sequence[int], *, trains: bool) -> Iterator[tuple[str
         for num_tokens in tokens:
             name = "backward" if has_backward else "forward"
             yield f"{name}_{num_tokens}_s", num_tokens, has_backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallsPlan:
+    """Which calls of a layer are measured.
+
+    Attributes:
+        tokens: numbers of tokens of a call.
+        trains: whether calls with backward are measured, too.
+        block_s: seconds that a repetition takes for each kind of call.
+    """
+
+    tokens: Sequence[int]
+    trains: bool
+    block_s: float
+
+    def calls(self) -> Iterator[tuple[str, int, bool]]:
+        """As ``kinds_of_calls``."""
+        return kinds_of_calls(self.tokens, trains=self.trains)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Seconds of each kind of call."""
+        return {name: Metric("s") for name, _, _ in self.calls()}
+
+
+class CallsSystem(BenchSystem):
+    """A layer under test; tokens are compared."""
+
+    def __init__(self, name: str, plan: CallsPlan) -> None:
+        super().__init__(name)
+        self._plan = plan
+
+    def takes(self, num_tokens: int, *, trains: bool) -> bool:
+        """Whether it has room and time for a kind of call."""
+        del num_tokens, trains
+        return True
+
+    @abstractmethod
+    def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
+        """A call, which is given its number."""
+
+    @abstractmethod
+    def num_equal(self, metric: str, found: Tensor, *, trains: bool) -> tuple[int, int]:
+        """How many tokens of a result are compared, and how many agree."""
+
+    def repeat(self) -> Mapping[str, Number]:
+        """Measures every kind of call; before the first time, compares results.
+
+        Raises:
+            PeerFailedError: it cannot compute this layer, or its results differ.
+        """
+        kinds = [one for one in self._plan.calls() if self.takes(one[1], trains=one[2])]
+        with peer_failures():
+            if not self.compared:
+                for name, tokens, trains in kinds:
+                    found = self.call(tokens, trains=trains)(0)
+                    compared, equal = self.num_equal(name, found, trains=trains)
+                    self.compared, self.equal = self.compared + compared, self.equal + equal
+                self.require_all_equal()
+            return {
+                name: time_block(self.call(tokens, trains=trains), self._plan.block_s)
+                for name, tokens, trains in kinds
+            }
 
 
 @dataclass(frozen=True, kw_only=True)

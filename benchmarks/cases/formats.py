@@ -28,7 +28,7 @@ from moe_runtime.benchmarks.cases.expert_layers import (
     kinds_of_calls,
     time_block,
 )
-from moe_runtime.benchmarks.cases.experts import (
+from moe_runtime.benchmarks.cases.expert_systems import (
     ROUTINGS,
     ExpertsPeer,
     ExpertsPlan,

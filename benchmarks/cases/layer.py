@@ -7,21 +7,18 @@ rounding is a relative error of its size in a gate weight. Tokens for which roun
 another expert, the next one being so near, are not compared.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.benchmarks.cases.expert_layers import OURS, LayerSizes, kinds_of_calls, time_block
-from moe_runtime.benchmarks.cases.experts import distance
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
+from moe_runtime.benchmarks.cases.expert_layers import OURS, CallsPlan, CallsSystem, LayerSizes
+from moe_runtime.benchmarks.cases.expert_systems import distance
+from moe_runtime.benchmarks.suite.results import measure_systems
 from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    Number,
     Rules,
-    peer_failures,
 )
 from moe_runtime.layer import MoELayer
 
@@ -31,26 +28,11 @@ _FEW = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerPlan:
-    """What is asked of every system.
-
-    Attributes:
-        sizes: of the layer.
-        dtype: of weights and tokens.
-        tokens: numbers of tokens of a call.
-        trains: whether calls with backward are measured, too.
-        block_s: seconds that a repetition takes for each kind of call.
-    """
+class LayerPlan(CallsPlan):
+    """What is asked of every system: sizes of the layer, type of weights and tokens."""
 
     sizes: LayerSizes
     dtype: torch.dtype
-    tokens: Sequence[int]
-    trains: bool
-    block_s: float
-
-    def calls(self) -> Iterator[tuple[str, int, bool]]:
-        """As ``kinds_of_calls``."""
-        return kinds_of_calls(self.tokens, trains=self.trains)
 
     def x(self, num_tokens: int) -> Tensor:
         """Tokens ``[1, T, D]``."""
@@ -164,44 +146,28 @@ def formula(weights: Mapping[str, Tensor], x: Tensor, top_k: int) -> Tensor:
     return torch.stack(rows) if rows else x
 
 
-class BlockSystem(BenchSystem):
-    """A block under test; tokens are compared."""
+class BlockSystem(CallsSystem):
+    """A block under test."""
 
     def __init__(
         self, name: str, block: nn.Module, plan: LayerPlan, expected: Mapping[str, Expected]
     ) -> None:
-        super().__init__(name)
-        self._block, self._plan, self._expected = block, plan, expected
+        super().__init__(name, plan)
+        self._block, self.plan, self._expected = block, plan, expected
 
-    def repeat(self) -> Mapping[str, Number]:
-        """Measures every kind of call; before the first time, compares results.
-
-        Raises:
-            PeerFailedError: it cannot compute this layer, or its results differ.
-        """
-        with peer_failures():
-            if not self.compared:
-                self._compare()
-            return {
-                name: time_block(self._call(tokens, trains=trains), self._plan.block_s)
-                for name, tokens, trains in self._calls()
-            }
-
-    def _calls(self) -> Iterator[tuple[str, int, bool]]:
+    def takes(self, num_tokens: int, *, trains: bool) -> bool:
         # Eager's backward fills a gradient of all experts for each: a minute for many experts.
-        is_slow = self.name == "eager" and self._plan.sizes.num_experts > _FEW
-        return (call for call in self._plan.calls() if not (is_slow and call[2]))
+        del num_tokens
+        return not (trains and self.name == "eager" and self.plan.sizes.num_experts > _FEW)
 
-    def _call(self, num_tokens: int, *, trains: bool) -> Callable[[int], object]:
-        x = self._plan.x(num_tokens)
+    def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
+        x = self.plan.x(num_tokens)
         return lambda _: run_block(self._block, x, trains=trains)
 
-    def _compare(self) -> None:
-        for name, tokens, trains in self._calls():
-            found = run_block(self._block, self._plan.x(tokens), trains=trains)
-            self.compared += int(self._expected[name].clear.sum())
-            self.equal += self._expected[name].num_equal(found)
-        self.require_all_equal()
+    def num_equal(self, metric: str, found: Tensor, *, trains: bool) -> tuple[int, int]:
+        del trains
+        expected = self._expected[metric]
+        return int(expected.clear.sum()), expected.num_equal(found)
 
 
 def measure_layer(plan: LayerPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,5 +179,4 @@ def measure_layer(plan: LayerPlan, rules: Rules, settings: Mapping[str, Any]) ->
     blocks: dict[str, nn.Module] = {OURS: layer}
     blocks |= {name: transformers_block(name, layer, plan.sizes) for name in PEERS}
     systems = [BlockSystem(name, block, plan, expected) for name, block in blocks.items()]
-    metrics = {name: Metric("s") for name, _, _ in plan.calls()}
-    return measure_systems("layer", systems, metrics, rules, settings)
+    return measure_systems("layer", systems, plan.metrics(), rules, settings)

@@ -6,7 +6,7 @@ machine. Before anything is timed its result is compared with that of its refere
 T tokens, E experts, K choices, D model, F hidden; R routed rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_runtime.benchmarks.cases.expert_layers import LayerSizes, kinds_of_calls
+from moe_runtime.benchmarks.cases.expert_layers import CallsPlan, LayerSizes
 from moe_runtime.benchmarks.peers.host import time_block
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
+from moe_runtime.benchmarks.suite.results import measure_systems
 from moe_runtime.benchmarks.suite.runner import (
     BenchSystem,
     Number,
@@ -52,22 +52,11 @@ class OpCall(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpsPlan:
-    """What is asked of every op.
-
-    Attributes:
-        sizes: of the layer.
-        dtype: of tokens and weights.
-        tokens: numbers of tokens.
-        trains: calls with a backward pass, too.
-        block_s: seconds of the calls of one repetition.
-    """
+class OpsPlan(CallsPlan):
+    """What is asked of every op: sizes of the layer, type of tokens and weights."""
 
     sizes: LayerSizes
     dtype: torch.dtype
-    tokens: Sequence[int]
-    trains: bool
-    block_s: float
 
 
 class LayerWeights(NamedTuple):
@@ -169,10 +158,9 @@ class OpSystem(BenchSystem):
                 raise PeerFailedError(
                     "its result differs from its reference's by more than roundings allow"
                 )
-        kinds = kinds_of_calls(self._plan.tokens, trains=self._plan.trains)
         return {
             name: median(time_block(_timed(self._calls[tokens], trains=trains), self._plan.block_s))
-            for name, tokens, trains in kinds
+            for name, tokens, trains in self._plan.calls()
             if self._calls[tokens].leaves or not trains
         }
 
@@ -208,5 +196,4 @@ def measure_ops(plan: OpsPlan, rules: Rules, settings: Mapping[str, Any]) -> dic
         OpSystem(dict(zip(by_tokens, calls, strict=True)), plan)
         for calls in zip(*by_tokens.values(), strict=True)
     ]
-    metrics = {name: Metric("s") for name, _, _ in kinds_of_calls(plan.tokens, trains=plan.trains)}
-    return measure_systems("ops", systems, metrics, rules, settings)
+    return measure_systems("ops", systems, plan.metrics(), rules, settings)

@@ -3,7 +3,7 @@
 import typer
 
 from moe_runtime.benchmarks.commands import layers, machine, report, serve, texts, traces
-from moe_runtime.cli.strict import StrictCommand
+from moe_runtime.cli.strict import StrictCommand, expanded
 
 _COMMANDS = {
     "kernels": machine.bench_kernels,
@@ -29,6 +29,6 @@ def bench_app() -> typer.Typer:
     """The group of commands."""
     app = typer.Typer()
     for name, command in _COMMANDS.items():
-        app.command(name, cls=StrictCommand)(command)
+        app.command(name, cls=StrictCommand)(expanded(command))
     app.callback()(lambda: None)
     return app

@@ -208,7 +208,7 @@ def bench_experts(
         formats_plan = FormatsPlan(names, sizes, num_bytes, numbers, block_s)
         measure: Callable[..., dict[str, Any]] = partial(measure_formats, formats_plan)
     else:
-        from moe_runtime.benchmarks.cases.experts import ExpertsPlan, measure_experts
+        from moe_runtime.benchmarks.cases.expert_systems import ExpertsPlan, measure_experts
 
         if shape is not None:
             layer = synthetic_layer(shape, asked or torch.bfloat16)

@@ -12,9 +12,9 @@ import typer
 from moe_runtime.benchmarks.suite.figures import figure, unit_for
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.report import check_drawing
-from moe_runtime.cli.console import Session, print_json, print_rows, print_table, say_line
+from moe_runtime.cli.console import print_json, print_rows, print_table, say_line
 from moe_runtime.cli.strict import FOLDER
-from moe_runtime.files import check_output_folder, check_output_path, write_text
+from moe_runtime.files import check_output_folder, write_text
 
 Results = Annotated[
     list[Path], typer.Argument(metavar="RESULTS...", help="Results files of bench commands.")
@@ -28,21 +28,14 @@ Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the numbers 
 
 
 def bench_report(
-    ctx: typer.Context,
     results: Results,
     output: Output = Path("bench.html"),
     png: Png = None,
     markdown: Markdown = None,
     csv: Csv = None,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Draw results files: one page that needs no network, several machines side by side."""
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
-    for path, what in ((output, "report"), (markdown, "table"), (csv, "table")):
-        if path is not None:
-            check_output_path(path, what)
     if png is not None:
         check_output_folder(png, "plots")
         check_drawing()
@@ -95,20 +88,16 @@ Bound = Annotated[
 
 
 def bench_compare(
-    ctx: typer.Context,
     before: Before,
     after: After,
     bound: Bound = 0.05,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Compare two results files: better, worse or noise, by a rank test and a bound.
 
     Exit code 1 when a metric of any system became worse, or one that had numbers failed. What else
     differs between the two, such as the machine, is said on stderr.
     """
-    session: Session = ctx.obj
-    session.begin(debug=debug, as_json=as_json)
     from moe_runtime.benchmarks.suite.comparing import (
         compare,
         differing_settings,

@@ -146,12 +146,15 @@ def bench_serve(
         raise UnsupportedModelError(
             "bench serve needs httpx2; install it with pip install 'moe-runtime[serve]'"
         )
-    from moe_runtime.benchmarks.cases.served_levels import name_of, serve_results
-    from moe_runtime.benchmarks.load.client import address_of
-    from moe_runtime.benchmarks.load.generator import Level, LoadSettings, measure
-    from moe_runtime.benchmarks.load.summary import parse_goodput, summarize
-    from moe_runtime.benchmarks.load.workload import parse_lengths
-    from moe_runtime.benchmarks.suite.started_server import started_server
+    from moe_runtime.benchmarks.cases.serve import name_of, serve_results, started_server
+    from moe_runtime.benchmarks.load.client import address_of, parse_lengths
+    from moe_runtime.benchmarks.load.generator import (
+        Level,
+        LoadSettings,
+        measure,
+        parse_goodput,
+        summarize,
+    )
 
     if concurrency is not None and rate is not None:
         raise ValueError("--rate and --concurrency are two ways to press a server; give one")

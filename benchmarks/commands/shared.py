@@ -9,9 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +23,7 @@ from moe_runtime.cli.console import (
     say_line,
 )
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
-from moe_runtime.files import check_output_path, require_not_read
+from moe_runtime.files import require_not_read
 
 if TYPE_CHECKING:
     from moe_runtime.benchmarks.suite.peers import PeerProgram
@@ -99,28 +98,21 @@ class CaseRun:
         seconds: tuple[float, float],
         output: Path | None,
         as_json: bool,
-        debug: bool,
         max_s: float | None = None,
         precision: float = 0.05,
         quick: bool = False,
     ) -> None:
-        """Begins the session.
+        """Takes the options.
 
         Args:
             seconds: that a run takes where ``max_s`` does not say, and a quick one.
-
-        Raises:
-            CheckpointError: no results can be written where they are asked for.
         """
         self.ctx, self.quick, self.output = ctx, quick, output
         self.session: Session = ctx.obj
-        self.session.begin(debug=debug, as_json=as_json)
         self.as_json, self._precision = as_json, precision
         self._max_s = max_s or seconds[quick]
         self._facts: dict[str, Any] = {}
         self.stop: StopRequest | None = None
-        if output is not None:
-            check_output_path(output, "results")
 
     def refuse_peer_files(self, peers: Sequence["PeerProgram"]) -> None:
         """Refuses to replace the file of a peer, or of the model that it is given.
@@ -215,7 +207,7 @@ def case(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a command of a function: adds the options that all cases have, and a `CaseRun`.
 
-    A parameter that is a dataclass stands for an option for each of its fields.
+    A parameter that is a dataclass stands for an option for each of its fields (`expanded`).
 
     Args:
         quick: help of ``--quick``; None for no such option.
@@ -234,37 +226,26 @@ def case(
         Annotated[Path | None, typer.Option("--output", "-o", help=output)],
         None,
     )
-    kinds |= {"as_json": (options.Json, False), "debug": (options.Debug, False)}
+    kinds["as_json"] = options.Json, False
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        groups: dict[str, Any] = {}
-
         def command(ctx: typer.Context, **given: Any) -> None:
             common = {name: given.pop(name) for name in kinds}
-            for name, group in groups.items():
-                given[name] = group(**{part.name: given.pop(part.name) for part in fields(group)})
             function(CaseRun(ctx, seconds=seconds or (0, 0), **common), **given)
 
         parameters = [inspect.Parameter("ctx", _BY_NAME, annotation=typer.Context)]
-        for one in [*inspect.signature(function).parameters.values()][1:]:
-            if is_dataclass(one.annotation):
-                groups[one.name] = one.annotation
-                hints = get_type_hints(one.annotation, include_extras=True)
-                parameters += [
-                    inspect.Parameter(
-                        part.name, _BY_NAME, default=part.default, annotation=hints[part.name]
-                    )
-                    for part in fields(one.annotation)
-                ]
-            else:
-                parameters.append(one.replace(kind=_BY_NAME))
-        parameters += [
+        own = [*inspect.signature(function).parameters.values()][1:]
+        parameters += (one.replace(kind=_BY_NAME) for one in own)
+        parameters += (
             inspect.Parameter(name, _BY_NAME, default=default, annotation=kind)
             for name, (kind, default) in kinds.items()
-        ]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
-        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        )
+        for name, value in (
+            *(("__name__", function.__name__), ("__doc__", function.__doc__)),
+            ("__signature__", inspect.Signature(parameters)),
+            ("__annotations__", {one.name: one.annotation for one in parameters}),
+        ):
+            setattr(command, name, value)
         return command
 
     return decorate

@@ -213,6 +213,7 @@ def _measure(
     run.refuse_peer_files(peers)
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.texts import measure_texts
+    from moe_runtime.lab.this_machine import num_usable_cores
 
     num_new = asked.max_new_tokens or (16 if run.quick else 32)
 
@@ -222,23 +223,25 @@ def _measure(
         )
 
     with asked_model(asked, peers, read_ids, output=run.output) as model:
-        given, after = (model.ids, None) if shape is None else split_off(model.ids, num_new)
+        given, after = model.ids, None
+        if shape is not None:  # the last ids of each are the text that follows it
+            given, after = ([one[:-num_new] for one in given], [one[-num_new:] for one in given])
         facts = dict(model.facts)
         own = [one.name for one in peers if writes_own_text(one) and not model.failures[one.name]]
         if shape is not None and own and batch is None:
             say_line(f"{own[0]} writes its own text: prompts go on as this project finds likeliest")
             facts["followed_by"], after = "likeliest tokens", None
-        of_all = common_settings(model.path, asked.threads, given, num_new, limit, place.setting)
-        of_all["max_tokens"] *= min(batch or 1, len(given))
-        ours = own_settings(
-            of_all,
-            host_memory=asked.host_memory,
-            device_memory=place.memory,
-            misses=asked.misses,
-            policy=asked.policy,
-            prefetch=asked.prefetch,
-        )
-        programs = [our_program(ours, limit), *find_peers(names, of_all | ours, case_name)]
+        ours = {
+            "model": model.path,
+            "num_threads": asked.threads or num_usable_cores(),
+            "max_tokens": (max(map(len, given)) + num_new) * min(batch or 1, len(given)),
+            "device": place.setting,
+            "host_memory": asked.host_memory,
+            "device_memory": place.memory,
+            **{one: getattr(asked, one) for one in ("misses", "policy", "prefetch")},
+        }
+        of_peers = ours | {"cap_bytes": limit}
+        programs = [our_program(ours, limit), *find_peers(names, of_peers, case_name)]
         measured, *others = model.with_files(place.seen_by(programs))
         settings = {
             **{name: value for name, value in ours.items() if name != "model"},
@@ -441,11 +444,6 @@ def require_one_model(asked: TextOptions) -> None:
         raise ValueError(f"{'--keep-shape' if asked.keep_shape else '--layers'} belongs to --shape")
 
 
-def split_off(ids: "Ids", num_new: int) -> "tuple[Ids, Ids]":
-    """Prompts, and the last ids of each as the text that follows it."""
-    return [one[:-num_new] for one in ids], [one[-num_new:] for one in ids]
-
-
 def prompt_ids(
     model: str,
     texts: Sequence[str] | None,
@@ -482,37 +480,6 @@ def prompt_ids(
         return found
     after = cut_prompts(tokenizer, len(found), num_new)
     return [ids + more for ids, more in zip(found, after, strict=True)]
-
-
-def common_settings(
-    model: str,
-    threads: int | None,
-    prompts: Sequence[list[int]],
-    num_new: int,
-    cap: int | None = None,
-    device: str = "cpu",
-) -> dict[str, Any]:
-    """Settings of every system."""
-    from moe_runtime.lab.this_machine import num_usable_cores
-
-    return {
-        "model": model,
-        "num_threads": threads or num_usable_cores(),
-        "max_tokens": max(map(len, prompts)) + num_new,
-        "cap_bytes": cap,
-        "device": device,
-    }
-
-
-def own_settings(of_all: Mapping[str, Any], **options: int | float | str) -> dict[str, Any]:
-    """Settings of this project: those of every system that it takes, and its options.
-
-    Args:
-        of_all: as ``common_settings`` returns them.
-        options: of ``moe_runtime.load``.
-    """
-    taken = ("model", "num_threads", "max_tokens", "device")
-    return {**{name: of_all[name] for name in taken}, **options}
 
 
 class ChosenDevice(NamedTuple):

@@ -142,8 +142,7 @@ def bench_policies(
     from moe_runtime.lab.replay.experiment import usual_capacities
     from moe_runtime.lab.traces.learned import read_predictor
     from moe_runtime.lab.traces.workload import workload_of
-    from moe_runtime.policies.prediction import make_estimator
-    from moe_runtime.policies.prediction.base import is_file_name
+    from moe_runtime.policies.prediction import is_file_name, make_estimator
 
     predictor = predictor and at_home(predictor)
     names = _policy_names(policy, quick=run.quick)

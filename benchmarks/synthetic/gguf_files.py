@@ -462,7 +462,7 @@ def _plain(name: str, *places: TensorPlace, rows: slice = slice(None)) -> Copied
         bits = np.ascontiguousarray(bits if len(places) > 1 else bits[0])
         if not is_float32:
             return bits.view(np.uint8)
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return _from_bf16(bits)
 
     stacked = one if len(places) == 1 else (len(places), *one)
     return CopiedTensor(name, "F32" if is_float32 else "BF16", stacked, read)
@@ -485,19 +485,16 @@ def _matrices(name: str, keys: list[str], places: dict[str, TensorPlace]) -> Cop
 
 def _from_fp8(matrix: TensorPlace, scales: TensorPlace) -> np.ndarray:
     """Codes in E4M3 times the scale of their block of 128 x 128."""
+    import torch
+
     rows, cols = matrix.shape
-    bits = scales.read_bits().astype(np.uint32) << np.uint32(16)
-    blocks = bits.view(np.float32).repeat(FP8_BLOCK, 0).repeat(FP8_BLOCK, 1)
-    return _e4m3()[matrix.read_bits()] * blocks[:rows, :cols]
+    blocks = _from_bf16(scales.read_bits()).repeat(FP8_BLOCK, 0).repeat(FP8_BLOCK, 1)
+    codes = torch.from_numpy(matrix.read_bits()).view(torch.float8_e4m3fn)
+    return codes.float().numpy() * blocks[:rows, :cols]
 
 
-def _e4m3() -> np.ndarray:
-    """The value of each code: sign, four bits of exponent, three of mantissa; 127 and 255: NaN."""
-    codes = np.arange(256)
-    exponents, mantissas = codes >> 3 & 15, codes & 7
-    normal, subnormal = (8 + mantissas) * 2.0 ** (exponents - 10), mantissas * 2.0**-9
-    values = np.where(exponents > 0, normal, subnormal) * np.where(codes & 128, -1, 1)
-    return np.where(codes & 127 == 127, np.nan, values).astype(np.float32)
+def _from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _as_q8_0(tensor: CopiedTensor, gguf: ModuleType) -> CopiedTensor:
@@ -508,7 +505,7 @@ def _as_q8_0(tensor: CopiedTensor, gguf: ModuleType) -> CopiedTensor:
     def read() -> np.ndarray:
         values = tensor.read()
         if tensor.kind == "BF16":
-            values = (values.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+            values = _from_bf16(values.view(np.uint16))
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
 
     return CopiedTensor(tensor.name, "Q8_0", tensor.shape, read)

@@ -187,7 +187,7 @@ def copy_package() -> None:
     shutil.copytree(
         ROOT / "moe_runtime", copy, ignore=shutil.ignore_patterns("*.so", "__pycache__")
     )
-    for name in ("kernels", "policies", "models"):
+    for name in ("benchmarks", "kernels", "policies", "models"):
         (copy / name / "__init__.py").touch()
 
 

@@ -90,11 +90,7 @@ def plain_entries(
 
 
 def require_plain(checkpoint: Checkpoint, purpose: str) -> None:
-    """Refuses quantised weights where they have no use yet.
-
-    Args:
-        checkpoint: which.
-        purpose: what is not done with them, such as "training".
+    """Refuses quantised weights where they have no use yet, such as in training.
 
     Raises:
         UnsupportedModelError: there are some.

@@ -209,14 +209,11 @@ def map_experts(
             experts.layouts[ExpertKey(layer, expert)] = lay_out([*itertools.chain(*parts)])
     experts.type_names = _type_names(experts)
     unused = private.unexpected_names(model, experts.unused)
-    if names := sorted(experts.unused[name] for name in unused if not _is_beside(name, checkpoint)):
+    # some tensors beside quantised weights only say how activations may be rounded, or a shape
+    ignored = BESIDE_WEIGHTS if checkpoint.packed else ()
+    if names := sorted(experts.unused[name] for name in unused if not name.endswith(ignored)):
         _name_unused(model, checkpoint, names)
     return experts
-
-
-def _is_beside(name: str, checkpoint: Checkpoint) -> bool:
-    """Whether a tensor only says how activations may be rounded, or a shape, beside weights."""
-    return bool(checkpoint.packed) and name.endswith(BESIDE_WEIGHTS)
 
 
 def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str]) -> None:
@@ -410,10 +407,6 @@ def chosen_per_token(model: PreTrainedModel, modules: Sequence[ExpertsModule]) -
 
     A block around experts is given a hidden state; a layer that needs more than that is asked
     through its router. Where neither computes on the meta device, the configuration is asked.
-
-    Args:
-        model: on the meta device.
-        modules: its experts.
     """
     text = model.config.get_text_config()
     found: list[int] = []

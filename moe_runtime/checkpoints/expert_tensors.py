@@ -77,20 +77,17 @@ class CheckpointExperts:
             CheckpointError: it cannot be read.
         """
         self._source.read({key: self._slot})
-        named = self._empty(key.layer)
+        module = self._experts.modules[key.layer].module
+        named = {
+            name: torch.empty(module.get_parameter(name).shape[1:], dtype=self._dtype)
+            for name in self._parameters[key.layer]
+        }
         fill_matrices(self._experts, key, self._slot, named)
         return list(named.values())
 
     def close(self) -> None:
         """Ends the reading threads."""
         self._source.close()
-
-    def _empty(self, layer: int) -> dict[str, Tensor]:
-        module = self._experts.modules[layer].module
-        return {
-            name: torch.empty(module.get_parameter(name).shape[1:], dtype=self._dtype)
-            for name in self._parameters[layer]
-        }
 
 
 def fill_matrices(
@@ -141,11 +138,6 @@ def verify_weights(
     checkpoint: Checkpoint, experts: ExpertMap, progress: Progress | None = None
 ) -> None:
     """Reads all experts, one after another, and then all other weights.
-
-    Args:
-        checkpoint: whose weights.
-        experts: where its experts lie.
-        progress: called with what is being done, the bytes done and the bytes in all.
 
     Raises:
         CheckpointError: a weight cannot be read, or has values, or scales, that are NaN or

@@ -6,8 +6,6 @@ is written expert by expert, whatever its layout, and never is in memory as a wh
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import fnmatch
 import json
 import math
@@ -16,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +179,7 @@ class LikeCheckpoint:
         """Refuses values that are not those of the codes, since nothing is quantised anew."""
         weights = [self._checkpoint.packed[name] for name in quantised]
         reader = DenseReader(weights, self._checkpoint.dtype, None)
-        with contextlib.closing(reader):
+        with closing(reader):
             for weight in weights:
                 found = quantised[weight.name].detach().cpu()
                 wanted = reader.read(weight).to(found.dtype)
@@ -345,11 +343,6 @@ def as_plain(
 ) -> tuple[Checkpoint, ExpertMap]:
     """The plain checkpoint, of which the file of experts does not exist yet, and its experts.
 
-    Args:
-        model: on the meta device, of the packed checkpoint.
-        checkpoint: the packed one.
-        experts: where its experts lie.
-
     Raises:
         UnsupportedModelError: names of the family's experts are known to transformers alone.
     """
@@ -374,7 +367,7 @@ def as_plain(
         shape, size = tuple(tensor.shape), math.prod(tensor.shape) * tensor.dtype.itemsize
         entries[name] = TensorEntry(name, file, _NAMES[tensor.dtype], shape, end, size)
         end += size
-    plain = dataclasses.replace(checkpoint, entries=entries, packed={}, runs=None)
+    plain = replace(checkpoint, entries=entries, packed={}, runs=None)
     return plain, map_experts(model, plain)
 
 

@@ -89,13 +89,6 @@ def refuse_dense(
 ) -> NoReturn:
     """Refuses a weight that is no expert's and of another shape than the model's.
 
-    Args:
-        name: of the parameter.
-        expected: its shape.
-        found: that of the checkpoint's weight.
-        weights: of the checkpoint, by their names there.
-        entries: all its tensors.
-
     Raises:
         CheckpointError: names it.
     """

@@ -35,7 +35,6 @@ from moe_runtime.memory.source import FileStamp
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from moe_runtime.checkpoints.checkpoint import Progress
     from moe_runtime.checkpoints.formats import PackedWeight
     from moe_runtime.checkpoints.packed_experts import PackedExpertIndex
 

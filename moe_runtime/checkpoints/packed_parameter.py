@@ -5,9 +5,8 @@ A linear layer keeps its class, its name and its parameters; of `weight` only th
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,11 +20,7 @@ from moe_runtime.checkpoints.formats import PackedWeight, Packing
 from moe_runtime.checkpoints.packed_experts import MatrixForm
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import CapacityError, UnsupportedModelError, UnsupportedUseError
-from moe_runtime.kernels.linear import (
-    frozen_linear,
-    quantized_linear,
-    values_of,
-)
+from moe_runtime.kernels.linear import frozen_linear, quantized_linear, values_of
 from moe_runtime.kernels.lossless import PlanesMatrix, encode_planes
 from moe_runtime.kernels.lossless.reference import (
     GROUP_ROWS,
@@ -40,11 +35,13 @@ from moe_runtime.memory.layout import TensorRange
 from moe_runtime.memory.slab import aligned_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from moe_runtime.checkpoints.dense_weights import DenseReader
     from moe_runtime.checkpoints.expert_map import ExpertMap
-    from moe_runtime.checkpoints.formats import PackedWeight
-    from moe_runtime.checkpoints.safetensors_index import TensorEntry
-    from moe_runtime.kernels.quantized import QuantizedMatrix
+    from moe_runtime.checkpoints.formats import Weight
+
+    AnyMatrix = QuantizedMatrix | PlanesMatrix
 
 _ELEMENTS_AT_ONCE = 2**16
 """Elements of a quantised weight that are dequantised at once: a few megabytes on the way."""
@@ -61,7 +58,7 @@ def read_matrix(reader: DenseReader, weight: PackedWeight) -> QuantizedMatrix:
     parts = weight.ranges(0, 1, weight.num_rows)
     matrix = weight.packing.matrix(_parts(reader, weight, parts))
     if weight.convert is not None:
-        matrix = dataclasses.replace(matrix, codes=weight.convert(matrix.codes))
+        matrix = replace(matrix, codes=weight.convert(matrix.codes))
     reader.report(weight)
     return matrix
 
@@ -111,17 +108,6 @@ def _parts(
         for name, part in ranges.items()
     }
 
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from transformers import PreTrainedModel
-
-    from moe_runtime.checkpoints.dense_weights import DenseReader
-    from moe_runtime.checkpoints.expert_map import ExpertMap
-    from moe_runtime.checkpoints.formats import Weight
-
-    AnyMatrix = QuantizedMatrix | PlanesMatrix
 
 _CONVERSIONS = frozenset(
     getattr(Tensor, name)
@@ -181,7 +167,12 @@ class PackedTensor(AbsentTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.linear and _is_weight(args):
+        if (
+            func is nn.functional.linear
+            and len(args) > 1
+            and isinstance(args[1], PackedTensor)
+            and not isinstance(args[0], PackedTensor)
+        ):
             return _multiply(*args, **kwargs)
         if cls.describes(func, args, kwargs):
             # torch's own way to disable subclasses: no exception can leave it switched on
@@ -343,14 +334,6 @@ def keep_packed(
         private.mark_as_initialized(parameter)
         path, _, own_name = name.rpartition(".")
         model.get_submodule(path).register_parameter(own_name, parameter)
-
-
-def _is_weight(args: Any) -> bool:
-    return (
-        len(args) > 1
-        and isinstance(args[1], PackedTensor)
-        and not isinstance(args[0], PackedTensor)
-    )
 
 
 def _multiply(input: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -221,7 +221,8 @@ class OffloadedExperts(AbsentParameters):
         if num_rows:
             keys = [self._keys[expert] for expert in own_rows]
             routing = LayerRouting(self.layer, keys, hidden_TD, top_k_index, top_k_weights)
-            self._compute(routing, partial(self._add_rows, routing, own_rows, out_RD))
+            activation = self._activation_now()
+            self._compute(routing, partial(self._add_rows, routing, own_rows, activation, out_RD))
         if num_rows and self.share is not None:
             self.share.exchange(self.layer, rows, out_RD)
         return out_RD
@@ -236,9 +237,12 @@ class OffloadedExperts(AbsentParameters):
         """Maps each visited expert to its routed rows: those of most rows last, and of equals the
         one used last."""
         groups: dict[int, list[int]] = {}
-        for row, expert in enumerate(top_k_index.flatten().tolist()):
+        ids_R = top_k_index.flatten().tolist()
+        for row, expert in enumerate(ids_R):
             if 0 <= expert < self.num_experts:
                 groups.setdefault(expert, []).append(row)
+        if len(groups) == len(ids_R):  # a row each, in the order of their rows
+            return groups
         return dict(sorted(groups.items(), key=lambda group: (len(group[1]), group[1][-1])))
 
     def each(
@@ -282,18 +286,31 @@ class OffloadedExperts(AbsentParameters):
         y_RD = frozen_expert(x_RD, weights, self._activation_now())
         return self.get_submodule("post_expert_norm")(y_RD) if self._norms_outputs else y_RD
 
-    def _add_rows(self, routing: LayerRouting, rows: Any, out_RD: torch.Tensor, group: Any) -> None:
-        destinations = [row for key, _ in group for row in rows[key.expert]]
+    def _add_rows(
+        self,
+        routing: LayerRouting,
+        rows: Mapping[int, list[int]],
+        activation: KernelGate | GateFunction,
+        out_RD: torch.Tensor,
+        group: Sequence[tuple[ExpertKey, ExpertWeights]],
+    ) -> None:
+        found: list[ExpertWeights] = []
+        counts: list[int] = []
+        destinations: list[int] = []
+        for key, weights in group:
+            found.append(weights)
+            counts.append(len(rows[key.expert]))
+            destinations += rows[key.expert]
         if self._step is None:
-            self._step = self._make_step(group[0][1])
+            self._step = self._make_step(found[0])
+        num_choices = routing.ids_TK.shape[1]
+        tokens = (
+            [0] * len(destinations)
+            if len(routing.ids_TK) == 1
+            else [row // num_choices for row in destinations]
+        )
         expert_ffn(
-            routing.hidden_TD,
-            [weights for _, weights in group],
-            [len(rows[key.expert]) for key, _ in group],
-            [row // routing.ids_TK.shape[1] for row in destinations],
-            destinations,
-            out_RD,
-            activation=self._activation_now(),
+            routing.hidden_TD, found, counts, tokens, destinations, out_RD, activation=activation
         )
 
     def _compute(self, routing: LayerRouting, use: Callable[[Any], None]) -> None:

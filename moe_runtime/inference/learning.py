@@ -9,8 +9,8 @@ from typing import Any
 
 from moe_runtime.inference.steps import LayerRouting, Listener, Step
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.policies.prediction import PREDICTORS, LayerRouted, StepBegins
-from moe_runtime.policies.prediction.base import Learner, is_file_name
+from moe_runtime.policies.prediction import PREDICTORS, LayerRouted, StepBegins, is_file_name
+from moe_runtime.policies.prediction.base import Learner
 from moe_runtime.types import ModelSignature
 
 

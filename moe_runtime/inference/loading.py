@@ -68,6 +68,7 @@ from moe_runtime.memory.tiers import TierStore
 from moe_runtime.policies import prediction
 from moe_runtime.policies.eviction import LIVE_POLICIES, LayerShares, Setting, make_policy
 from moe_runtime.policies.eviction.base import PolicyChoice
+from moe_runtime.policies.prediction import check_name, is_file_name
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
@@ -527,9 +528,12 @@ def check_names(
     require_known("cache_code", cache_code, CACHE_CODES)
     require_known("activations", activations, ACTIVATIONS)
     if predictor != AUTO:
-        from moe_runtime.lab.traces.learned import check_predictor
+        if is_file_name(predictor):
+            from moe_runtime.lab.traces.learned import read_predictor_signature
 
-        check_predictor(predictor)
+            read_predictor_signature(predictor)
+        else:
+            check_name(str(predictor))
 
 
 def resolve_policy(

@@ -21,8 +21,6 @@ class Solution:
     """What a solver found.
 
     Attributes:
-        values: value of every variable.
-        objective: value of the objective.
         is_optimal: the solver proved that there is no better one (within its gap).
     """
 

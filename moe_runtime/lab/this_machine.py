@@ -9,7 +9,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# An installed package lies there in no checkout of its own, if perhaps in somebody's.
+# An installed package has no checkout of its own there.
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _BUILD_FACTS = Path(__file__).resolve().parents[1] / "build.json"
 """What ``setup.py`` writes into a wheel."""

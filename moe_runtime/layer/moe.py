@@ -90,7 +90,7 @@ class MoELayer(nn.Module):
 
     Attributes:
         aux: `LayerAux` of the last call; None before the first.
-        parts: Who has the other tokens of the sequences. The gate then sees all of them, since
+        parts: What holds the other tokens of the sequences. The gate then sees all of them, since
             capacity and losses depend on all, and the experts this process's; `token_ids` and
             `aux` are of all tokens. None where they are here.
         loss_scale: Factor of attached losses: the scale of a gradient scaler, or 1 over the

@@ -148,7 +148,9 @@ class LinkMeter:
             self._since_s = time.perf_counter()
         self.under_way += 1
         if is_demand:
-            self.begin_demand()
+            if self._demands == 0:
+                self._demands_since_s = time.perf_counter()
+            self._demands += 1
 
     def begin_demand(self) -> None:
         """A transfer that is under way is waited for from now on."""

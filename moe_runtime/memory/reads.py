@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import heapq
+import importlib
 import itertools
 import os
 import signal
@@ -32,9 +33,9 @@ INTERRUPT_S = 0.1
 """A wait of the main thread looks for Ctrl-C this often."""
 
 _MAIN_THREAD = threading.main_thread().ident
-# signal.signal makes enumerations of what these return, which takes ten times as long
-_get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-_set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
+# signal makes enumerations of what its own functions return, which takes ten times as long
+_get_handler: Callable[[int], Any] = importlib.import_module("_signal").getsignal
+_set_handler: Callable[[int, Any], Any] = importlib.import_module("_signal").signal
 
 _MONITORS: weakref.WeakSet[Monitor] = weakref.WeakSet()
 """All of the process, for one handler of forks: Python never removes such a handler."""

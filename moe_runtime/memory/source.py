@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,7 +147,10 @@ class CheckpointFile:
         Raises:
             CheckpointError: it was.
         """
-        self._stamp.require(self._fd, self.path)
+        found, stamp = os.fstat(self._fd), self._stamp
+        times = found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        if times != (*stamp.version[2:], stamp.changed_ns):
+            stamp.require(self._fd, self.path)
 
     def close(self) -> None:
         """Closes the file, as does who drops it; again changes nothing."""
@@ -217,7 +220,8 @@ class ExpertSource:
                     ]
                 )
                 steps = pack_steps(order.step(*at) for order, *at in self._layouts[key].steps)
-                packed = self._packed[key] = blocks, partial(self._judge, key), steps
+                used = [files[f] for f in {extent.file for extent in self._layouts[key].extents}]
+                packed = self._packed[key] = blocks, partial(self._judge, key, used), steps
             blocks, judge, steps = packed
             self._native.submit(blocks, slot.data_ptr(), read, judge, steps)
             return
@@ -326,14 +330,18 @@ class ExpertSource:
         return moved
 
     def _judge(
-        self, key: ExpertKey, number: int, error: OSError | EOFError | None
+        self,
+        key: ExpertKey,
+        files: Sequence[CheckpointFile],
+        number: int,
+        error: OSError | EOFError | None,
     ) -> CheckpointError | None:
         """What is wrong with an expert that native threads have read, if anything is."""
         if error is not None:
             return self._fault(key, number, error)
         try:
-            for path in {extent.file for extent in self._layouts[key].extents}:
-                self._files[path].require_unchanged()
+            for file in files:
+                file.require_unchanged()
         except CheckpointError as changed:
             return changed
         return None

@@ -68,6 +68,8 @@ class Lease(Generic[W]):
 
     def __enter__(self) -> Lease[W]:
         store = self._store
+        if store.is_closed:
+            raise MoERuntimeError(CLOSED)
         with store._changed:
             store._leases.add(self)
             missing = self._pin_present()
@@ -186,7 +188,8 @@ class Lease(Generic[W]):
     def _pin_present(self) -> list[ExpertKey]:
         """Pins what is there or on its way; returns the others."""
         store, missing = self._store, list[ExpertKey]()
-        counters, touch = store._counters, store._policy.touch
+        counters, policy = store._counters, store._policy
+        touch = policy.touch if policy.counts_uses else policy.layers[self._keys[0].layer].touch
         for key in self._keys:
             entry = store._entries.get(key)
             if entry is None:
@@ -230,19 +233,19 @@ class Lease(Generic[W]):
 
     def _admit(self) -> None:
         """Demands what is missing, as far as there are slots."""
-        store = self._store
+        store, priority = self._store, self._priority
         while self._wanted:
             key = self._wanted[0]
             entry = store._entries.get(key)
             if entry is not None:  # another lease asked for it while this one waited for a slot
-                store._hasten(key, entry, self._priority)
+                store._hasten(key, entry, priority)
             else:
                 keep = key in self._keep
                 slot = store._take_slot(key, keep=keep and not self._streaming)
                 if slot is None:
                     return
                 entry = store._start(
-                    key, slot, keep=keep, priority=self._priority, passes=self._streaming
+                    key, slot, keep=keep, priority=priority, passes=self._streaming
                 )
             entry.pins += 1
             self._arriving.append(self._wanted.popleft())
@@ -370,6 +373,8 @@ class ExpertStore(Generic[W]):
         Returns:
             What ``use`` returns, or None where the experts have to be leased.
         """
+        if not all(map(self._entries.__contains__, keys)):
+            return None
         with self._changed as monitor:
             if self._streamed or self.listener is not None:
                 return None
@@ -596,7 +601,8 @@ class ExpertStore(Generic[W]):
             else:
                 counters.readahead_bytes += read.num_bytes
             self._link.end(read.num_bytes, is_demand=is_demand, now_s=read.ended_s)
-            self._drop_if_done(key)
+            if read.error is not None or key in self._streamed:
+                self._drop_if_done(key)
             self._changed.notify_all()
 
     def _take_slot(self, incoming: ExpertKey, *, keep: bool) -> int | None:

@@ -165,17 +165,15 @@ class TierFetcher:
     def _copy(self, key: ExpertKey, slot: torch.Tensor, read: Read, after: Sequence[Any]) -> int:
         """Returns the bytes of an expert, when it is there; begins anew where the tier below was
         emptied meanwhile."""
-        num_bytes = len(slot)
         while True:
             try:
                 with self.lower.lease([key], streaming=read.passes, above=read) as lease:
-                    for group in lease:
-                        for key, source in group:
-                            if self._device:
-                                num_bytes = self._send(key, source, slot, after, read, lease)
-                            else:
-                                self._move(key, source, slot)
-                return num_bytes
+                    ((_, source),) = next(iter(lease))
+                    if self._device:
+                        return self._send(key, source, slot, after, read, lease)
+                    self._move(key, source, slot)
+                    if lease.is_open:
+                        return len(slot)
             except LeaseEndedError:
                 continue
 

@@ -82,7 +82,6 @@ def make_gate(name: str, hidden_size: int, num_experts: int, top_k: int, /, **op
     Args:
         name: a key of `GATES`.
         hidden_size: width of a token.
-        num_experts: E.
         top_k: choices of a token.
         options: the gate's own keyword arguments.
 

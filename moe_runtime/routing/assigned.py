@@ -314,7 +314,7 @@ class ExpertChoice(Gate):
 
     def places(self, choice: Choice, num_experts: int) -> tuple[Tensor, Tensor]:
         slots_TK, _ = super().places(choice, num_experts)
-        return slots_TK, choice.ids_TK < num_experts  # nobody took too many
+        return slots_TK, choice.ids_TK < num_experts  # no expert took too many
 
 
 class DenseToSparse(Gate):

@@ -278,7 +278,7 @@ class Gate(nn.Module, ABC):
 
     def places(self, choice: Choice, num_experts: int) -> tuple[Tensor, Tensor]:
         """Place of each choice among those of its expert, and whether it is kept."""
-        assert self.capacity is not None, "without capacity nobody needs a place"
+        assert self.capacity is not None, "places are needed with capacity only"
         slots_TK = expert_slots(
             choice.ids_TK,
             choice.weights_TK,

@@ -20,12 +20,12 @@ DROP_POLICIES: tuple[str, ...] = get_args(DropPolicy)
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many choices an expert takes from a group of tokens, and who comes first.
+    """How many choices an expert takes from a group of tokens, and which come first.
 
     An expert takes `ceil(factor * tokens * k / experts)` choices from each group; those beyond it
     are dropped (the token passes by that expert). Nothing depends on timing or atomics.
 
-    Places that nobody takes cost nothing, since rows travel and are computed without padding. So
+    Unused places cost nothing, since rows travel and are computed without padding. So
     Tutel's three kinds of factor are two here: its 0 (room for the busiest expert) is no capacity
     at all, and its negative one (that, but at most so much) is the positive one.
 
@@ -71,8 +71,7 @@ def expert_slots(
     Args:
         ids_TK: int64 [T, K], the chosen experts; `num_experts` is the sentinel of no choice.
         weights_TK: [T, K], by which some policies order.
-        num_experts: E.
-        policy: who comes first.
+        policy: the order of the choices.
         num_groups: equal groups of consecutive tokens, each with places of its own.
     """
     num_tokens, top_k = ids_TK.shape

@@ -200,7 +200,7 @@ class SigmoidTopK(TopK):
     """The k highest scores, which are independent sigmoids (DeepSeek-V3, Llama 4).
 
     Weights are the sigmoids of the chosen, divided by their sum if `renormalize`. The selection
-    bias decides who is chosen and never enters a weight.
+    bias decides which are chosen and never enters a weight.
     """
 
     def scores(self, logits_TE: Tensor) -> Tensor:

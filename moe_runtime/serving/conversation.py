@@ -58,15 +58,8 @@ class Turn:
 class Conversation:
     """Messages so far, and answers to new ones.
 
-    Args:
-        engine: answers; what it keeps of a turn's beginning is not computed again in the next one.
-        tokenizer: of the model, with a chat template.
-        end_ids: tokens that end an answer.
-        stops: strings that end it and are no part of it.
-        sampling: how tokens are chosen.
-        max_new_tokens: most tokens of an answer.
-        known_tokens: most tokens that the model knows positions for; None where that is not said.
-        system: the system message, if any.
+    ``stops`` end an answer and are no part of it. ``known_tokens`` are the positions that the model
+    knows, None for no limit. Later turns reuse what the engine has cached of earlier ones.
 
     Attributes:
         messages: as chat templates know them.

@@ -247,7 +247,6 @@ class ModelPasses:
 
         Args:
             model: a causal language model of transformers, offloaded or not.
-            adapters: of the model.
             exact: sequences that are to decode together, at most, with the bits of each alone; for
                 1 that is not tried.
 

@@ -279,11 +279,8 @@ class KeysOfSequences:
 
         Args:
             attention: of one sequence.
-            module: the attention layer.
             query: ``[B, H, 1, D]``, or ``[1, H, Q, D]`` with the sequences one behind another.
-            value: not looked at: each sequence has its own.
-            mask: likewise.
-            options: as transformers passes them.
+            value: unused, as the mask: each sequence has its own.
 
         Returns:
             ``[B, 1, H, V]`` or ``[1, Q, H, V]``, and None.

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError
@@ -74,18 +74,6 @@ class EvaluationRecord:
 
 
 Record = StepRecord | EvaluationRecord
-
-
-class MetricsSink(Protocol):
-    """Where records go."""
-
-    def write(self, record: Record) -> None:
-        """Takes one record."""
-        ...
-
-    def close(self) -> None:
-        """Brings everything to its place."""
-        ...
 
 
 class JsonLines:
@@ -198,6 +186,10 @@ class TensorBoard:
     def close(self) -> None:
         """Writes what is buffered."""
         self._writer.close()
+
+
+MetricsSink = JsonLines | TensorBoard
+"""Where records go."""
 
 
 def _scalars(record: Record) -> Sequence[tuple[str, float]]:

@@ -65,8 +65,6 @@ from moe_runtime.training.tracing import TrainingTrace, open_trace, signature_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation(PreparedRun):
@@ -261,7 +259,7 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
             f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
             for name in ("bos", "eos", "pad")
         }
-        dtype = DTYPES[preparation.config.run.export_dtype]
+        dtype = getattr(torch, preparation.config.run.export_dtype)
         write = partial(
             export_hugging_face,
             folder=folder,
@@ -324,7 +322,7 @@ def _open_trace(preparation: Preparation, ranks: OneRank, first_step: int) -> Tr
             sum(parameter.numel() for parameter in layer.experts.parameters())
             for layer in model.routed_layers()
         )
-        * DTYPES[run.export_dtype].itemsize
+        * getattr(torch, run.export_dtype).itemsize
         // signature.num_experts,
     )
 

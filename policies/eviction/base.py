@@ -26,7 +26,6 @@ class Setting:
     """What policies may be told about the model and the workload when they are made.
 
     Attributes:
-        shape: the sizes of the model.
         training: recorded sequences to learn from; None where there are none. ``static`` counts
             in them, ``activation-aware`` begins with their matrices.
         future: the keys of every event to come, for the policies that bound all others.
@@ -53,9 +52,7 @@ class PolicyChoice:
     """An eviction policy and why.
 
     Attributes:
-        policy: its name.
         adaptive: whether the layers' shares of the slots move.
-        reason: one sentence.
         predictor: name of the predictor of the policy ``predicted``; empty for others.
     """
 
@@ -172,7 +169,6 @@ class EvictionPolicy(ABC, Generic[K]):
 
         Args:
             evictable: only keys for which this holds may be chosen.
-            incoming: the key that needs the slot.
 
         Returns:
             The chosen key, or None when no held key is evictable.

@@ -50,7 +50,6 @@ def count_hits(
     """Replays runs of events, each from caches that are empty.
 
     Args:
-        rule: what every cache does.
         keys: ``[U]`` int32 numbers of the keys used, distinct within an event; cache ``g`` holds
             the keys from ``g * num_keys`` on, and all keys of an event are of one cache.
         starts: ``[N + 1]`` int64, where each event begins in ``keys``.

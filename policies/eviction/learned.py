@@ -149,7 +149,6 @@ class RecentScores:
     for several tokens their mean is taken.
 
     Args:
-        shape: the sizes of the model.
         alpha: weight of the present step, in (0, 1].
     """
 
@@ -188,7 +187,6 @@ class PredictedUse:
     the slots for every layer that is one estimate for each layer of a step.
 
     Args:
-        shape: the sizes of the model.
         predictor: guesses the coming visits from routing alone; it is told of every event here.
     """
 
@@ -246,12 +244,10 @@ class ActivationMatrices:
     request sent to each expert; the finished matrix most like the running one predicts the rest.
 
     Args:
-        shape: the sizes of the model.
         capacity: finished matrices that are kept; a full collection replaces the one most like the
             newcomer, so that what is kept stays diverse.
         own_share: weight of the running request's own counts beside those of its twin. The paper
             uses the twin alone, which loses where a request's own past tells more.
-        layer_decay: prefers early layers, which a prefetcher has least time for.
     """
 
     name = "activation-aware"
@@ -269,15 +265,11 @@ class ActivationMatrices:
         *,
         capacity: int = COLLECTED_MATRICES,
         own_share: float = 0.5,
-        layer_decay: bool = False,
     ) -> None:
         layers, experts = shape.num_layers, shape.num_experts
         self._own_share = own_share
         self.collection = MatrixCollection(shape, capacity=capacity)
         self._sizes = (layers, experts)
-        self._decay = np.ones(layers)
-        if layer_decay:
-            self._decay = 1 - np.arange(layers) / layers
         self._running: dict[int, np.ndarray] = {}
         self._sequences = np.zeros(0, np.int64)
         self._predicted = np.zeros((layers, experts))
@@ -314,7 +306,7 @@ class ActivationMatrices:
         self.collection.restore(state)
 
     def scores(self, layer: int) -> list[float]:
-        """``[E]`` probability of activation, with the layer's decay."""
+        """``[E]`` probability of activation."""
         if layer not in self._scores:
             self._scores[layer] = self._mix(layer)
         return self._scores[layer]
@@ -326,7 +318,7 @@ class ActivationMatrices:
         )
         share = self._own_share if len(self.collection) else 1.0
         mixed = share * own + (1 - share) * self._predicted[layer]
-        return ((mixed + _NEVER_SEEN) * self._decay[layer]).tolist()
+        return (mixed + _NEVER_SEEN).tolist()
 
     def _predict(self, counts_LE: np.ndarray) -> np.ndarray:
         if not len(self.collection) or not counts_LE.any():
@@ -358,7 +350,6 @@ class ReuseEstimator:
     later. Nothing is trained beforehand, and no constant is fitted to a model.
 
     Args:
-        shape: the sizes of the model.
         memory: tokens that similar moments are looked for in.
         learn_every: every so many estimates one is learned from.
     """
@@ -527,7 +518,6 @@ class Episodes:
     trained: a memory fills as requests are served.
 
     Args:
-        shape: the sizes of the model.
         capacity: tokens to remember; M.
     """
 
@@ -579,9 +569,6 @@ class Episodes:
 
     def recall(self, layer: int) -> np.ndarray:
         """What followed moments like the present one.
-
-        Args:
-            layer: a layer that was just routed.
 
         Returns:
             ``[E]`` float32: for each expert the expected discounted uses by the next tokens, summed

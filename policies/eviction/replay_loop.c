@@ -15,7 +15,7 @@
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define NOBODY (-1)
+#define NO_KEY (-1)
 #define HIGHEST INT64_MAX
 
 /* A cache has lines by recency, a tree of ranks, a list of what is held, scores. A rule uses some of
@@ -47,8 +47,8 @@ typedef struct {
 static void line_add(cache *c, int l, int32_t key) {
     line *to = &c->lines[l];
     c->before[key] = to->last;
-    c->after[key] = NOBODY;
-    *(to->last == NOBODY ? &to->first : &c->after[to->last]) = key;
+    c->after[key] = NO_KEY;
+    *(to->last == NO_KEY ? &to->first : &c->after[to->last]) = key;
     to->last = key;
     to->length++;
     c->held[key] = (uint8_t)(1 + l);
@@ -57,8 +57,8 @@ static void line_add(cache *c, int l, int32_t key) {
 static void line_take(cache *c, int32_t key) {
     line *from = &c->lines[c->held[key] - 1];
     int32_t before = c->before[key], after = c->after[key];
-    *(before == NOBODY ? &from->first : &c->after[before]) = after;
-    *(after == NOBODY ? &from->last : &c->before[after]) = before;
+    *(before == NO_KEY ? &from->first : &c->after[before]) = after;
+    *(after == NO_KEY ? &from->last : &c->before[after]) = before;
     from->length--;
     c->held[key] = 0;
 }
@@ -99,7 +99,7 @@ static void clear(cache *c, double score) {
     c->clock = c->floor = 0;
     c->now = 0.0;
     c->random = 0;
-    c->lines[0] = c->lines[1] = (line){NOBODY, NOBODY, 0};
+    c->lines[0] = c->lines[1] = (line){NO_KEY, NO_KEY, 0};
     memset(c->held, 0, c->num_keys);
     memset(c->mark, 0, c->num_keys);
     memset(c->uses, 0, sizeof(int64_t) * c->num_keys);
@@ -163,13 +163,13 @@ static void slru_balance(cache *c, double share) {
 /* The first of a line, or the last of all, that the event does not use. */
 static int32_t line_first(const cache *c, int l) {
     int32_t key = c->lines[l].first;
-    while (key != NOBODY && c->mark[key]) key = c->after[key];
+    while (key != NO_KEY && c->mark[key]) key = c->after[key];
     return key;
 }
 
 static int32_t line_last(const cache *c) {
     int32_t key = c->lines[0].last;
-    while (key != NOBODY && c->mark[key]) key = c->before[key];
+    while (key != NO_KEY && c->mark[key]) key = c->before[key];
     return key;
 }
 
@@ -214,7 +214,7 @@ static int64_t rank_of(cache *c, const settings *s, int32_t key, int32_t num_hel
 
 /* Of the keys that the event does not use the one of least worth, the oldest among equals. */
 static int32_t list_lowest(const cache *c, enum rule rule) {
-    int32_t lowest = NOBODY;
+    int32_t lowest = NO_KEY;
     double least = 0.0, least_age = 1.0;
     for (int32_t place = 0; place < c->num_held; place++) {
         int32_t key = c->queue[place];
@@ -223,8 +223,8 @@ static int32_t list_lowest(const cache *c, enum rule rule) {
         double age = rule == MRS ? 1.0 : (double)(c->clock + 1 - c->last_use[key]);
         double worth = rule == MRS ? c->score[key] : (double)c->uses[key];
         double own = worth * least_age, other = least * age;
-        int is_older = lowest == NOBODY || c->last_use[key] < c->last_use[lowest];
-        if (lowest == NOBODY || own < other || (own == other && is_older))
+        int is_older = lowest == NO_KEY || c->last_use[key] < c->last_use[lowest];
+        if (lowest == NO_KEY || own < other || (own == other && is_older))
             lowest = key, least = worth, least_age = age;
     }
     return lowest;
@@ -248,16 +248,16 @@ static int32_t random_victim(cache *c) {
         if (!c->mark[c->queue[place]] && chosen-- == 0) return c->queue[place];
 }
 
-/* Finds a victim that the event does not use and lets it go; returns its slot. */
+/* Evicts a key that the event does not use; returns its slot. */
 static int32_t evict(cache *c, const settings *s, const int32_t *keys, int32_t num_keys) {
-    int32_t key = NOBODY;
+    int32_t key = NO_KEY;
     if (s->rule == SIEVE) {
         sieve_evict(c, keys, num_keys);
         return 0;
     }
     if (is_line(s->rule)) {
         key = s->rule == EXPERT_BUFFERING ? line_last(c) : line_first(c, 0);
-        line_take(c, key == NOBODY ? line_first(c, 1) : key);
+        line_take(c, key == NO_KEY ? line_first(c, 1) : key);
     } else if (is_list(s->rule)) {
         list_take(c, s->rule == RANDOM ? random_victim(c) : list_lowest(c, s->rule));
     } else { /* keys of the event rank highest where they must stay */
@@ -324,7 +324,7 @@ static int declines(const cache *c, const settings *s, int32_t key, int32_t glob
 }
 
 /* Keeps a newcomer only if it is worth no less than what it would push out. */
-static void settle(cache *c, const settings *s, int32_t key, int32_t global, int64_t next_use) {
+static void keep_if_better(cache *c, const settings *s, int32_t key, int32_t global, int64_t next_use) {
     c->slot[key] = c->num_held;
     if (c->num_held >= c->num_slots) {
         if (declines(c, s, key, global, next_use)) {
@@ -371,7 +371,7 @@ static int64_t serve(cache *c, const settings *s, const int32_t *keys, int32_t n
         for (int32_t k = 0; k < num_keys; k++)
             if (!kept[k]) touch(c, s, local[k], keys[k], next_uses[k]);
         for (int32_t k = 0; k < num_keys; k++)
-            if (kept[k]) settle(c, s, local[k], keys[k], next_uses[k]);
+            if (kept[k]) keep_if_better(c, s, local[k], keys[k], next_uses[k]);
         return num_hits;
     }
     int32_t num_skipped = num_keys > c->num_slots ? num_keys - c->num_slots : 0;
@@ -400,7 +400,7 @@ static void find_next_uses(const int32_t *keys, int64_t first, int64_t stop, int
     }
 }
 
-/* Raised with every change of what is exported; compiled.py leaves other libraries aside. */
+/* Raised with every change of what is exported; compiled.py uses no other version. */
 EXPORT int moe_replay_version(void) { return 3; }
 
 /* Serves runs of events, each from empty caches.

@@ -39,7 +39,6 @@ class LayerShares(EvictionPolicy[ExpertKey]):
     a slot from the layer that is furthest above its share.
 
     Args:
-        make_policy: makes the policy of one layer.
         shares: how many experts each layer may hold.
 
     Attributes:
@@ -163,7 +162,6 @@ class AdaptiveShares(LayerShares):
     saved. A slot moves only when the counts differ by more than chance explains.
 
     Args:
-        make_policy: makes the policy of one layer.
         shares: how many experts each layer may hold at first; their sum stays.
         smallest: no layer's share falls below; a token's experts must fit.
         worths: what a saved miss of each layer is worth; only ratios matter. One each when omitted.

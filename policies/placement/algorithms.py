@@ -168,10 +168,7 @@ def place_experts(
     Args:
         algorithm: a key of ``algorithms``.
         profile: what was seen of the routing.
-        devices: where experts go.
         num_replicas: slots of a layer beyond one for each expert.
-        options: see ``PlacementOptions``.
-        algorithms: those to choose from.
 
     Raises:
         ValueError: no algorithm has this name (the message suggests the nearest), or sizes that do
@@ -390,7 +387,6 @@ def align(placement: Placement, profile: RoutingProfile, devices: Devices) -> Pl
 
     Args:
         placement: any placement, with replicas or without.
-        profile: where the transitions come from.
         devices: the nodes and devices that the placement was made for.
     """
     slots = placement.expert_of_slot.copy()

@@ -83,7 +83,6 @@ class RoutingProfile:
         Args:
             ids_TLK: ``[T, L, K]`` experts of each token in order of time; an id outside
                 ``[0, num_experts)`` is a slot that was not used.
-            num_experts: E.
             num_windows: stretches of equal length that the loads are counted in; fewer when there
                 are fewer tokens.
 
@@ -138,8 +137,6 @@ class Placement:
 
     Attributes:
         expert_of_slot: ``[L, S]`` int64, an expert or ``EMPTY``.
-        num_experts: E.
-        num_gpus: G.
 
     Raises:
         ValueError: the slots do not divide among the devices, an id is out of range, or an expert
@@ -229,7 +226,6 @@ class PlacementPolicy(Protocol):
 
         Args:
             profile: loads and transitions of the past.
-            devices: where the experts go.
             num_replicas: slots beyond one for each expert and layer.
 
         Raises:

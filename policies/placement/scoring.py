@@ -49,9 +49,7 @@ def score_placement(
     Tokens of a replicated expert take turns over its slots, by their position in the stretch.
 
     Args:
-        placement: what is scored.
         ids_TLK: ``[T, L, K]`` routing; ids outside ``[0, E)`` are slots that were not used.
-        devices: nodes and devices of the placement.
         num_windows: stretches of equal length that ``max_load`` looks at.
 
     Raises:
@@ -122,7 +120,6 @@ def random_score(
     Args:
         ids_TLK: the routing that is scored.
         num_experts: of a layer.
-        devices: where the experts lie.
         num_draws: placements that the mean is over.
         seed: of the placements.
         on_draw: called with the number of each placement, from 1, before it is scored.

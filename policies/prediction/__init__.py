@@ -4,6 +4,7 @@ Each is imported when it is asked for; most processes ask for one, or none.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_runtime.config import nearest
@@ -63,7 +64,9 @@ __all__ = [
     "Shape",
     "StepBegins",
     "TrackedPredictor",
+    "check_name",
     "contexts_of",
+    "is_file_name",
     "make_estimator",
     "make_predictor",
 ]
@@ -88,6 +91,29 @@ PREDICTORS: Mapping[str, "type[Estimator]"] = LazyTable(
 
 NEED_TRAINING = PREDICTORS.keys() - {"eam", "next-gate", "previous-token", "running-counts"}
 """Those of `PREDICTORS` that guess nothing before they are trained on recorded routing."""
+
+
+def is_file_name(predictor: str | Path) -> bool:
+    """Whether a caller means the file of a trained predictor rather than a predictor's name."""
+    return isinstance(predictor, Path) or predictor.endswith(".npz") or "/" in predictor
+
+
+def check_name(predictor: str) -> None:
+    """Refuses names that nothing has, or that guess nothing before they are trained.
+
+    Raises:
+        ValueError: it is one of these.
+    """
+    if predictor not in PREDICTORS:
+        raise ValueError(
+            f"unknown predictor {predictor!r}: {nearest(predictor, PREDICTORS)}; "
+            "or the file of a trained one, which ends in .npz"
+        )
+    if predictor in NEED_TRAINING:
+        raise ValueError(
+            f"{predictor} guesses nothing before it is trained: give the .npz file that "
+            f"`moe-runtime predictor fit --model MODEL --text FILE --predictor {predictor}` writes"
+        )
 
 
 def make_estimator(name: str, shape: Shape) -> "Estimator":

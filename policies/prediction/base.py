@@ -7,7 +7,6 @@ layer, K experts that a token visits, D width of a hidden state. An expert id eq
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,7 +28,6 @@ class Shape:
     """The sizes that a predictor is made for.
 
     Attributes:
-        num_layers: Mixture-of-Experts layers.
         num_experts: experts of the widest layer.
         top_k: experts that a token visits in a layer.
     """
@@ -88,11 +86,11 @@ class Predictor(Protocol):
     """Guesses which experts the coming layers visit.
 
     The same object runs in a live store and in a replayed trace: it has no clock and no random
-    source, so equal events give equal guesses. It moves nothing; who calls it decides what a guess
+    source, so equal events give equal guesses. It moves nothing; its caller decides what a guess
     is worth.
 
     Attributes:
-        needs_history: whether it must be told of all events, also while nobody asks it.
+        needs_history: whether it must be told of all events, also while no guess is wanted.
     """
 
     needs_history: bool
@@ -153,7 +151,6 @@ class Routes:
     """The paths of whole sequences through a model, for training and evaluation.
 
     Attributes:
-        shape: the sizes of the model.
         expert_ids: ``[T, L, K]`` int64 in the gate's order; E where nothing was recorded.
         gate_weights: ``[T, L, K]`` float32, 0 where nothing was recorded.
         token_ids: ``[T]`` int64, -1 where there is none.
@@ -194,13 +191,8 @@ class Routes:
         )
 
 
-def is_file_name(predictor: str | Path) -> bool:
-    """Whether a text means the file of a trained predictor rather than a predictor's name."""
-    return isinstance(predictor, Path) or predictor.endswith(".npz") or "/" in predictor
-
-
 def remembered_tokens_bytes(shape: Shape) -> int:
-    """Memory of a full ring of tokens: paths (``uint8``), followers (float32), who each was."""
+    """Memory of a full ring of tokens: paths (``uint8``), followers (float32), ids."""
     return REMEMBERED_TOKENS * (shape.num_layers * (shape.num_experts + 1) * 5 + 5 * 8)
 
 

@@ -25,7 +25,6 @@ class Contexts:
     training and evaluation the rest is there.
 
     Attributes:
-        shape: the sizes of the model.
         token_ids: ``[B]`` int64, -1 where not known.
         previous_token_ids: ``[B]`` int64, the token before; -1 where not known.
         num_tokens: ``[B]`` int64, tokens of the sequence before this one.
@@ -116,7 +115,6 @@ def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
     """The contexts of all tokens, in order, each with its whole path.
 
     Args:
-        routes: recorded sequences.
         max_rows: most rows that are yielded at once; ``R + 1`` times ``L * E`` floats each.
 
     Yields:

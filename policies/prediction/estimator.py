@@ -48,7 +48,6 @@ class Estimator(ABC):
         """Probability that each row's token visits each expert of a layer.
 
         Args:
-            contexts: B rows.
             now: the last layer whose routing may be used, -1 for none.
             layer: the layer to predict, above ``now``.
 
@@ -121,8 +120,6 @@ def take_array(state: State, name: str, dtype: str, axes: tuple[int | None, ...]
     """One array of a state, verified.
 
     Args:
-        state: what was read.
-        name: which array.
         dtype: its type, exactly.
         axes: its sizes; None where any size will do.
 

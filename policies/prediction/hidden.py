@@ -33,7 +33,7 @@ MAX_GATE_DISTANCE = 3
 
 HiddenScorer = Callable[[Any, int, int], np.ndarray]
 """Takes hidden states ``[B, D]``, a distance and the layer that many layers ahead; returns its
-logits ``[B, E]`` float32. In what form hidden states come is up to who makes the scorer."""
+logits ``[B, E]`` float32. The maker of the scorer chooses the form of the hidden states."""
 
 
 HiddenRanker = Callable[[Any, int, int], list[list[int]]]
@@ -157,7 +157,6 @@ class HiddenLookahead(NextGate):
         Args:
             routes: where the tokens went.
             hidden_TLD: ``[T, L, D]`` what each layer's gate was given.
-            gates_LED: the model's gates, float32.
             bias_LE: their biases.
 
         Raises:
@@ -208,7 +207,6 @@ class RankRecord:
     little yet borrow from the others.
 
     Args:
-        num_layers: layers of the model.
         num_ranks: length of the lists.
         top_k: experts that a token visits: where nothing is known, so many are believed.
     """
@@ -247,9 +245,6 @@ class LookaheadPredictor:
     What the estimator says orders the experts of a layer; how probable the first, the second and so
     on are is counted while it runs, because the softmax of a later gate is no probability. Before
     the first layer there is no hidden state, and it is silent.
-
-    Args:
-        estimator: with its scorer set.
     """
 
     needs_history = False

@@ -32,7 +32,6 @@ class MatrixCollection:
     is kept stays diverse (the paper's variant).
 
     Args:
-        shape: the sizes of the model.
         capacity: matrices that are kept; C at most.
 
     Attributes:
@@ -88,7 +87,9 @@ class MatrixCollection:
             )
         self._size = len(found)
         self._matrices[: self._size] = found
-        self.norms[: self._size] = np.linalg.norm(found.reshape(len(found), -1), axis=1)
+        self.norms[: self._size] = np.linalg.norm(
+            found.reshape(len(found), sizes[0] * sizes[1]), axis=1
+        )
 
 
 class EamCollection(Popularity):

@@ -88,39 +88,38 @@ class TokenTable:
         table.visits_VLE = table.visits(routes, labels)
         return table
 
-    def share(self, labels: np.ndarray, prior_LE: np.ndarray, layers: slice) -> np.ndarray:
+    def share(
+        self,
+        labels: np.ndarray,
+        prior_LE: np.ndarray,
+        layers: slice = slice(None),
+        *,
+        without: "TokenTable | None" = None,
+    ) -> np.ndarray:
         """Share of the tokens with each label that visited each expert: ``[B, layers, E]``.
 
         Args:
             labels: ``[B]``; a label that is not in the table gets the prior.
             prior_LE: ``[L, E]`` what ``PRIOR_OCCURRENCES`` more occurrences would have visited.
-            layers: which layers.
+            layers: all where none are named.
+            without: counted some of the same tokens, which are left out. A sequence that was
+                counted must not find itself in the table when something else is trained on what
+                the table says: it would learn to trust the table more than it deserves.
         """
         rows = self.rows_of(labels)
-        found = np.flatnonzero(rows >= 0)
-        prior = prior_LE[layers]
+        found, prior = rows >= 0, prior_LE[layers]
+        if without is not None:
+            found &= without.rows_of(labels) >= 0
         share = np.broadcast_to(prior, (len(labels), *prior.shape)).astype(np.float32)
-        if found.size:
-            visited = self.visits_VLE[rows[found], layers] + PRIOR_OCCURRENCES * prior
-            total = self.counts_V[rows[found], None, None] + PRIOR_OCCURRENCES
-            share[found] = np.minimum(visited / total, 1.0)
-        return share
-
-    def share_without(
-        self, labels: np.ndarray, prior_LE: np.ndarray, own: "TokenTable"
-    ) -> np.ndarray:
-        """``share`` in all layers as it would be without the tokens that another table counted.
-
-        A sequence that was counted must not find itself in the table when something else is trained
-        on what the table says: it would learn to trust the table more than it deserves.
-        """
-        rows, own_rows = self.rows_of(labels), own.rows_of(labels)
-        share = np.broadcast_to(prior_LE, (len(labels), *prior_LE.shape)).astype(np.float32)
-        found = np.flatnonzero((rows >= 0) & (own_rows >= 0))
-        visited = self.visits_VLE[rows[found]].astype(np.float32)
-        visited -= own.visits_VLE[own_rows[found]]
-        total = self.counts_V[rows[found]] - own.counts_V[own_rows[found]]
-        visited += PRIOR_OCCURRENCES * prior_LE
+        rows = rows[found]
+        if not rows.size:
+            return share
+        visited, total = self.visits_VLE[rows, layers].astype(np.float32), self.counts_V[rows]
+        if without is not None:
+            own = without.rows_of(labels)[found]
+            visited -= without.visits_VLE[own, layers]
+            total = total - without.counts_V[own]
+        visited += PRIOR_OCCURRENCES * prior
         share[found] = np.clip(visited / (total[:, None, None] + PRIOR_OCCURRENCES), 0.0, 1.0)
         return share
 
@@ -197,8 +196,6 @@ class TokenEvidence(Popularity):
         """What is known of each expert before the token's path: ``[B, F, layers, E]``.
 
         Args:
-            contexts: the tokens.
-            layers: which layers.
             shares: what the two token tables say; looked up when omitted.
         """
         num_experts = self.shape.num_experts
@@ -282,9 +279,9 @@ class Samples:
             (contexts,) = contexts_of(alone, max_rows=len(alone.token_ids))
             contexts = contexts.rows(inside)
             shares = (
-                model.of_token.share_without(contexts.token_ids, model.share_LE, own[0]),
-                model.after_token.share_without(
-                    contexts.previous_token_ids, model.share_LE, own[1]
+                model.of_token.share(contexts.token_ids, model.share_LE, without=own[0]),
+                model.after_token.share(
+                    contexts.previous_token_ids, model.share_LE, without=own[1]
                 ),
             )
             part = slice(filled, filled + len(inside))

@@ -55,10 +55,6 @@ class Admission:
     Guesses are ordered by impact (HybriMoE, arXiv 2504.05897, orders by the makespan that a
     prefetch saves): what a missing expert of the layer has lately cost, times the probability, over
     the number of layers until the expert is used.
-
-    Args:
-        rules: the limits.
-        num_layers: layers of the model.
     """
 
     def __init__(self, rules: PrefetchRules, num_layers: int) -> None:
@@ -134,7 +130,6 @@ class Admission:
         """Orders by impact the likely guesses that are sure enough now.
 
         Args:
-            guesses: what may be read.
             now: the last layer that was routed, -1 before the first.
         """
         least = self.least_probability
@@ -160,7 +155,6 @@ class Admission:
         likely.
 
         Args:
-            incoming: the guess.
             probability: how likely it is.
             chance: probabilities of this and other experts; what is not here has none.
         """

@@ -66,38 +66,6 @@ def measured(folder: Path, device: str, gpus: str) -> dict[str, Any]:
     )
 
 
-@CASES
-@pytest.mark.parametrize(
-    ("count", "words", "complaint"),
-    [
-        (0, ["--device", "cuda"], "--device cuda: torch sees no GPU here; use cpu or auto"),
-        (2, ["--device", "cuda:2"], "--device cuda:2: torch sees GPUs up to cuda:1 here"),
-        (0, ["--device-memory", "3GiB"], "--device-memory is about a GPU"),
-        (2, ["--misses", "cpu", "--device", "cpu"], "--misses is about a GPU"),
-        (2, ["--device-memory", "lots"], "--device-memory must be a size"),
-        (2, ["--device", "mps"], "--device must be auto, cpu, cuda or cuda:N"),
-        (2, ["--peer", "openvino"], "--peer openvino: computes on cpu alone"),
-    ],
-)
-def test_what_is_not_there_is_refused_before_anything_is_written(
-    case: str,
-    count: int,
-    words: list[str],
-    complaint: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    output = ["-o", str(tmp_path / "r.json")]
-    assert main(["bench", case, "--shape", "olmoe-tiny", *words, *output]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
-    assert [*tmp_path.iterdir()] == []
-
-
 def test_a_peer_that_says_nothing_of_devices_is_one_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,16 +97,3 @@ def test_the_command_reads_experts(tmp_path: Path, capsys: pytest.CaptureFixture
             # Two are on their way at any time: their times add up to twice the whole at most.
             assert len(found["expert_read_s"]) == 3
             assert sum(found["expert_read_s"]) <= 2 * most / found["bytes_per_s"]
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [(["--in-flight", "0"], "--in-flight"), (["--experts", "0"], "--experts")],
-)
-def test_bad_words_of_io_are_one_line(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "io", "models/pocket", *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1

@@ -80,23 +80,6 @@ def test_the_command_measures_two_ranks(
     assert skewed[0] < skewed[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--load", "zpif"], "unknown load 'zpif'"),
-        (["--experts", "5"], "a multiple of the 2 ranks"),
-        (["--top-k", "9", "--experts", "8"], "at most --experts"),
-    ],
-)
-def test_bad_words_of_dispatch_are_one_line(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "dispatch", *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
-
-
 @pytest.fixture
 def one_thread() -> object:
     before = torch.get_num_threads()

@@ -10,7 +10,7 @@ from text_checkpoint import save_text_checkpoint
 from torch import Tensor
 
 from moe_runtime.benchmarks.cases.expert_layers import ExpertLayer, layer_of_model
-from moe_runtime.benchmarks.cases.experts import ExpertsPlan, in_float64, measure_experts
+from moe_runtime.benchmarks.cases.expert_systems import ExpertsPlan, in_float64, measure_experts
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.checkpoints.transformers_private import ExpertsInterface
@@ -77,7 +77,7 @@ def test_who_computes_something_else_has_no_numbers(
     implementation: Any, failure: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ExpertsInterface.register("tested", implementation)
-    for module in ("expert_layers", "experts"):
+    for module in ("expert_layers", "expert_systems"):
         monkeypatch.setattr(f"moe_runtime.benchmarks.cases.{module}.PEERS", ("tested",))
     layer = layer_of_model(model, torch.float32)
     plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
@@ -109,30 +109,6 @@ def test_the_command_measures_both_passes(
         assert list(one["summary"]) == [
             *("forward_1_s", "forward_3_s", "backward_1_s", "backward_3_s")
         ]
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ([], "expected MODEL or --shape"),
-        (["models/pocket", "--shape", "olmoe-1b-7b"], "expected MODEL or --shape"),
-        (["--shape", "olmo"], "unknown shape 'olmo'"),
-        (["models/pocket", "--tokens", "1,x"], "--tokens must be whole numbers"),
-        (["models/pocket", "--tokens", ""], "--tokens must be whole numbers"),
-        (["models/pocket", "--dtype", "int8"], "int8"),
-        (
-            ["models/pocket", "--device", "tpu"],
-            "--device must be auto, cpu, cuda or cuda:N, got 'tpu'",
-        ),
-    ],
-)
-def test_bad_words_of_experts_are_one_line(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "experts", *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
 
 
 @pytest.mark.gpu

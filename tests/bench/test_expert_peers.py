@@ -1,7 +1,6 @@
 """Peers of `bench experts`: the layer arrives as it is, and results are held to ours."""
 
 import ctypes
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,11 @@ import torch
 from text_checkpoint import save_text_checkpoint
 
 from moe_runtime.benchmarks.cases.expert_layers import LayerSizes, layer_of_model
-from moe_runtime.benchmarks.cases.experts import ExpertsPlan, measure_experts, write_layer
+from moe_runtime.benchmarks.cases.expert_systems import ExpertsPlan, measure_experts, write_layer
 from moe_runtime.benchmarks.cases.formats import FormatsPlan, measure_formats
 from moe_runtime.benchmarks.peers import kt_kernel
 from moe_runtime.benchmarks.suite.peers import find_peer, find_peers, started
 from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
-from moe_runtime.cli.main import main
 from moe_runtime.kernels.native import native_library
 
 NUMPY = """
@@ -291,35 +289,3 @@ def test_kt_kernel_is_given_codes_and_scales_of_each_expert(
 def test_kt_kernel_without_its_extension_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=f"no kt_kernel for .* in {tmp_path}"):
         kt_kernel.find_extension(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["experts", "--shape", "olmoe-1b-7b", "--peer", "vllm"], "not in bench experts"),
-        (["latency", "models/pocket", "--peer", "kt_kernel"], "takes part in bench experts, not"),
-        (["throughput", "models/pocket", "--peer", "kt-kernel"], "not in bench throughput"),
-        (["experts", "--shape", "olmoe-1b-7b", "--peer", "kt_kernel=no"], "no is not there"),
-        (["training", "--shape", "pocket", "--peer", "deepspeed=."], "leave =MODEL out"),
-    ],
-)
-def test_a_peer_of_another_case_is_one_line(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
-
-
-def test_where_kt_kernel_is_not_installed_the_line_says_how(model: Path, tmp_path: Path) -> None:
-    plan = ExpertsPlan(
-        layer=layer_of_model(model, torch.bfloat16), tokens=(1,), trains=False, block_s=0.001
-    )
-    settings = {"model": str(tmp_path), "num_threads": 1, "top_k": 2, "most_tokens": 1}
-    peer = find_peer("kt_kernel", settings, "experts")
-    rules = Rules(judged=("forward_1_s",), least=1, most=1)
-    results = measure_experts(plan, rules, settings={}, peers=[peer])
-    failure = results["measurements"][-1]["failure"]
-    assert failure.startswith("ImportError: no kt_kernel for ")
-    assert f"({sys.executable}) needs: pip install --no-deps kt-kernel" in failure

@@ -174,26 +174,6 @@ def test_devices_are_asked_for_where_all_systems_compute_on_one(tmp_path: Path) 
     assert find_peer(str(file), {}, "experts").name == "mine"
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--peer", "vlllm"], "unknown peer 'vlllm'"),
-        (["--peer", "transformers:eagre"], "eager"),
-        (["--peer", "none.py"], "--peer none.py: no such file"),
-        (["--prompts", "p.txt", "--prompt-tokens", "3"], "has no effect"),
-        (["-n", "1"], "max-new-tokens"),
-        (["-n", "100000000", "--host-memory", "1GiB"], "but the model knows 512 positions"),
-    ],
-)
-def test_bad_words_are_one_line(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "latency", "models/pocket", *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
-
-
 def test_the_command_measures_us_beside_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,18 +79,5 @@ def test_the_command_measures_the_layer(tmp_path: Path, capsys: pytest.CaptureFi
     assert sizes == [NUM_EXPERTS, TOP_K, 64, 48]
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [([], "expected MODEL or --shape"), (["--shape", "olmo"], "unknown shape 'olmo'")],
-)
-def test_bad_words_of_layer_are_one_line(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "layer", *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
-
-
 def test_a_known_shape_has_its_sizes() -> None:
     assert sizes_of_shape("mixtral-8x7b") == (8, 2, 4096, 14336)

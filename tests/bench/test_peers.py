@@ -7,7 +7,6 @@ whose calls are in another order, or that loses a token, has another text and no
 import json
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,10 +228,7 @@ def test_an_engine_that_stops_early_gets_no_numbers(
     assert found["repetitions"] == []
 
 
-ABSENT = ("ftllm", "openvino", "sglang", "vllm")
-
-
-@pytest.mark.parametrize("peer", ABSENT)
+@pytest.mark.parametrize("peer", ["vllm"])
 def test_where_it_is_not_installed_the_line_says_how(
     peer: str, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,39 +305,6 @@ def test_an_interpreter_that_is_too_old_is_said_to_be(bench: Bench, tmp_path: Pa
     old.chmod(0o755)
     failure = why_unable(find_peer(f"vllm@{old}", bench.settings(None)), 60)
     assert failure == "its interpreter is older than Python 3.11, which peers need"
-
-
-@pytest.mark.parametrize("peer", ["llama_cpp", "sglang", "ftllm"])
-def test_peers_of_one_sequence_take_no_part_in_throughput(
-    peer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "throughput", "models/pocket", "--peer", peer]) == 2
-    err = capsys.readouterr().err
-    assert f"--peer {peer}: takes part in bench latency, not in bench throughput" in err
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("peer", "complaint"),
-    [
-        ("vllm@README.md", "--peer vllm@README.md: README.md is no interpreter"),
-        ("llamacp", "did you mean 'llama_cpp'? known: accelerate, ftllm, llama_cpp, moe_runtime, "),
-        ("vllm@no/python", "--peer vllm@no/python: no interpreter no/python"),
-        ("openvino=no/folder", "--peer openvino=no/folder: no/folder is not there"),
-        ("vllm:eager", "unknown variant of vllm 'eager'"),
-        ("", "unknown peer ''"),
-        ("README.md", "unknown peer 'README.md'"),
-        ("=", "unknown peer ''"),
-    ],
-)
-def test_what_is_not_there_is_one_line(
-    peer: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words: Sequence[str] = ["bench", "latency", "models/pocket", "--peer", peer]
-    assert main(words) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("read", ["counting.py", "model=a/openvino_model.xml"])

@@ -154,37 +154,3 @@ def test_visits_counted_elsewhere_are_found_out(
     for one in results["measurements"]:
         assert one["failure"].startswith("1 of ")
         assert not one["repetitions"]
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--gpus", "4", "--nodes", "3"], "--gpus 4 is not a multiple of --nodes 3"),
-        (
-            ["--gpus", "3"],
-            "8 experts and 0 replicas do not divide among 3 devices; 1 replicas would",
-        ),
-        (
-            ["--gpus", "4", "--replicas", "3"],
-            "8 experts and 3 replicas do not divide among 4 devices",
-        ),
-        (["--gpus", "2", "--replicas", "9"], "9 replicas are more than 2 devices have a use for"),
-        (["--gpus", "2", "--fit", "1"], "leaves nothing to place by"),
-        (["--gpus", "2", "--num-experts", "4"], "leave out the number of experts, 4"),
-        (["--gpus", "2", "-o", "t.npz"], "t.npz"),
-    ],
-)
-def test_bad_words_of_placements_are_one_line(
-    words: list[str],
-    complaint: str,
-    trace: Trace,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_trace(tmp_path / "t.npz", trace)
-    assert main(["bench", "placements", "t.npz", *words, "--quick", "--time", "1"]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1

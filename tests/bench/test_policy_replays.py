@@ -104,39 +104,6 @@ def test_the_command_finds_what_a_replay_finds_and_compares(
     assert main([*compare, "--bound", "0.02"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--policy", "lruu"], "unknown policy 'lruu'"),
-        (["--scope", "all"], "unknown scope 'all'"),
-        (["--capacity", "1%"], "a token needs"),
-        (["--num-experts", "8"], "leave out the number of experts, 8"),
-        (["--side-by-side", "9"], "expected a trace of at least 9 requests"),
-        (["--policy", "lru", "--train", "t.npz"], "of lru nothing learns"),
-        (["--capacity", "x"], "--capacity must be shares"),
-        (["--policy", "predicted"], "the policy predicted asks a predictor: give --predictor, too"),
-        (["--policy", "predicted", "--predictor", "eam"], "--predictor eam needs --train"),
-        (["--policy", "predicted", "--predictor", "eamm"], "unknown predictor 'eamm'"),
-        (
-            ["--policy", "lru", "--expert-size", "1MiB,2MiB"],
-            "--expert-size must be one size, 3 for",
-        ),
-    ],
-)
-def test_bad_words_of_policies_are_one_line(
-    words: list[str],
-    complaint: str,
-    trace: Trace,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    write_trace(tmp_path / "t.npz", trace)
-    assert main(["bench", "policies", str(tmp_path / "t.npz"), *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
-
-
 def test_one_size_is_that_of_every_expert(trace: Trace) -> None:
     sizes = sizes_of("3MiB", trace)
     assert len(sizes) == trace.signature.num_layers * trace.signature.num_experts

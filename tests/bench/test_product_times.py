@@ -3,7 +3,6 @@
 The GPU is a stand-in: products count their calls, and their times are given.
 """
 
-import errno
 import itertools
 import json
 import os
@@ -123,31 +122,6 @@ def test_a_signal_before_the_first_repetition_leaves_older_results(
     assert main(["bench", "kernels", "--shape", "8,32,16,4,2", "-o", str(path)]) == 130
     assert path.read_text() == "an older run's"
     assert f"nothing was measured, and {path} is left as it was" in capsys.readouterr().err
-
-
-def test_products_are_shown_where_their_file_cannot_be_written(
-    ran: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("moe_runtime.benchmarks.suite.results.write_text", full)
-    path = tmp_path / "k.json"
-    words = ["--shape", "8,32,16,4,2", "--json", "-o", str(path)]
-    assert main(["bench", "kernels", *words]) == 2
-    out, err = capsys.readouterr()
-    assert len(json.loads(out)["products"]) == 2
-    assert err.endswith(f"{path}: the results cannot be written: No space left on device\n")
-
-
-def test_a_folder_is_no_results_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", "-o", str(tmp_path)]) == 2
-    assert "is a folder, expected the name of a results file" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_shape_that_is_named_twice_is_measured_once(ran: None, tmp_path: Path) -> None:

@@ -259,23 +259,3 @@ def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path: Path) 
     found = [one.settings["model"] for one in asked.with_files(given)]
     assert [one.failure for one in asked.with_files(given)] == [None, "no reason", None]
     assert found == ["checkpoint", str(tmp_path / "shape.gguf"), str(tmp_path / "own.gguf")]
-
-
-@pytest.mark.parametrize("case", ["latency", "throughput"])
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ([], "expected MODEL or --shape, one of them"),
-        (["models/pocket", "--shape", "olmoe-1b-7b"], "expected MODEL or --shape, one of them"),
-        (["models/pocket", "--layers", "2"], "--layers belongs to --shape"),
-        (["models/pocket", "--keep-shape"], "--keep-shape belongs to --shape"),
-        (["--shape", "olmo-1b-7b"], "unknown shape 'olmo-1b-7b'"),
-    ],
-)
-def test_bad_words_of_shapes_are_one_line(
-    case: str, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", case, *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moe_runtime.benchmarks.suite import started_server
+from moe_runtime.benchmarks.cases import serve as started_server
 
 SERVER = """
 import http.server, signal, subprocess, sys, time

@@ -106,20 +106,3 @@ def test_the_command_measures_batches(tmp_path: Path, capsys: pytest.CaptureFixt
     # 15 steps of each of the two batches.
     assert len(ours["repetitions"][0]["step_tokens_per_s"]) == 30
     assert main(["bench", "report", str(path), "-o", str(tmp_path / "p.html")]) == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--prompts", "p.txt", "--batches", "3"], "has no effect"),
-        (["--batch", "0"], "--batch"),
-        (["--peer", "vlllm"], "unknown peer 'vlllm'"),
-    ],
-)
-def test_bad_words_of_throughput_are_one_line(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "throughput", "models/pocket", *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1

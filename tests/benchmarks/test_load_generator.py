@@ -12,22 +12,27 @@ import pytest
 from counted_energy import CountedEnergy
 from virtual_time import Part, events, pieces, run_virtually, scripted
 
-from moe_runtime.benchmarks.cases.served_levels import serve_results
+from moe_runtime.benchmarks.cases.serve import serve_results
 from moe_runtime.benchmarks.load.client import (
+    Lengths,
     LoadClient,
     LoadError,
+    LoadRequest,
     TimedAnswer,
+    arrivals,
     is_this_machine,
+    parse_lengths,
 )
 from moe_runtime.benchmarks.load.generator import (
     Level,
     LoadSettings,
     MeasuredLevel,
+    parse_goodput,
     run_level,
     run_load,
+    spread,
+    summarize,
 )
-from moe_runtime.benchmarks.load.summary import parse_goodput, spread, summarize
-from moe_runtime.benchmarks.load.workload import Lengths, LoadRequest, arrivals, parse_lengths
 
 NEAR = 1e-6
 """Seconds; the loop's clock adds up waits, each rounded to a float of some seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import math
@@ -49,14 +50,6 @@ def test_tokens_of_2000_strings_are_llama_cpps(name: str) -> None:
     assert max(map(max, filter(None, ids))) < len(metadata["tokenizer.ggml.tokens"])
     plain = tokenizer([*strings()[:NUM_PLAIN]], split_special_tokens=True)["input_ids"]
     assert [digest(ids), digest(plain)] == json.loads(GOLDEN.read_text())[name]
-
-
-@pytest.mark.parametrize("name", ["llama3", "gpt-4o", "deepseek-v3", "gemma4", "llama"])
-def test_the_llama_cpp_that_is_installed_gives_the_same_tokens(name: str) -> None:
-    pytest.importorskip("llama_cpp")
-    metadata = vocabulary(**KINDS[name])
-    model, texts = LlamaCpp(metadata), [*strings()[:NUM_PLAIN]]
-    assert made(metadata)(texts)["input_ids"] == [model.ids(text) for text in texts]
 
 
 def test_every_name_that_llama_cpp_knows_is_known_but_those_of_whole_words() -> None:
@@ -210,14 +203,21 @@ def test_all_tokens_that_end_a_text_are_known(
     assert {tokens[end] for end in found} == {*expected.split()}
 
 
-def test_the_llama_cpp_that_is_installed_ends_texts_there() -> None:
-    pytest.importorskip("llama_cpp")
-    for texts, named, expected in ENDS:
-        metadata = ending(texts, **named)
-        tokens = metadata["tokenizer.ggml.tokens"]
-        # 11 is where it looks without a name
-        ends = LlamaCpp(metadata).ends() - ({11} if "eos" not in named else set())
-        assert {tokens[end] for end in ends} == {*expected.split()}
+if importlib.util.find_spec("llama_cpp"):
+
+    @pytest.mark.parametrize("name", ["llama3", "gpt-4o", "deepseek-v3", "gemma4", "llama"])
+    def test_the_llama_cpp_that_is_installed_gives_the_same_tokens(name: str) -> None:
+        metadata = vocabulary(**KINDS[name])
+        model, texts = LlamaCpp(metadata), [*strings()[:NUM_PLAIN]]
+        assert made(metadata)(texts)["input_ids"] == [model.ids(text) for text in texts]
+
+    def test_the_llama_cpp_that_is_installed_ends_texts_there() -> None:
+        for texts, named, expected in ENDS:
+            metadata = ending(texts, **named)
+            tokens = metadata["tokenizer.ggml.tokens"]
+            # 11 is where it looks without a name
+            ends = LlamaCpp(metadata).ends() - ({11} if "eos" not in named else set())
+            assert {tokens[end] for end in ends} == {*expected.split()}
 
 
 def test_a_files_tokenizer_and_its_ends_come_from_its_header(tmp_path: Path) -> None:

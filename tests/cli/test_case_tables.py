@@ -36,8 +36,8 @@ def test_no_word_is_broken(
         lines[columns] = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[width])) <= width
     narrow, wide = (
-        {word.rstrip(":") for line in lines[at] for word in line.split() if set(word) != {"─"}}
-        for at in (width, 300)
+        {word.rstrip(":") for line in lines[columns] for word in line.split() if set(word) != {"─"}}
+        for columns in (width, 300)
     )
     assert narrow == wide
     halves = [line.split("±")[1].split()[:1] for line in lines[width] if "±" in line]

@@ -15,7 +15,7 @@ import json, sys
 print("\\n" + json.dumps([name for name in sys.modules if name.split(".")[0] == "moe_runtime"]))
 """
 # Rooms that a model in one process without a device has nothing to do with.
-FOREIGN = {"layer", "parallel", "planning", "research", "routing", "serving", "training"}
+FOREIGN = {"layer", "parallel", "research", "routing", "serving", "training"}
 
 
 def imported(*parts: str) -> list[list[str]]:

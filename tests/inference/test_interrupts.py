@@ -31,7 +31,8 @@ EVERY_PASS = (
     "inference/steps.py",
     "inference/token_limit.py",
 )
-"""Files whose functions a pass calls if an equal pass does, whichever read is quicker."""
+"""Files whose functions, but for those that bind slots, a pass calls if an equal pass does,
+whichever read is quicker."""
 
 
 @torch.no_grad()
@@ -108,11 +109,16 @@ class Trial:
     def strike_all(self, places: Sequence[str], seed: int = 0) -> None:
         """Functions of these files, each some time and in one of the ways."""
         generator = random.Random(seed)
-        sites = [site for site in self.sites if str(site).startswith(tuple(places))]
+        sites = [
+            site
+            for site in self.sites
+            if str(site).startswith(tuple(places)) and "<genexpr>" not in site.code.co_name
+        ]
         for number, site in enumerate(sites):
             times = generator.randint(1, min(self.sites[site], 8))
             self.strike(site, times, KINDS[(number + seed) % len(KINDS)])
         certain = {site for site in sites if str(site).startswith(EVERY_PASS)}
+        certain = {site for site in certain if not site.code.co_name.startswith("bind")}
         assert certain
         assert certain <= self.struck, sorted(map(str, certain - self.struck))
 

@@ -116,7 +116,7 @@ def test_an_untrained_eam_predictor_says_so_and_goes_on(tmp_path: Path) -> None:
     model = open_model("predicted", prefetch="observe", predictor=str(tmp_path / "trained.npz"))
     with model.moe:
         answer(model)
-        assert len(model.moe.prefetcher._predictor.estimator) == 0
+        assert len(model.moe.prefetcher._predictor.estimator.collection) == 0
     assert path.read_bytes() == before
 
 

@@ -229,7 +229,6 @@ def one_changed(weights: np.ndarray, value: float) -> np.ndarray:
     ("name", "change", "message"),
     [
         ("header", lambda _: header(version=3), "version 3"),
-        ("header", lambda _: header(version="1"), "version '1'"),
         ("header", lambda _: header(version=2), "no array named 'step_update'"),
         ("header", lambda _: header(format="other"), "not a routing trace"),
         ("header", lambda _: header(signature={"num_layers": 4}), "expert_ids has shape"),
@@ -239,7 +238,6 @@ def one_changed(weights: np.ndarray, value: float) -> np.ndarray:
         ("header", lambda _: header(signature={"num_experts": 10**6}), "65535"),
         ("header", lambda _: header(signature={"top_k": 0}), "top_k"),
         ("header", lambda _: header(signature={"extra": 1}), "exactly"),
-        ("header", lambda _: header(expert_bytes=0), "expert_bytes"),
         ("header", lambda _: header(expert_bytes=True), "expert_bytes"),
         ("header", lambda _: np.frombuffer(b"{", dtype=np.uint8), "not JSON"),
         ("header", lambda _: np.frombuffer(b"[" * 60000, dtype=np.uint8), "not JSON"),
@@ -249,7 +247,6 @@ def one_changed(weights: np.ndarray, value: float) -> np.ndarray:
         ("token_id", lambda a: a + 100, "vocab_size"),
         ("token_id", lambda a: a.astype(">i4"), "expected int32"),
         ("token_id", lambda a: np.array([None] * 6), "damaged"),
-        ("token_position", lambda a: a - 1, "token_position"),
         ("token_request", lambda a: a - 1, "token_request"),
         ("step_phase", lambda a: a + 1, "step_phase"),
         ("step_start", lambda a: a[::-1], "step_start"),
@@ -260,7 +257,6 @@ def one_changed(weights: np.ndarray, value: float) -> np.ndarray:
         ("gate_weights", lambda a: a[..., :1], "shape"),
         ("gate_weights", lambda _: None, "no array named 'gate_weights'"),
         ("gate_weights", lambda a: one_changed(a, np.nan), "nan at token 4, layer 2, choice 1"),
-        ("gate_weights", lambda a: one_changed(a, np.inf), "inf at token 4, layer 2, choice 1"),
         ("gate_weights", lambda a: one_changed(a, -0.5), "-0.5 at token 4, layer 2, choice 1"),
     ],
 )

@@ -185,20 +185,6 @@ def test_bf16_layer_returns_bf16() -> None:
     assert layer.aux.loss.dtype == torch.float32
 
 
-@pytest.mark.parametrize("frozen", ["experts", "gate"])
-def test_frozen_parts_get_no_gradient_and_the_rest_does(frozen: str) -> None:
-    layer, whole = make_layer(), make_layer()
-    layer.get_submodule(frozen).requires_grad_(False)
-    x = torch.randn(20, D, requires_grad=True)
-    layer(x).square().sum().backward()
-    whole(x.detach()).square().sum().backward()
-    expected = {n: g for n, g in gradients(whole).items() if not n.startswith(frozen)}
-    assert gradients(layer).keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients(layer)[name], gradient)
-    assert x.grad is not None
-
-
 def test_lora_adapts_the_experts() -> None:
     """PEFT's adapters of stacked parameters: the merged weights compute the same."""
     peft = pytest.importorskip("peft")
@@ -299,24 +285,18 @@ def test_zero_experts_choose_their_gate() -> None:
     [
         ({"activation": "swigul"}, "did you mean 'swiglu'"),
         ({"capacity_factor": 0}, "capacity_factor must be positive and finite"),
-        ({"capacity_factor": "1"}, "capacity_factor must be positive and finite"),
         ({"capacity_factor": True}, "(None means dropless), got True"),
         ({"loss_weights": {"z": "1"}}, "loss_weights['z'] must be a finite number, got '1'"),
         ({"loss_weights": {"z": float("nan")}}, "loss_weights['z'] must be a finite number"),
-        ({"gate_options": {"scale": float("inf")}}, "option 'scale' of gate SoftmaxTopK must be"),
         ({"zero_experts": {"copy": True}}, "counts of zero experts must be integers from 0 on"),
         ({"gate": make_gate("switch", D, E, 1), "capacity_factor": 1.0}, "make the gate with it"),
         ({"shared_experts": -1}, "shared_experts must be an integer from 0 on, got -1"),
-        ({"shared_experts": 1.5}, "shared_experts must be an integer from 0 on, got 1.5"),
         ({"zero_experts": 3}, "zero_experts must be counts by kind"),
-        ({"gate": "switchh"}, "did you mean 'switch'"),
         ({"gate_options": {"scal": 2.0}}, "did you mean 'scale'"),
-        ({"gate_options": {"top_k": 1}}, "has no option 'top_k'"),
         ({"gate_options": {"num_groups": 1}}, "gate_options has 'num_groups', which the layer"),
         ({"gate": "gshard", "zero_experts": ZeroExpertCounts()}, "need the gate 'moepp'"),
         ({"zero_experts": {"copi": 1}}, "no kind 'copi'; did you mean 'copy'"),
         ({"gate": make_gate("switch", D, E, 1)}, "the gate was made for"),
-        ({"drop_policy": "random", "capacity_factor": 1.0}, "policy must be one of"),
         ({"impl": "cuda"}, "impl must be one of"),
     ],
 )

@@ -1,29 +1,38 @@
 """Experts in a device's slots: used after their copy only, and not overwritten before."""
 
+from __future__ import annotations
+
 import contextlib
 import random
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from device_tiers import Interrupted, Tiers
 from emulated_device import POISON, EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, keys
-from injection import calls_of, raise_on
+from injection import KINDS, struck
 
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
+from moe_runtime.memory import reads
 from moe_runtime.memory.device.cuda_device import CudaCopy, CudaDevice, pin_in_parts
 from moe_runtime.memory.device.device import Device
 from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.slab import Slab, aligned_bytes
+from moe_runtime.types import ExpertKey
 
 DEMAND, AHEAD = Priority.DEMAND, Priority.READAHEAD
 
 
 def run_schedule(seed: int, num_steps: int) -> Tiers:
-    """Leases, read-aheads, faults of the disk and of the link and interrupts, in any order."""
+    """Leases, read-aheads, faults of the disk and of the link, exceptions in any call of the
+    stores, and interrupts, in any order."""
     drawn = random.Random(seed)
     on_device, on_host, streams = (drawn.choice(pair) for pair in ((6, 9), (7, 18), (2, 5)))
     tiers = Tiers(on_device=on_device, on_host=on_host, stream_slots=streams)
@@ -36,20 +45,24 @@ def run_schedule(seed: int, num_steps: int) -> Tiers:
         device, fault = tiers.device, MemoryError("as asked")
         kind = drawn.randrange(8)
         (device.faults if kind == 0 else device.late_faults if kind == 1 else []).append(fault)
-        action = drawn.random()
-        if action < 0.1:
-            tiers.store.read_ahead(wanted)
-        elif action < 0.2:
-            with contextlib.suppress(MoERuntimeError):
+        strike = contextlib.nullcontext()
+        if drawn.random() < 0.3:
+            strike = struck(drawn.randint(1, 120), drawn.choice(KINDS), "memory/")
+        action, here = drawn.random(), tiers.device.stream(drawn.randrange(3))
+        with contextlib.suppress(MoERuntimeError, *KINDS), strike, here:
+            if action < 0.1:
+                tiers.store.read_ahead(wanted)
+            elif action < 0.2:
                 tiers.store.bring(wanted[:2])
-        elif action < 0.4:
-            with contextlib.suppress(MoERuntimeError), tiers.device.stream(drawn.randrange(3)):
+            elif action < 0.4:
                 tiers.use_residents(layer)
-        else:
-            cut_at, here = drawn.choice([-1, -1, 1, 2]), tiers.device.stream(drawn.randrange(3))
-            use = partial(tiers.use, wanted, streaming=drawn.random() < 0.5, cut_at=cut_at)
-            with contextlib.suppress(MoERuntimeError, Interrupted), here:
-                tiers.use_step(wanted[:3], is_cut=cut_at == 1) if action < 0.6 else use()
+            else:
+                cut_at, streaming = drawn.choice([-1, -1, 1, 2]), drawn.random() < 0.5
+                if action < 0.6:
+                    tiers.use_step(wanted[:3], is_cut=cut_at == 1)
+                else:
+                    tiers.use(wanted, streaming=streaming, cut_at=cut_at)
+        tiers.store.end_leases()
         tiers.check()
         if drawn.random() < 0.2:
             tiers.device.finish()
@@ -100,7 +113,7 @@ def test_of_copies_at_once_each_has_the_time_after_the_one_before() -> None:
         def __init__(self, time_ms: float) -> None:
             self.time_ms = time_ms
 
-        def elapsed_time(self, end: "At") -> float:
+        def elapsed_time(self, end: At) -> float:
             return end.time_ms - self.time_ms
 
     copies = [CudaCopy(At(begun), At(done)) for begun, done in times_ms.values()]  # type: ignore[arg-type]
@@ -360,33 +373,6 @@ def test_work_on_residents_looks_at_nobody_who_was_evicted() -> None:
     assert {first, second} < {key for key, _ in tiers.seen}
 
 
-def test_what_strikes_while_slots_are_taken_for_a_batch_is_told_and_loses_none() -> None:
-    wanted = keys(0, *range(4))
-
-    def ready() -> Tiers:
-        """The experts are in the host's memory, and no slot of the device is free."""
-        tiers = Tiers(on_device=6, on_host=8)
-        for key in (*wanted, *keys(1, 0, 1), *keys(2, 0, 1)):
-            tiers.use([key], streaming=False)
-        tiers.settle()
-        return tiers
-
-    tiers = ready()
-    names = {"start_together", "_take_slot", "_enter"}
-    sites = calls_of(partial(tiers.use, wanted, streaming=False))
-    tiers.close()
-    struck = [site for site in sites if site.code.co_name in names]
-    assert {site.code.co_name for site in struck} == names
-    for site in struck:
-        tiers = ready()
-        begin = partial(tiers.use, wanted, streaming=False)
-        assert raise_on(site, min(2, sites[site]), MemoryError, begin), site
-        tiers.store.end_leases()
-        tiers.check()
-        tiers.use(wanted, streaming=False)
-        tiers.close()
-
-
 def test_what_waits_for_a_slot_is_not_asked_of_the_host() -> None:
     tiers = Tiers(on_device=3, on_host=8)
     for key in keys(0, *range(6)):
@@ -398,3 +384,204 @@ def test_what_waits_for_a_slot_is_not_asked_of_the_host() -> None:
     tiers.settle()
     assert tiers.host.stats().hits == tiers.store.stats().misses > 1
     tiers.close()
+
+
+def ready(*on_device: int) -> Tiers:
+    """Six experts of a layer in the host's memory, of which these two are on the device too, beside
+    the last one of the others."""
+    tiers = Tiers(on_device=3, on_host=18)
+    for expert in (*(e for e in range(6) if e not in on_device), *on_device):
+        tiers.use(keys(0, expert), streaming=False)
+    tiers.settle()
+    tiers.store.reset_stats()
+    return tiers
+
+
+def test_what_lies_below_is_copied_at_once_and_leased_by_nobody() -> None:
+    tiers = ready(0, 1)
+    copies, copy = list[int](), tiers.device.copy
+    with patch.object(tiers.device, "copy", lambda *a: copies.append(len(a[0])) or copy(*a)):
+        assert tiers.use_step(keys(0, 1, 4)) == []
+    assert copies == [1]
+    tiers.check()
+    stats = tiers.store.stats()
+    assert (stats.hits, stats.misses, stats.evictions) == (1, 1, 1)
+    tiers.settle()
+    assert tiers.use_step(keys(0, 4, 1)) == []  # the one that was used was not the one to leave
+    assert (tiers.store.stats().hits, tiers.store.stats().misses) == (3, 1)
+    tiers.close()
+
+
+def test_several_are_one_copy() -> None:
+    tiers = ready(0, 1)
+    copies, copy = list[int](), tiers.device.copy
+    with patch.object(tiers.device, "copy", lambda *a: copies.append(len(a[0])) or copy(*a)):
+        assert tiers.use_step(keys(0, 3, 4)) == []
+    assert copies == [2]
+    assert tiers.store.stats().misses == 2
+    tiers.close()
+
+
+def test_what_cannot_be_had_so_is_left_to_a_lease() -> None:
+    tiers = ready(0, 1)
+    assert tiers.use_step(keys(1, 0)) == keys(1, 0)  # it lies on the disk
+    tiers.settle()
+    tiers.use(keys(0, 0), streaming=False)
+    tiers.settle()
+    tiers.store.reset_stats()
+    assert tiers.use_step(keys(0, 0, 2, 3, 4)) == keys(0, 4)  # for which there is no slot
+    stats = tiers.store.stats()
+    assert (stats.hits, stats.late_hits, stats.misses) == (1, 0, 3)
+    tiers.close()
+
+
+def test_copies_that_are_refused_together_are_made_one_by_one_or_by_threads() -> None:
+    for num_faults, left in ((1, []), (2, keys(0, 3, 4)), (3, keys(0, 3, 4))):
+        tiers = ready(0, 1)
+        tiers.device.faults.extend(MemoryError("as asked") for _ in range(num_faults))
+        assert tiers.use_step(keys(0, 0, 3, 4)) == left
+        assert not tiers.device.faults
+        tiers.settle()
+        tiers.close()
+
+
+def test_a_copy_that_fails_is_told() -> None:
+    tiers = ready(0, 1)
+    tiers.device.late_faults.append(OSError("unplugged"))
+    with pytest.raises(MoERuntimeError, match="unplugged"):  # noqa: PT012
+        assert tiers.use_step(keys(0, 4)) == []
+        tiers.store.fetcher.finish_used()
+    tiers.seen = [found for found in tiers.seen if found[0] not in keys(0, 4)]  # what is void
+    tiers.use_step(keys(0, 4))
+    tiers.close()
+
+
+def lacks_a_slot(tiers: Tiers, number: int) -> bool:
+    """Whether so many leases of the host's tier wait for a slot."""
+    with tiers.host._changed:
+        return sum(not lease.all_started for lease in tiers.host._leases) == number
+
+
+def test_reads_that_wait_for_slots_below_do_not_wait_for_copies_that_hold_them() -> None:
+    tiers = Tiers(on_device=9, on_host=1)
+    held, *missing = keys(0, 0, 1, 2, 3)
+    with tiers.host.lease([held]) as lease:
+        next(iter(lease))
+        with tiers.store.lease(missing) as absent:
+            while not lacks_a_slot(tiers, len(missing)):  # all threads that read
+                time.sleep(1e-4)
+            with tiers.store.lease([held]) as resident:  # its copy is queued at once
+                lease.__exit__()
+                assert [key for group in resident for key, _ in group] == [held]
+            assert {key for group in absent for key, _ in group} == {*missing}
+    tiers.use([held], streaming=False)
+    tiers.settle()
+    tiers.close()
+
+
+def test_a_copy_that_is_queued_despite_an_error_is_not_queued_again() -> None:
+    tiers = Tiers()
+    (key,) = keys(0, 0)
+    tiers.host.read_ahead([key])
+    while tiers.host._link.under_way:
+        time.sleep(1e-4)
+    push, failures = tiers.store.fetcher._ends._push, [MemoryError("as asked")]
+
+    def fail(*args: Any, **options: Any) -> None:
+        if failures:
+            raise failures.pop()
+        push(*args, **options)
+
+    copies: list[Any] = []
+    copy = tiers.device.copy
+    with (
+        patch.object(tiers.store.fetcher._ends, "_push", fail),
+        patch.object(tiers.device, "copy", lambda *args: copies.append(1) or copy(*args)),
+    ):
+        tiers.use([key], streaming=False)
+        tiers.settle()
+        tiers.check()
+    assert not failures
+    assert len(copies) == 1
+    tiers.close()
+
+
+RESIDENT_BELOW = [ExpertKey(0, expert) for expert in range(3)]
+PATIENCE_S = 20
+"""What hangs fails after this."""
+
+
+@pytest.fixture
+def tiers() -> Iterator[Tiers]:
+    with patch.object(reads, "PATIENCE_S", None):  # who is not woken sleeps for ever
+        tiers = Tiers()
+        with tiers.host.lease(RESIDENT_BELOW) as lease:
+            assert sum(map(len, lease)) == len(RESIDENT_BELOW)
+        tiers.use([ExpertKey(1, 0)], streaming=False)
+        yield tiers
+        tiers.close()
+
+
+def returns(call: Callable[[], object]) -> bool:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return not thread.is_alive()
+
+
+def leave_at_once(tiers: Tiers) -> None:
+    with tiers.store.lease(RESIDENT_BELOW[:2]):
+        pass
+
+
+def leave_first_group(tiers: Tiers) -> None:
+    with tiers.store.lease(RESIDENT_BELOW[:2]) as lease:
+        assert next(iter(lease))
+
+
+def fail(tiers: Tiers) -> None:
+    with suppress(Interrupted):
+        tiers.use(RESIDENT_BELOW[:2], streaming=False, cut_at=1)
+
+
+@pytest.mark.parametrize("leave", [leave_at_once, leave_first_group, fail])
+def test_copies_of_a_lease_that_is_left_end(tiers: Tiers, leave: Callable[[Tiers], None]) -> None:
+    leave(tiers)
+    if leave is not fail:
+        assert returns(tiers.store.fetcher.finish_used)
+    assert returns(tiers.settle)
+    tiers.check()
+
+
+def test_who_tells_of_ends_while_another_thread_queues_a_copy_loses_none(tiers: Tiers) -> None:
+    ends: Any = tiers.store.fetcher._ends
+    submit = ends.submit
+
+    def submit_later(*given: Any, **options: Any) -> None:
+        assert returns(tiers.store.fetcher.wake_ends)
+        while len(ends._changed._condition._waiters) < len(ends._threads):
+            time.sleep(1e-4)
+        submit(*given, **options)
+
+    with patch.object(ends, "submit", submit_later):
+        assert returns(partial(tiers.use, RESIDENT_BELOW[:2], streaming=False))
+    assert returns(tiers.settle)
+    tiers.check()
+
+
+def test_who_was_just_used_is_counted_before_somebody_makes_room(tiers: Tiers) -> None:
+    """Also where nobody has leased since: what the CPU computed is brought behind it."""
+    store = tiers.store
+    for layer in range(NUM_LAYERS):  # which have two slots each
+        tiers.use([ExpertKey(layer, expert) for expert in range(2)], streaming=False)
+    tiers.device.finish()
+    tiers.settle()
+    used, other, brought = RESIDENT_BELOW
+    residents = store.with_residents(0, lambda _: None)
+    _, event = tiers.device.download(torch.tensor([used.expert]))
+    event.synchronize()
+    assert store.count_residents(residents, [used.expert], event, lambda: [used])
+    store.bring([brought])
+    tiers.settle()
+    assert (store.has(used), store.has(other), store.has(brought)) == (True, False, True)
+    tiers.check()

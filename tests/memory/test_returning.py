@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
-from functools import partial
+import time
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from device_tiers import Tiers
 from emulated_device import EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, keys
-from injection import KINDS, calls_of, raise_on
 
-from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory import entries
 from moe_runtime.memory.device.device_layout import CopyPart
 from moe_runtime.memory.reads import Priority, Read
@@ -118,39 +117,6 @@ def test_a_slot_is_overwritten_behind_what_leaves_it() -> None:
     tiers.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_strikes_on_the_way_back_leaves_nothing_behind(kind: type[BaseException]) -> None:
-    def ready() -> Tiers:
-        """Three experts on the device, of which the host has none any more."""
-        tiers = Tiers(on_device=3, on_host=2)
-        for expert in (0, 1, 2, 3, 4):
-            tiers.use(keys(0, expert), streaming=False)
-            tiers.device.finish()
-            tiers.settle()
-        return tiers
-
-    wanted = keys(0, 5)
-    tiers = ready()
-    begin = partial(tiers.use, wanted, streaming=False)
-    sites = calls_of(begin)
-    tiers.close()
-    names = {"give_back", "take_back", "_copy_back", "_victim", "leaving", "vacate"}
-    struck = [site for site in sites if site.code.co_name in names]
-    assert {site.code.co_name for site in struck} == names
-    for site in struck:
-        tiers = ready()
-        raise_on(site, 1, kind, partial(tiers.use, wanted, streaming=False))
-        tiers.store.end_leases()
-        with contextlib.suppress(MoERuntimeError):  # of a read that was begun, and failed
-            tiers.use(wanted, streaming=False)
-        tiers.device.finish()
-        tiers.check()
-        for expert in (0, 2, 4, 1, 3):
-            tiers.use(keys(0, expert), streaming=False)
-        tiers.settle()
-        tiers.close()
-
-
 def filled(on_device: int, on_host: int, number: int) -> Tiers:
     """Tiers whose experts of the first layer were used one after another."""
     tiers = Tiers(on_device=on_device, on_host=on_host)
@@ -217,4 +183,91 @@ def test_a_host_that_has_an_expert_holds_no_memory_of_the_device() -> None:
     reads = [entry.read for entry in tiers.host._entries.values()]
     assert any(isinstance(read, Return) for read in reads)
     assert all(read.offer is None for read in reads if isinstance(read, Return))
+    tiers.close()
+
+
+def in_memory(expert_slots: int = 9, stream_slots: int = 4, **others: int) -> Tiers:
+    """Tiers whose host has the experts of the first layers, and the device others."""
+    tiers = Tiers(on_device=expert_slots, on_host=18, stream_slots=stream_slots, **others)
+    for layer in (0, 1, 2):
+        for key in keys(layer, *range(6)):
+            tiers.use([key], streaming=False)
+    settle(tiers)
+    return tiers
+
+
+def settle(tiers: Tiers) -> None:
+    tiers.device.finish()
+    tiers.settle()
+    while tiers.host._link.under_way:
+        time.sleep(1e-4)
+
+
+class Copies:
+    """How many parts each copy to the device had, and as what it was asked for."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.found: list[tuple[int, Priority]] = []
+        self._copy = tiers.device.copy
+        self.patch = patch.object(tiers.device, "copy", self)
+
+    def __call__(self, parts: Any, after: Any, priority: Priority) -> Any:
+        self.found.append((len(parts), priority))
+        return self._copy(parts, after, priority)
+
+
+def groups_of(tiers: Tiers, wanted: Sequence[ExpertKey]) -> list[int]:
+    """Sizes of the groups of a streaming lease, whose experts are looked at."""
+    sizes = []
+    with tiers.store.lease(wanted, streaming=True) as lease:
+        for group in lease:
+            sizes.append(len(group))
+            for key, slot in group:
+                tiers.device.compute(lambda key=key, slot=slot: tiers._look(key, slot))
+    return sizes
+
+
+def test_half_of_the_slots_are_one_copy_and_one_group() -> None:
+    tiers = in_memory(expert_slots=4, stream_slots=4)
+    copies = Copies(tiers)
+    tiers.store.reset_stats()
+    with copies.patch:
+        sizes = groups_of(tiers, keys(0, *range(6)))
+        settle(tiers)
+    assert max(sizes) == 2
+    assert sum(sizes) == 6
+    assert sum(number for number, _ in copies.found) == tiers.store.stats().misses > 2
+    assert max(number for number, _ in copies.found) == 2
+    tiers.close()
+
+
+def test_what_is_read_ahead_comes_in_one_copy_that_no_demand_hastens() -> None:
+    tiers = in_memory(stream_slots=6)
+    with tiers.store._changed:
+        for key in [*tiers.store._entries]:
+            tiers.store._drop(key)
+    copies = Copies(tiers)
+    with copies.patch:
+        tiers.store.read_ahead(keys(0, 0, *range(5), 4))  # who is named twice takes one slot
+        tiers.store.check()
+        assert copies.found == [(3, Priority.READAHEAD), (2, Priority.READAHEAD)]
+        assert sum(groups_of(tiers, keys(0, *range(6)))) == 6
+        settle(tiers)
+    assert copies.found[2:] == [(1, Priority.DEMAND)]
+    stats = tiers.store.stats()
+    assert stats.readahead_bytes > 0
+    assert tiers.store._link._demands == 0
+    tiers.close()
+
+
+def test_what_the_disk_has_to_read_is_asked_for_beside_the_copies() -> None:
+    tiers = Tiers(on_device=6, on_host=9, stream_slots=4)
+    for key in keys(0, 0, 1, 2):
+        tiers.use([key], streaming=False)
+    settle(tiers)
+    for key in keys(1, *range(4)):
+        tiers.use([key], streaming=False)
+    settle(tiers)
+    assert sum(groups_of(tiers, keys(0, *range(6)))) == 6
+    settle(tiers)
     tiers.close()

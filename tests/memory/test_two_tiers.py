@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from injection import calls_of, raise_on
 from slow_reader import SlowReader
 
 from moe_runtime.errors import MoERuntimeError
@@ -179,38 +178,6 @@ def few_objects_to_collect() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.mark.usefixtures("few_objects_to_collect")
-def test_an_exception_in_a_promotion_loses_no_read_and_keeps_none() -> None:
-    """In every call between the lease and the tier below, before the copy began and after."""
-    begun, waits = K(1, 0), K(1, 1)
-
-    def promotion() -> tuple[Tiers, Callable[[], None]]:
-        """Two read-aheads, of which the second waits for the only thread that may begin it."""
-        tiers = Tiers([2, 4], [2, 1])
-        tiers.device.read_ahead([begun, waits])
-        until(lambda: begun in tiers.disk.waiting)
-        lease = tiers.device.lease([waits, begun])
-
-        def promote() -> None:
-            with lease:
-                pass
-
-        return tiers, promote
-
-    tiers, promote = promotion()
-    sites = [site for site in calls_of(promote) if str(site).startswith("memory/")]
-    tiers.close()
-    assert len(sites) > 5
-    for site in sites:
-        tiers, promote = promotion()
-        assert raise_on(site, 1, KeyboardInterrupt, promote), site
-        tiers.device.end_leases()
-        tiers.device.check()
-        tiers.use_now(begun, waits)
-        assert not reads_of_nobody(tiers), site
-        tiers.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,8 +86,3 @@ def test_a_programme_on_which_the_solver_fails_once_it_is_presolved() -> None:
     )  # fmt: skip
     found = plan_activations(layers, speeds, budget_bytes=175)
     assert step_seconds(layers, speeds, found) == 1.0625
-
-
-def test_unusable_speeds() -> None:
-    with pytest.raises(ValueError, match="positive"):
-        StepSpeeds(forward_s=1, backward_s=1, read_bytes_per_s=0)

@@ -1,6 +1,5 @@
 """Deep Optimizer States' stride, against a simulation of every subgroup."""
 
-import math
 from itertools import islice
 
 import pytest
@@ -91,13 +90,3 @@ def test_a_slow_link_leaves_all_to_the_cpu() -> None:
     assert best_stride(speeds) is None
     assert not any(islice(takes_turns(None), 9))
     assert list(islice(takes_turns(3), 6)) == [False, False, True] * 2
-
-
-def test_unusable_speeds() -> None:
-    with pytest.raises(ValueError, match="device_params_per_s"):
-        UpdateSpeeds(
-            cpu_params_per_s=1,
-            device_params_per_s=math.nan,
-            to_device_bytes_per_s=1,
-            to_host_bytes_per_s=1,
-        )

@@ -20,7 +20,6 @@ from moe_runtime.routing import (
     ("arguments", "options", "message"),
     [
         (("softmax_topk", 8, 4, 5), {}, "top_k must be at most num_experts=4, got 5"),
-        (("softmax_topk", 8, 4, 0), {}, "top_k must be an integer of at least 1, got 0"),
         (("softmax_topk", 8, 4, True), {}, "top_k must be an integer of at least 1, got True"),
         (("softmax_topk", 8, 0, 1), {}, "num_experts must be an integer of at least 1, got 0"),
         (("softmax_topk", 8, 4, 2), {"num_groups": 0}, "num_groups must be an integer"),
@@ -29,13 +28,10 @@ from moe_runtime.routing import (
         (("softmax_topk", 8, 4, 2), {"softmax": "inside"}, "softmax must be 'before' or 'after'"),
         (("softmax_topk", 8, 4, 1), {"softmax": "after"}, 'softmax="after" gives the one choice'),
         (("sigmoid_topk", 8, 4, 1), {"renormalize": True}, "renormalize=True gives the one choice"),
-        (("sam", 8, 4, 1), {"renormalize": True}, "renormalize=True gives the one choice"),
         (("switch", 8, 4, 2), {}, "Switch routes with top_k=1, got 2"),
         (("switch", 8, 4, 1), {"jitter": 1.5}, "jitter must be in [0, 1)"),
         (("gshard", 8, 4, 1), {}, "GShard routes with top_k=2, got 1"),
-        (("base", 8, 4, 2), {}, "Base routes with top_k=1"),
         (("prototype", 8, 6, 4), {}, "the prototypes (top_k=4) must divide num_experts=6"),
-        (("sam", 8, 6, 2), {"num_expert_groups": 4}, "num_expert_groups must divide"),
         (("sam", 8, 6, 3), {"num_expert_groups": 3}, "a group holds 2 experts, fewer than"),
         (("group_limited_topk", 8, 6, 2), {"num_expert_groups": 4}, "must divide num_experts=6"),
         (

@@ -82,21 +82,6 @@ def test_slots_have_no_gaps_and_no_expert_takes_too_many(policy: str) -> None:
     assert routing.counts_E.sum() < 80
 
 
-def test_priority_drops_the_tokens_with_the_lowest_best_weight() -> None:
-    """Tutel's batch-prioritised routing, one expert."""
-    weights = torch.tensor([[0.1], [0.9], [0.5], [0.7]])
-    slots = expert_slots(torch.zeros(4, 1, dtype=torch.int64), weights, 1, policy="priority")
-    assert slots.flatten().tolist() == [3, 0, 2, 1]
-
-
-def test_first_choices_are_never_displaced_by_second_choices() -> None:
-    """Everybody's second choice is expert 0, which the last token alone wants first."""
-    ids = torch.tensor([[1, 0], [2, 0], [1, 0], [0, 1]])
-    slots = expert_slots(ids, torch.ones(4, 2), 3, policy="choice")
-    assert slots[3, 0] == 0
-    assert sorted(slots[:3, 1].tolist()) == [1, 2, 3]
-
-
 @pytest.mark.parametrize("factor", [0.25, 1.0, 1.5, 4.0])
 @pytest.mark.parametrize("skew", [0.0, 3.0])
 def test_room_that_follows_the_load_drops_the_same(factor: float, skew: float) -> None:

@@ -18,9 +18,8 @@ from command_line import all_commands
 from http_server import Served
 
 from moe_runtime.benchmarks.load import generator
-from moe_runtime.benchmarks.load.client import TimedAnswer
+from moe_runtime.benchmarks.load.client import Lengths, TimedAnswer
 from moe_runtime.benchmarks.load.generator import Level, LoadSettings, MeasuredLevel
-from moe_runtime.benchmarks.load.workload import Lengths
 from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.cli.main import main
 
@@ -105,7 +104,7 @@ def test_options_arrive(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--start", "no-such-program", "--url", NOBODY], "cannot run no-such-program: No such"),
         (["--start", "false", "--url", NOBODY], "the server ended with exit code 1 before it"),
         (["--goodput", "fast"], "--goodput must be bounds such as"),
-        (["--output", "absent/there.json"], "the results cannot be written: there is no folder"),
+        (["--output", "absent/there.json"], "the output cannot be written: there is no folder"),
         (["--url", "there"], "--url there: expected an address such as http://127.0.0.1:8000"),
         (["--url", "http://a:b"], "--url http://a:b: "),
         (["--url", "http://127.0.0.1:99999"], "127.0.0.1:99999: expected an address such as"),

@@ -141,7 +141,6 @@ def test_a_dry_run_shows_how_to_call_the_server(capsys: pytest.CaptureFixture[st
         (("--host", "0.0.0.0"), True),
         pytest.param(("--host", "0.0.0.0", "--json"), True, marks=pytest.mark.long),
         (("--host", "0.0.0.0", "--api-keys", "keys"), False),
-        ((), False),
     ],
 )
 def test_a_server_that_anybody_may_ask_warns(

@@ -7,7 +7,6 @@ below says where. https://github.com/vllm-project/compressed-tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -102,8 +101,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
         settings.unsupported("a sparsity_config", "dense weights")
     targets = _targets_of(settings)
     ignored = settings.names("ignore")
-    with ExitStack() as stack:
-        contents = Contents(stack)
+    with Contents() as contents:
         for name in entries:
             module = name.removesuffix(_SCALES)
             if name.endswith(_PACKED):

@@ -9,7 +9,6 @@ the group of every column.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 
 import torch
 
@@ -42,8 +41,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
     if any(not name.startswith("-:") for name in modules):
         settings.unsupported("dynamic with settings of some modules", "one setting for all")
     group = settings.group("group_size")
-    with ExitStack() as stack:
-        contents = Contents(stack)
+    with Contents() as contents:
         for module, codes in codes_of_modules(entries, ".qweight", ".qzeros", ".scales"):
             num_words, rows = codes_shape(codes, ["I32"], [2])
             cols, index = num_words * WORD_BITS // bits, entries.get(f"{module}.g_idx")

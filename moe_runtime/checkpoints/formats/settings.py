@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 
-from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -22,6 +23,9 @@ CONFIG = "quantization_config of config.json"
 class Settings:
     """A part of the configuration, and where it is.
 
+    Methods that give a value raise a ``CheckpointError`` where it is of another kind, and give None
+    where there is none, unless they say otherwise.
+
     Attributes:
         values: what is in it.
         place: its name, for messages.
@@ -31,30 +35,16 @@ class Settings:
     place: str = CONFIG
 
     def get(self, name: str) -> Any:
-        """A value; None where there is none."""
+        """A value of any kind."""
         return self.values.get(name)
 
     def text(self, name: str) -> str | None:
-        """A text; None where there is none.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
-        value = self.get(name)
-        if value is not None and not isinstance(value, str):
-            self.refuse(name, "a name")
-        return value
+        """A text."""
+        return self._checked(name, lambda value: isinstance(value, str), "a name")
 
     def size(self, name: str) -> int | None:
-        """A positive whole number; None where there is none.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
-        value = self.get(name)
-        if value is not None and not _is_size(value):
-            self.refuse(name, "a positive whole number")
-        return value
+        """A positive whole number."""
+        return self._checked(name, _is_size, "a positive whole number")
 
     def choice(self, name: str, known: Iterable[object]) -> Any:
         """A value that must be among what can be read; 4.0 is not 4, and 1 is not true.
@@ -78,40 +68,30 @@ class Settings:
         return self.size(name) or self.refuse(name, "-1 or a positive whole number")
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """Rows and columns of a block; None where there is none.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
-        value = self.get(name)
-        if value is None:
-            return None
-        is_pair = isinstance(value, list | tuple) and len(value) == 2
-        if not is_pair or not all(map(_is_size, value)):
-            self.refuse(name, "two positive whole numbers, rows and columns of a block")
-        return value[0], value[1]
+        """Rows and columns of a block."""
+        expected = "two positive whole numbers, rows and columns of a block"
+        value = self._checked(name, _is_pair, expected)
+        return value and (value[0], value[1])
 
     def names(self, name: str) -> list[str]:
-        """Texts; none where there are none.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """Texts; an empty list where there are none."""
         value = self.get(name) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             self.refuse(name, "a list of names")
         return value
 
     def part(self, name: str) -> Settings:
-        """An object in it.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """An object, which must be there."""
         value = self.get(name)
         if not isinstance(value, Mapping):
             self.refuse(name, "an object")
         return Settings(value, f"{name} in the {self.place}")
+
+    def _checked(self, name: str, is_sound: Callable[[Any], bool], expected: str) -> Any:
+        value = self.get(name)
+        if value is not None and not is_sound(value):
+            self.refuse(name, expected)
+        return value
 
     def refuse(self, name: str, expected: str) -> NoReturn:
         """Raises: a value is not what it must be."""
@@ -147,20 +127,21 @@ def matches(module: str, targets: Iterable[str]) -> bool:
     return False
 
 
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_size, value))
+
+
 def _is_size(value: object) -> bool:
     return type(value) is int and 0 < value < 2**31
 
 
-_INTEGERS = {"I32": torch.int32, "I64": torch.int64}
+class Contents(ExitStack):
+    """Reads the few tensors whose content decides how a weight is read; files stay open."""
 
-
-class Contents:
-    """Reads whole numbers from tensors; files stay open until the stack is left."""
-
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self) -> None:
         """Opens nothing yet."""
-        self._stack = stack
-        self._files: dict[Any, Any] = {}
+        super().__init__()
+        self._files: dict[Path, BinaryIO] = {}
 
     def numbers(self, entry: TensorEntry, count: int) -> torch.Tensor:
         """The numbers of a tensor of one dimension.
@@ -168,14 +149,14 @@ class Contents:
         Raises:
             CheckpointError: it has another type or shape, or cannot be read.
         """
-        if entry.dtype not in _INTEGERS or entry.shape != (count,):
+        if entry.dtype not in ("I32", "I64") or entry.shape != (count,):
             raise CheckpointError(
                 f"{entry.name}: expected I32 or I64 [{count}], found {entry.dtype} "
                 f"{list(entry.shape)}"
             )
         try:
             if entry.file not in self._files:
-                self._files[entry.file] = self._stack.enter_context(entry.file.open("rb"))
+                self._files[entry.file] = self.enter_context(entry.file.open("rb"))
             file = self._files[entry.file]
             file.seek(entry.offset)
             content = bytearray(file.read(entry.num_bytes))
@@ -183,4 +164,4 @@ class Contents:
                 raise EOFError(f"the file ends at byte {entry.offset + len(content)}")
         except (OSError, EOFError) as error:
             raise CheckpointError(f"cannot read {entry.name} from {entry.file}: {error}") from None
-        return torch.frombuffer(content, dtype=_INTEGERS[entry.dtype])
+        return torch.frombuffer(content, dtype=TORCH_DTYPES[entry.dtype])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.kernels.quantized import BlockName, WeightFormat
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig
+    from transformers import GenerationConfig
 
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
 _BLOCKS: dict[int, BlockName] = {
@@ -67,9 +67,6 @@ _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 def read_model(file: Path) -> Checkpoint:
     """Reads the headers of a model.
 
-    Args:
-        file: the file, or the first of several.
-
     Returns:
         The checkpoint, to be computed in the type of most weights, bf16 where these are quantised.
 
@@ -80,19 +77,25 @@ def read_model(file: Path) -> Checkpoint:
     header = _read_parts(file)
     architecture = architecture_of(header)
     values = settings_of(header, architecture)
-    check_config({"model_type": architecture.model_type, **values}, file)
+    model_type = architecture.model_type
+    check_config({"model_type": model_type, **values}, file)
     entries: dict[str, TensorEntry] = {}
     packed: dict[str, PackedWeight] = {}
     origins: dict[str, str] = {}
     elements: Counter[str] = Counter()
-    mixed = _mixed_layers(header.tensors)
+    mixed_kinds = _BLOCKS | _PLAIN_BLOCKS
+    mixed = {  # matrices of experts that are of other types than others of their layer
+        tensor.name
+        for stacks in _stacks_of(header).values()
+        if len({tensor.type_id for tensor in stacks.values()}) > 1
+        for (_, end), tensor in stacks.items()
+        if end == "weight"
+    }
     for name, tensor, expert in named_weights(header, architecture):
         if name in entries:
-            raise CheckpointError(
-                f"{one_line(str(file))}: expected {name} once, found it twice: in {tensor.name} too"
-            )
+            header.refuse(f"{name} once", f"it twice: in {tensor.name} too")
         origins[name] = tensor.name
-        kinds = _BLOCKS | _PLAIN_BLOCKS if _layer_of_experts(tensor) in mixed else _BLOCKS
+        kinds = mixed_kinds if tensor.name in mixed else _BLOCKS
         if tensor.type_id in _PLAIN and tensor.type_id not in kinds:
             entries[name] = _entry(name, tensor, expert, _PLAIN[tensor.type_id], tensor.shape)
         else:
@@ -101,19 +104,16 @@ def read_model(file: Path) -> Checkpoint:
         if (change := architecture.changes.get(_LAYER_OR_END.sub("", name))) is not None:
             _change(name, change, entries, packed)
         elements[_PLAIN.get(tensor.type_id, "BF16")] += entries[name].num_bytes
-    _require_whole(header.tensors, file)
-    config = _config(architecture.model_type, values, file)
+    from transformers import AutoConfig
+
+    with blamed_on(f"{one_line(str(file))}: its metadata do not describe a {model_type}"):
+        config: Any = AutoConfig.for_model(model_type, **values)
     config.architectures = [architecture.model_class]
     most = elements.most_common(1)[0][0]
     config.dtype = dtype = TORCH_DTYPES[most]
     check_layers(config, entries, file)
     return Checkpoint(
-        file,
-        config,
-        entries,
-        dtype,
-        packed,
-        conversions=architecture.conversions(),
+        *(file, config, entries, dtype, packed, None, architecture.conversions()),
         adapt=architecture.adapt,
         origins=origins,
     )
@@ -137,10 +137,14 @@ def _change(
         entries[name] = replace(entry, shape=change.shape(entry.shape), convert=change.convert)
 
 
-def _require_whole(tensors: list[GgufTensor], file: Path) -> None:
-    """Refuses experts of which a matrix or a bias is missing, or is there for fewer of them."""
+def _stacks_of(header: GgufHeader) -> dict[str, dict[tuple[str, str], GgufTensor]]:
+    """Experts' matrices and biases of each layer, by part and end of their names.
+
+    Raises:
+        CheckpointError: one is missing, or is there for fewer experts.
+    """
     by_layer: dict[str, dict[tuple[str, str], GgufTensor]] = defaultdict(dict)
-    for tensor in tensors:
+    for tensor in header.tensors:
         if found := _EXPERTS.fullmatch(tensor.name):
             by_layer[found[1]][found[2], found[3]] = tensor
     for layer, stacks in by_layer.items():
@@ -151,25 +155,10 @@ def _require_whole(tensors: list[GgufTensor], file: Path) -> None:
                 name, stack = f"blk.{layer}.ffn_{part}_exps.{end}", stacks.get((part, end))
                 if stack is None or stack.shape[0] != some.shape[0]:
                     found_here = "none" if stack is None else str(stack.shape[0])
-                    raise CheckpointError(
-                        f"{one_line(str(file))}: expected {name} of {some.shape[0]} experts beside "
-                        f"{some.name}, found {found_here}"
+                    header.refuse(
+                        f"{name} of {some.shape[0]} experts beside {some.name}", found_here
                     )
-
-
-def _mixed_layers(tensors: Iterable[GgufTensor]) -> set[str]:
-    """Layers whose experts' matrices and biases are of several types."""
-    types: dict[str, set[int]] = defaultdict(set)
-    for tensor in tensors:
-        if found := _EXPERTS.fullmatch(tensor.name):
-            types[found[1]].add(tensor.type_id)
-    return {layer for layer, found in types.items() if len(found) > 1}
-
-
-def _layer_of_experts(tensor: GgufTensor) -> str | None:
-    """The layer whose experts' matrices a tensor has; None for another."""
-    found = _EXPERTS.fullmatch(tensor.name)
-    return found[1] if found and found[3] == "weight" else None
+    return by_layer
 
 
 def load_tokenizer(file: Path) -> Any:
@@ -276,10 +265,3 @@ def _packed(
     codes = _entry(name, tensor, expert, "U8", (*lead, num_rows, kind.row_bytes(num_cols)))
     sizes = () if expert >= 0 else tuple(lead)
     return PackedWeight(name, sizes, num_rows, num_cols, kind, codes)
-
-
-def _config(model_type: str, values: dict[str, Any], file: Path) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    with blamed_on(f"{one_line(str(file))}: its metadata do not describe a {model_type}"):
-        return AutoConfig.for_model(model_type, **values)

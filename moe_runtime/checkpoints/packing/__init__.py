@@ -62,13 +62,7 @@ _LEAST_RATIO = {"planes": 0.65, "none": 1.0}
 
 
 class PackedWriter(CheckpointWriter):
-    """Writes experts packed.
-
-    Args:
-        checkpoint: where they are from.
-        experts: where they lie there.
-        code: `planes` for the lossless code of bf16 matrices; `none` only lays experts out.
-    """
+    """Writes experts packed."""
 
     stage = "packing experts"
     index_name = PACKED_INDEX_NAME
@@ -265,11 +259,6 @@ def pack_checkpoint(
 
 def _require_ours(folder: Path, source: Path, way: str) -> None:
     """Refuses a folder whose content is none that a packed checkpoint may replace.
-
-    Args:
-        folder: of the new checkpoint.
-        source: of the one that is packed.
-        way: the option that says how it is written.
 
     Raises:
         ValueError: it is or holds the checkpoint's own, or holds something else, such as another

@@ -131,11 +131,6 @@ class _Target(NamedTuple):
 class QuantizedWriter(CheckpointWriter):
     """Writes experts quantised.
 
-    Args:
-        checkpoint: where they are from.
-        experts: where they lie there.
-        scheme: how.
-
     Attributes:
         errors: of all matrices, once they are written.
 

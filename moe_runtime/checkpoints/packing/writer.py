@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -404,7 +403,7 @@ class _Growing:
         return True
 
     def _write_done(self) -> None:
-        shards = [dataclasses.asdict(written) for written in self.done]
+        shards = [asdict(written) for written in self.done]
         text = json.dumps({"origin": self._origin, "shards": shards})
         write_text(self._staging / PROGRESS_NAME, text)
 

@@ -132,7 +132,7 @@ def replay(
     from moe_runtime.lab.traces.learned import read_predictor
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.eviction import POLICIES
-    from moe_runtime.policies.prediction.base import is_file_name
+    from moe_runtime.policies.prediction import is_file_name
 
     if shares not in ("even", "adaptive"):
         raise ValueError(f"--shares must be even or adaptive, got {shares!r}")

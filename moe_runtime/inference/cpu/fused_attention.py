@@ -71,6 +71,9 @@ def fuse_attention_layers(model: PreTrainedModel) -> None:
             cast(Any, module).forward = FusedAttention(module)
 
 
+_EPS = operator.attrgetter("eps")
+
+
 class FusedAttention:
     """The ``forward`` of an attention layer, with ways of its own for one token and for several."""
 
@@ -164,7 +167,7 @@ class FusedAttention:
         settings = [
             *self._places_now(),
             self._module.scaling,
-            *(norm.eps for norm in self._norms),
+            *map(_EPS, self._norms),
             *(usual := rotary_settings(self._module, self._config)),
         ]
         if settings != self._settings:

@@ -82,7 +82,7 @@ class RecordedStep:
         with store.device.record() as recorder:
             self._recorder: GraphRecorder | None = recorder
             for module in modules:
-                module.recording = self
+                module.recording = self._record_layer
             try:
                 output = forward(**given)
                 self._experts.end()
@@ -100,8 +100,7 @@ class RecordedStep:
         if not all(isinstance(v, (torch.Tensor, type(None))) for v in self._output.values()):
             raise RuntimeError(f"{self._kind.__name__} holds more than tensors")
 
-    def record_layer(self, experts: DeviceExperts, routed: Routed) -> torch.Tensor:
-        """As ``Recording.record_layer``."""
+    def _record_layer(self, experts: DeviceExperts, routed: Routed) -> torch.Tensor:
         assert self._recorder is not None
         return self._experts.record(experts, routed, self._recorder)
 

@@ -71,14 +71,6 @@ class Sums(Protocol):
         ...
 
 
-class Recording(Protocol):
-    """A step of a model while it is recorded, to be replayed later."""
-
-    def record_layer(self, experts: DeviceExperts, routed: Routed) -> torch.Tensor:
-        """The experts' sums ``[T, D]``, which are computed when the step is replayed."""
-        ...
-
-
 class DeviceExperts(OffloadedExperts):
     """As `OffloadedExperts`, for a store of slots that kernels take as one stack.
 
@@ -91,14 +83,15 @@ class DeviceExperts(OffloadedExperts):
     With `misses`, the CPU may compute experts of a few tokens that are not resident, where they lie
     in the host's memory. Its rows join the same sums, but are not the bits of the device.
 
-    While there is a `recording`, nothing is computed (`inference.device.decode_graphs`).
+    While a step is recorded, `recording` gives the sums ``[T, D]``, which are computed when it is
+    replayed (`inference.device.decode_graphs`).
 
     Experts that are normed, have a gate of their own, compute in another dtype, or are quantised in
     a format that the kernels do not read go the way of `OffloadedExperts`.
     """
 
     misses: Misses | None = None
-    recording: Recording | None = None
+    recording: Callable[[DeviceExperts, Routed], torch.Tensor] | None = None
 
     def _make_step(self, weights: ExpertWeights) -> None:
         """That step is the host's."""
@@ -111,7 +104,7 @@ class DeviceExperts(OffloadedExperts):
         if not self.has_stack(hidden_states.dtype) or not top_k_index.numel():
             return super().compute(*routed)
         if self.recording is not None:
-            return self.recording.record_layer(self, routed)
+            return self.recording(self, routed)
         assert isinstance(self.store, DeviceStore)
         ids_TK, copied = self.store.device.download(top_k_index)
         products, values_TD = self.products(routed), None

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.policies.prediction import make_estimator
-from moe_runtime.policies.prediction.base import Shape, is_file_name, shape_of
+from moe_runtime.policies.prediction import is_file_name, make_estimator
+from moe_runtime.policies.prediction.base import Shape, shape_of
 from moe_runtime.types import ModelSignature
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ def make_live_estimator(predictor: str | Path, signature: ModelSignature) -> Est
         CheckpointError: the file cannot be used, or belongs to another model.
         ValueError: no predictor has this name.
     """
-    if is_file_name(predictor):
-        from moe_runtime.lab.traces.learned import read_predictor
+    from moe_runtime.lab.traces.learned import read_predictor
 
+    if is_file_name(predictor):
         return read_predictor(predictor, signature)
     return make_estimator(str(predictor), shape_of(signature))
 

@@ -70,7 +70,6 @@ def choose_policy(
     first; of the best one adaptive shares are tried too.
 
     Args:
-        signature: the model.
         trace: its latest decode steps; None where none were kept.
         num_slots: experts that fit in memory at once.
         trained: a trained predictor of routing, if one was given.

@@ -57,7 +57,6 @@ class Evaluation:
     """The result for one predictor.
 
     Attributes:
-        name: its name.
         recalls: one entry for each distance.
         calibration: rows ``(mean probability, share visited, number of guesses)`` of bins of equal
             width, at the first distance; empty bins are left out.
@@ -110,7 +109,6 @@ def evaluate(
     time before the first layer.
 
     Args:
-        estimators: what to measure.
         routes: held-out sequences.
         distances: how many layers ahead to predict.
         max_tokens: measures a random sample of this many tokens; all when omitted.

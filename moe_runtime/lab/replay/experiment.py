@@ -105,7 +105,6 @@ class Row:
     """One policy at one capacity.
 
     Attributes:
-        policy: its name.
         capacity: share of all experts.
         num_slots: slots over all layers.
         hit_rate: share of the experts asked for that were resident, without prefetching.
@@ -157,8 +156,6 @@ def run_experiment(
     """Replays every policy at every capacity.
 
     Args:
-        workload: the events.
-        experiment: what to replay.
         bounds: replay LRU, random eviction and the optimum too; without, no gap is known.
         on_progress: called with what is replayed next.
 
@@ -241,7 +238,6 @@ def policy_of(
     Args:
         workload: the whole of it, which static pinning learns from where nothing else is given.
         experiment: scope, shares, training and predictor.
-        name: of the policy.
         num_slots: over all layers.
         events: what it will serve; only bounds look at them.
     """

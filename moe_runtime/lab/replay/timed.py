@@ -55,11 +55,7 @@ class Machine:
 
 
 class LinkModel:
-    """One transfer at a time. Demands go first and interrupt a prefetch, which goes on later.
-
-    Args:
-        machine: what a transfer costs.
-    """
+    """One transfer at a time. Demands go first and interrupt a prefetch, which goes on later."""
 
     def __init__(self, machine: Machine) -> None:
         self._transfer_s = machine.transfer_s
@@ -156,10 +152,7 @@ class TimedReplay:
     """The outcome of a timed replay.
 
     Attributes:
-        layers: counts of every layer.
-        total: counts of all layers.
         seconds: modelled time of the whole workload.
-        num_tokens: tokens of the workload.
         stalls: ``(step, layer, begin, end)`` of every wait, in modelled seconds.
     """
 
@@ -187,10 +180,8 @@ def replay_timed(
     """Replays a workload in modelled time.
 
     Args:
-        workload: the events.
         policy: an empty policy over all layers (``LayerShares`` for a share each).
         num_slots: experts that fit at once, over all layers.
-        machine: what moving and computing costs.
         predictor: what to prefetch by; nothing is prefetched without one.
         rules: when a guess is read.
     """

@@ -21,7 +21,6 @@ class DemandReplay:
     """What a cache without prefetching did, event by event.
 
     Attributes:
-        workload: the events.
         hits: ``[N]`` int64, experts of each event that were resident before it.
         loaded_bytes: of the experts that were not, where their sizes are known.
     """
@@ -76,7 +75,6 @@ def replay_demand(
     policy does, a compiled loop follows the rule; others are asked themselves.
 
     Args:
-        workload: the events.
         make_policy: makes the policy, from the events that it will serve.
         num_slots: experts that fit at once. A policy with shares of its own does not ask.
         reset_per_sequence: empty cache and a new policy whenever another request begins.

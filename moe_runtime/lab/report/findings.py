@@ -123,7 +123,6 @@ def find(
 
     Args:
         trace: what was recorded; must hold tokens.
-        settings: what to find out.
         on_progress: called with what is done next.
 
     Raises:
@@ -287,7 +286,6 @@ def training_reuse(trace: Trace, *, shares: Sequence[float] = HOME_SHARES) -> Tr
     """Measures reuse in a trace of training; None of other traces.
 
     Args:
-        trace: the recording.
         shares: of the experts that have their tiers in memory, to be replayed.
     """
     if trace.step_update is None or not trace.num_steps:

@@ -33,7 +33,6 @@ class Table:
     """Numbers behind a drawing.
 
     Attributes:
-        header: names of the columns.
         rows: cells; the first of a row names it.
     """
 
@@ -47,7 +46,6 @@ class Section:
 
     Attributes:
         name: short name in links and file names.
-        title: heading.
         lesson: what one learns from it, with its most important numbers.
         how: how it was measured, and what it leaves out.
         figure: the drawing; None where there is nothing to draw.
@@ -182,7 +180,6 @@ def to_svg(figure: "Figure", name: str) -> str:
     """The drawing as an ``<svg>`` element whose colours follow the page.
 
     Args:
-        figure: what to write.
         name: makes the identifiers inside unique on a page.
     """
     import matplotlib as mpl

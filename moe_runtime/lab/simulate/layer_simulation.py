@@ -24,9 +24,7 @@ class SimulatedTimeline:
     """When every task ran.
 
     Attributes:
-        start_s: start of each task, by its number.
         finish_s: end of each task.
-        resource: resource of each task.
     """
 
     start_s: np.ndarray

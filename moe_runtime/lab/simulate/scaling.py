@@ -47,8 +47,6 @@ class SimulatedLayer:
     """One layer of a model, and how many tokens each rank brings.
 
     Attributes:
-        tokens_per_rank: tokens of each rank.
-        model_dim: width of the model.
         expert_hidden: hidden width of an expert (gated: three matrices).
         top_k: experts of each token.
         experts_per_rank: experts that each rank owns; the model grows with the ranks.
@@ -89,9 +87,7 @@ class ScalingPoint:
     """One simulated layer.
 
     Attributes:
-        num_ranks: ranks.
         hierarchical: two-level all-to-all.
-        degree: chunks.
         balancedness: mean over largest load of the ranks.
         prediction: simulated times.
         exposed_ratio: exposed communication over that of one flat all-to-all without overlap.
@@ -119,9 +115,7 @@ def sweep_scaling(
 
     Args:
         cluster: links and compute; its number of ranks is replaced.
-        shape: the layer.
         imbalance: loads, placement and stragglers.
-        ranks: numbers of ranks.
         degrees: numbers of chunks. Above 1, rows that stay and shared experts go first.
         place: `policies.placement.place_experts`, or one that knows more algorithms.
         on_point: called with points done and in total.

@@ -28,7 +28,6 @@ class Archive:
     """One open ``.npz`` file.
 
     Args:
-        path: the file.
         max_bytes: largest sum of the unpacked sizes of its members.
         content: where the file's bytes are read from if not from ``path``, which then only names
             them.

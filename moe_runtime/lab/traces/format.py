@@ -49,7 +49,6 @@ class Trace:
 
     Attributes:
         version: version of the file format.
-        signature: the model that was recorded.
         step_phase: ``[S]`` uint8, index into ``PHASES``.
         step_start: ``[S + 1]`` int64, first token of each step, then T.
         token_request: ``[T]`` int32, number of the request (sequence) that the token belongs to.
@@ -179,11 +178,8 @@ def one_step(
     """A step of which no layer is recorded yet: ``Trace.record`` notes them.
 
     Args:
-        signature: the model.
         phase: one of ``PHASES``.
         requests: ``[T]`` number of the request of each token.
-        token_ids: ``[T]``.
-        positions: ``[T]``.
         update: in training, the number of the optimizer step.
         expert_bytes: of the largest expert.
     """
@@ -222,7 +218,6 @@ def check_weights(weights: np.ndarray, name: str, path: Path) -> None:
     Args:
         weights: ``[T, L, K]``.
         name: what the file calls them.
-        path: the file.
 
     Raises:
         CheckpointError: one is negative or no finite number; says which.

@@ -14,15 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from moe_runtime.config import nearest
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, named_failure
 from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.lab.traces.archive import Archive
 from moe_runtime.lab.traces.format import parse_signature
 from moe_runtime.lab.traces.recent import cached_path
 from moe_runtime.lab.traces.routes import same_model, shown_model
-from moe_runtime.policies.prediction import NEED_TRAINING, PREDICTORS, Estimator
-from moe_runtime.policies.prediction.base import Learner, is_file_name, most_learned_bytes, shape_of
+from moe_runtime.policies.prediction import PREDICTORS, Estimator, check_name, is_file_name
+from moe_runtime.policies.prediction.base import Learner, most_learned_bytes, shape_of
 from moe_runtime.types import ModelSignature
 
 _MAX_HEADER_BYTES = 1 << 16
@@ -73,7 +72,6 @@ def read_predictor(
     """Reads and verifies a trained predictor.
 
     Args:
-        path: a file that ``write_predictor`` wrote.
         signature: the model that it is wanted for; not compared when omitted.
         max_bytes: largest size of all arrays together, unpacked, that is accepted.
 
@@ -104,16 +102,8 @@ def check_predictor(predictor: str | Path) -> None:
     """
     if is_file_name(predictor):
         read_predictor_signature(predictor)
-    elif predictor not in PREDICTORS:
-        raise ValueError(
-            f"unknown predictor {predictor!r}: {nearest(str(predictor), PREDICTORS)}; "
-            "or the file of a trained one, which ends in .npz"
-        )
-    elif predictor in NEED_TRAINING:
-        raise ValueError(
-            f"{predictor} guesses nothing before it is trained: give the .npz file that "
-            f"`moe-runtime predictor fit --model MODEL --text FILE --predictor {predictor}` writes"
-        )
+    else:
+        check_name(str(predictor))
 
 
 def read_predictor_signature(path: str | os.PathLike[str]) -> ModelSignature:
@@ -131,8 +121,6 @@ def learned_path(name: str, signature: ModelSignature, checkpoint: Path) -> Path
 
     Args:
         name: of the policy or predictor.
-        signature: the model.
-        checkpoint: its folder or file.
     """
     return cached_path("learned", signature, checkpoint, f"-{name}")
 

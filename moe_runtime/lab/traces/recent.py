@@ -28,7 +28,7 @@ KEPT_TOKENS = 4096
 is kept whatever it has."""
 PERIOD, BURST = 1024, 64
 """Of a run's passes the first ``KEPT_STEPS`` are looked at, and so many of each period after them:
-who listens to the layers takes time of theirs."""
+listening to the layers takes time of theirs."""
 WRITE_EVERY_S = 300.0
 """Seconds between two writes of a run."""
 _MAX_BYTES = 256 << 20
@@ -47,7 +47,6 @@ def cached_path(folder: str, signature: ModelSignature, checkpoint: Path, suffix
 
     Args:
         folder: in the cache.
-        signature: the model.
         checkpoint: its folder or file. Names, sizes and ends of the weights' files, and the
             configuration, tell it from others of its signature, wherever it lies.
         suffix: of the name.
@@ -78,11 +77,6 @@ class RecentRouting:
 
     Of a step that computes a prompt too, the sequences that decode are kept. What cannot be kept is
     dropped: a cache that is missing or full must not fail a run.
-
-    Args:
-        signature: the model.
-        checkpoint: its folder or file.
-        clock: seconds.
     """
 
     def __init__(

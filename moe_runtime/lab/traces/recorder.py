@@ -39,7 +39,6 @@ class TraceRecorder:
         path: file to write, conventionally ``*.npz``. It is replaced only when the recording is
             closed, and never left half written; a recording without steps leaves it as it was. What
             a killed recording left beside it gets another name (``MoERuntimeWarning``).
-        signature: the model that is recorded.
         expert_bytes: of the largest expert of the model, if that is known.
         trains: whether the forward passes belong to optimizer steps, whose numbers are recorded.
         block_tokens: tokens after which a block of finished steps is appended to the journal.

@@ -98,12 +98,7 @@ def split_unrepeated(
 
 
 def trace_of_routes(routes: Routes, signature: ModelSignature) -> Trace:
-    """Sequences as a trace that decoded one after another, a token in each step.
-
-    Args:
-        routes: of the model.
-        signature: the model's.
-    """
+    """Sequences as a trace that decoded one after another, a token in each step."""
     lengths = np.diff(routes.offsets)
     request = np.repeat(np.arange(routes.num_sequences, dtype=np.int32), lengths)
     dtype = expert_dtype(signature.num_experts)

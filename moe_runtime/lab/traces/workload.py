@@ -21,7 +21,6 @@ class Workload:
     """What a store was asked for, in order of time.
 
     Attributes:
-        trace: where it comes from.
         keys: ``[N]`` the distinct experts of every event. A step of one token keeps the gate's
             order; a step of several lists those wanted most last, as the store is asked for them.
         step: ``[N]`` int64, the step of each event.
@@ -98,7 +97,7 @@ class Workload:
         Args:
             event: number of the step's first event.
             step: what `routing` says of it.
-            watchers: who is told.
+            watchers: which are told.
         """
         for watcher in watchers:
             for request in self._ended.get(event, ()):

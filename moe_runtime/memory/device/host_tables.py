@@ -215,8 +215,6 @@ def open_host_tables(
     with store._changed, lower._changed:  # who takes the lower one hears of what has been read
         if not all(store.has(key) or lower.has(key) for keys in layers.values() for key in keys):
             return None
-        store._free += store._closed  # which an interrupt left before there were tables
-        store._closed.clear()
         moves = dict[int, Sequence[Sequence[CopyPart]]]()
         for layer, keys in layers.items():
             alike = parts_alike([find(key, slot) for key in keys])

@@ -56,7 +56,7 @@ from moe_runtime.training.offload.offloading import (
     require_whole_saves,
     stacked_parameters,
 )
-from moe_runtime.training.offload.passes import LayerInput
+from moe_runtime.training.offload.passes import LayerInput, streamed, visited
 from moe_runtime.training.offload.records import Sections, StateFormat
 from moe_runtime.training.offload.site import ExpertsModuleSpec, processes_of
 from moe_runtime.training.offload.states import ExpertStates
@@ -169,11 +169,8 @@ class SpsaExecutor:
             The outputs, `[T, D]` each.
         """
         site = self._sites[layer]
-        calls = [
-            StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
-            for x, ids, weights in inputs
-        ]
-        keys = [ExpertKey(layer, e) for e in sorted({e for call in calls for e in call.experts})]
+        calls = streamed(site, inputs)
+        keys = visited(layer, calls)
         self._expect(layer, keys)
         self._last_visited[layer] = keys
         for call in calls:

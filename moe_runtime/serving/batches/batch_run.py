@@ -93,16 +93,7 @@ class _GrowingText:
 
 
 class Batch:
-    """The requests of a file.
-
-    Args:
-        lines: of the file.
-        tokenizer: of the model.
-        config: of the model.
-        model: as it was given.
-        chat: puts prompts that are texts into the model's chat template.
-        sampling: how tokens are chosen, as far as a line does not say.
-        stops: texts with which the model ends its answers.
+    """The requests of a file; ``chat`` puts prompts that are texts into the chat template.
 
     Attributes:
         tokenizer: of the model.
@@ -355,9 +346,6 @@ def run_batch(
     """Answers what has no answer yet.
 
     Args:
-        text: of the file of prompts.
-        settings: for all of them.
-        progress: of a download and of loading.
         on_loaded: called with the number of requests to answer when the model is loaded.
         on_done: called after each request.
 

@@ -19,14 +19,7 @@ _LEAST = -9999.0
 
 
 class Answers(ABC):
-    """Makes the JSON of one request's answers.
-
-    Args:
-        body: of the request.
-        generation: its answers.
-        kinds: what OpenAI calls an answer, and a chunk of one.
-        prefix: with which its id begins.
-    """
+    """Makes the JSON of one request's answers."""
 
     def __init__(
         self, body: GenerationFields, generation: Generation, kinds: tuple[str, str], prefix: str
@@ -104,13 +97,7 @@ class Plan(Protocol):
 def completion_logprobs(
     tokens: Iterable[AnswerToken], vocabulary: Vocabulary, first_offset: int = 0
 ) -> dict[str, Any]:
-    """The form of ``/v1/completions``: four lists of equal length.
-
-    Args:
-        tokens: of an answer.
-        vocabulary: of the model.
-        first_offset: characters of an echoed prompt before it.
-    """
+    """The form of ``/v1/completions``: four lists of equal length."""
     found = list(tokens)
     return {
         "tokens": [vocabulary.token_text(one.token_id) for one in found],

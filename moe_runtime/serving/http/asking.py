@@ -149,8 +149,6 @@ def choices_for(
     """The sequences of a request: ``n`` for each prompt.
 
     Args:
-        body: of the request.
-        model: that answers.
         prompts: token ids of each.
         max_tokens: most tokens of an answer; as many as there is room for where None.
         num_logprobs: how many of the most likely tokens to report.

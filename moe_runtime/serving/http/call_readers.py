@@ -224,14 +224,7 @@ class _NamedCalls:
 
 
 def named_calls(head: str, tail: str, begins: str, argument: str | None = None) -> CallReader:
-    """Reads calls that begin with a text, or that look begun as an expression says.
-
-    Args:
-        head: as of `_NamedCalls`, like the others.
-        tail: likewise.
-        begins: the text, or an expression with ``^`` before it.
-        argument: likewise.
-    """
+    """A reader of `_NamedCalls`; ``begins`` is a text, or an expression with ``^`` before it."""
     if not begins.startswith("^"):
         cut = "|".join(re.escape(begins[:length]) for length in range(len(begins)))
         begins = rf"\s*(?:{cut}|{re.escape(begins)}.*)"

@@ -201,13 +201,7 @@ class SlotSharing:
     def __init__(
         self, turns: Turns, *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begins without models.
-
-        Args:
-            turns: of their engines.
-            idle_s: seconds without a step after which a model does not work.
-            clock: seconds.
-        """
+        """Begins without models."""
         self._turns = turns
         self._idle_s = idle_s
         self._clock = clock

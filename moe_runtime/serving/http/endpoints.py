@@ -202,16 +202,21 @@ class Endpoints:
             body = parse_body(kind, raw)
         else:
             body = await self._server.prepare(asked, parse_body, kind, raw)
-        fields = body if isinstance(body, GenerationFields) else None
-        if fields is not None:
-            asked.user = (fields.user or fields.safety_identifier or "")[:_MOST_USER]
-            options = fields.stream_options
-            if options is not None and not fields.stream:
-                raise FieldError("stream_options", "needs stream: true")
-            if options is not None and options.continuous_usage_stats and not options.include_usage:
-                field = "stream_options.continuous_usage_stats"
-                raise FieldError(field, "needs include_usage: true")
+        _note_common(asked, body)
         return body
+
+
+def _note_common(asked: Asked, body: object) -> None:
+    """What requests for answers have in common: a user, and options of streams."""
+    if not isinstance(body, GenerationFields):
+        return
+    asked.user = (body.user or body.safety_identifier or "")[:_MOST_USER]
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise FieldError("stream_options", "needs stream: true")
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        field = "stream_options.continuous_usage_stats"
+        raise FieldError(field, "needs include_usage: true")
 
 
 def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:

@@ -30,13 +30,7 @@ _QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 
 class RequestGate:
-    """Lets requests through to an application.
-
-    Args:
-        app: answers what may be asked.
-        server: its limits, keys, and log.
-        paths: that the application knows; invented ones do not fill the metrics.
-    """
+    """Lets requests through to an application; metrics name ``paths``, and no others."""
 
     def __init__(self, app: ASGIApp, server: Server, paths: Collection[str] = ()) -> None:
         self._app = app

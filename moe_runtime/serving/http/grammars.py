@@ -168,11 +168,7 @@ class GrammarConstraint:
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary.
-
-    Args:
-        vocabulary: of the model; what of it is needed is made at the first grammar.
-        process: where grammars are tried within limits; None where they are one's own.
+    """Compiles grammars for one vocabulary, after a trial in ``process`` if there is one.
 
     Attributes:
         vocabulary: of the model.

@@ -398,13 +398,11 @@ def run_server(
     """Loads models and answers requests until it is told to stop.
 
     Args:
-        settings: of the server.
         log: takes one event for each request.
         on_ready: called once, when requests are answered from now on.
         is_stopping: whether to take no more requests; looked at all the time.
         is_cut_off: whether to end those that were taken too; likewise.
         on_answered: called once, when every client has its answer or its error.
-        progress: of loading.
 
     Raises:
         MoERuntimeError: a model cannot be loaded, or the address be taken.

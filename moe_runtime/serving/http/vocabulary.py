@@ -27,7 +27,6 @@ class Vocabulary:
     """Text and tokens of one model.
 
     Args:
-        tokenizer: of `transformers`.
         size: tokens that the model knows; it may know more than the tokenizer.
         end_ids: tokens with which the model ends an answer.
         stop_strings: strings with which it does.

@@ -229,7 +229,6 @@ def slots_plan(memory: FrozenMemory, num_experts: int) -> dict[str, Any]:
     }
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLES, _SAMPLE_BYTES = 17, 4096
 """Of each weight file, at equal distances: another training of the same model changes them all."""
 
@@ -363,7 +362,7 @@ def prepare(
     device = device_of(config)
     on_stage("reading the checkpoint's headers")
     torch.manual_seed(config.run.seed)
-    dtype = torch.float32 if config.lora is None else DTYPES[config.run.precision]
+    dtype = torch.float32 if config.lora is None else getattr(torch, config.run.precision)
     checkpoint = open_checkpoint(config.model, dtype, progress=progress)
     require_exportable(checkpoint, config)
     check_inputs_stay(output, trace, text_files(config.data, Path()), checkpoint.folder)
@@ -483,7 +482,7 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
         model = output / "model"
         optimizer = trainer.optimizer
         assert isinstance(optimizer, ExpertTraining | AdapterTraining)
-        dtype = None if config.export_dtype == "auto" else DTYPES[config.export_dtype]
+        dtype = None if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
         with MergedAdapters(preparation.model) as state:
             preparation.exporter.write(model, state, optimizer.expert, dtype=dtype)
     elif export:

@@ -72,13 +72,6 @@ class StepSpeeds:
     read_bytes_per_s: float = 1.0
     swaps: bool = True
 
-    def __post_init__(self) -> None:
-        if not (self.write_bytes_per_s > 0 and self.read_bytes_per_s > 0):
-            raise ValueError(
-                "write_bytes_per_s and read_bytes_per_s must be positive, got "
-                f"{self.write_bytes_per_s} and {self.read_bytes_per_s}"
-            )
-
 
 def memory_bytes(
     layers: Sequence[LayerActivations], choices: Sequence[ActivationChoice], staging_bytes: int

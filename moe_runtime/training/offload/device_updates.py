@@ -46,13 +46,6 @@ class UpdateSpeeds:
     host_bytes_in: int = 2
     buffers: int = 2
 
-    def __post_init__(self) -> None:
-        rates = ("cpu", "device", "downcast")
-        names = [f"{rate}_params_per_s" for rate in rates]
-        for name in (*names, "to_device_bytes_per_s", "to_host_bytes_per_s", "buffers"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-
 
 def params_per_s(stride: int | None, speeds: UpdateSpeeds) -> float:
     """Updates a second when every `stride`-th subgroup is the GPU's; None leaves it none."""

@@ -17,7 +17,7 @@ import contextlib
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from moe_runtime.training.offload.offloaded_experts import (
     OffloadedTrainingExperts,
     run_window,
 )
-from moe_runtime.training.offload.passes import LayerInput, Visits, visited
+from moe_runtime.training.offload.passes import LayerInput, Visits, streamed, visited
 from moe_runtime.training.offload.records import Traffic
 from moe_runtime.training.offload.site import ExpertsModuleSpec
 from moe_runtime.types import ExpertKey
@@ -54,12 +54,79 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.expert_mlp.slotted_training import SlottedTraining
 
 
-class LowRankSource(Protocol):
-    """Adapters of a layer."""
+class ExpertAdapters(nn.Module):
+    """Adapters of low rank for the matrices of a layer's experts: `W + scale * B @ A`.
+
+    `A` is drawn as `nn.Linear` draws, `B` begins with zeros, so the model is what it was at first.
+
+    Args:
+        shapes: of one expert's part of each matrix, by its parameter's name, as they lie.
+        num_experts: `E`.
+        is_transposed: the summed dimension of the matrices comes first.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        num_experts: int,
+        *,
+        is_transposed: bool,
+        rank: int,
+        scale: float,
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self._is_transposed = is_transposed
+        self.names = tuple(shapes)
+        for name, shape in shapes.items():
+            out_dim, in_dim = reversed(shape) if is_transposed else shape
+            first = nn.Parameter(torch.empty(num_experts, rank, in_dim))
+            for expert in range(num_experts):
+                nn.init.kaiming_uniform_(first[expert], a=math.sqrt(5))
+            self.register_parameter(f"{name}_A", first)
+            self.register_parameter(
+                f"{name}_B", nn.Parameter(torch.zeros(num_experts, out_dim, rank))
+            )
+
+    def add_to(self, expert: int, named: Mapping[str, Tensor]) -> None:
+        """Adds an expert's adapters to a copy of its matrices."""
+        for name in self.names:
+            first, second = self._pair(name, expert)
+            self._by_rows(named[name]).addmm_(second, first, alpha=self.scale)
+
+    def accept(self, expert: int, gradients: Mapping[str, Tensor]) -> None:
+        """Takes gradients of the adapted matrices; adds to those of the adapters."""
+        for name in self.names:
+            first, second = self._pair(name, expert)
+            grad = self._by_rows(gradients[name]).to(first)
+            for parameter, found in (
+                (self.get_parameter(f"{name}_A"), second.T @ grad),
+                (self.get_parameter(f"{name}_B"), grad @ first.T),
+            ):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad[expert].add_(found, alpha=self.scale)
 
     def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
-        """Those of the first product and of the second, for rows like these."""
-        ...
+        """The adapters of the first product and of the second, for all experts at once.
+
+        Args:
+            x: whose dtype products have.
+        """
+        from moe_runtime.kernels.expert_mlp.low_rank import LowRank
+
+        first, down = (
+            LowRank(*(self.get_parameter(f"{name}_{part}") for part in "AB"), scale=self.scale, x=x)
+            for name in self.names
+        )
+        return first, down
+
+    def _pair(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
+        first, second = self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")
+        return first.detach()[expert], second.detach()[expert]
+
+    def _by_rows(self, matrix: Tensor) -> Tensor:
+        return matrix.T if self._is_transposed else matrix
 
 
 class SlottedPasses:
@@ -77,7 +144,7 @@ class SlottedPasses:
         self,
         sites: Sequence[ExpertsModuleSpec],
         store: ExpertStore[Tensor],
-        adapters: Sequence[LowRankSource],
+        adapters: Sequence[ExpertAdapters],
     ) -> None:
         self._sites = list(sites)
         self._store = store
@@ -199,81 +266,6 @@ class SlottedPasses:
 ADAPTED = ("gate_up_proj", "up_proj", "down_proj")
 
 
-class ExpertAdapters(nn.Module):
-    """Adapters of low rank for the matrices of a layer's experts: `W + scale * B @ A`.
-
-    `A` is drawn as `nn.Linear` draws, `B` begins with zeros, so the model is what it was at first.
-
-    Args:
-        shapes: of one expert's part of each matrix, by its parameter's name, as they lie.
-        num_experts: `E`.
-        is_transposed: the summed dimension of the matrices comes first.
-    """
-
-    def __init__(
-        self,
-        shapes: Mapping[str, Sequence[int]],
-        num_experts: int,
-        *,
-        is_transposed: bool,
-        rank: int,
-        scale: float,
-    ) -> None:
-        super().__init__()
-        self.scale = scale
-        self._is_transposed = is_transposed
-        self.names = tuple(shapes)
-        for name, shape in shapes.items():
-            out_dim, in_dim = reversed(shape) if is_transposed else shape
-            first = nn.Parameter(torch.empty(num_experts, rank, in_dim))
-            for expert in range(num_experts):
-                nn.init.kaiming_uniform_(first[expert], a=math.sqrt(5))
-            self.register_parameter(f"{name}_A", first)
-            self.register_parameter(
-                f"{name}_B", nn.Parameter(torch.zeros(num_experts, out_dim, rank))
-            )
-
-    def add_to(self, expert: int, named: Mapping[str, Tensor]) -> None:
-        """Adds an expert's adapters to a copy of its matrices."""
-        for name in self.names:
-            first, second = self._pair(name, expert)
-            self._by_rows(named[name]).addmm_(second, first, alpha=self.scale)
-
-    def accept(self, expert: int, gradients: Mapping[str, Tensor]) -> None:
-        """Takes gradients of the adapted matrices; adds to those of the adapters."""
-        for name in self.names:
-            first, second = self._pair(name, expert)
-            grad = self._by_rows(gradients[name]).to(first)
-            for parameter, found in (
-                (self.get_parameter(f"{name}_A"), second.T @ grad),
-                (self.get_parameter(f"{name}_B"), grad @ first.T),
-            ):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                parameter.grad[expert].add_(found, alpha=self.scale)
-
-    def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
-        """The adapters of the first product and of the second, for all experts at once.
-
-        Args:
-            x: whose dtype products have.
-        """
-        from moe_runtime.kernels.expert_mlp.low_rank import LowRank
-
-        first, down = (
-            LowRank(*(self.get_parameter(f"{name}_{part}") for part in "AB"), scale=self.scale, x=x)
-            for name in self.names
-        )
-        return first, down
-
-    def _pair(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
-        first, second = self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")
-        return first.detach()[expert], second.detach()[expert]
-
-    def _by_rows(self, matrix: Tensor) -> Tensor:
-        return matrix.T if self._is_transposed else matrix
-
-
 class FrozenPasses:
     """Computes layers whose experts come out of a store, expert by expert.
 
@@ -332,10 +324,7 @@ class FrozenPasses:
     ) -> tuple[list[StreamedExperts], list[Tensor]]:
         """Expert by expert; `then` as of `SlottedPasses.forward`."""
         site = self._sites[layer]
-        calls = [
-            StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
-            for x, ids, weights in inputs
-        ]
+        calls = streamed(site, inputs)
         for call in calls:
             call.begin_forward(site.dim_preactivation, keeps=keeps)
         with contextlib.closing(self._each(visited(layer, calls), then, calls)) as experts:

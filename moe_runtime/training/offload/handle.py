@@ -365,17 +365,17 @@ class OffloadedTraining(ExpertTraining):
         self._final_rate = None
         self._passes.begin()
 
-    def name_of(self, key: ExpertKey) -> str:
-        """How reports call an expert."""
-        return f"{self._sites[key.layer].name}.{key.expert}"
-
     def _names_everywhere(self, own: Sequence[ExpertKey]) -> tuple[str, ...]:
         """Names of the experts that some process has; a collective call."""
         keys = [
             ExpertKey(layer, e) for layer, s in enumerate(self._sites) for e in range(s.num_experts)
         ]
         votes = self._processes.sums([float(key in own) for key in keys])
-        return tuple(self.name_of(key) for key, vote in zip(keys, votes, strict=True) if vote)
+        return tuple(
+            f"{self._sites[key.layer].name}.{key.expert}"
+            for key, vote in zip(keys, votes, strict=True)
+            if vote
+        )
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         """A copy of one expert's parameters as they are after the steps so far, by name."""

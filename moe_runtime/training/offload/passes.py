@@ -117,10 +117,7 @@ class LayerExecutor:
             What the backward pass needs, and the outputs `[T, D]`.
         """
         site = self._sites[layer]
-        calls = [
-            StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
-            for x, ids, weights in inputs
-        ]
+        calls = streamed(site, inputs)
         keys = visited(layer, calls)
         turns_back = keeps and (not is_visit or layer + 1 == len(self._sites))
         self._states.expect(self._ahead_of_forward(layer, keys, turns_back=turns_back))
@@ -342,6 +339,14 @@ class RoutedCall(Protocol):
     """What a micro-batch has to do at a layer."""
 
     experts: list[int]
+
+
+def streamed(site: ExpertsModuleSpec, inputs: Sequence[LayerInput]) -> list[StreamedExperts]:
+    """A layer's experts, to be given one after another, for each micro-batch."""
+    return [
+        StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
+        for x, ids, weights in inputs
+    ]
 
 
 def visited(layer: int, calls: Sequence[RoutedCall]) -> list[ExpertKey]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
@@ -48,46 +47,31 @@ _E4M3_RANGE = _E4M3_MAX / 2.0**-9
 _MOST_EXPANSION = 16.0
 
 
-class MomentCodec(ABC):
-    """Moments as bytes.
+class MomentCodec:
+    """Moments as bytes: here in the dtype of the parameters, in place.
 
     Attributes:
         is_exact: decoding gives views of what is stored; encoding does nothing.
     """
 
-    is_exact = False
+    is_exact = True
 
-    @abstractmethod
     def num_bytes(self, elements: int, dtype: torch.dtype) -> int:
         """Bytes of one moment of so many elements; `dtype` is that of the parameters."""
+        return elements * dtype.itemsize
 
-    @abstractmethod
     def decode(self, stored: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Elements `[start, stop)`, in `dtype`; `start` is a multiple of `CHUNK_ELEMENTS`."""
+        return stored.view(dtype)[start:stop]
 
-    @abstractmethod
     def encode(self, values: Tensor, stored: Tensor, start: int, step: int, salt: int) -> None:
         """Stores elements from `start` on.
 
         Args:
             stored: all bytes of the moment.
             step: number of the optimizer step, which decides how ties and fractions are rounded.
+            salt: tells the two moments apart.
         """
-
-
-class FullMoments(MomentCodec):
-    """Moments in the dtype of the parameters, in place."""
-
-    is_exact = True
-
-    def num_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        return elements * dtype.itemsize
-
-    def decode(self, stored: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        return stored.view(dtype)[start:stop]
-
-    def encode(self, values: Tensor, stored: Tensor, start: int, step: int, salt: int) -> None:
-        """They were updated where they lie."""
 
 
 class Bf16Moments(MomentCodec):
@@ -97,6 +81,8 @@ class Bf16Moments(MomentCodec):
     thousandth, and neighbours in bf16 are up to 1/128 apart. The chances come from a hash of the
     element's place and the step, so a run repeats to the bit.
     """
+
+    is_exact = False
 
     def num_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return 2 * elements
@@ -125,6 +111,7 @@ class Fp8Moments(MomentCodec):
     Training" (2024).
     """
 
+    is_exact = False
     _ROW_BYTES = GROUP_ELEMENTS + 8
 
     def num_bytes(self, elements: int, dtype: torch.dtype) -> int:
@@ -163,7 +150,7 @@ class Fp8Moments(MomentCodec):
         return codes, rows[:, GROUP_ELEMENTS:].view(torch.float32)
 
 
-_CODECS = {"full": FullMoments, "bf16": Bf16Moments, "fp8": Fp8Moments}
+_CODECS = {"full": MomentCodec, "bf16": Bf16Moments, "fp8": Fp8Moments}
 
 
 def moment_codec(storage: MomentStorage) -> MomentCodec:

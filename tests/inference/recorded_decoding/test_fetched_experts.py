@@ -114,7 +114,7 @@ def test_experts_of_which_some_lie_in_two_files(tmp_path: Path) -> None:
         request = Request(model).until_fetched()
         request.steps(3)
         store = store_of(model)
-        moves, slot = store.fetcher._moves_of, store._slab.slot(0)
+        moves, slot = store.fetcher.moves_of, store._slab.slot(0)
         for module in experts_modules_of(model):
             assert {len(moves(key, slot)) for key in module._keys} == {1, 2}
     assert_expected(tmp_path, request)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -61,7 +62,9 @@ def lines_of(call: Callable[[], Any]) -> Counter[Site]:
 def calls_of(call: Callable[[], Any]) -> Counter[Site]:
     """The functions that a call enters in this thread, by their first lines, and how often."""
     with without_collection():
-        return traced(call, "call")
+        sites = traced(call, "call")
+    # a generator may be entered to close it, where nothing raises
+    return Counter({s: n for s, n in sites.items() if not s.code.co_flags & inspect.CO_GENERATOR})
 
 
 def traced(call: Callable[[], Any], what: str) -> Counter[Site]:
@@ -120,6 +123,28 @@ def raise_on(
     # inside an autocast that is never left, torch keeps narrow copies of weights that change
     assert _autocast_state() == before, "the call left an autocast entered"
     return struck
+
+
+@contextlib.contextmanager
+def struck(number: int, kind: type[BaseException], folder: str) -> Iterator[None]:
+    """Has an exception strike the n-th call of functions in a folder that this thread makes."""
+    left = number
+
+    def enter(frame: FrameType, _event: str, _: Any) -> None:
+        nonlocal left
+        code = frame.f_code
+        if not code.co_filename.startswith(f"{ROOT}/{folder}") or not is_ours(code):
+            return
+        if not code.co_flags & inspect.CO_GENERATOR:
+            left -= 1
+            if left == 0:
+                raise kind("injected")
+
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 def _autocast_state() -> tuple[int, bool]:

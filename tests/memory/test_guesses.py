@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterable
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,14 +137,6 @@ def test_a_guess_whose_layer_is_to_come_outlives_a_miss_elsewhere() -> None:
     assert not guesses.absent([(K(1, 9), 1.0)])
 
 
-def test_demands_find_a_slot_even_if_guesses_hold_all_others() -> None:
-    store, reader, guesses = open_store([1, 1])
-    start(guesses, (K(1, 1), 0.9), (K(1, 2), 0.9))
-    reader.finish_all()
-    use(store, reader, K(0, 0))
-    store.check()
-
-
 def test_the_window_bounds_guesses_at_work() -> None:
     store, reader, guesses = open_store([4, 4])
     made = [(K(1, expert), 0.9) for expert in range(6)]
@@ -238,23 +229,3 @@ def test_books_balance_whatever_happens(seed: int) -> None:
     left = sum(entry.guessed for entry in store._entries.values())
     judged = stats.useful_guesses + stats.late_guesses + stats.wasted_guesses
     assert judged + left == stats.guesses
-
-
-def test_the_link_is_measured_while_it_is_busy() -> None:
-    store, reader, guesses = open_store([2, 2])
-    assert guesses.link().transfer_s == 0
-    start(guesses, (K(1, 3), 0.9), (K(1, 4), 0.9))
-    assert store._link.under_way == 2
-    reader.finish_all()
-    assert store._link.under_way == 0
-    assert guesses.link().transfer_s > 0
-
-
-def test_lease_counts_add_up_with_guesses() -> None:
-    store, reader, guesses = open_store([2, 4])
-    start(guesses, (K(1, 1), 0.9), (K(1, 2), 0.8))
-    reader.finish(K(1, 1))
-    use(store, reader, K(1, 0), K(1, 1), K(1, 2))
-    stats = store.stats()
-    assert (stats.hits, stats.late_hits, stats.misses) == (1, 1, 1)
-    assert stats.bytes_read == pytest.approx(3 * 4096)

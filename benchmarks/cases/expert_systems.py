@@ -18,7 +18,7 @@ stand still: some would go on spinning, and take a core from the others.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,17 +31,16 @@ from torch import Tensor
 from moe_runtime.benchmarks.cases.expert_layers import (
     OURS,
     PEERS,
+    CallsPlan,
+    CallsSystem,
     ExpertLayer,
-    kinds_of_calls,
-    time_block,
 )
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
+from moe_runtime.benchmarks.suite.results import measure_systems
 from moe_runtime.benchmarks.suite.runner import (
     BenchSystem,
     Number,
     Rules,
-    peer_failures,
 )
 
 _TIMEOUT_S = 900.0
@@ -51,24 +50,10 @@ _IN_FLOAT64 = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsPlan:
-    """What is asked of every implementation.
-
-    Attributes:
-        layer: the experts.
-        tokens: numbers of tokens of a call.
-        trains: whether calls with backward are measured, too.
-        block_s: seconds that a repetition takes for each kind of call.
-    """
+class ExpertsPlan(CallsPlan):
+    """What is asked of every implementation of a layer of experts."""
 
     layer: ExpertLayer
-    tokens: Sequence[int]
-    trains: bool
-    block_s: float
-
-    def calls(self) -> Iterator[tuple[str, int, bool]]:
-        """As ``kinds_of_calls``."""
-        return kinds_of_calls(self.tokens, trains=self.trains)
 
     def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
         """A call by its number: the output, or the gradient of x, there when it returns."""
@@ -145,47 +130,34 @@ def distance(found: Tensor, exact: Tensor) -> Tensor:
     return (found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
 
 
-class ExpertsSystem(BenchSystem):
-    """An implementation; tokens are compared, their outputs and gradients."""
+class ExpertsSystem(CallsSystem):
+    """An implementation.
+
+    Args:
+        name: of the implementation.
+        plan: see there.
+        expected: this project's result by metric, of the first routing.
+    """
 
     def __init__(self, name: str, plan: ExpertsPlan, expected: Mapping[str, Tensor]) -> None:
-        """What it is held to.
-
-        Args:
-            name: of the implementation.
-            plan: see there.
-            expected: this project's result by metric, of the first routing.
-        """
-        super().__init__(name)
+        super().__init__(name, plan)
         self.plan, self._expected = plan, expected
 
     def repeat(self) -> Mapping[str, Number]:
-        """Measures every kind of call; before the first time, compares results.
-
-        Raises:
-            PeerFailedError: it cannot compute this layer, or its results differ.
-        """
+        """As of all, by this implementation."""
         self.plan.layer.select(self.name)
-        with peer_failures():
-            if not self.compared:
-                self._compare()
-            return {
-                name: time_block(self.plan.call(tokens, trains=trains), self.plan.block_s)
-                for name, tokens, trains in self._calls()
-            }
+        return super().repeat()
 
-    def _calls(self) -> Iterator[tuple[str, int, bool]]:
-        layer = self.plan.layer
-        for name, tokens, trains in self.plan.calls():
-            if self.name == OURS or self.name in layer.contenders(tokens, trains=trains):
-                yield name, tokens, trains
+    def takes(self, num_tokens: int, *, trains: bool) -> bool:
+        contenders = self.plan.layer.contenders(num_tokens, trains=trains)
+        return self.name == OURS or self.name in contenders
 
-    def _compare(self) -> None:
-        for name, tokens, trains in self._calls():
-            found = self.plan.call(tokens, trains=trains)(0)
-            self.compared += tokens
-            self.equal += num_equal(self.plan, found, self._expected[name], trains=trains)
-        self.require_all_equal()
+    def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
+        return self.plan.call(num_tokens, trains=trains)
+
+    def num_equal(self, metric: str, found: Tensor, *, trains: bool) -> tuple[int, int]:
+        equal = num_equal(self.plan, found, self._expected[metric], trains=trains)
+        return len(found), equal
 
 
 def measure_experts(
@@ -207,8 +179,7 @@ def measure_experts(
     systems: list[BenchSystem] = [ExpertsSystem(name, plan, expected) for name in (OURS, *PEERS)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         systems += [ExpertsPeer(one, plan, expected, Path(folder), running) for one in peers]
-        metrics = {name: Metric("s") for name, _, _ in plan.calls()}
-        return measure_systems("experts", systems, metrics, rules, settings)
+        return measure_systems("experts", systems, plan.metrics(), rules, settings)
 
 
 class ExpertsPeer(BenchSystem):
