@@ -188,6 +188,8 @@ class Lease(Generic[W]):
     def _pin_present(self) -> list[ExpertKey]:
         """Pins what is there or on its way; returns the others."""
         store, missing = self._store, list[ExpertKey]()
+        if not self._keys:  # no token of this process's experts
+            return missing
         counters, policy = store._counters, store._policy
         touch = policy.touch if policy.counts_uses else policy.layers[self._keys[0].layer].touch
         for key in self._keys:
