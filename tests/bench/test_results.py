@@ -190,45 +190,6 @@ def test_answers_of_committed_cases_are_equal() -> None:
             assert quality["compared"] > 0
 
 
-# By results file: the numbers of its sentence in docs/cli.md, each by metric, system, part, factor
-# and digits.
-TOLD: dict[str, list[tuple[str, str, str, float, int]]] = {
-    "throughput-pocket": [
-        ("new_tokens_per_s", system, "median", 1, 0)
-        for system in ("moe_runtime", "transformers:grouped_mm", "transformers:eager")
-    ],
-    "io-pocket": [
-        (metric, system, part, factor, 2)
-        for metric, part, factor in (("bytes_per_s", "median", 1e-9), ("expert_read_s", "p99", 1e3))
-        for system in ("moe_runtime", "preadv", "preadv:direct")
-    ],
-    **{
-        name: [
-            (f"forward_{tokens}_s", system, "median", 1e3, 1)
-            for system in ("moe_runtime", "grouped_mm")
-            for tokens in (1, 16, 256)
-        ]
-        for name in ("bench-experts", "bench-layer")
-    },
-    "bench-policies": [
-        ("hit_rate_at_0.25", system, "median", 100, 2) for system in ("lru", "lfu", "belady-bypass")
-    ],
-}
-
-
-@pytest.mark.parametrize("name", TOLD)
-def test_numbers_of_the_page_are_those_of_the_files(name: str) -> None:
-    root = Path(__file__).resolve().parents[2]
-    file = f"benchmarks/results/{name}-amd-epyc-2c-24g.json"
-    found = {one["system"]: one["summary"] for one in read_results(root / file)["measurements"]}
-    _, _, told = (root / "docs" / "cli.md").read_text("utf-8").partition(f"`{file}`")
-    place = 0
-    for metric, system, part, factor, digits in TOLD[name]:
-        number = f" {found[system][metric][part] * factor:.{digits}f}"
-        place = told.find(number, place, 400)
-        assert place >= 0, (metric, system, number)
-
-
 def test_every_keyword_of_the_schema_is_checked() -> None:
     """An unknown one would be left unchecked without a word."""
     require_valid(results(), read_schema())
