@@ -144,7 +144,7 @@ def arrivals(num_requests: int, rate: float, random: Random) -> list[float]:
 
 _CONNECT_S = 30.0
 _LONGEST_MESSAGE = 300
-_MOST_TOKENS = 1 << 40
+_MOST_COUNTED = 1 << 40
 _NOT_THE_API = (ValueError, KeyError, TypeError, RecursionError)
 """What reading JSON ends with that is none, or has another shape than OpenAI's."""
 _TEXTS = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
@@ -379,7 +379,7 @@ def _tokens(value: Any) -> int:
     Raises:
         ValueError: it is none.
     """
-    if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
+    if type(value) is not int or not 0 <= value <= _MOST_COUNTED:
         raise ValueError(f"expected a number of tokens, got {value!r:.40}")
     return value
 

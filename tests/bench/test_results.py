@@ -190,10 +190,6 @@ def test_answers_of_committed_cases_are_equal() -> None:
             assert quality["compared"] > 0
 
 
-# By results file: the numbers of its sentence in docs/cli.md, each by metric, system, part, factor
-# and digits.
-
-
 def test_every_keyword_of_the_schema_is_checked() -> None:
     """An unknown one would be left unchecked without a word."""
     require_valid(results(), read_schema())
