@@ -1,6 +1,7 @@
 """Settings that hold for the whole suite."""
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import os
@@ -123,16 +124,36 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(resources.close)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on a machine without a CUDA device, and begin with the slow ones.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what cannot run on this machine, and begin with the slow tests.
 
     A long test that comes last keeps one process busy while the others have nothing left to do.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items and not _has_cuda():
-        for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    absent = [item for item in items if _lacks_gpu(item) or _lacks_isa(item)]
+    if absent:
+        left_out = set(absent)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=absent)
+
+
+def _lacks_gpu(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None and not _has_cuda()
+
+
+def _lacks_isa(item: pytest.Item) -> bool:
+    """Whether a test of one instruction set is for another processor or build."""
+    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return False
+    isa = item.callspec.params.get("isa")
+    return isa in _OTHER_LIBRARIES.keys() | {"amx"} and isa not in _isas()
+
+
+@functools.cache
+def _isas() -> tuple[str, ...]:
+    from moe_runtime.kernels.native import describe
+
+    return tuple(describe().isas)
 
 
 def pytest_collection_finish() -> None:

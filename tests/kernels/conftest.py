@@ -34,9 +34,7 @@ def library() -> Iterator[NativeLibrary]:
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest, library: NativeLibrary) -> str:
-    """Every instruction set, selected; those that cannot run here are skipped."""
-    if request.param not in library.isas():
-        pytest.skip(f"this machine or this build has no {request.param}")
+    """Every instruction set that this machine has, selected; others are not collected."""
     library.select_isa(request.param)
     return request.param
 
