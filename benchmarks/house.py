@@ -40,6 +40,7 @@ from pathlib import Path
 import torch, moe_runtime
 torch.set_num_threads(1)
 root = str(Path(moe_runtime.__file__).resolve().parents[1]) + "/"
+tops = tuple(root + top for top in ("moe_runtime/", "kernels/", "policies/", "models/"))
 files, known, calls, steps = set(), {}, 0, []
 
 def note(frame, event, arg):
@@ -48,7 +49,7 @@ def note(frame, event, arg):
     if event == "call" and "<" not in code.co_name:
         name = code.co_filename
         if name not in known:
-            known[name] = str(Path(name).resolve()).startswith(root)
+            known[name] = name.startswith(tops) or str(Path(name).resolve()).startswith(tops)
         if known[name]:
             files.add(name)
             calls += 1
