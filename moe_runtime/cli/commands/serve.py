@@ -366,8 +366,9 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
     path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
     if models[0].template is not None:
         path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    key = " -H 'authorization: Bearer KEY'" if settings.access.keys else ""
     print(
-        f"curl {ready.address}/v1/{path} -H 'content-type: application/json' \\\n"
+        f"curl {ready.address}/v1/{path} -H 'content-type: application/json'{key} \\\n"
         f"  -d '{{{asked}}}'",
         file=sys.stderr,
         flush=True,

@@ -346,11 +346,10 @@ def of_tools(
     rules: list[str] = []
     calls = []
     for number, function in enumerate(functions):
-        schema, is_strict = function.parameters or _ANY_OBJECT, bool(function.strict)
+        schema, is_strict = _schema_of(function), bool(function.strict)
         if (one_by_one := writing.argument) is None:
             arguments = _json(schema, is_strict=is_strict)
         else:
-            schema = _NO_ARGUMENTS if function.parameters is None else schema
             written = _Arguments(schema, one_by_one, tokens, f"f{number}", is_strict)
             arguments = written.grammar(rules)
         words = {"NAME": _text(function.name), "ARGUMENTS": arguments}
@@ -364,6 +363,11 @@ def of_tools(
         rules.append(f"FREE: {_without(how.opens)}")
         return "\n".join([f"start: FREE | opening {body}", *rules])
     return "\n".join([f"start: {body if how.bare else f'{opens} {body}'}", *rules])
+
+
+def _schema_of(function: Function) -> dict[str, Any]:
+    """What its arguments are: none where it names no parameters, as in OpenAI's API."""
+    return _NO_ARGUMENTS if function.parameters is None else function.parameters or _ANY_OBJECT
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +478,7 @@ def of_harmony_call(functions: Sequence[Function]) -> str:
     """A grammar of one call as gpt-oss writes it, arguments as their schema says."""
     calls = [
         f'<|channel|> {_text(f"commentary to=functions.{function.name} ")} <|constrain|> "json" '
-        "<|message|> " + _json(function.parameters or _ANY_OBJECT, is_strict=bool(function.strict))
+        "<|message|> " + _json(_schema_of(function), is_strict=bool(function.strict))
         for function in functions
     ]
     return "start: " + " | ".join(f"({call})" for call in calls)

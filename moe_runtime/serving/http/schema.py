@@ -278,6 +278,13 @@ class Function(_Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> Self:
+        if (self.parameters or {}).get("type", "object") != "object":
+            field = "tools.function.parameters"
+            raise FieldError(field, 'expected the schema of an object, with "type": "object"')
+        return self
+
 
 class Tool(_Body):
     type: Literal["function"]

@@ -162,6 +162,15 @@ def test_messages_may_be_dumped_as_openais_client_has_them() -> None:
         parse_body(ChatBody, b'{"bogus":null,"messages":[' + TEXT_MESSAGE + b"]}")
 
 
+def test_arguments_of_a_tool_are_an_object() -> None:
+    raw = b'{"messages":[%s],"tools":[{"type":"function","function":{"name":"f","parameters":%s}}]}'
+    for schema in (b'{"type":"string"}', b'{"type":["object","null"]}'):
+        with pytest.raises(ApiError, match="expected the schema of an object") as refused:
+            parse_body(ChatBody, raw % (TEXT_MESSAGE, schema))
+        assert refused.value.param == "tools.function.parameters"
+    parse_body(ChatBody, raw % (TEXT_MESSAGE, b"{}"))
+
+
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "junk": 1}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 

@@ -345,6 +345,16 @@ def needed(schema: dict[str, Any], *, is_strict: bool) -> str:
     return grammar
 
 
+def test_a_function_that_names_no_parameters_takes_none(plain: Grammars) -> None:
+    for parameters, takes_any in ((None, False), ({"type": "object"}, True)):
+        function = Function(name="city", parameters=parameters)
+        grammar = of_tools([function], FORMATS["hermes"], {}, is_needed=True, may_repeat=False)
+        assert grammar is not None
+        call = '<tool_call>\n{"name": "city", "arguments": %s}\n</tool_call>'
+        assert writes(plain, grammar, call % "{}")
+        assert writes(plain, grammar, call % '{"a": 1}') == takes_any
+
+
 @pytest.mark.parametrize("word", ["path", "binary", "password", "int64", "url", "regex"])
 def test_an_unknown_format_says_what_a_text_means(grammars: Grammars, word: str) -> None:
     schema = {"type": "object", "properties": {"format": {"type": "string", "format": word}}}
