@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -147,10 +146,9 @@ def test_ctrl_c_at_any_time_keeps_the_cache_and_leaves_nothing_behind():
     resets, reset = [], store._changed.reset
     store._changed.reset = lambda: (resets.append(1), reset())
     handler = signal.getsignal(signal.SIGINT)
-    ends_s = time.monotonic() + 2.0
     with interrupted(0.002):
         number = 0
-        while time.monotonic() < ends_s:
+        while num_struck < 100:
             number += 1
             try:
                 wanted = keys(number % 3, *{number % 5, number % 4, number // 3 % 6})
@@ -166,7 +164,6 @@ def test_ctrl_c_at_any_time_keeps_the_cache_and_leaves_nothing_behind():
                         break
                     except KeyboardInterrupt:
                         continue
-    assert num_struck > 20
     assert not resets
     assert signal.getsignal(signal.SIGINT) is handler
     assert not any(entry.pins for entry in store._entries.values())

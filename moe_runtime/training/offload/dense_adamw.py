@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,12 +40,13 @@ class StepOutcome:
     bad_parameters: tuple[str, ...] = ()
 
 
-class StepOptimizer:
+class StepOptimizer(abc.ABC):
     """What the loop asks of an optimizer, wherever its states are and whenever it updates them."""
 
     keeps_newest_alone = False
     """Whether a checkpoint takes over what the one before names."""
 
+    @abc.abstractmethod
     def backward(self, parts: Sequence[Callable[[], Tensor]], *, rate: float) -> object:
         """Computes the losses of a step's micro-batches and adds up their gradients.
 
@@ -55,23 +57,22 @@ class StepOptimizer:
         Raises:
             BaseException: what a part raises; no gradient is left behind.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def step(self, rate: float) -> StepOutcome:
         """Clips, updates and forgets the gradients; changes nothing if some are not finite."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Moments and step counts."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave.
 
         Raises:
             CheckpointError: the state is damaged, or belongs to other parameters.
         """
-        raise NotImplementedError
 
     def write(
         self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
@@ -92,6 +93,7 @@ class StepOptimizer:
         Raises:
             MoERuntimeError, OSError: it could not be written; the one before is intact.
         """
+        return
 
     def transfers(self) -> dict[str, Any]:
         """Seconds of waiting and bytes so far, by name; empty where nothing is moved."""
@@ -103,6 +105,7 @@ class StepOptimizer:
 
     def close(self) -> None:
         """Ends what runs beside the training; an offloaded model is of no use then."""
+        return
 
 
 class DenseAdamW:
