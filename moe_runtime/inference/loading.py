@@ -15,8 +15,12 @@ import torch
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap, ExpertsModule, map_experts
-from moe_runtime.checkpoints.model_files import files_of, read_generation_config
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import (
+    build_on_meta,
+    files_of,
+    open_checkpoint,
+    read_generation_config,
+)
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.config import (
     ACTIVATIONS,
