@@ -21,8 +21,7 @@ from transformers.cache_utils import (
 
 from moe_runtime.inference.budget import kv_bytes_per_token
 from moe_runtime.inference.kv_cache import give_room
-from moe_runtime.kernels.attention_step import AttentionWeights
-from moe_runtime.kernels.attention_step.several import attention_steps
+from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, attention_steps
 
 _OF_EACH_STATE = (
     *("is_conv_states_initialized", "is_recurrent_states_initialized"),
