@@ -269,7 +269,7 @@ def warn_of_assumed_size(path: Path) -> None:
 
 
 def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":
-    """Bytes of each expert, from one size, one for each layer, or one for each expert of a layer."""
+    """Bytes of each expert, from one size, one for each layer, or one for each expert of all."""
     from moe_runtime.types import ExpertKey
 
     layers, experts = trace.signature.num_layers, trace.signature.num_experts
