@@ -152,7 +152,6 @@ class CodingFetcher(TierFetcher):
         return ExpertWeights(gate=matrices.pop("gate", None), **matrices)
 
     def fetch(self, key: ExpertKey, slot: Tensor, read: Read) -> None:
-        """As ``TierFetcher.fetch``; the escapes of the expert that was in the slot are given up."""
         self._spare.pop(slot.data_ptr(), None)
         super().fetch(key, slot, read)
 

@@ -270,7 +270,6 @@ class OffloadedExperts(AbsentParameters):
         return _own_gate(self.__dict__["replaced"]) if is_seen else self._activation
 
     def end_leases(self) -> None:
-        """As ``ExpertStore.end_leases``, for what is outside of a forward pass."""
         assert self.store is not None
         self.store.end_leases()
 
@@ -453,11 +452,7 @@ def _gradients(
     parameters: Sequence[Tensor],
     grad_TD: Tensor,
 ) -> list[Tensor | None]:
-    """Gradients of hidden values, gate weights and parameters, for that of the output.
-
-    A row is computed with the others of its expert, and sums are in the order of a token's choices,
-    or of experts: who was resident changes no bit.
-    """
+    """Gradients of hidden values, gate weights and parameters, for that of the output."""
     num_tokens, top_k = ids_TK.shape
     dim = hidden_TD.shape[1]
     precise = torch.promote_types(hidden_TD.dtype, torch.float32)

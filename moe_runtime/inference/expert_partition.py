@@ -105,10 +105,7 @@ class ExpertPartition:
 
     def _computed_by(self, layer: int, rows: Mapping[int, list[int]]) -> dict[int, int]:
         """The process that computes each visited expert: of those that hold it, the one with the
-        fewest rows so far, the largest experts first.
-
-        All rows of an expert stay together, since a product of fewer rows may round differently.
-        """
+        fewest rows so far, the largest experts first."""
         holders = self._holders[layer]
         chosen = {expert: holders[expert][0] for expert in rows}
         replicated = [expert for expert in rows if len(holders[expert]) > 1]
@@ -231,16 +228,13 @@ class _OwnGuesses:
         self._share = share
 
     def observe(self, event: Event) -> None:
-        """See ``Predictor.observe``: routing is known to all processes."""
         self._predictor.observe(event)
 
     def predict(self, now: int, horizon: int) -> list[Guess]:
-        """See ``Predictor.predict``."""
         made = self._predictor.predict(now, horizon)
         return [guess for guess in made if self._share.owns(guess[0])]
 
     def finish(self, sequence: int) -> None:
-        """See ``Predictor.finish``."""
         self._predictor.finish(sequence)
 
 

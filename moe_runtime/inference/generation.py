@@ -432,10 +432,7 @@ def stop_strings_of(settings: Any) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _before_first_pass(model: Any) -> Iterator[None]:
-    """Blames the checkpoint's settings for what is raised before the model computes anything.
-
-    Generation prepares itself from them until then, and nothing of the model's runs.
-    """
+    """Blames the checkpoint's settings for what is raised before the model computes anything."""
     blame = contextlib.ExitStack()
     blame.enter_context(blamed_on("the checkpoint's settings of generation cannot be used"))
 

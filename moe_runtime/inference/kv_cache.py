@@ -90,11 +90,7 @@ def _growing_layers() -> dict[type, type]:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     class GrowingLayer(DynamicLayer):
-        """Keys and values as views of tensors with room behind them.
-
-        Whatever replaces the views (cropping, reordering, a copy) is taken as it is, and moves into
-        tensors with room of their own with the next token.
-        """
+        """Keys and values as views of tensors with room behind them."""
 
         record_past = False  # of windows, where tokens are kept for what may be taken back
 
@@ -141,10 +137,7 @@ def _growing_layers() -> dict[type, type]:
 
 
 class _Growing:
-    """A tensor ``[..., tokens, D]`` that grows along its tokens, and can lose the first of them.
-
-    Only ``view``, returned last, can grow in place: no tensor that somebody holds is written to.
-    """
+    """A tensor ``[..., tokens, D]`` that grows along its tokens, and can lose the first of them."""
 
     def __init__(self) -> None:
         self.room: torch.Tensor | None = None

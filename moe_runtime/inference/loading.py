@@ -408,10 +408,7 @@ def _open_stores(
     place: torch.device,
     times: StepTimes | None,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
-    """The store that experts are computed from and, for a device or a code, the one below it.
-
-    ``experts`` is where they lie in the files, ``cached`` where in slots.
-    """
+    """The store that experts are computed from and, for a device or a code, the one below it."""
     host = plans["host"]
     listeners = (None, None) if times is None else (times.of_tier(0), times.of_tier(1))
     if "device" in plans:
@@ -733,10 +730,7 @@ def _compute(model: Any, max_tokens: int) -> None:
 
 @torch.inference_mode()
 def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens: int) -> None:
-    """Prompts of other lengths, for which a device has kernels of their own.
-
-    Memory is set aside for the logits of one token alone.
-    """
+    """Prompts of other lengths, for which a device has kernels of their own."""
     if not isinstance(modules[0].store, TierStore):
         return
     vocab_size = model.config.get_text_config().vocab_size

@@ -63,7 +63,6 @@ class StoreTimes:
     """Notes every read of a store with its expert, and the layers that compute from it."""
 
     def __init__(self, steps: StepTimes, tier: int) -> None:
-        """Joins a store with a timeline."""
         self._steps = steps
         self._timeline = steps.timeline
         self._tier = tier

@@ -223,7 +223,6 @@ class Steps:
     """
 
     def __init__(self, stores: Sequence[ExpertStore[Any]], names: Sequence[str] = ()) -> None:
-        """Makes passes of a model safe."""
         self.listeners = Listeners()
         self._names = tuple(names)
         self._stores = list(stores)
@@ -266,11 +265,7 @@ class Steps:
                     self.listeners.forget()
 
     def _num_threads(self) -> int:
-        """How many threads torch is to have in this one, whose turn it is.
-
-        A thread keeps what torch had for the process when it first used torch. If that was within
-        another thread's pass, it has only one: then it gets what a thread that begins now has.
-        """
+        """How many threads torch is to have in this one, whose turn it is."""
         found = torch.get_num_threads()
         if not hasattr(self._known, "is_known"):
             if found == 1:

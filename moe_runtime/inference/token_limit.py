@@ -130,11 +130,7 @@ def limit_batching(
 
 
 def _tokens_of_blocks(text: PreTrainedConfig, num_blocks: int, page_size: int) -> int:
-    """Tokens that a paged cache has memory for.
-
-    Transformers divides it into sectors that pages of every kind of attention fit in, and adds two
-    that no request gets.
-    """
+    """Tokens that a paged cache has memory for."""
     layers = text.num_hidden_layers
     kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"] * layers)
     sector_layers = math.lcm(*kinds.values())

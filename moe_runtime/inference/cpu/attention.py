@@ -206,10 +206,7 @@ _OWN = "eager_attention_forward"
 
 
 class _EagerName(str):
-    """What finds the attention of this file, and says to whoever compares it that it is eager.
-
-    Some families mask other keys under a name that they do not know.
-    """
+    """What finds the attention of this file, and says to whoever compares it that it is eager."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -333,11 +330,7 @@ def _own_attention(
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """That of the layer's family, in fp32 where torch would keep code for one context's length.
-
-    A prompt has one length of many, and its scores take memory by the square of it; steps of one
-    token meet every length.
-    """
+    """That of the layer's family, in fp32 where torch would keep code for one context's length."""
     attend_own = module.config.own
     is_differentiable = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     is_long_prompt = query.shape[2] > 1 and key.shape[2] > SHORT_CONTEXT
@@ -363,11 +356,7 @@ def _fused_with_sinks(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention ``[B, H, Q, V]`` in which a sink's weight is left out, by torch's fused kernel.
-
-    The other weights, which sum to one there, sum to ``sum / (sum + exp(sink))`` with a sink, which
-    is the logistic function of how far it is below the logarithm of their sum.
-    """
+    """Attention ``[B, H, Q, V]`` in which a sink's weight is left out, by torch's fused kernel."""
     shared = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
     width = max(key.shape[-1], value.shape[-1])  # the kernel knows one for both
@@ -523,7 +512,6 @@ class LatentPart:
     """Stands for expanded keys or values; whoever looks at them gets them."""
 
     def __init__(self, latents: _Latents, place: int) -> None:
-        """Keys are in place 0, values in 1."""
         self._latents, self._place = latents, place
 
     def attend(
@@ -563,12 +551,8 @@ class LatentPart:
 
 
 class _Latents:
-    """What keys and values share, neither of which holds the other: both go with the layer's pass.
-
-    Attributes:
-        expand: makes keys ``[B, H, S, D]`` and values ``[B, H, S, V]``.
-        cached: of these, ``[B, 1, S, R]`` and ``[B, 1, S, P]``.
-    """
+    """What keys and values share, neither of which holds the other: both go with the layer's
+    pass."""
 
     def __init__(self, expand: ExpandLatents, latents: torch.Tensor, turned: torch.Tensor) -> None:
         self.expand = expand

@@ -81,7 +81,6 @@ class FusedAttention:
     takes_prompts = True  # and not single tokens alone
 
     def __init__(self, module: Any) -> None:
-        """Takes the place of the method; the layer's own stays in its class."""
         self._module = module
         self._attention = self._served = getattr(module.config, ATTENTION_SETTING)
         self._names = names_of(module)

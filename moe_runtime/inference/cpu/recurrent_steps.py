@@ -95,10 +95,7 @@ class _Globals(dict[str, Any]):
 
 @functools.cache
 def _with_steps(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A class's own function, which finds our steps under the names it calls them by.
-
-    None where there are none, or where a program has wrapped it.
-    """
+    """A class's own function, which finds our steps under the names it calls them by."""
     if not is_theirs(forward):
         return None
     function: Any = inspect.unwrap(forward)
@@ -227,10 +224,7 @@ def _causal_conv(
 def _mamba2_scan(
     theirs: Callable[..., Any], hidden_states: Tensor, *args: Any, chunk_size: int, **options: Any
 ) -> Any:
-    """transformers' function for several tokens, which takes the same result from any chunks.
-
-    It computes every pair of positions of a chunk, and chunks that are not full as well.
-    """
+    """transformers' function for several tokens, which takes the same result from any chunks."""
     if hidden_states.is_cpu:
         num_tokens = -(-hidden_states.shape[1] // SCAN_STEP) * SCAN_STEP
         chunk_size = min(chunk_size, SCAN_CHUNK, max(num_tokens, SCAN_STEP))
@@ -253,12 +247,7 @@ def _are_packed(options: dict[str, Any]) -> bool:
 
 
 def _can_change(state: Tensor, *parts: Tensor | None) -> bool:
-    """Whether a recurrent state can be changed where it lies.
-
-    Without our kernels MKL's products read it: their sums depend on how rows are aligned, and those
-    of a sequence alone begin elsewhere than beside others, unless all begin at multiples of 16
-    bytes.
-    """
+    """Whether a recurrent state can be changed where it lies."""
     return (
         state.dtype is torch.float32
         and state.shape[-1] % 4 == 0
@@ -344,10 +333,8 @@ def _outputs(
 
 
 class _DepthwiseWeight(torch.nn.Parameter):
-    """Taps that somebody gives to ``torch.nn.functional.conv1d``: a layer, or a model's own code.
-
-    Families take the dimension of size one away and put it back on the way there.
-    """
+    """Taps that somebody gives to ``torch.nn.functional.conv1d``: a layer, or a model's own
+    code."""
 
     @staticmethod
     def of(weight: Tensor) -> torch.nn.Parameter:

@@ -139,10 +139,7 @@ class SmallBatchRMSNorm(torch.nn.Module):
 
 
 class _SmallBatchWeight(torch.nn.Parameter):
-    """A matrix that its module multiplies by calling ``torch.nn.functional.linear``.
-
-    That is how routers are written: not as a linear layer that could be replaced.
-    """
+    """A matrix that its module multiplies by calling ``torch.nn.functional.linear``."""
 
     prepared: PreparedLinear | None = None
 

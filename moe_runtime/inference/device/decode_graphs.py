@@ -167,7 +167,6 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: Any, modules: Sequence[DeviceExperts], caches: StaticCaches) -> None:
-        """Takes a model, its experts and the caches of its `generate`."""
         self._model, self._modules = model, modules
         self._forward: Forward = model.forward
         self.__wrapped__ = self._forward  # whose signature it has
@@ -179,7 +178,6 @@ class DecodeGraphs:
         self._is_looked_at = False  # the recording, at the last call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``forward``."""
         kwargs.update(zip(self._names, args, strict=False))
         for module in self._modules if self._is_torn else ():  # a recording was not ended
             module.recording = None
@@ -241,7 +239,6 @@ class DecodeGraphs:
             self._trusted = recorded
 
     def count_one(self) -> bool:
-        """As ``DeviceStore.count_one``, between calls of the model."""
         return self._store.count_one()
 
     @property
@@ -343,7 +340,6 @@ class Structure:
     """The modules of a model, their parameters and their settings."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Takes note of a model as it is."""
         every = [*model.modules()]
         members = [part for m in every for part in (m._parameters, m._buffers, m._modules)]
         # those of the model itself are called around a recording

@@ -342,11 +342,8 @@ def _runs_own(part: Any) -> bool:
 
 
 class _LateCheck(LogitsProcessor):
-    """As `FiniteLogits`, without a wait for the device: what is refused later is zero until then.
-
-    Attributes:
-        are_finite: ``[1]``, of the last call.
-    """
+    """As `FiniteLogits`, without a wait for the device: what is refused later is zero until
+    then."""
 
     are_finite: torch.Tensor
 
@@ -356,11 +353,7 @@ class _LateCheck(LogitsProcessor):
 
 
 class _TokenSelection:
-    """Selects the next tokens: from logits on the device to what the host knows of them.
-
-    Attributes:
-        is_known: whether nobody's own code runs for it.
-    """
+    """Selects the next tokens: from logits on the device to what the host knows of them."""
 
     def __init__(
         self,
@@ -390,11 +383,7 @@ class _TokenSelection:
         self._logits: Any = () if asks and config.output_logits else None
 
     def select(self, ids_BT: torch.Tensor, logits_BTV: torch.Tensor) -> torch.Tensor:
-        """Queues the choice of a token for each sequence, and a copy of it to the host.
-
-        Returns:
-            The sequences with their new tokens.
-        """
+        """Queues the choice of a token for each sequence, and a copy of it to the host."""
         logits_BV = logits_BTV[:, -1].to(dtype=torch.float32, copy=True)
         scores_BV = self._processor(ids_BT, logits_BV)
         if self._scores is not None:
@@ -419,11 +408,7 @@ class _TokenSelection:
         return ids_BT
 
     def wait(self) -> tuple[torch.Tensor, bool]:
-        """The tokens on the host, and whether all sequences have ended.
-
-        Raises:
-            CheckpointError: logits are not finite.
-        """
+        """The tokens on the host, and whether all sequences have ended."""
         found, copied = self._pending
         while not copied.query() and self._graphs.count_one():
             """The host has nothing better to do."""

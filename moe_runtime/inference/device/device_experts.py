@@ -58,17 +58,11 @@ class Sums(Protocol):
         ...
 
     @property
-    def takes_rows(self) -> bool:
-        """As of `SlottedProducts`."""
-        ...
+    def takes_rows(self) -> bool: ...
 
-    def add(self, experts: Any, /) -> None:
-        """As `SlottedProducts.add`."""
-        ...
+    def add(self, experts: Any, /) -> None: ...
 
-    def give(self, rows_N: torch.Tensor, y_ND: torch.Tensor) -> None:
-        """As `SlottedProducts.give`."""
-        ...
+    def give(self, rows_N: torch.Tensor, y_ND: torch.Tensor) -> None: ...
 
 
 class DeviceExperts(OffloadedExperts):
@@ -99,7 +93,6 @@ class DeviceExperts(OffloadedExperts):
     def compute(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """As `OffloadedExperts.compute`."""
         routed = Routed(hidden_states, top_k_index, top_k_weights)
         if not self.has_stack(hidden_states.dtype) or not top_k_index.numel():
             return super().compute(*routed)

@@ -44,7 +44,6 @@ the caller's and that of recordings."""
 
 
 def experts_on_device(experts: ExpertMap) -> ExpertMap:
-    """The same experts, those of a layer alike in their slots."""
     layouts = {
         key: lay_out_on_device(layout, experts.matrices[key.layer])
         for key, layout in experts.layouts.items()
@@ -145,7 +144,6 @@ class DeviceStacks:
     """As `memory.device.device_store.SlotStacks`; layers without a stack are computed by expert."""
 
     def __init__(self, device: Device, slab: Slab, experts: ExpertMap) -> None:
-        """Takes the slots and how experts lie in them."""
         self._device = device
         self._stacks: dict[int, StackedExperts | QuantizedExperts] = {}
         self._taken: dict[tuple[int, torch.dtype], bool] = {}
@@ -163,7 +161,6 @@ class DeviceStacks:
                     self._stacks[layer] = stack
 
     def takes(self, layer: int, dtype: torch.dtype) -> bool:
-        """As ``SlotStacks.takes``."""
         if (layer, dtype) not in self._taken:
             self._taken[layer, dtype] = self._can_take(layer, dtype)
         return self._taken[layer, dtype]
@@ -179,18 +176,15 @@ class DeviceStacks:
         return problem(torch.empty(0, dtype=dtype, device=stack.device), stack) is None
 
     def num_experts(self, layer: int) -> int:
-        """As ``SlotStacks.num_experts``."""
         return self._num_experts[layer]
 
     def stack(
         self, layer: int, slots: Slots, into: Tensor | None = None
     ) -> StackedExperts | QuantizedExperts | None:
-        """As ``SlotStacks.stack``."""
         table = self._device.upload(slots, into)
         return self.stack_over(layer, table) if into is None else None
 
     def stack_over(self, layer: int, table: Tensor) -> StackedExperts | QuantizedExperts:
-        """As ``SlotStacks.stack_over``."""
         return replace(self._stacks[layer], slot_of_expert=table)
 
 

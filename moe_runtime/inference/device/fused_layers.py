@@ -67,7 +67,6 @@ class AddedMasks:
     """
 
     def __init__(self) -> None:
-        """Knows none."""
         self.first: DeviceAttention | None = None
         self._known = WeakTensorKeyDictionary()
 
@@ -103,7 +102,6 @@ class DeviceAttention(FusedAttention):
     takes_prompts = False
 
     def __init__(self, module: Any, masks: AddedMasks) -> None:
-        """Takes the place of the method; the layer's own stays in its class."""
         super().__init__(module)
         self._masks = masks
         self._attend, eager = self._functions[-1], self._functions[-2]
@@ -113,7 +111,6 @@ class DeviceAttention(FusedAttention):
             self._served = ATTENTION
 
     def _functions_now(self) -> list[Any]:
-        """As of any layer, and its attention."""
         found = super()._functions_now()
         registered, eager = found[2], found[-1]
         if self._attention != _EAGER:
@@ -199,11 +196,7 @@ def _static_layer(cache: Any, index: int) -> Any:
 
 def _arrivals_of(layer: Any) -> torch.Tensor | None:
     """What `rotary_step` moves the length of a cached layer on with, and keeps with it: two steps
-    of one cache never overlap.
-
-    None for rows, whose caller says their places, and within a recording if there is none yet: what
-    is made there is memory of the graph.
-    """
+    of one cache never overlap."""
     length, found = layer.cumulative_length, vars(layer).get(_ARRIVALS)
     if length.ndim:
         return None
@@ -244,13 +237,11 @@ class HandedNorm(SmallBatchRMSNorm):
     """A normalisation that may have been computed by who made its input."""
 
     def __init__(self, norm: SmallBatchRMSNorm) -> None:
-        """Takes the place of a norm."""
         super().__init__(norm.__dict__["replaced"], norm.eps, norm.form)
         self._handed = _Handed()
         self.train(norm.training)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As of a `SmallBatchRMSNorm`."""
         normed = self._handed.take(hidden_states, *self._made_with())
         return super().forward(hidden_states) if normed is None else normed
 
@@ -285,7 +276,6 @@ class ResidualLayer:
     """
 
     def __init__(self, layer: torch.nn.Module, form: ResidualForm) -> None:
-        """Takes the place of the method; the layer's own stays in its class."""
         self._layer: Any = layer
         self._own = type(layer).forward
         self._form = form
@@ -294,7 +284,6 @@ class ResidualLayer:
         self.following: tuple[HandedNorm, torch.nn.Module] | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As of the layer: ``[B, Q, D]`` to the same."""
         parts = [self._layer._modules.get(name) for name in self._form.parts]
         if args or not self._is_able(hidden_states, parts):
             own = type(self._layer).forward
@@ -388,7 +377,6 @@ class FusedRouter:
     """The ``forward`` of a router, with a way of its own for few tokens."""
 
     def __init__(self, module: torch.nn.Module, form: RouterForm) -> None:
-        """Takes the place of a router's method; ``form`` is what it computes."""
         self._module: Any = module
         self._own = type(module).forward
         self._settings = self._settings_now()

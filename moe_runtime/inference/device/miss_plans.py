@@ -105,7 +105,6 @@ def plan_misses(rows: Mapping[int, int], on_disk: Collection[int], costs: MissCo
 
 
 def _plan_in_ram(order: list[int], cpu_s: list[float], costs: MissCosts) -> MissPlan:
-    """The same where nothing is read; each number of copies follows from the one before."""
     link_s, device_s, left_s = 0.0, costs.residents_s, sum(cpu_s) + costs.return_s
     best_s, number = max(device_s, left_s if order else 0.0), 0
     for brought, own_s in enumerate(cpu_s, 1):

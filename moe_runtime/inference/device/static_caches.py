@@ -30,7 +30,6 @@ class StaticCaches:
     """
 
     def __init__(self) -> None:
-        """Has none."""
         self._made, self._in_use = weakref.WeakSet[Any](), weakref.WeakSet[Any]()
         self._free: list[weakref.ref[Any]] = []  # one at most
 
@@ -116,10 +115,7 @@ def _rounded(num_tokens: int) -> int:
 
 
 def _fits(cache: Any, num_sequences: int, length: int) -> bool:
-    """Whether it is what a new one of this length would be once it is filled.
-
-    Tensors of inference mode can be changed within it alone.
-    """
+    """Whether it is what a new one of this length would be once it is filled."""
     return is_filled(cache) and all(
         layer.batch_size == num_sequences
         and layer.max_cache_len == length
@@ -169,7 +165,6 @@ class RowCache(StaticCache):
     """
 
     def __init__(self, config: Any, layers: Sequence[RowLayer]) -> None:
-        """Takes layers."""
         super().__init__(config, max_cache_len=1)
         self.layers[:] = layers
         self.num_cached = 0

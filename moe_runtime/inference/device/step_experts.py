@@ -144,12 +144,7 @@ class _OneGraph(StepExperts):
 
     @abstractmethod
     def _launch(self, last: Graph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
-        """Queues the step; None where it cannot be.
-
-        Returns:
-            What ``used`` of ``DeviceStore.count_later`` is of the choices ``[L, T, K]``, without
-            this recording, whose memory may be given up before.
-        """
+        """Queues the step; None where it cannot be."""
 
 
 class ResidentExperts(_OneGraph):
@@ -338,7 +333,6 @@ class RecordedLayer:
         self._arrivals = recorder.cut()
 
     def add(self, experts: Any) -> None:
-        """As `SlottedProducts.add`, for experts that have arrived, whose slots are in a table."""
         self._arrivals.replay()
 
     def replay(self) -> bool:

@@ -157,12 +157,7 @@ def _packed(module: Any, name: str, weight: Tensor, scale: Tensor) -> QuantizedS
 
 
 def _group(name: str, size: int, num_groups: int, block: int | None, num_parts: int = 1) -> int:
-    """Rows or columns that share a scale; 0 for all of them.
-
-    Raises:
-        UnsupportedModelError: Scales of gate and up that were put together, the last of each for
-            less than a block, are as many as those of blocks of both, or another number.
-    """
+    """Rows or columns that share a scale; 0 for all of them."""
     if num_groups == 1:
         return 0
     if block is not None and -(-size // block) == num_groups:

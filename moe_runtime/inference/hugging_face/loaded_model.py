@@ -163,7 +163,6 @@ class LoadedModel:
         return cast(Any, super()).load_state_dict(state_dict, strict=strict, assign=assign)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """As in torch, but refused where it would ask for gradients of experts."""
         if requires_grad:
             raise UnsupportedUseError(
                 "requires_grad_() would train the experts too, which are in the checkpoint's "

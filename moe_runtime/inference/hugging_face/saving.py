@@ -160,10 +160,7 @@ def save_around_experts(
 def _exporter_for(
     checkpoint: Checkpoint,
 ) -> tuple[ExpertMap, LikeCheckpoint, AbstractContextManager[TensorsOf | None]]:
-    """Where a checkpoint's experts lie, what writes others like it, and what gives it experts.
-
-    Of a packed one, what writes the plain one that it stands for.
-    """
+    """Where a checkpoint's experts lie, what writes others like it, and what gives it experts."""
     bare = build_on_meta(checkpoint)
     experts = map_experts(bare, checkpoint)
     if checkpoint.runs is None:
@@ -190,11 +187,7 @@ def _copy_quantization(source: Path, folder: Path) -> None:
 
 
 def _require_same_files(experts: ExpertMap, versions: set[FileVersion]) -> None:
-    """Refuses to copy experts out of files that are not those of the model any more.
-
-    Raises:
-        CheckpointError: a file was replaced, changed or removed since it was opened.
-    """
+    """Refuses to copy experts out of files that are not those of the model any more."""
     layouts = experts.layouts.values()
     for path in sorted({extent.file for layout in layouts for extent in layout.extents}):
         if not path.exists() or file_version(path) not in versions:

@@ -89,7 +89,6 @@ def find_gates(
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The same values; integers of 64 bits as they are, all others as float32."""
     # each of these costs as much as a small gate, even where it has nothing to do
     if tensor.requires_grad:
         tensor = tensor.detach()

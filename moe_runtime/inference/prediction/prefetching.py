@@ -37,16 +37,7 @@ if TYPE_CHECKING:
 def _bind_ranker(
     estimator: Estimator, model: torch.nn.Module, block_names: Sequence[str], place: torch.device
 ) -> list[list[GateRanking]]:
-    """Has an estimator that reads hidden states take them as tensors, where the model computes.
-
-    The gates are the model's own, not copies.
-
-    Returns:
-        Whom to ask about a layer, by distance and layer; none for other estimators.
-
-    Raises:
-        UnsupportedModelError: the predictor needs the gates, and they are not where gates are.
-    """
+    """Has an estimator that reads hidden states take them as tensors, where the model computes."""
     if not isinstance(estimator, NextGate):
         return []
     if isinstance(estimator, HiddenLookahead):
@@ -81,7 +72,6 @@ class PrefetchListener(Listener):
         needs_weights: bool,
         needs_hidden: bool,
     ) -> None:
-        """Joins steps with a prefetcher."""
         self._prefetcher = prefetcher
         self._look_ahead = look_ahead
         self._needs_weights = needs_weights
