@@ -35,12 +35,11 @@ from moe_runtime.types import ExpertKey
 W = TypeVar("W")
 
 STREAM_BYTES = 2**28
-"""Bytes of experts on their way to a device while a prompt streams through a layer: half of them
-take a link of 55 GB/s 2.4 ms, and the host queues them and what computes them in 1 ms."""
+"""Of experts in flight while a prompt streams through a layer: half take a link of 55 GB/s 2.4 ms,
+and the host queues them in 1 ms."""
 
 WORKSPACE_BYTES = 2 * 2**25
-"""Set aside for what cuBLAS keeps: 32 MiB on Hopper for each stream that it was used on, which are
-the caller's and that of recordings."""
+"""For cuBLAS: 32 MiB on Hopper for each stream, the caller's and that of recordings."""
 
 
 def experts_on_device(experts: ExpertMap) -> ExpertMap:
@@ -52,17 +51,15 @@ def experts_on_device(experts: ExpertMap) -> ExpertMap:
 
 
 def plan_device(experts: ExpertMap) -> tuple[ExpertMap, int]:
-    """Experts as they lie on a device, and bytes to set aside there for what libraries keep."""
+    """Experts as they lie on a device, and bytes to set aside there for libraries."""
     return experts_on_device(experts), WORKSPACE_BYTES
 
 
 def policy_of_device(plans: dict[str, MemoryPlan], experts: ExpertMap) -> str:
     """What the policy `auto` is on a device.
 
-    Returns:
-        ``lru`` where steps may read experts that the device lacks where they lie in the host's
-        memory: who comes to stay there is not up to a policy, and to choose one by what is routed
-        somebody would have to hear of it within a step; else ``auto``.
+    ``lru`` where steps may read misses in the host's memory: a policy has no part in who stays
+    there, and choosing one would need a listener within each step.
     """
     num_layers = len({key.layer for key in experts.layouts})
     is_read_there = has_room(
@@ -141,7 +138,7 @@ def open_tiers(
 
 
 class DeviceStacks:
-    """As `memory.device.device_store.SlotStacks`; layers without a stack are computed by expert."""
+    """As `SlotStacks`; layers without a stack are computed by expert."""
 
     def __init__(self, device: Device, slab: Slab, experts: ExpertMap) -> None:
         self._device = device
