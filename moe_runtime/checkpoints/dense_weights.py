@@ -34,10 +34,7 @@ row in another order unless 16 does; so the layout of a checkpoint would change 
 
 
 class _LazyTensor:
-    """A tensor of the checkpoint that is read when transformers asks for it.
-
-    Stands where transformers expects a slice of an open safetensors file: indexing reads.
-    """
+    """A tensor of the checkpoint that is read when transformers asks for it."""
 
     def __init__(self, entry: Weight, reader: DenseReader) -> None:
         self._entry = entry
@@ -136,12 +133,7 @@ def load_dense(
     device: torch.device,
     progress: Progress | None,
 ) -> None:
-    """Loads all weights that are not routed experts into a model on the meta device.
-
-    Raises:
-        CheckpointError: a weight is missing, unreadable or of another shape than the model's.
-        UnsupportedModelError: a weight has an element type that transformers cannot use as it is.
-    """
+    """Loads all weights that are not routed experts into a model on the meta device."""
     reader = DenseReader(experts.dense_entries.values(), checkpoint.dtype, progress)
     config = private.LoadStateDictConfig(
         pretrained_model_name_or_path=str(checkpoint.folder),

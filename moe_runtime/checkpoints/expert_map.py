@@ -50,50 +50,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsModule:
-    """One module of a model that holds routed experts.
+    """One module of a model that holds routed experts."""
 
-    Attributes:
-        name: the module's path in the model.
-        module: the module itself, as transformers made it.
-        parameters: names of its parameters that hold one slice for each expert.
-        num_experts: routed experts of the module.
-    """
-
-    name: str
-    module: Any
-    parameters: tuple[str, ...]
+    name: str  # the module's path in the model
+    module: Any  # the module itself, as transformers made it
+    parameters: tuple[str, ...]  # names of its parameters that hold one slice for each expert
     num_experts: int
 
 
 @dataclass(slots=True)
 class ExpertMap:
-    """Every expert's place in the checkpoint, and what is left for the dense part.
+    """Every expert's place in the checkpoint, and what is left for the dense part."""
 
-    Attributes:
-        modules: the experts modules in model order; the position is the layer of an ``ExpertKey``.
-        top_k: experts that a token visits in a layer.
-        layouts: how to read each expert.
-        matrices: for each layer, the names of the tensors that its layouts list.
-        packings: for each layer, how those of its matrices are written that are quantised or coded.
-        dense_entries: the checkpoint's weights that belong to no expert.
-        buffers: of these, those that are no parameters; such a bound may be infinite.
-        packed_dense: of these, those that are codes in memory, and their parameters: quantised
-            ones, and such in bf16 as are to be in the lossless code.
-        weight_mapping: the conversion table that transformers uses for this model.
-        type_names: in what types matrices of experts lie in the files, each once.
-        unused: weights that no part of the model takes, by what the model would call them.
-    """
-
+    # the experts modules in model order; the position is the layer of an ``ExpertKey``
     modules: list[ExpertsModule]
-    top_k: int
+    top_k: int  # experts that a token visits in a layer
     layouts: dict[ExpertKey, ExpertLayout] = field(default_factory=dict)
+    # for each layer, the names of the tensors that its layouts list
     matrices: list[tuple[str, ...]] = field(default_factory=list)
+    # for each layer, how those of its matrices are written that are quantised or coded
     packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
+    # the checkpoint's weights that belong to no expert
     dense_entries: dict[str, Weight] = field(default_factory=dict)
+    # of these, those that are no parameters; such a bound may be infinite
     buffers: set[str] = field(default_factory=set)
+    # of these, those that are codes in memory, and their parameters: quantised ones, and such in
+    # bf16 as are to be in the lossless code
     packed_dense: dict[str, str] = field(default_factory=dict)
+    # the conversion table that transformers uses for this model
     weight_mapping: list[WeightTransform] = field(default_factory=list)
+    # in what types matrices of experts lie in the files, each once
     type_names: list[str] = field(default_factory=list)
+    # weights that no part of the model takes, by what the model would call them
     unused: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -152,17 +140,7 @@ def _packed_bytes(entry: Weight) -> int:
 def map_experts(
     model: PreTrainedModel, checkpoint: Checkpoint, *, codes_dense: bool = False
 ) -> ExpertMap:
-    """Finds every routed expert of a model on the meta device in the checkpoint's files.
-
-    Args:
-        model: on the meta device.
-        checkpoint: of which nothing is read.
-        codes_dense: whether bf16 weights of linear layers are to be in the lossless code.
-
-    Raises:
-        UnsupportedModelError: the model has no routed experts, or none that can be read by range.
-        CheckpointError: experts are missing or have another shape than the model's.
-    """
+    """Finds every routed expert of a model on the meta device in the checkpoint's files."""
     modules = find_experts(model)
     experts = ExpertMap(modules, chosen_per_token(model, modules))
     experts.weight_mapping = [
@@ -217,11 +195,7 @@ def map_experts(
 
 
 def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str]) -> None:
-    """Names weights that no part of the model takes, which `transformers` ignores, too.
-
-    Raises:
-        UnsupportedModelError: those of a GGUF file, whose writer had another model in mind.
-    """
+    """Names weights that no part of the model takes, which `transformers` ignores, too."""
     origins, where = checkpoint.origins, one_line(str(checkpoint.folder))
     shown = ", ".join(origins.get(name, name) for name in names[:3])
     what = f"{len(names)} that {type(model).__name__} has no place for, such as {shown}"
@@ -277,11 +251,7 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
 
 
 def find_experts(model: torch.nn.Module) -> list[ExpertsModule]:
-    """Finds the modules that transformers marks as routed experts, in model order.
-
-    Raises:
-        UnsupportedModelError: there are none; says whether that is for want of experts.
-    """
+    """Finds the modules that transformers marks as routed experts, in model order."""
     found = []
     for name, module in model.named_modules():
         if private.is_experts_module(module):
@@ -319,11 +289,7 @@ def _convert(
     dtype: torch.dtype,
     codes_dense: bool,
 ) -> dict[str, tuple[torch.Tensor | str, set[str]]]:
-    """Runs the conversion of all expert tensors on placeholders; what is dense goes to the map.
-
-    Returns:
-        For each parameter what came of it, or why nothing, and the weights it is made of.
-    """
+    """Runs the conversion of all expert tensors on placeholders; what is dense goes to the map."""
     mapping = experts.weight_mapping
     renamings = [entry for entry in mapping if isinstance(entry, private.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, private.WeightConverter)]
@@ -403,11 +369,7 @@ def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:
 
 
 def chosen_per_token(model: PreTrainedModel, modules: Sequence[ExpertsModule]) -> int:
-    """Experts that a token visits in a layer, in the layer where they are most.
-
-    A block around experts is given a hidden state; a layer that needs more than that is asked
-    through its router. Where neither computes on the meta device, the configuration is asked.
-    """
+    """Experts that a token visits in a layer, in the layer where they are most."""
     text = model.config.get_text_config()
     found: list[int] = []
     for experts in modules:

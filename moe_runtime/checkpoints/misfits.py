@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from moe_runtime.checkpoints.formats import Weight
 
 _NUMBERED = re.compile(r"(.*\.)(\d+)(\..*)")
-_Stem = tuple[str, str]
-"""A weight's name, before and behind the number of the expert."""
+_Stem = tuple[str, str]  # A weight's name, before and behind the number of the expert
 _AGAIN = "fetch the checkpoint again, or correct the configuration"
 
 
@@ -36,20 +35,7 @@ def refuse_sources(
     shape: Sequence[int],
     found: Tensor | str | None,
 ) -> NoReturn:
-    """Refuses what a parameter of all experts of a layer would be made of.
-
-    Args:
-        name: of the parameter.
-        sources: names of the weights that it would be made of.
-        weights: those of the checkpoint.
-        entries: all its tensors.
-        shape: of the parameter, as the model has it; the first size is the number of experts.
-        found: what came of them, or why nothing.
-
-    Raises:
-        CheckpointError: names a weight that is missing, too many, or of another shape than those
-            of other experts, as far as one is.
-    """
+    """Refuses what a parameter of all experts of a layer would be made of."""
     named = {weight.name: weight for weight in weights}
     sources, num_experts = sorted(sources), shape[0]
     for source in sources:
@@ -87,11 +73,7 @@ def refuse_dense(
     weights: Mapping[str, Weight],
     entries: Mapping[str, TensorEntry],
 ) -> NoReturn:
-    """Refuses a weight that is no expert's and of another shape than the model's.
-
-    Raises:
-        CheckpointError: names it.
-    """
+    """Refuses a weight that is no expert's and of another shape than the model's."""
     weight, shape = weights.get(name), f"{[*found]}"
     if weight is not None:
         _require_index(weight, entries, expected)
@@ -100,11 +82,7 @@ def refuse_dense(
 
 
 def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> NoReturn:
-    """Refuses experts whose matrices one product could not take together.
-
-    Raises:
-        UnsupportedModelError: names one that is of another type than most.
-    """
+    """Refuses experts whose matrices one product could not take together."""
     kinds = [(placed.described, placed.packing) for placed in of_experts]
     usual = Counter(kinds).most_common(1)[0][0]
     expert = next(number for number, kind in enumerate(kinds) if kind != usual)
@@ -124,11 +102,7 @@ def refuse_numbers(
     start: int,
     of_experts: Sequence[PlacedMatrix],
 ) -> NoReturn:
-    """Refuses experts that are as many as they must be, but are not those.
-
-    Raises:
-        CheckpointError: names the first that is another one.
-    """
+    """Refuses experts that are as many as they must be, but are not those."""
     place = next(place for place, number in enumerate(numbers) if number != start + place)
     raise CheckpointError(
         f"{of_experts[place].name}: expected the {matrix} weights of experts {start} to "
@@ -198,16 +172,7 @@ def _shape_of(weight: Weight) -> str:
 def _require_index(
     weight: Weight, entries: Mapping[str, TensorEntry], sizes: Sequence[int]
 ) -> None:
-    """Checks the `g_idx` of GPTQ, which says how many columns the last words of codes have.
-
-    Args:
-        weight: of the checkpoint.
-        entries: all its tensors.
-        sizes: of the weight by the configuration, the number of its columns among them.
-
-    Raises:
-        CheckpointError: it is of another length than the configuration and codes have.
-    """
+    """Checks the `g_idx` of GPTQ, which says how many columns the last words of codes have."""
     index = entries.get(f"{weight.name.removesuffix('weight')}g_idx")
     if index is None or isinstance(weight, TensorEntry) or weight.num_cols in sizes:
         return

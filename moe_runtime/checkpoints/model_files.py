@@ -50,33 +50,14 @@ QUANTIZATION_FILE = "hf_quant_config.json"
 def find_checkpoint(
     path_or_id: str | Path, *, weights: bool = True, progress: Progress | None = None
 ) -> Path:
-    """A checkpoint's folder or GGUF file, downloaded from the hub if a model there is named.
-
-    Args:
-        path_or_id: a folder, a GGUF file, or a name as ``parse_hub_name`` reads it.
-        weights: also download the weights; those in GGUF files are in any case.
-        progress: of a download: called with what is being done, the bytes done and the bytes in
-            all. A bar of huggingface_hub shows them when omitted.
-
-    Raises:
-        CheckpointError: neither a folder nor a repository that can be reached is there, or a new
-            checkpoint has taken the folder's place only in part.
-        CapacityError: the disk has no room for a download.
-    """
+    """A checkpoint's folder or GGUF file, downloaded from the hub if a model there is named."""
     found = _local_or_hub(path_or_id)
     return found if isinstance(found, Path) else download(found, weights=weights, progress=progress)
 
 
 @contextmanager
 def found_headers(path_or_id: str | Path, progress: Progress | None = None) -> Iterator[Path]:
-    """A checkpoint's folder or GGUF file; of one on the hub its small files and headers alone.
-
-    Within the block the weights of the latter have their sizes, but hold nothing to read.
-
-    Args:
-        path_or_id: as for ``find_checkpoint``, and what is raised, too.
-        progress: likewise.
-    """
+    """A checkpoint's folder or GGUF file; of one on the hub its small files and headers alone."""
     found = _local_or_hub(path_or_id)
     with nullcontext(found) if isinstance(found, Path) else headers_of(found, progress) as folder:
         yield folder
@@ -111,12 +92,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Reads ``config.json``, or what a GGUF file says in its place.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or has sizes that no model has.
-        UnsupportedModelError: transformers does not know the architecture.
-    """
+    """Reads ``config.json``, or what a GGUF file says in its place."""
     if folder.is_file():
         from moe_runtime.checkpoints.gguf import read_model
 
@@ -152,14 +128,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
 def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str, Any] | None, str]:
     """Takes what a configuration says of quantised weights out of it; None where it is nothing.
 
-    ModelOpt may write it into a file of its own, `hf_quant_config.json`, which counts where
-    `config.json` says nothing.
-
     Returns:
         What it says, and where.
-
-    Raises:
-        CheckpointError: it is no object.
     """
     found: Any = None
     for part in (config.get_text_config(), config):
@@ -180,12 +150,7 @@ def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str,
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer of a checkpoint.
-
-    Raises:
-        CheckpointError: there is none, or its files or the configuration beside it are damaged.
-        UnsupportedModelError: transformers does not know the architecture.
-    """
+    """Loads the tokenizer of a checkpoint."""
     if not folder.is_file():
         read_config(folder)  # what is wrong with it is not the tokenizer's fault
     tokenizer = read_tokenizer(folder)
@@ -196,11 +161,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Reads the files of a tokenizer, which need no model beside them, or the one in a GGUF file.
-
-    Raises:
-        CheckpointError: they are missing or damaged, or have taken the place of others in part.
-    """
+    """Reads the files of a tokenizer, or the one in a GGUF file; no model is needed."""
     if folder.is_file():
         from moe_runtime.checkpoints.gguf import load_tokenizer
 
@@ -224,11 +185,7 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """Reads ``generation_config.json``, or what a GGUF file says; None where there is none.
-
-    Raises:
-        CheckpointError: it is damaged, or has values that no generation can use.
-    """
+    """Reads ``generation_config.json``, or what a GGUF file says; None where there is none."""
     from transformers import GenerationConfig
 
     if folder.is_file():

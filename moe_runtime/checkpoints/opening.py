@@ -42,19 +42,7 @@ if TYPE_CHECKING:
 def open_checkpoint(
     path_or_id: str | Path, dtype: str | torch.dtype, *, progress: Progress | None = None
 ) -> Checkpoint:
-    """Finds a checkpoint and reads its configuration and headers.
-
-    Args:
-        path_or_id: a folder, a GGUF file, or the name of a model on the hub.
-        dtype: a torch type, its name, or ``"auto"`` for the checkpoint's own.
-        progress: of a download, as for ``find_checkpoint``.
-
-    Raises:
-        CheckpointError: nothing readable is there.
-        UnsupportedModelError: the architecture is unknown, or weights are quantised in a way that
-            is not read yet.
-        ValueError: the dtype is not one to compute in.
-    """
+    """Finds a checkpoint and reads its configuration and headers."""
     folder = find_checkpoint(path_or_id, progress=progress)
     folder = folder.absolute()  # whatever the working directory is later
     files = folder.parent.glob("*.gguf") if folder.is_file() else folder.glob("*.safetensors")
@@ -88,12 +76,7 @@ def open_checkpoint(
 
 
 def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
-    """Makes the checkpoint's model with all its parameters on the meta device.
-
-    Raises:
-        UnsupportedModelError: transformers knows no model for the configuration.
-        CheckpointError: the configuration contradicts itself.
-    """
+    """Makes the checkpoint's model with all its parameters on the meta device."""
     import transformers
 
     warn_if_untested(transformers.__version__)

@@ -85,15 +85,17 @@ def plan_memory(
     """
     smallest = smallest_budget(dense_bytes, reserve_bytes, slot_bytes)
     if budget_bytes < smallest:
-        tokens = "" if max_tokens is None else f" of {max_tokens} tokens"
+        reserved = "activations"
+        if max_tokens is not None:
+            reserved = f"KV cache and activations of {max_tokens} tokens"
         given = f"a budget of {format_bytes(budget_bytes)}"
         if option is not None:
             given = f"a {option} of {format_bytes(budget_bytes)}"
         raise CapacityError(
             f"{given} is too small: the smallest that works is "
             f"{format_bytes(smallest, up=True)} ({smallest} bytes): {format_bytes(dense_bytes)} "
-            f"of dense weights, {format_bytes(reserve_bytes)} for KV cache and activations{tokens}"
-            f", and {MIN_SLOTS} experts of {format_bytes(slot_bytes)}",
+            f"of dense weights, {format_bytes(reserve_bytes)} for {reserved}, "
+            f"and {MIN_SLOTS} experts of {format_bytes(slot_bytes)}",
             smallest_bytes=smallest,
         )
     slots = (budget_bytes - dense_bytes - reserve_bytes) // slot_bytes

@@ -20,7 +20,7 @@ from moe_runtime.checkpoints.transformers_private import (
     gate_of,
     has_usual_gate,
 )
-from moe_runtime.kernels.expert_choice import ChoiceForm
+from moe_runtime.kernels.decode_step.expert_choice import ChoiceForm
 from moe_runtime.kernels.expert_mlp import ActivationName, ActivationSpec
 from moe_runtime.kernels.rms_norm import NormForm
 

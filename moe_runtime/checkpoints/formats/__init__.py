@@ -15,8 +15,7 @@ from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.lazy import LazyTable
 
-Weight = TensorEntry | PackedWeight
-"""A weight of a checkpoint: a tensor, or several."""
+Weight = TensorEntry | PackedWeight  # A weight of a checkpoint: a tensor, or several
 
 Finder = Callable[[Settings, Mapping[str, TensorEntry]], Iterator[PackedWeight]]
 """Finds the quantised weights of a checkpoint: the configuration's part, and all its tensors."""
@@ -59,17 +58,7 @@ BESIDE_WEIGHTS = (
 def packed_weights(
     values: Mapping[str, Any], entries: Mapping[str, TensorEntry], place: str = CONFIG
 ) -> dict[str, PackedWeight]:
-    """The quantised weights of a checkpoint by name, as the model's conversion table knows them.
-
-    Args:
-        values: the quantisation part of the configuration.
-        entries: all tensors.
-        place: where that part stands, for messages.
-
-    Raises:
-        UnsupportedModelError: nothing here reads such weights yet.
-        CheckpointError: configuration and tensors do not belong together; names the tensor.
-    """
+    """The quantised weights of a checkpoint by name, as the model's conversion table knows them."""
     settings = Settings(values, place)
     method = settings.text("quant_method")
     if method is None or method not in FORMATS:

@@ -27,12 +27,7 @@ _IN_WORD = 8
 
 
 def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
-    """The quantised weights of a checkpoint.
-
-    Raises:
-        UnsupportedModelError: codes of other sizes, another layout, or no zero points.
-        CheckpointError: a part of a weight is missing or has another type or shape.
-    """
+    """The quantised weights of a checkpoint."""
     settings.choice("bits", (BITS,))
     version = settings.text("version") or "gemm"
     if version.lower() != "gemm":

@@ -27,12 +27,7 @@ _FP4_GROUP = 32
 
 
 def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
-    """The quantised weights of a checkpoint, `quant_method` fp8 or mxfp8.
-
-    Raises:
-        UnsupportedModelError: the codes are to be another FP8 than E4M3.
-        CheckpointError: a part of one is missing or has another type or shape.
-    """
+    """The quantised weights of a checkpoint, `quant_method` fp8 or mxfp8."""
     fmt = settings.text("fmt")
     if fmt is not None and "e4m3" not in fmt.lower():
         settings.unsupported(f"fmt {clipped(fmt)}", "e4m3")
@@ -73,11 +68,7 @@ def _codes_of(name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry | No
 
 
 def _whole(scales: TensorEntry, codes: TensorEntry) -> tuple[int, int]:
-    """Rows and columns that share a scale where the configuration names no block.
-
-    Raises:
-        CheckpointError: the scales are neither one for all nor one a row.
-    """
+    """Rows and columns that share a scale where the configuration names no block."""
     *lead, rows, _ = codes.shape
     found = [size for size in scales.shape if size != 1]
     if found == [size for size in lead if size != 1]:

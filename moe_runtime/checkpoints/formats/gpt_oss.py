@@ -23,11 +23,7 @@ GROUP = 32
 
 
 def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
-    """The quantised weights of a checkpoint.
-
-    Raises:
-        CheckpointError: a part of one is missing or has another type or shape.
-    """
+    """The quantised weights of a checkpoint."""
     kind = WeightFormat("e2m1", "e8m0", group_cols=GROUP)
     for weight, codes in codes_of_modules(entries, "_blocks", "_scales"):
         *lead, rows, blocks, width = codes_shape(codes, ["U8"], [4])

@@ -26,12 +26,7 @@ from moe_runtime.kernels.quantized.storage_order import WORD_BITS
 
 
 def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
-    """The quantised weights of a checkpoint.
-
-    Raises:
-        UnsupportedModelError: codes of other sizes, another layout, or permuted groups.
-        CheckpointError: a part of a weight is missing or has another type or shape.
-    """
+    """The quantised weights of a checkpoint."""
     bits = settings.choice("bits", (4, 8))
     layout = settings.text("checkpoint_format") or "gptq"
     if layout not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
@@ -69,12 +64,7 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
 
 
 def _require_order(entry: TensorEntry, weight: PackedWeight, found: torch.Tensor) -> None:
-    """Checks that each column is in the group that its place says; sizes are checked already.
-
-    Raises:
-        UnsupportedModelError: columns were permuted (`desc_act`).
-        CheckpointError: the tensor has groups that there are not, or of other sizes.
-    """
+    """Checks that each column is in the group that its place says; sizes are checked already."""
     cols = weight.num_cols
     group = weight.format.group_cols or cols
     expected = torch.arange(cols, dtype=found.dtype) // group

@@ -28,12 +28,7 @@ _CODES = {"NVFP4": "U8 or F8_E4M3", "FP8": "F8_E4M3"}
 
 
 def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
-    """The quantised weights of a checkpoint.
-
-    Raises:
-        UnsupportedModelError: it is quantised by another algorithm of ModelOpt.
-        CheckpointError: a part of a weight is missing or has another type or shape.
-    """
+    """The quantised weights of a checkpoint."""
     algorithm = settings.text("quant_algo")
     if algorithm not in _CODES:
         settings.unsupported(f"quant_algo {algorithm}", " or ".join(_CODES))

@@ -212,11 +212,7 @@ class _Terminal:
 
 
 def _words_of(line: str) -> list[str]:
-    """A command and what it is given; a name with spaces in quotes, or as it is.
-
-    Raises:
-        ValueError: a quote has no end.
-    """
+    """A command and its argument; a name with spaces in quotes, or as it is."""
     command, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     if rest[:1] not in ('"', "'"):

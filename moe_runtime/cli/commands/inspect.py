@@ -114,15 +114,7 @@ def _choice(purchase: "Purchase", choice: "PolicyChoice") -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Purchase:
-    """What one budget buys.
-
-    Attributes:
-        budget_bytes: host memory given to the runtime.
-        max_tokens: tokens that it suffices for, up to those that were asked for.
-        expert_slots: experts resident at once; 0 when the budget does not work.
-        slots_per_layer: the same, by layer.
-        resident_share: share of all experts.
-    """
+    """What one budget buys; `expert_slots` is 0 when the budget does not work."""
 
     budget_bytes: int
     max_tokens: int

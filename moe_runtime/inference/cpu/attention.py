@@ -28,10 +28,10 @@ from moe_runtime.inference.known_classes import (
     class_name,
     is_theirs,
 )
-from moe_runtime.kernels.latent_attention.op import Tokens, native_latent_attention
+from moe_runtime.kernels.decode_step.latent_attention import Tokens, native_latent_attention
+from moe_runtime.kernels.decode_step.single_query_attention import native_attention
 from moe_runtime.kernels.linear.op import keeps_code
 from moe_runtime.kernels.native import needs_torch
-from moe_runtime.kernels.single_query_attention.native import native_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -34,7 +34,7 @@ from moe_runtime.inference.known_classes import (
     rotary_settings,
 )
 from moe_runtime.inference.kv_cache import take_place
-from moe_runtime.kernels.attention_step import (
+from moe_runtime.kernels.decode_step.attention_step import (
     AttentionWeights,
     HeadNorm,
     attention_heads,

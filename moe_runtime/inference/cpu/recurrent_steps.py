@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_runtime.inference.known_classes import RECURRENT_LAYERS, class_name, is_theirs
+from moe_runtime.kernels.decode_step.recurrent_step import conv_step, delta_rule_step
 from moe_runtime.kernels.native import DTYPE_CODES, needs_torch
-from moe_runtime.kernels.recurrent_step import conv_step, delta_rule_step
 
 SCAN_CHUNK, SCAN_STEP = 64, 16
 """Positions of a chunk of Mamba 2: GPUs take 256; and those in whose multiples short ones are."""

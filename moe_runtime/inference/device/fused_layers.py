@@ -28,14 +28,18 @@ from moe_runtime.inference.known_classes import (
     class_name,
     router_form,
 )
-from moe_runtime.kernels.expert_choice import choose_experts
-from moe_runtime.kernels.expert_choice.op import MOST_CHOICES, MOST_EXPERTS, ChoiceImpl
+from moe_runtime.kernels.decode_step.expert_choice import (
+    MOST_CHOICES,
+    MOST_EXPERTS,
+    ChoiceImpl,
+    choose_experts,
+)
+from moe_runtime.kernels.decode_step.rotary_step import RowNorm, rotary_step
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.linear.gpu import linears_of_a_row
 from moe_runtime.kernels.rms_norm import FORMS
 from moe_runtime.kernels.rms_norm.residual import add_rms_norm
-from moe_runtime.kernels.rotary_step import RowNorm, rotary_step
 from moe_runtime.kernels.triton_support import is_interpreted
 
 if TYPE_CHECKING:

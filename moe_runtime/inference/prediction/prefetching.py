@@ -13,7 +13,7 @@ from moe_runtime.config import PrefetchMode
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.inference.prediction.predictors import as_numpy, find_gate
 from moe_runtime.inference.steps import LayerRouting, Listener, Listeners, Step
-from moe_runtime.kernels.gate_ranking import MOST_TOKENS, GateRanking, NativeLookAhead
+from moe_runtime.kernels.decode_step.gate_ranking import MOST_TOKENS, GateRanking, NativeLookAhead
 from moe_runtime.memory.prefetcher import Guesses, Prefetcher
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.prediction import (
