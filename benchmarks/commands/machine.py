@@ -319,14 +319,7 @@ def keep_products(
     gpu: str,
     is_stopping: Callable[[], bool],
 ) -> str | None:
-    """Repeats products in turn, and writes a results file, as `keep_results`.
-
-    Args:
-        output: the file.
-        found: layers and their products, in the tiles that these have.
-        gpu: its name.
-        is_stopping: asked before each repetition.
-    """
+    """Repeats products in turn, and writes a results file, as `keep_results`."""
     from moe_runtime.benchmarks.cases.products import METRICS, TimedProduct
     from moe_runtime.benchmarks.suite.results import measure_systems
     from moe_runtime.benchmarks.suite.runner import Rules

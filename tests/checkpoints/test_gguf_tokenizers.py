@@ -25,7 +25,7 @@ from gguf_vocabularies import (
 
 from moe_runtime.checkpoints.gguf.tokenizer import make_tokenizer, read_vocabulary
 from moe_runtime.checkpoints.gguf.word_splits import WORD_SPLITS
-from moe_runtime.checkpoints.model_files import load_tokenizer, read_generation_config
+from moe_runtime.checkpoints.opening import load_tokenizer, read_generation_config
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
 
 FILE = Path("model.gguf")

@@ -51,8 +51,7 @@ EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gat
 _SINKS = "self_attn.sinks"
 CORRECTION = "e_score_correction_bias"
 DT_BIAS, A_LOG = "linear_attn.dt_bias", "linear_attn.A_log"
-_WHOLE = (_SINKS, CORRECTION, DT_BIAS, A_LOG)
-"""Parts whose names are those of their tensors."""
+_WHOLE = (_SINKS, CORRECTION, DT_BIAS, A_LOG)  # parts whose names are those of their tensors
 SHARED_EXPERTS = {
     f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
@@ -79,49 +78,38 @@ FUSED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 
 
 class ValueChange(NamedTuple):
-    """What makes the model's values of those in a file.
+    """What makes the model's values of those in a file."""
 
-    Attributes:
-        convert: takes and gives a tensor of the model's sizes.
-        moves_rows: whether it only moves rows.
-        moved_columns: how many stay side by side, where it only moves columns; else 0.
-        shape: gives the model's sizes for those in the file.
-    """
-
-    convert: Callable[[Tensor], Tensor]
+    convert: Callable[[Tensor], Tensor]  # takes and gives a tensor of the model's sizes
     moves_rows: bool = False
-    moved_columns: int = 0
+    moved_columns: int = 0  # how many stay side by side, where it only moves columns; else 0
+    # gives the model's sizes for those in the file
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row of the table.
-
-    Attributes:
-        model_type: of `transformers`.
-        model_class: of `transformers`.
-        parts: of a layer, by ggml's names, as a checkpoint of `transformers` calls them.
-        sizes: settings that are a size of a part: its name, and which dimension.
-        constants: settings that are the same for all models of the architecture.
-        fields: settings that metadata have, by the ends of their keys.
-        rope: of positions that are extended, as `constants`.
-        conversions: gives what makes such weights those of the model.
-        adapt: changes the model that transformers makes to one of such weights.
-        rotated: the share of a head's values that positions turn; None for the family's own.
-        changes: of values, by the model's names of parts, and of the norm behind all layers.
-    """
+    """One row of the table."""
 
     model_type: str
     model_class: str
+    # of a layer, by ggml's names, as a checkpoint of `transformers` calls them
     parts: Mapping[str, str]
+    # settings that are a size of a part: its name, and which dimension
     sizes: Mapping[str, tuple[str, int]]
+    # settings that are the same for all models of the architecture
     constants: Mapping[str, Any] = field(default_factory=dict)
+    # settings that metadata have, by the ends of their keys
     fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)
+    # of positions that are extended, as `constants`
     rope: Mapping[str, Any] = field(default_factory=dict)
+    # gives what makes such weights those of the model
     conversions: Callable[[], list[WeightTransform]] = list
+    # changes the model that transformers makes to one of such weights
     adapt: Callable[[PreTrainedModel], None] = give_experts_interface
+    # the share of a head's values that positions turn; None for the family's own
     rotated: float | None = None
+    # of values, by the model's names of parts, and of the norm behind all layers
     changes: Mapping[str, ValueChange] = field(default_factory=dict)
 
 
@@ -230,11 +218,7 @@ _MADE: Mapping[str, Callable[[GgufHeader], Architecture]] = LazyTable(
 
 
 def architecture_of(header: GgufHeader) -> Architecture:
-    """The row of a file's architecture.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
+    """The row of a file's architecture."""
     name = header.name
     if isinstance(name, str) and name in _MADE:
         return _MADE[name](header)
@@ -250,14 +234,9 @@ def named_weights(
 ) -> Iterator[tuple[str, GgufTensor, int]]:
     """What a checkpoint of `transformers` calls each tensor, and which matrix of it that is.
 
-    Layers behind the model's own, which predict further tokens, are left out.
-
     Yields:
         Name, tensor and -1, or the number of a matrix in the stack that the tensor is. Gates and
         ups in one tensor are a stack of both, one after the other.
-
-    Raises:
-        UnsupportedModelError: nothing of the architecture has such a name.
     """
     num_layers = num_layers_of(header)
     for tensor in header.tensors:
@@ -322,12 +301,7 @@ _DESCRIPTIVE = (
 
 
 def settings_of(header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
-    """The configuration that `transformers` has for a model.
-
-    Raises:
-        CheckpointError: something that it needs is missing.
-        UnsupportedModelError: a key changes what the model computes in a way that is not read.
-    """
+    """The configuration that `transformers` has for a model."""
     metadata, name = header.metadata, header.name
     values: dict[str, Any] = dict(architecture.constants)
     for setting, key in architecture.fields.items():

@@ -53,13 +53,7 @@ _GATED = {**ATTENTION, "ffn_gate_inp": "mlp.gate", **EXPERTS, **DENSE, **SHARED_
 
 
 def glm4moe(header: GgufHeader) -> Architecture:
-    """The row of a file of GLM-4.5 to 4.7, or of Solar Open.
-
-    Raises:
-        CheckpointError: something that it needs is missing.
-        UnsupportedModelError: its gates are no sigmoid, or it is Solar Open with half of the
-            positions, as llama.cpp's converter writes where the configuration does not say it.
-    """
+    """The row of a file of GLM-4.5 to 4.7, or of Solar Open."""
     parts, value, head_dim = header.parts, header.value, _head_dim(header)
     rotated = _rotated(header, head_dim)
     _require_sigmoid(header, otherwise=_SIGMOID)
@@ -86,12 +80,7 @@ def glm4moe(header: GgufHeader) -> Architecture:
 
 
 def ernie4_5_moe(header: GgufHeader) -> Architecture:
-    """The row of a file of ERNIE 4.5.
-
-    Raises:
-        CheckpointError: something that it needs is missing.
-        UnsupportedModelError: heads are not turned as a whole.
-    """
+    """The row of a file of ERNIE 4.5."""
     parts, head_dim = header.parts, _head_dim(header)
     if (rotated := _rotated(header, head_dim)) != 1:
         header.unsupported("positions that turn all values of a head", f"{rotated} of them")
@@ -114,12 +103,7 @@ def ernie4_5_moe(header: GgufHeader) -> Architecture:
 
 
 def minimax_m2(header: GgufHeader) -> Architecture:
-    """The row of a file of MiniMax-M2.
-
-    Raises:
-        CheckpointError: something that it needs is missing.
-        UnsupportedModelError: its gates are no sigmoid.
-    """
+    """The row of a file of MiniMax-M2."""
     head_dim = _head_dim(header)
     _require_sigmoid(header, otherwise=None)
     own = {
@@ -145,17 +129,7 @@ def minimax_m2(header: GgufHeader) -> Architecture:
 
 
 def deepseek2(header: GgufHeader) -> Architecture:
-    """The row of a file of DeepSeek-V2 or V3, Kimi-K2, or GLM-4.7-Flash.
-
-    One name stands for two models of `transformers`: where gates are a softmax, DeepSeek-V2, where
-    they are a sigmoid with a correction, DeepSeek-V3. Files have `kv_b_proj` as it is, or, from the
-    year 2025 on, apart: each head's keys, transposed, and each head's values. The two values that
-    an angle turns lie side by side, as in checkpoints of `transformers`.
-
-    Raises:
-        CheckpointError: widths of heads are missing.
-        UnsupportedModelError: it computes something that the two models do not.
-    """
+    """The row of a file of DeepSeek-V2 or V3, Kimi-K2, or GLM-4.7-Flash."""
     value, parts = header.value, {name.partition(".")[0] for name in header.parts}
     # files of GLM-4.7-Flash may not say it, but have a correction, as no softmax has
     otherwise = _SIGMOID if "exp_probs_b" in parts else _SOFTMAX
@@ -216,14 +190,7 @@ def deepseek2(header: GgufHeader) -> Architecture:
 
 
 def qwen35moe(header: GgufHeader) -> Architecture:
-    """The row of a file of Qwen3.5 or 3.6.
-
-    Its value heads are in another order than in transformers: those of the same place within the
-    groups of all keys side by side, not those of one key.
-
-    Raises:
-        CheckpointError: sizes are missing, or are none.
-    """
+    """The row of a file of Qwen3.5 or 3.6."""
     row = _linear_attention(header, "qwen35moe")
     num_keys, num_values = (header.value(f"ssm.{e}") for e in ("group_count", "time_step_rank"))
     width = row.constants["linear_value_head_dim"]
@@ -249,14 +216,7 @@ def qwen35moe(header: GgufHeader) -> Architecture:
 
 
 def qwen3next(header: GgufHeader) -> Architecture:
-    """The row of a file of Qwen3-Next.
-
-    Its projection of queries, keys, values and gates, in transformers one key head after the
-    other, is two tensors, `attn_qkv` and `attn_gate`, or, in older files, as it is, `ssm_in`.
-
-    Raises:
-        CheckpointError: sizes are missing, or are none.
-    """
+    """The row of a file of Qwen3-Next."""
     row = _linear_attention(header, "qwen3next")
     names = {tensor.name.removesuffix(".weight") for tensor in header.tensors}
     projections = ["attn_qkv", "attn_gate"]
@@ -371,11 +331,7 @@ def _yarn(value: Any) -> Mapping[str, Any]:
 
 
 def _linear_attention(header: GgufHeader, name: str) -> Architecture:
-    """What `qwen3next` and `qwen35moe` have in common.
-
-    Three of four layers are of linear attention. Norms have one added to their weights, and decays
-    are numbers, not logarithms.
-    """
+    """What `qwen3next` and `qwen35moe` have in common."""
 
     def size(key: str) -> int:
         found = header.value(key)
@@ -440,10 +396,7 @@ def _linear_attention(header: GgufHeader, name: str) -> Architecture:
 
 
 def _of_one_key(rows: Tensor, *, num_keys: int, num_values: int, begin: int = 0) -> Tensor:
-    """Rows of value heads, from `begin` on, with those of one key side by side.
-
-    A damaged file's, which are no whole heads, stay as they are: the model refuses their number.
-    """
+    """Rows of value heads, from `begin` on, with those of one key side by side."""
     if (len(rows) - begin) % num_values:
         return rows
     in_file = rows[begin:].unflatten(0, (num_values // num_keys, num_keys, -1))

@@ -48,34 +48,17 @@ _ENDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TextVocabulary:
-    """What a file says of its tokens.
+    """What a file says of its tokens."""
 
-    Attributes:
-        tokens: their texts by id.
-        ids: of the tokens, by text.
-        kinds: of each token: its type, corrected for tokens that end a text.
-        named: ids by role: bos, eos, unknown, padding and others.
-        ends: tokens that end a text.
-    """
-
-    tokens: list[str]
-    ids: dict[str, int]
-    kinds: list[int]
-    named: dict[str, int]
-    ends: frozenset[int]
+    tokens: list[str]  # their texts by id
+    ids: dict[str, int]  # of the tokens, by text
+    kinds: list[int]  # of each token: its type, corrected for tokens that end a text
+    named: dict[str, int]  # ids by role: bos, eos, unknown, padding and others
+    ends: frozenset[int]  # tokens that end a text
 
 
 def read_vocabulary(metadata: Mapping[str, Any], num_rows: int, file: Path) -> TextVocabulary:
-    """Reads the tokens of a file.
-
-    Args:
-        metadata: of the file, with its texts.
-        num_rows: tokens that the model has embeddings of.
-        file: named in errors.
-
-    Raises:
-        CheckpointError: there are none, or they contradict each other or the model.
-    """
+    """Reads the tokens of a file."""
     found = metadata.get("tokenizer.ggml.tokens")
     if not found or not isinstance(found, list) or not isinstance(found[0], str):
         refuse(file, "tokenizer.ggml.tokens, the texts of tokens", "none")
@@ -126,10 +109,6 @@ def make_tokenizer(metadata: Mapping[str, Any], num_rows: int, file: Path) -> An
 
     Returns:
         A `PreTrainedTokenizerFast`; every id that it gives is one of the file's tokens.
-
-    Raises:
-        CheckpointError: the file describes no tokenizer, or one that contradicts itself.
-        UnsupportedModelError: nothing here makes tokenizers of this kind.
     """
     vocabulary = read_vocabulary(metadata, num_rows, file)
     model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
@@ -252,10 +231,7 @@ def _merges(
 
 
 def _sentencepiece(metadata: Mapping[str, Any], vocabulary: TextVocabulary, file: Path) -> Any:
-    """Any neighbours merged that make a token, the one of the highest score first.
-
-    Each way to make a token is a merge. Those of one token go by where they are in a text.
-    """
+    """Any neighbours merged that make a token, the one of the highest score first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, ids = vocabulary.tokens, vocabulary.ids
@@ -311,11 +287,7 @@ def _tied_runs(
     scores: list[float],
     ways: Mapping[str, list[tuple[str, str]]],
 ) -> dict[str, int]:
-    """Tokens of 2, 3, ... 2^n equal characters with one score, by the place of their merges.
-
-    llama.cpp makes the longest from the left. Powers of two first and then the shortest first make
-    the same tokens, unless another token of this score or a higher one has such a part.
-    """
+    """Tokens of 2, 3, ... 2^n equal characters with one score, by the place of their merges."""
     ids, runs = vocabulary.ids, dict[str, int]()
     for pair in (text for text in ids if len(text) == 2 and text[0] == text[1]):
         score, run = scores[ids[pair]], [pair]

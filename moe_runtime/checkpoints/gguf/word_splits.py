@@ -16,23 +16,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WordSplit:
-    """How a kind of vocabulary splits text.
+    """How a kind of vocabulary splits text."""
 
-    Attributes:
-        expressions: applied one after another.
-        keeps_tokens: a word that is a token stays whole, whatever its merges.
-        adds_bos: where the file does not say.
-        is_raw: words are merged from characters, with a mark for the space, and not from bytes.
-    """
-
-    expressions: tuple[str, ...]
-    keeps_tokens: bool = False
-    adds_bos: bool = False
+    expressions: tuple[str, ...]  # applied one after another
+    keeps_tokens: bool = False  # a word that is a token stays whole, whatever its merges
+    adds_bos: bool = False  # where the file does not say
+    # words are merged from characters, with a mark for the space, and not from bytes
     is_raw: bool = False
 
 
-_ENDINGS = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
-"""English contractions."""
+_ENDINGS = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"  # english contractions
 _SPACES = r"\s+(?!\S)|\s+"
 _LINES = r"\s*[\r\n]+|"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"

@@ -23,8 +23,7 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
-from moe_runtime.checkpoints.model_files import read_generation_config
-from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint, read_generation_config
 from moe_runtime.config import parse_budget
 from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError, UnsupportedModelError

@@ -1,9 +1,11 @@
-"""`native_attention`: what steps on a CPU call, by the C kernel alone.
+"""`single_query_attention`: attention of one query over cached keys and values, read once.
 
 Shape suffixes: B batch, H query heads, G key heads, S cached tokens, D key width, V value width.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +17,59 @@ from moe_runtime.kernels.native import (
     NativeLibrary,
     native_library,
     needs_torch,
+    require_native,
 )
+from moe_runtime.kernels.operands import precise_dtype
+
+Impl = Literal["auto", "native", "reference"]
+
+
+def single_query_attention(
+    query_BHD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSV: Tensor,
+    mask_BS: Tensor | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
+    *,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Computes `softmax(scale * query . keys + mask) . values` for one query in each head.
+
+    Consecutive query heads share a key head (grouped-query attention, Ainslie et al., 2023). A sink
+    is a further score of its head, whose weight is left out (Xiao et al., 2023; gpt-oss).
+
+    Args:
+        query_BHD: `[B, H, D]`, H a multiple of G; fp32, bf16 or fp16.
+        key_BGSD: `[B, G, S, D]`, S at least 1, unit stride along D, any other strides.
+        value_BGSV: `[B, G, S, V]`, likewise; both in the dtype of the query.
+        mask_BS: `[B, S]` fp32 to be added to the scores, or None.
+        scale: Factor of the scores.
+        sinks_H: `[H]`, fp32, bf16 or fp16, or None.
+        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
+            the native one where it is able. A named implementation never falls back.
+
+    Returns:
+        `[B, H, V]` in the dtype of the query; sums are in fp32.
+
+    Raises:
+        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        NativeUnavailableError: `impl="native"` and the library was not built.
+    """
+    problem = problem_of(query_BHD, key_BGSD, value_BGSV, mask_BS, sinks_H)
+    if problem:
+        raise ValueError(problem)
+    if impl == "native":
+        require_native()
+        unable = native_problem_of(query_BHD, key_BGSD, value_BGSV, sinks_H)
+        if unable:
+            raise ValueError(f"impl='native' cannot compute this: {unable}")
+    elif impl not in ("auto", "reference"):
+        raise ValueError(f"impl must be one of auto, native, reference, got {impl!r}")
+    arguments = (query_BHD, key_BGSD, value_BGSV, mask_BS, scale, sinks_H)
+    mixed = None if impl == "reference" else native_attention(*arguments)
+    return single_query_attention_reference(*arguments) if mixed is None else mixed
+
 
 MAX_COLUMNS = 8192
 """Widest key: the kernel keeps one on the stack."""
@@ -117,3 +171,26 @@ def _run_native(
     if status == STATUS_NO_MEMORY:
         raise MemoryError(f"no memory for the scores of {heads} heads and {length} keys")
     return out
+
+
+def single_query_attention_reference(
+    query_BHD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSV: Tensor,
+    mask_BS: Tensor | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Computes in fp32, or in fp64 when the query is fp64, and rounds once."""
+    wide = precise_dtype(query_BHD)
+    shared = query_BHD.shape[1] // key_BGSD.shape[1]
+    query_BGRD = query_BHD.to(wide).unflatten(1, (-1, shared)) * scale
+    scores_BGRS = query_BGRD @ key_BGSD.to(wide).transpose(-1, -2)
+    if mask_BS is not None:
+        scores_BGRS = scores_BGRS + mask_BS[:, None, None].to(wide)
+    if sinks_H is not None:
+        sinks_BGR1 = sinks_H.to(wide).view(-1, shared, 1).expand(*scores_BGRS.shape[:-1], 1)
+        scores_BGRS = torch.cat((scores_BGRS, sinks_BGR1), dim=-1)
+    weights_BGRS = torch.softmax(scores_BGRS, dim=-1)[..., : key_BGSD.shape[2]]
+    mixed_BGRV = weights_BGRS @ value_BGSV.to(wide)
+    return mixed_BGRV.flatten(1, 2).to(query_BHD.dtype)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_runtime.kernels.expert_choice.reference import ChoiceForm
+from moe_runtime.kernels.decode_step.expert_choice import ChoiceForm
 from moe_runtime.kernels.triton_support import PreparedLaunch, dependent_launch, power_of_2
 
 _MOST_PREPARED = 256

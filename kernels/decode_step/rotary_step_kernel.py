@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_runtime.kernels.decode_step.rotary_step import RowNorm
 from moe_runtime.kernels.rms_norm.kernel import scaled_row
-from moe_runtime.kernels.rotary_step.reference import RowNorm
 from moe_runtime.kernels.triton_support import PreparedLaunch, dependent_launch, power_of_2
 
 _MOST_PREPARED = 512
