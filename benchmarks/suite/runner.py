@@ -151,7 +151,9 @@ def _is_certain(measured: MeasuredSystem, rules: Rules) -> bool:
     """Whether the mean of each judged metric that the system has is known to the precision."""
     for values in map(measured.values, rules.judged):
         ends = mean_interval(values)
-        if values and (ends is None or ends[1] - ends[0] > 2 * rules.precision * abs(fmean(values))):
+        if values and (
+            ends is None or ends[1] - ends[0] > 2 * rules.precision * abs(fmean(values))
+        ):
             return False
     return True
 
