@@ -451,10 +451,7 @@ def _bits(values: Tensor) -> np.ndarray[Any, Any]:
 
 
 def measure_experts(
-    plan: ExpertsPlan,
-    rules: Rules,
-    settings: Mapping[str, Any],
-    peers: Sequence[PeerProgram] = (),
+    plan: ExpertsPlan, rules: Rules, settings: Mapping[str, Any], peers: Sequence[PeerProgram] = ()
 ) -> dict[str, Any]:
     """Measures this project, every implementation of transformers, and peers."""
     from moe_runtime.inference.hugging_face.backend import register_with_transformers

@@ -300,10 +300,7 @@ class PlainRead(BenchSystem):
 
 
 def measure_formats(
-    plan: FormatsPlan,
-    rules: Rules,
-    settings: Mapping[str, Any],
-    peers: Sequence[PeerProgram] = (),
+    plan: FormatsPlan, rules: Rules, settings: Mapping[str, Any], peers: Sequence[PeerProgram] = ()
 ) -> dict[str, Any]:
     """Measures every format, reads and peers; each has an equal part of the time that is left."""
     require_native().set_num_threads(torch.get_num_threads())

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from moe_runtime.benchmarks.cases.expert_layers import OURS, CallsPlan, CallsSystem, LayerSizes
 from moe_runtime.benchmarks.cases.expert_systems import distance
 from moe_runtime.benchmarks.suite.results import measure_systems
-from moe_runtime.benchmarks.suite.runner import (
-    Rules,
-)
+from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.layer import MoELayer
 
 PEERS = ("eager", "grouped_mm")

@@ -68,8 +68,7 @@ Shape = Annotated[
     ),
 ]
 Tokens = Annotated[
-    str | None,
-    typer.Option(help="Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256]"),
+    str | None, typer.Option(help="Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256]")
 ]
 Formats = Annotated[
     str | None,

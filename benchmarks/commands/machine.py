@@ -97,9 +97,7 @@ Vary = Annotated[
 Seeds = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        max=1000,
-        help="Trainings of each variant, from run.seed upwards. [3; quick: 1]",
+        min=1, max=1000, help="Trainings of each variant, from run.seed upwards. [3; quick: 1]"
     ),
 ]
 Steps = Annotated[
@@ -242,10 +240,7 @@ def show_dispatch(results: dict[str, Any]) -> None:
 
 @case(seconds=None)
 def bench_kernels(
-    run: CaseRun,
-    tune: Tune = False,
-    shape: Shapes = None,
-    table: Table = None,
+    run: CaseRun, tune: Tune = False, shape: Shapes = None, table: Table = None
 ) -> None:
     """Time every product of a layer of experts on the GPU, forward and backward, in bf16.
 
@@ -267,11 +262,7 @@ def bench_kernels(
 
     from moe_runtime.kernels.grouped_gemm.table import table_path, write_table
     from moe_runtime.kernels.grouped_gemm.tiles import describe_device
-    from moe_runtime.kernels.grouped_gemm.tuner import (
-        candidate_tiles,
-        layer_problems,
-        parse_shape,
-    )
+    from moe_runtime.kernels.grouped_gemm.tuner import candidate_tiles, layer_problems, parse_shape
     from moe_runtime.kernels.grouped_gemm.tuner import tune as tune_problems
 
     shapes = [*dict.fromkeys(parse_shape(text) for text in shape or _SHAPES)]

@@ -77,14 +77,14 @@ Concurrency = Annotated[
     str | None,
     typer.Option(
         help="Clients that ask again as soon as they have their answer; with commas between, one "
-        "number after the other. 1 when omitted.",
+        "number after the other. 1 when omitted."
     ),
 ]
 Rate = Annotated[
     str | None,
     typer.Option(
         help="Requests that arrive in a second, at random times, however many are being answered; "
-        "instead of --concurrency, several with commas between.",
+        "instead of --concurrency, several with commas between."
     ),
 ]
 Requests = Annotated[int, typer.Option(min=1, help="Requests for each number of clients or rate.")]

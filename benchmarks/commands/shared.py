@@ -16,12 +16,7 @@ import typer
 
 from moe_runtime.benchmarks.suite.figures import figure, unit_for, with_half
 from moe_runtime.cli import options
-from moe_runtime.cli.console import (
-    Session,
-    print_json,
-    print_table,
-    say_line,
-)
+from moe_runtime.cli.console import Session, print_json, print_table, say_line
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.files import require_not_read
 
@@ -177,10 +172,7 @@ def case(
         kinds["precision"] = Precision, 0.05
     if quick is not None:
         kinds["quick"] = Annotated[bool, typer.Option("--quick", help=quick)], False
-    kinds["output"] = (
-        Annotated[Path | None, typer.Option("--output", "-o", help=output)],
-        None,
-    )
+    kinds["output"] = (Annotated[Path | None, typer.Option("--output", "-o", help=output)], None)
     kinds["as_json"] = options.Json, False
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

@@ -134,11 +134,7 @@ def bench_policies(
     compare` and `bench report` read: a policy that hits less often than before is a regression.
     The beginning of the trace is served by the policies' objects as well; hits must be equal.
     """
-    from moe_runtime.benchmarks.cases.policies import (
-        PoliciesPlan,
-        measure_policies,
-        metrics_of,
-    )
+    from moe_runtime.benchmarks.cases.policies import PoliciesPlan, measure_policies, metrics_of
     from moe_runtime.lab.replay.experiment import usual_capacities
     from moe_runtime.lab.traces.learned import read_predictor
     from moe_runtime.lab.traces.workload import workload_of

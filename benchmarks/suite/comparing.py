@@ -19,10 +19,7 @@ from moe_runtime.benchmarks.suite.runner import MeasuredSystem
 from moe_runtime.config import format_bytes
 
 _LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype", "device")
-_TEXT = (
-    *("model", "layers", "weights", "prompt_tokens", "new_tokens"),
-    *("followed_by", "device"),
-)
+_TEXT = (*("model", "layers", "weights", "prompt_tokens", "new_tokens"), *("followed_by", "device"))
 _TRACE = ("model", "tokens", "layers", "experts", "top_k")
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "latency": _TEXT,
