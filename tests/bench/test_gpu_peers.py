@@ -16,9 +16,9 @@ import torch
 from text_checkpoint import save_text_checkpoint
 from torch import Tensor, nn
 
-from moe_runtime.benchmarks.cases.expert_layers import layer_of_model
-from moe_runtime.benchmarks.cases.expert_systems import (
+from moe_runtime.benchmarks.cases.experts import (
     ExpertsPlan,
+    layer_of_model,
     measure_experts,
     num_equal,
     write_layer,
