@@ -743,7 +743,7 @@ def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens
 def prompt_lengths(num_experts: int, top_k: int, most: int) -> list[int]:
     """Tokens of the shortest prompts for which products take their second tile, their third, and so
     on."""
-    from moe_runtime.kernels.grouped_gemm.tiles import TILES_16_BIT
+    from moe_runtime.kernels.grouped_gemm.tile import TILES_16_BIT
 
     limits = [rows for rows, _ in TILES_16_BIT["gated"][:-1]]
     lengths = [rows * num_experts // top_k + 1 for rows in limits]

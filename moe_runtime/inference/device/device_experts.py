@@ -16,7 +16,7 @@ from moe_runtime.inference.device.misses import HostPart, Misses
 from moe_runtime.inference.expert_layer import OffloadedExperts, is_kernels
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.kernels.expert_mlp.implementations.slotted import SlottedProducts
+from moe_runtime.kernels.expert_mlp.slotted import SlottedProducts
 from moe_runtime.memory.device.device import Event, Told
 from moe_runtime.memory.device.device_store import DeviceStore, Residents, use_arriving
 from moe_runtime.types import ExpertKey

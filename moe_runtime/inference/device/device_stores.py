@@ -168,9 +168,9 @@ class DeviceStacks:
             return False
         if isinstance(stack, StackedExperts):
             return stack.dtype == dtype
-        from moe_runtime.kernels.expert_mlp.quantized.quantized_triton import problem
+        from moe_runtime.kernels.expert_mlp.triton_path import quantized_problem
 
-        return problem(torch.empty(0, dtype=dtype, device=stack.device), stack) is None
+        return quantized_problem(torch.empty(0, dtype=dtype, device=stack.device), stack) is None
 
     def num_experts(self, layer: int) -> int:
         return self._num_experts[layer]

@@ -37,7 +37,7 @@ from moe_runtime.inference.budget import (
 from moe_runtime.inference.budget import plan_memory as plan_slots
 from moe_runtime.inference.device.device_stores import DeviceStacks, experts_on_device, open_tiers
 from moe_runtime.inference.loading import signature_of
-from moe_runtime.kernels.expert_mlp.kept_code import experts_code_bytes
+from moe_runtime.kernels.expert_mlp.products import experts_code_bytes
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.device.cuda_device import open_device
 from moe_runtime.memory.slab import Slab
